@@ -1,4 +1,4 @@
-"""The ``ft simulate`` command. Each simulation package adds its own subcommand."""
+"""The ``ft simulate`` command. Each subpackage of ``ft.lab.simulate`` with a simulation adds its own subcommand."""
 
 import importlib.util
 
@@ -13,7 +13,7 @@ _SIMULATIONS = (
 
 
 def add_parser(subparsers) -> None:
-    """Add ``simulate`` with one subcommand for each simulation package that is installed."""
+    """Add the command ``simulate``, with one subcommand for each simulation package that is installed."""
     parser = subparsers.add_parser("simulate", help="simulated clusters, larger and unluckier than the one at hand")
     simulations = parser.add_subparsers(title="simulations", metavar="SIMULATION", required=True)
     for module in _SIMULATIONS:

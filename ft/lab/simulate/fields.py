@@ -1,4 +1,8 @@
-"""Parse and validate scenario files (TOML) and the command-line flags of the same names."""
+"""Parse and validate the scenario files (TOML) of ``ft simulate``, and the command-line flags of the same names.
+
+A scenario describes a cluster, its failures and a training run. Each simulation defines its keys as a table of
+:class:`Field`; a flag overrides the key of the same name.
+"""
 
 import argparse
 import tomllib
@@ -17,8 +21,8 @@ class Field:
 
     Attributes:
         section: TOML section that the key belongs to.
-        read: converts text or a number to the value; raises ValueError if the input is invalid.
-        default: value if neither the file nor a flag gives one; None: there is no default.
+        read: function that converts text or a number to the value; raises ValueError if the input is invalid.
+        default: value that is used if neither the file nor a flag sets the key; None: there is no default.
         metavar: placeholder in the flag's help.
         help: help text of the flag.
     """
@@ -37,7 +41,9 @@ class Field:
 
 
 def duration(least: float) -> Callable[[Any], float]:
-    """Return a reader for a time with a unit, at least ``least`` seconds. A plain number in a file is in seconds."""
+    """Return a reader that converts a time with a unit, such as "5 min", to seconds; the least valid value is ``least``
+    seconds. A plain number in a file is in seconds.
+    """
 
     def read(value: Any) -> float:
         return quantities.seconds(value, least, bare=None if isinstance(value, str) else 1.0)
@@ -57,11 +63,11 @@ def one_of(names: Sequence[str]) -> Callable[[Any], str]:
 
 
 def several(read: Callable[[Any], Any], what: str) -> Callable[[Any], tuple]:
-    """Return a reader for a list, or comma-separated text, of values that ``read`` accepts. It drops duplicates.
+    """Return a reader for a list, or comma-separated text, of values that ``read`` accepts. Duplicates are dropped.
 
     Args:
         read: reader of one value.
-        what: what the values are, for error messages.
+        what: description of the values, for error messages.
     """
 
     def read_all(value: Any) -> tuple:
@@ -76,12 +82,12 @@ def several(read: Callable[[Any], Any], what: str) -> Callable[[Any], tuple]:
 def read_file(path: str | Path, fields: Mapping[str, Field], others: Sequence[str] = ()) -> dict[str, Any]:
     """Return the values of a scenario file, keyed by the names of ``fields``.
 
-    The path of a trace is relative to the directory of the scenario file.
+    The value of the key ``trace``, a file of recorded failures, is relative to the directory of the scenario file.
 
     Args:
-        path: the scenario file.
-        fields: fields by flag name; a "-" in a flag name is a "_" in the file.
-        others: further sections, whose tables are returned unparsed under the section's name.
+        path: path of the scenario file.
+        fields: flag name -> field; a "-" in a flag name is a "_" in the file.
+        others: names of further sections, whose tables are returned unparsed under the section's name.
 
     Raises:
         UserError: the file cannot be read, is not TOML, has an unknown section or key, or has an invalid value.
@@ -112,7 +118,7 @@ def read_file(path: str | Path, fields: Mapping[str, Field], others: Sequence[st
 
 
 def read_flags(given: Mapping[str, str | None], fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the parsed values of the flags that were given, by flag name. Flags that are None are left out.
+    """Return flag name -> parsed value for the flags that the user has set. Flags that are None are left out.
 
     Raises:
         UserError: a value is invalid.
@@ -133,7 +139,7 @@ def add_flags(parser: argparse.ArgumentParser, fields: Mapping[str, Field], titl
 
     Args:
         parser: the parser to extend.
-        fields: fields by flag name.
+        fields: flag name -> field.
         titles: section name -> title of its argument group.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}

@@ -1,6 +1,9 @@
-"""Run thousands of seeded histories of a simulation in several processes, summarize them, or search for injected bugs.
+"""Driver of the randomized simulations of ``ft simulate``: thousands of runs, each drawn from a seed, in several
+processes.
 
-Each simulation defines what a history is and how a bug is injected (:class:`Simulation`).
+A history is one simulated run. The driver summarizes the runs and the violated properties. For mutation testing, it
+injects known bugs ("mutants") and checks that the runs expose them. Each simulation defines how a history is played and
+how a bug is injected (:class:`Simulation`).
 """
 
 import argparse
@@ -16,14 +19,15 @@ from typing import Any, Protocol
 from ft.base.errors import UserError
 
 _CHUNK, _PROGRESS_S = 50, 10.0
+"""Number of seeds that a process simulates at a time; seconds between two progress messages."""
 
 
 class History(Protocol):
-    """The result of one seed.
+    """The result of one simulated run.
 
     Attributes:
-        seed: seed of the random generators.
-        violation: the first property that was violated, "" if none.
+        seed: seed from which the run was drawn.
+        violation: the first property that was violated, "" if none was.
         lines: event log, empty unless requested.
     """
 
@@ -33,10 +37,10 @@ class History(Protocol):
 
 
 class Summary(Protocol):
-    """Totals over many histories.
+    """Totals over many simulated runs.
 
     Attributes:
-        histories: how many were added.
+        histories: number of runs that were added.
         failed: seed -> violation.
     """
 
@@ -44,30 +48,39 @@ class Summary(Protocol):
     failed: dict[int, str]
 
     def add(self, history: Any) -> None:
-        """Add one history to the totals."""
+        """Add one run to the totals."""
 
     def text(self, took_s: float) -> str:
-        """Return the totals as text. ``took_s``: elapsed real time in seconds."""
+        """Return the totals as text.
+
+        Args:
+            took_s: elapsed real time in seconds.
+        """
 
 
 class Mutant(Protocol):
-    """A known bug that can be injected into the code under test (mutation testing)."""
+    """A known bug that can be injected into the code under test (mutation testing).
+
+    Attributes:
+        title: name of the bug for the user.
+    """
 
     title: str
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What :func:`run` needs to know about one simulation.
+    """The properties and functions of one simulation that :func:`run` needs.
 
     Attributes:
-        name: name of its subcommand.
-        kinds: names of its kinds of faults.
-        play: (seed, simulation-specific options, mutant or None, whether to keep the event log) -> history. It must be
-            a module-level function, because worker processes call it.
-        find: returns the mutants with a given title, or all of them for "all"; raises UserError if there is none.
-        summary: creates an empty summary.
-        columns: width of the column of mutant titles, and the longest violation shown, in characters.
+        name: name of the simulation's subcommand.
+        kinds: names of the kinds of faults that the simulation injects.
+        play: function (seed, simulation-specific options, mutant or None, whether to keep the event log) -> history. It
+            must be defined at module level, because worker processes call it.
+        find: function that returns the mutants with a given title, or all mutants for "all"; raises UserError if there
+            is none.
+        summary: function that creates an empty summary.
+        columns: (width of the column of mutant titles, greatest length of a violation in the table), in characters.
     """
 
     name: str
@@ -79,7 +92,12 @@ class Simulation:
 
 
 def add_arguments(parser: argparse.ArgumentParser, faults: int) -> None:
-    """Add the flags that all simulations share. ``faults``: default of ``--faults``, the most faults in one history."""
+    """Add the flags that all randomized simulations share.
+
+    Args:
+        parser: the parser to extend.
+        faults: default of ``--faults``, the maximum number of faults in one run.
+    """
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=1000, metavar="N", help="N histories (default: 1000)")
     which.add_argument("--seed", type=int, metavar="N", help="one history, told line by line")
@@ -93,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser, faults: int) -> None:
 
 
 def check_arguments(simulation: Simulation, arguments: argparse.Namespace) -> tuple[str, ...] | None:
-    """Return the kinds of faults that were selected, None for all.
+    """Validate the flags of :func:`add_arguments`, and return the selected kinds of faults, None for all.
 
     Raises:
         UserError: an argument is out of range, or a kind is unknown.
@@ -108,7 +126,7 @@ def check_arguments(simulation: Simulation, arguments: argparse.Namespace) -> tu
 
 
 def run(simulation: Simulation, arguments: argparse.Namespace, wish: Any) -> int:
-    """Run the requested histories and print the result.
+    """Simulate the requested runs and print the result.
 
     Args:
         simulation: the simulation to run.
@@ -116,7 +134,7 @@ def run(simulation: Simulation, arguments: argparse.Namespace, wish: Any) -> int
         wish: simulation-specific options, passed on to ``play``.
 
     Returns:
-        the exit status: 1 if one seed or a summary violates a property, or if an injected bug is not found.
+        The exit status: 1 if a run violates a property, or if an injected bug is not found, otherwise 0.
 
     Raises:
         UserError: the bug is unknown, or several bugs are requested for a single seed.
@@ -180,9 +198,13 @@ def _histories(simulation: Simulation, seeds: range, wish: Any, jobs: int, title
 
 
 def _play(simulation: Simulation, seeds: range, wish: Any, title: str | None) -> list[History]:
-    """Play a chunk of seeds, in a worker process where there are several; the mutant is looked up by title there.
+    """Simulate a chunk of seeds, and return the results. Runs in a worker process if there are several.
 
-    When searching for a mutant, stop at the first history with a violation.
+    Args:
+        simulation: the simulation to run.
+        seeds: seeds of the chunk.
+        wish: simulation-specific options.
+        title: title of the mutant to inject; the simulation then stops at the first violation. None: no mutant.
     """
     plant = simulation.find(title)[0] if title is not None else None
     found = []

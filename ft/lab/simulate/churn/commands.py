@@ -1,4 +1,4 @@
-"""The ``ft simulate churn`` subcommand."""
+"""The ``ft simulate churn`` subcommand: training time of a pipeline that loses whole stages, by recovery strategy."""
 
 import argparse
 import json
@@ -18,7 +18,11 @@ unit (ms, s, m or min, h, d). Without any, it is the training of CheckFree's Tab
 
 
 def add_parser(simulations) -> None:
-    """Add the subcommand."""
+    """Add the subcommand ``churn``, with ``run`` as its function.
+
+    Args:
+        simulations: the subparsers of ``ft simulate``.
+    """
     parser = simulations.add_parser(
         "churn",
         help="time to train of CheckFree and its rivals under stage failures, beside its paper's",
@@ -39,7 +43,7 @@ _MATCH = "also the rates at which the published hours would be ours; some second
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison, and plot it if requested.
+    """Print the comparison of the strategies, plot it if requested, and return the exit status 0.
 
     Raises:
         UserError: the arguments contradict each other, or the plot cannot be written.

@@ -1,4 +1,4 @@
-"""Times of stage failures: an independent Poisson process per stage, or a recorded trace."""
+"""Failure times of pipeline stages in ``ft simulate churn``: a Poisson process per stage, or a recorded trace."""
 
 import csv
 import math
@@ -31,8 +31,8 @@ class Failures(Protocol):
         """Return the next failures in order of time.
 
         Returns:
-            times in seconds, float [seeds, n], and stages, int [seeds, n]. An infinite time means that no failure
-                follows.
+            The times in seconds, float [seeds, n], and the stages, int [seeds, n]. An infinite time means that no
+            failure follows.
         """
 
 
@@ -40,12 +40,12 @@ class Poisson:
     """Independent memoryless failures, at the same rate for every stage.
 
     The failures of a seed depend only on that seed, neither on the number of seeds nor on the strategy, so that all
-    strategies are struck at the same times.
+    strategies are simulated with the same failures.
 
     Args:
-        probability: of one stage to fail within an hour, from 0 to less than 1.
+        probability: probability that one stage fails within an hour, from 0 to less than 1.
         stages: number of stages of the pipeline.
-        seeds: one history each.
+        seeds: seeds, one for each simulated run.
     """
 
     _BLOCK = 256
@@ -67,11 +67,11 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Trace:
-    """Recorded failures; none follows the last.
+    """Recorded failures of one run. No failure follows the last recorded one.
 
     Attributes:
-        times: seconds from the start, ascending.
-        stages: the stage that fails at each of ``times``.
+        times: times of the failures in seconds from the start, ascending.
+        stages: number of the stage that fails at each of ``times``.
     """
 
     times: tuple[float, ...]
@@ -89,6 +89,10 @@ class Trace:
 
 def read_trace(path: str | Path, stages: int) -> Trace:
     """Read a CSV file with lines ``time_s,stage`` in any order; the header line is optional, and # starts a comment.
+
+    Args:
+        path: path of the file.
+        stages: number of stages of the pipeline.
 
     Raises:
         UserError: the file cannot be read, a line is not a failure of one of ``stages`` stages, or there is no failure.

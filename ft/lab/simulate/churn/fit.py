@@ -1,4 +1,9 @@
-"""Fit the cost of a rebuilt stage to published training times, and find the failure rates that reproduce such times."""
+"""Calibration of ``ft simulate churn`` against the training times that CheckFree publishes.
+
+CheckFree rebuilds a lost pipeline stage from its neighbours, which raises the loss by a jump. CheckFree+ also needs
+more iterations, because it swaps stages during training (slowdown). This module fits jump and slowdown to published
+hours, and finds the failure rates at which the simulation takes the published hours.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +15,7 @@ from ft.lab.simulate.churn.strategy import CHECKFREE, PLUS
 from ft.lab.simulate.churn.study import row
 
 _HALVINGS, _MOST_RATE, _MATCH_HALVINGS = 22, 0.5, 10
+"""Bisection steps of a fit; highest hourly failure probability tried, and bisection steps, of a matching rate."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +23,9 @@ class Fit:
     """Fitted parameters of CheckFree and CheckFree+.
 
     Attributes:
-        rate: failure rate at which the published hours were used.
-        jump: value of the flag ``--jump``.
-        slowdown: value of the flag ``--slowdown``.
+        rate: hourly failure probability of a stage for which the published hours were used.
+        jump: value of the flag ``--jump``: increase of the loss when a stage is rebuilt.
+        slowdown: value of the flag ``--slowdown``: fraction of additional iterations of CheckFree+.
     """
 
     rate: float
@@ -28,14 +34,14 @@ class Fit:
 
 
 def fit(values: Mapping[str, Any], rate: float) -> Fit:
-    """Fit CheckFree's jump to its published hours at ``rate``, then CheckFree+'s slowdown to its own.
+    """Fit the jump to CheckFree's published hours at ``rate``, then the slowdown to CheckFree+'s published hours.
 
     Two numbers are fitted to two numbers, so the results at other rates are predictions. The number of iterations in
     which a jump decays is not fitted, because the hours depend only on its product with the jump.
 
     Args:
-        values: values of a scenario, by the names of its fields.
-        rate: one of the rates with published hours.
+        values: field name -> value of a scenario.
+        rate: one of the hourly failure probabilities with published hours.
 
     Raises:
         UserError: nothing is published at that rate, or no jump or slowdown reproduces the hours.
@@ -52,7 +58,15 @@ def fit(values: Mapping[str, Any], rate: float) -> Fit:
 
 
 def _solve(values: Mapping[str, Any], name: str, key: str, rate: float, most: float) -> float:
-    """Return the value of the field ``name`` at which the mean hours equal the published ones, by bisection."""
+    """Return the value of the field ``name`` at which the mean simulated hours equal the published hours, by bisection.
+
+    Args:
+        values: field name -> value of the scenario.
+        name: name of the field to fit.
+        key: key of the strategy.
+        rate: hourly failure probability of a stage.
+        most: greatest value of the field.
+    """
 
     def late(value: float) -> bool:
         asked = scenario({**values, name: value})
@@ -66,8 +80,8 @@ def _solve(values: Mapping[str, Any], name: str, key: str, rate: float, most: fl
 
 
 def matching_rate(asked: Scenario, key: str, hours: float) -> float | None:
-    """Return the hourly failure probability at which a strategy takes ``hours``; None if no probability up to 50 %
-    does.
+    """Return the hourly failure probability of a stage at which a strategy takes ``hours`` on average; None if there is
+    no such probability up to 50 %.
     """
     # A run that has taken three times the published hours need not be simulated to its end.
     sooner = replace(asked, limit=min(asked.limit, 3.0 * hours * 3600.0 / asked.plain_s))

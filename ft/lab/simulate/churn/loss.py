@@ -1,4 +1,7 @@
-"""Convergence model: a power law without failures, plus an excess loss that decays after each rebuilt stage."""
+"""Convergence model of ``ft simulate churn``: a power law without failures, plus an excess loss.
+
+The excess is the increase of the loss when a lost pipeline stage is rebuilt; it decays exponentially afterwards.
+"""
 
 from dataclasses import dataclass
 
@@ -7,15 +10,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Convergence:
-    """Validation loss after n iterations without failures: floor + above (n / iterations) ** -exponent.
+    """Parameters of the validation loss.
+
+    After n iterations without failures it is floor + above (n / iterations) ** -exponent.
 
     Attributes:
-        floor: the loss that no number of iterations goes below.
-        above: the target loss minus the floor.
+        floor: limit of the loss for infinitely many iterations.
+        above: target loss minus the floor.
         exponent: exponent of the power law, greater than 0.
-        iterations: iterations to the target without failures.
-        made_good: iterations in which the excess after a rebuild decays to 1/e.
-        evaluate: iterations between evaluations of the loss; training can end only at an evaluation.
+        iterations: number of iterations to the target loss without failures.
+        made_good: number of iterations in which the excess after a rebuild decays to 1/e.
+        evaluate: number of iterations between evaluations of the loss; training can end only at an evaluation.
     """
 
     floor: float

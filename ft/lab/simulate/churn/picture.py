@@ -18,11 +18,16 @@ _SIZE_IN, _DPI = (12.0, 5.0), 110
 _STYLE = {"fontsize": 9, "color": palette.QUIET}
 _COLOUR = {CHECKPOINT: "#c8322b", BEST: "#e8938f", REDUNDANT: "#7468b3", CHECKFREE: "#d98e04", PLUS: "#33659c"}
 _POINTS, _SEEDS = 12, 60
-"""Number of rates on each curve, and the most seeds per rate."""
+"""Number of failure rates on each curve, and maximum number of seeds per rate."""
 
 
 def draw(asked: Scenario, rows: Sequence[Row], path: Path) -> None:
     """Write the plot as PNG.
+
+    Args:
+        asked: the scenario; it is simulated again at more failure rates for the curves.
+        rows: the results of the scenario.
+        path: path of the file.
 
     Raises:
         OSError: the file cannot be written.

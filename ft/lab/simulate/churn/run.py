@@ -1,11 +1,12 @@
-"""Discrete-event simulation of one strategy under failures, in virtual time, vectorized over all seeds.
+"""Discrete-event simulation of pipeline training under stage failures, for one strategy of ``ft simulate churn``.
 
-Between two events a run makes progress at the pace of its iterations, and its excess loss decays. Events are:
+Time is virtual, and all seeds are simulated at once with vectorized operations. Between two events, a run executes
+iterations at a constant pace, and its excess loss, the increase of the loss by rebuilt stages, decays. Events are:
 
-- The loss of a stage. The run stalls during the recovery. Then either the loss jumps by the cost of the rebuild, or all
-  stages roll back to the last checkpoint. A rollback happens if the strategy demands it, and whenever an adjacent stage
-  is still being recovered, because then there is nothing to rebuild the lost stage from. The interrupted iteration
-  counts once, as in CheckFree: training continues with its batch.
+- The failure of a stage. The run stalls during the recovery. Then either the stage is rebuilt and the excess loss
+  increases by a jump, or all stages roll back to the last checkpoint. A rollback happens if the strategy demands it,
+  and whenever an adjacent stage is still being recovered, because then there is nothing to rebuild the lost stage from.
+  The interrupted iteration counts once, as in CheckFree: training continues with its batch.
 - An evaluation of the loss, which ends the run at the target.
 
 Progress is continuous: a failure may strike anywhere within an iteration, and only checkpoints and evaluations happen
@@ -26,11 +27,11 @@ class Outcome:
     """The results of all seeds, as arrays of shape [seeds].
 
     Attributes:
-        hours: hours to the target, infinite where the run was given up.
-        executed: iterations executed, repeated ones included.
+        hours: hours to the target loss, infinite where the run was given up.
+        executed: number of iterations executed, repeated ones included.
         failures: number of failures of stages that can fail.
         falls: number of rollbacks to a checkpoint.
-        undone: iterations lost in rollbacks.
+        undone: number of iterations lost in rollbacks.
         history: (hours, loss) of the first seed before and after each event; empty unless requested.
     """
 
@@ -46,12 +47,12 @@ def run(how: Strategy, law: Convergence, failures: Failures, limit_s: float, see
     """Simulate training until the target loss.
 
     Args:
-        how: the strategy.
-        law: the convergence model.
-        failures: the failures of each seed.
+        how: parameters of the recovery strategy.
+        law: convergence model.
+        failures: failures of each seed.
         limit_s: virtual time in seconds after which a run is given up.
-        seeds: number of histories in ``failures``.
-        told: whether to record the history of the first seed.
+        seeds: number of runs for which ``failures`` has failures.
+        told: whether to record the loss curve of the first seed.
     """
     runs = _Runs(how, law, failures, seeds)
     history: list[tuple[float, float]] = []
@@ -72,15 +73,16 @@ class _Runs:
     """The state of all runs, as arrays of shape [seeds] unless stated otherwise.
 
     Attributes:
-        at: seconds from which on the run makes progress.
-        n: iterations done.
+        at: virtual time in seconds up to which the run is simulated; after a failure, the end of the stall.
+        n: number of iterations done, a fraction within an iteration.
         excess: excess of the loss over the power law.
-        next: seconds of the next failure, which is entry ``place`` of ``times`` and ``stages``, both [seeds, n].
-        measures: whether the next event is an evaluation.
-        struck: whether the next event is a failure.
+        next: time in seconds of the next failure, which is entry ``place`` of ``times`` and ``stages``, both
+            [seeds, n].
+        measures: whether the current event is an evaluation.
+        struck: whether the current event is a failure.
         under_way: whether the run has neither reached the target nor been given up.
-        saved: the excess at the last checkpoint.
-        last: seconds of each stage's last failure, [seeds, stages + 2], padded with a column at either end.
+        saved: excess of the loss at the last checkpoint.
+        last: time in seconds of each stage's last failure, [seeds, stages + 2], padded with a column at either end.
     """
 
     def __init__(self, how: Strategy, law: Convergence, failures: Failures, seeds: int):
@@ -120,7 +122,7 @@ class _Runs:
         self.n, self.at = n, until
 
     def lose_stages(self, limit_s: float) -> None:
-        """Apply the next failure in each run that has come to it."""
+        """Apply the next failure in each run that has reached its time."""
         how = self.how
         self.struck = self.under_way & ~self.measures & (self.next <= limit_s)
         stage = self.stages[self.rows, self.place]
@@ -147,7 +149,7 @@ class _Runs:
         self.times, self.stages = np.hstack([self.times, times]), np.hstack([self.stages, stages])
 
     def end(self, limit_s: float) -> None:
-        """End the runs that have measured the target loss, and those that have no time left."""
+        """End the runs whose evaluation shows the target loss, and give up the runs at the time limit."""
         loss = self.law.loss(self.n / (1.0 + self.how.slowdown)) + self.excess
         # The tolerance keeps a negligible rest of an old jump from delaying the end to the next evaluation.
         self.reached |= self.measures & (loss <= self.law.target * (1.0 + 1e-9))

@@ -1,5 +1,6 @@
 """The scenario of ``ft simulate churn``: read from a file and from flags, checked, and converted to simulation inputs.
 
+A scenario describes the training of a pipeline, the failures of its stages, and the recovery strategies to compare.
 A scenario file is TOML with the sections and keys of :data:`FIELDS`, and an optional section [published]: for each
 strategy, the published hours at each of ``rates``. Times are seconds, or text such as "5m".
 """
@@ -19,8 +20,8 @@ from ft.lab.simulate.fields import Field, duration, one_of, several
 
 PUBLISHED = "published"
 SWAPPED_PART = 0.035
-"""Jump of the loss when an end stage is copied after swap training, as a fraction of the jump without swap training. On
-a small model the jumps were 0.03-0.10 with, and 1.6-2.1 without.
+"""Jump of the loss when the first or last stage is rebuilt by copying its neighbour after swap training (CheckFree+),
+as a fraction of the jump without swap training. On a small model the jumps were 0.03-0.10 with, and 1.6-2.1 without.
 """
 
 
@@ -29,15 +30,15 @@ class Scenario:
     """A validated scenario.
 
     Attributes:
-        costs: costs of the job.
+        costs: durations and costs of the job.
         law: convergence model.
-        rates: hourly failure probabilities of a stage; empty if there is a ``trace``.
-        trace: file of recorded failures, or None.
-        strategies: of ``STRATEGIES``.
+        rates: hourly failure probabilities of a stage to simulate; empty if there is a ``trace``.
+        trace: path of a file with recorded failures, or None.
+        strategies: strategies to compare, from ``STRATEGIES``.
         seeds: number of runs of each case; 1 with a trace.
         seed: the first seed.
-        limit: a run is given up after this many times the duration of a run without failures.
-        published: (strategy, rate) -> published hours to the target.
+        limit: multiple of the duration without failures after which a run is given up.
+        published: (strategy, rate) -> published hours to the target loss.
     """
 
     costs: Costs
@@ -52,7 +53,7 @@ class Scenario:
 
     @property
     def plain_s(self) -> float:
-        """Seconds of a training without failures, checkpoints and redundancy."""
+        """Duration in seconds of a training without failures, checkpoints and redundancy."""
         return self.law.iterations * self.costs.iteration_s
 
     def failures(self, rate: float | None) -> Failures:
@@ -70,7 +71,7 @@ def probability(value: Any) -> float:
     """Parse a probability such as "5%" or 0.05.
 
     Raises:
-        ValueError: the value is neither, or not from 0 to 90 %.
+        ValueError: the value is no probability from 0 to 90 %.
     """
     text = str(value).strip()
     try:
@@ -117,7 +118,7 @@ FIELDS = {
     "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
     "limit": Field("run", between(1.0, 1e4), 20.0, "X", "give a run up after X times what it takes without failures"),
 }  # fmt: skip
-"""Fields by flag name; a "-" in a flag name is a "_" in the file."""
+"""Flag name -> field of the scenario file; a "-" in a flag name is a "_" in the file."""
 
 TITLES = {
     "job": "what is trained",
@@ -132,7 +133,11 @@ TITLES = {
 
 
 def read(file: str | None, given: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the values of a scenario file and of flags, by the names of :data:`FIELDS`; flags override the file.
+    """Return the values of a scenario file and of flags, keyed by the names of :data:`FIELDS`; flags override the file.
+
+    Args:
+        file: path of the scenario file, None if there is none.
+        given: flag name -> text; None if the flag is not set.
 
     Raises:
         UserError: the file cannot be read, or a value is invalid.
@@ -162,7 +167,7 @@ def _published(file: str, table: Mapping[str, Any], rates: Sequence[float]) -> d
 
 
 def scenario(values: Mapping[str, Any]) -> Scenario:
-    """Build the scenario from values by the names of :data:`FIELDS`.
+    """Build the scenario from values that are keyed by the names of :data:`FIELDS`.
 
     Raises:
         UserError: two values contradict each other.

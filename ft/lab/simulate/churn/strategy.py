@@ -1,4 +1,9 @@
-"""The strategies against lost stages, as parameters of the simulation."""
+"""The recovery strategies that ``ft simulate churn`` compares, as parameters of the simulation.
+
+CheckFree rebuilds a lost pipeline stage from its two neighbours, which increases the loss by a jump. CheckFree+ swaps
+the order of stages for half of the microbatches (swap training), so that the first and last stage can be rebuilt by
+copying a neighbour. With redundant computation, a neighbour holds a copy of each stage and takes over.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,12 +28,12 @@ NAMES = {
 }
 COPY, SAFE = "copy", "safe"
 ENDS = (COPY, CHECKPOINT, SAFE)
-"""What CheckFree does about its first and last stage: copy the neighbour, roll back to the checkpoint, or assume that
-these stages never fail.
+"""How CheckFree treats the loss of the first or last stage: copy the neighbour, roll back to the checkpoint, or assume
+that these stages never fail.
 """
 
 NEVER = 10**12
-"""Iterations between checkpoints if there are none."""
+"""Value of an interval between checkpoints, in iterations, if there are no checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +43,21 @@ class Costs:
     Attributes:
         stages: number of stages that can fail, each with transformer blocks; the embedding's stages are not included.
         iteration_s: duration of an iteration without checkpoints and redundancy.
-        interval: iterations between the persistent checkpoints of the checkpointing strategy.
-        fallback: the same for the other strategies; 0: they have no checkpoints, because two adjacent stages are never
-            lost at once (the assumption of CheckFree, section 3).
-        save_s: how long the run waits for a save.
-        load_s: how long the run waits to load a checkpoint.
-        recovery_s: time until a new node replaces a lost stage.
+        interval: number of iterations between the persistent checkpoints of the checkpointing strategy.
+        fallback: number of iterations between the checkpoints of the other strategies; 0: they have no checkpoints,
+            because two adjacent stages are never lost at once (the assumption of CheckFree, section 3).
+        save_s: time that the run waits for a checkpoint to be written.
+        load_s: time that the run waits for a checkpoint to be loaded.
+        recovery_s: time until a new node replaces the node of a lost stage.
         redundant_overhead: overhead of redundant computation, as a fraction of an iteration.
-        redundant_pause_s: time until the neighbour takes over a lost stage.
-        jump: jump of the loss when a stage is rebuilt from two neighbours.
-        ends_jump: jump when the first or last stage is copied from a neighbour that was not swap-trained.
-        swapped_jump: jump when the first or last stage is copied after swap training (CheckFree+).
-        ends: one of :data:`ENDS`.
+        redundant_pause_s: time until the neighbour takes over a lost stage, with redundant computation.
+        jump: increase of the loss when a stage is rebuilt from two neighbours.
+        ends_jump: increase of the loss when the first or last stage is copied from its neighbour without swap training.
+        swapped_jump: increase of the loss when the first or last stage is copied after swap training (CheckFree+).
+        ends: treatment of the first and last stage by CheckFree, one of :data:`ENDS`.
         slowdown: fraction of additional iterations that CheckFree+ needs without failures.
         bubbles: idle fraction of an iteration.
-        swapped_bubbles: idle fraction of an iteration whose schedule swaps stages.
+        swapped_bubbles: idle fraction of an iteration with swap training.
     """
 
     stages: int
@@ -79,15 +84,15 @@ class Strategy:
 
     Attributes:
         key: one of :data:`STRATEGIES`.
-        iteration_s: duration of an iteration, including its share of a save.
-        interval: iterations between checkpoints.
-        stall_s: how long all stages wait after a failure.
-        recovery_s: time after a failure in which a failure of an adjacent stage leaves nothing to rebuild from.
-        load_s: additional wait of a rollback to a checkpoint.
-        jumps: jump of the loss by lost stage, float [stages].
-        falls: whether the loss of that stage causes a rollback, bool [stages].
-        spared: whether that stage never fails, bool [stages].
-        slowdown: fraction of additional iterations to each loss.
+        iteration_s: duration of an iteration in seconds, including its share of a checkpoint.
+        interval: number of iterations between checkpoints.
+        stall_s: seconds that all stages wait after a failure.
+        recovery_s: seconds after a failure in which a failure of an adjacent stage causes a rollback.
+        load_s: seconds that a rollback to a checkpoint takes in addition.
+        jumps: increase of the loss when each stage is lost and rebuilt, float [stages].
+        falls: whether the failure of each stage causes a rollback, bool [stages].
+        spared: whether each stage never fails, bool [stages].
+        slowdown: fraction of additional iterations until a given loss is reached.
     """
 
     key: str
@@ -103,8 +108,11 @@ class Strategy:
 
 
 def best_interval(costs: Costs, between_s: float) -> int:
-    """Return the iterations between checkpoints by Daly (2006). ``between_s``: mean seconds between two failures
-    anywhere.
+    """Return the best number of iterations between checkpoints, by Daly's formula (2006).
+
+    Args:
+        costs: costs of the job.
+        between_s: mean seconds between two failures of any stage.
     """
     if math.isinf(between_s):
         return NEVER

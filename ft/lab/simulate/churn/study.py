@@ -1,4 +1,4 @@
-"""Run every case of a scenario over its seeds."""
+"""Simulate every case of a scenario of ``ft simulate churn``: each recovery strategy at each failure rate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ft.lab.simulate.churn.scenario import Scenario
 from ft.lab.simulate.churn.strategy import NEVER, Strategy, strategy
 
 LOW, HIGH = 0.1, 0.9
-"""The quantiles shown."""
+"""Quantiles of the training hours that are shown."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,18 @@ class Row:
 
     Attributes:
         strategy: key of the strategy.
-        rate: hourly failure probability; None: the trace.
-        every: iterations between checkpoints; None: there are none.
-        hours: hours to the target, over the runs that reached it; None: none did.
-        low: quantile :data:`LOW` of the hours; None if that run was given up.
-        high: quantile :data:`HIGH` of the hours; None if that run was given up.
-        iterations: iterations executed, repeated ones included.
-        iteration_s: total time per executed iteration, stalls included; None if no iteration was executed.
+        rate: hourly failure probability of a stage; None: the failures are those of the trace.
+        every: number of iterations between checkpoints; None: there are no checkpoints.
+        hours: hours to the target loss, over the runs that reached it; None: no run reached it.
+        low: quantile :data:`LOW` of the hours; None if the run at this quantile was given up.
+        high: quantile :data:`HIGH` of the hours; None if the run at this quantile was given up.
+        iterations: number of iterations executed, repeated ones included.
+        iteration_s: total time per executed iteration in seconds, stalls included; None if no iteration was executed.
         failures: number of failures.
         falls: number of rollbacks to a checkpoint.
-        undone: iterations lost in rollbacks.
+        undone: number of iterations lost in rollbacks.
         given_up: number of runs that were given up.
-        published: published hours to the target, or None.
+        published: published hours to the target loss, or None.
     """
 
     strategy: str
@@ -49,7 +49,7 @@ class Row:
 
 
 def study(asked: Scenario) -> Iterator[Row]:
-    """Yield every case of a scenario, rate by rate, or those of the trace.
+    """Yield the results of every strategy at every failure rate, or with the failures of the trace.
 
     Raises:
         UserError: the trace cannot be read.
@@ -60,7 +60,7 @@ def study(asked: Scenario) -> Iterator[Row]:
 
 
 def row(asked: Scenario, key: str, rate: float | None) -> Row:
-    """Run one case."""
+    """Simulate one strategy at one failure rate (None: the trace), and return its means."""
     how, found = outcome(asked, key, rate)
     reached = np.isfinite(found.hours)
     low, high = (_finite(each) for each in np.quantile(found.hours, [LOW, HIGH], method="nearest"))
@@ -84,7 +84,14 @@ def row(asked: Scenario, key: str, rate: float | None) -> Row:
 
 
 def outcome(asked: Scenario, key: str, rate: float | None, told: bool = False) -> tuple[Strategy, Outcome]:
-    """Return the strategy and its outcome over all seeds. ``told``: whether to record the history of the first seed."""
+    """Simulate one strategy, and return its parameters and its outcome for all seeds.
+
+    Args:
+        asked: the scenario.
+        key: key of the strategy.
+        rate: hourly failure probability of a stage; None: the failures are those of the trace.
+        told: whether to record the loss curve of the first seed.
+    """
     failures = asked.failures(rate)
     how = strategy(key, asked.costs, failures.between_s)
     return how, run(how, asked.law, failures, asked.limit * asked.plain_s, asked.seeds, told)

@@ -1,4 +1,4 @@
-"""Format the results of a study as text and as JSON values."""
+"""Format the results of ``ft simulate churn`` as text and as JSON values: one row per failure rate and strategy."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,13 +25,14 @@ _PAPER = ("paper", "ours / paper")
 
 
 def as_text(asked: Scenario, rows: Sequence[Row], fitted: Fit | None, matched: Sequence[float | None] | None) -> str:
-    """Return the question, a table, and the assumptions of the model.
+    """Return a summary of the scenario, a table of the results, and the assumptions of the model.
 
     Args:
         asked: the scenario.
         rows: the results.
-        fitted: the fit, or None if none was requested.
-        matched: for each row, the rate that reproduces its published hours; None if not requested.
+        fitted: the parameters that were fitted to published hours, None if no fit was requested.
+        matched: for each row, the failure rate at which the simulation takes the published hours; None if this was not
+            requested.
     """
     beside = any(row.published is not None for row in rows)
     head = [*_HEAD, *(_PAPER if beside else ()), *(("paper's is ours at",) if matched else ())]

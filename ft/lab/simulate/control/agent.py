@@ -1,4 +1,9 @@
-"""Model of an agent as the control plane observes it (``ft.job.agent``), and of the host it runs on."""
+"""Models of an agent (the supervisor process of a node, ``ft.job.agent``) and of its host, for ``ft simulate control``.
+
+The model sends the messages that a real agent sends to the control plane: reports about its workers, and heartbeats. It
+executes the control plane's orders: start, kill and restart workers. A worker that holds a logical rank has a seat;
+a standby is a started worker without one.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,20 +17,23 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.cluster import Cluster
 
 _TICK_S, _REAP_S, _FORK_S = 0.1, (0.0005, 0.02), (0.005, 0.1)
+"""Durations in virtual seconds: the agent's polling period; the time (least, most) until it reaps an ended process; the
+time (least, most) until a started process exists.
+"""
 
 
 class Host:
-    """A machine.
+    """A machine, on which agents run one after the other. True time is the time of the simulation's event queue.
 
     Attributes:
         number: number of the host.
-        clock: its monotonic clock.
-        skew_s: error of its wall clock, in seconds.
-        is_down: it has no power.
-        cut: direction ("up" or "down") -> true time until which its network is cut.
-        slow_until: true time until which its network is slow.
+        clock: monotonic clock of the host.
+        skew_s: error of the host's wall clock, in seconds.
+        is_down: True while the host has no power.
+        cut: direction ("up": to the control plane, "down": from it) -> true time until which the network is cut.
+        slow_until: true time until which the network is slow.
         slow_s: additional latency of the slow network, in seconds.
-        lives: number of agents that have run on it.
+        lives: number of agents that have run on the host.
     """
 
     def __init__(self, number: int, clock: HostClock, skew_s: float):
@@ -35,21 +43,26 @@ class Host:
         self.lives = 0
 
     def is_cut(self, now: float) -> bool:
-        """Return whether workers are cut off; they need both directions."""
+        """Return whether the host's workers cannot reach other hosts; they need both directions."""
         return max(self.cut.values()) > now
 
     def lag_s(self, now: float) -> float:
+        """Return the additional latency of the host's network at true time ``now``, in seconds."""
         return self.slow_s if now < self.slow_until else 0.0
 
 
 class Agent:
-    """One life of an agent.
+    """One agent process, from its start to its end.
 
     Attributes:
-        node: its name; each life on the same host has a new one.
-        seats: number of workers with a logical rank that it announces.
-        standbys: number of standbys that it announces.
-        excuse: a fault has struck it that may make it look lost.
+        node: name of the agent; each agent on the same host has another name.
+        seats: number of workers with a logical rank that the agent announces to the control plane.
+        standbys: number of standbys that the agent announces.
+        alive: False once the process has ended.
+        paused: True while the process is stopped.
+        excuse: True once a fault has been injected that may make the control plane take the agent for lost.
+        workers: name -> worker, of the workers that are not yet reaped.
+        link: connection to the control plane.
     """
 
     def __init__(self, cluster: "Cluster", host: Host, seats: int, standbys: int):
@@ -64,6 +77,7 @@ class Agent:
         self.link = Link(cluster, self)
 
     def join(self) -> None:
+        """Announce the agent to the control plane, and begin to send heartbeats."""
         self.cluster.agents[self.node] = self
         number = self.host.number
         self.link.post(m.AgentJoined(self.node, number, f"host{number}", self.seats, self.standbys))
@@ -80,6 +94,7 @@ class Agent:
             action(*arguments)
 
     def go_on(self) -> None:
+        """Resume after a pause, and execute the actions that were due meanwhile."""
         self.paused = False
         self._fence()
         backlog, self._backlog = self._backlog, []
@@ -87,7 +102,11 @@ class Agent:
             self.when_awake(action, *arguments)
 
     def die(self, silently: bool) -> None:
-        """End the agent and its workers. ``silently``: the whole host is lost, so no peer's connections are reset."""
+        """End the agent and its workers.
+
+        Args:
+            silently: the whole host is lost, so that no peer sees a connection reset.
+        """
         self.alive, self.excuse = False, True
         for worker in list(self.workers.values()):
             worker.alive = False
@@ -95,7 +114,7 @@ class Agent:
         self.workers.clear()
 
     def given_up(self) -> None:
-        """React to being given up by the control plane: end, and let a new agent rejoin from this host under a new
+        """Handle the order that declares this node lost: end, and let a new agent join from this host under a new
         name.
         """
         if not self.alive:
@@ -105,7 +124,9 @@ class Agent:
             self.cluster.comes_back(self.host, self.seats + self.standbys)
 
     def _fence(self) -> None:
-        """End the workers if cut off from a running control plane (fencing, ``ft.job.agent.succession``)."""
+        """End the agent if it is cut off from a running control plane, which may give its logical ranks to others
+        (fencing, ``ft.job.agent.succession``).
+        """
         now, limit = self.cluster.time.now, self.cluster.timeouts.fence_s
         silent_s = min(now - self.link.contact_at, now - self.cluster.plane.serves_since)
         if self.alive and self.workers and self.cluster.plane.is_up and silent_s > self.host.clock.true(limit):
@@ -119,6 +140,7 @@ class Agent:
             self.ended(worker, -signum)
 
     def _beat(self) -> None:
+        """Send a heartbeat with the state of every attached worker, and schedule the next one."""
         if not self.alive:
             return
         now = self.cluster.time.now
@@ -135,6 +157,7 @@ class Agent:
         self.when_awake(self.link.post, report)
 
     def spawn(self, rank: int | None) -> None:
+        """Start a worker that is meant for a logical rank; None: a standby."""
         name = f"{self.node}.w{self._started}"
         self._started += 1
         worker = self.workers[name] = Worker(self.cluster, self, name, rank, self._restart)
@@ -164,7 +187,12 @@ class Agent:
             self._begin_when_possible()
 
     def watch(self, worker: Worker, state: str) -> None:
-        """Watch a worker that has just fallen silent, with its process in ``state``; report it if the silence lasts."""
+        """Watch a worker whose heartbeats have just stopped, and report the worker if the silence lasts.
+
+        Args:
+            worker: the silent worker.
+            state: state of its process as in ``/proc``; "T" is a stopped process.
+        """
         limits, since = self.cluster.timeouts, worker.quiet_since
         limit = limits.stopped_s if state == "T" else limits.silent_s if worker.step_s else limits.silent_start_s
         wait = self.host.clock.true(limit) + self.cluster.rng.uniform(0.0, _TICK_S)
@@ -205,6 +233,7 @@ class Agent:
             self.ended(worker, -9)
 
     def start_first(self, ranks: list[int]) -> None:
+        """Start the run's first workers on this node, one for each of the logical ranks."""
         self._begin = ranks
         self._begin_when_possible()
 

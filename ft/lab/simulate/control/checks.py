@@ -1,4 +1,13 @@
-"""Invariants of every history, checked against what workers actually are and hold, not against their reports."""
+"""Invariants that every simulated run of the control plane must keep (``ft simulate control``).
+
+They are checked against the actual state of the simulated workers, not against the workers' reports. Examples: an epoch
+(a version of the map from logical ranks to workers) has one worker per rank; all gradients of a step are computed on
+one committed state; a recovery restores the newest step that every rank has a source of.
+
+A run is called a history here. The history of a state is a hash over the steps that led to the state. A seat is an
+assignment of a worker to a logical rank within an epoch; a fresh epoch is one whose workers start from a checkpoint, at
+the beginning or after a warm restart of all workers.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +23,22 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.worker import Worker
 
 _LOOK_EVERY = 97
+"""Out of so many calls of ``decide``, one without a report is checked to leave the state as it is."""
 
 
 class Violation(Exception):
-    """An invariant does not hold; the message says which, and how."""
+    """An invariant does not hold. The message names the invariant and the values that violate it."""
 
 
 class Checks:
-    """The invariants and statistics of one history.
+    """The invariants and statistics of one history. The models call a method of this class at each event.
 
     Attributes:
         committed: the last step that every logical rank has finished.
-        furthest: the furthest step committed since the last warm restart.
-        progress_at: when the run last made progress.
-        redone: committed steps that are executed again.
-        first_close: when the first epoch was closed, 0 if none was.
+        furthest: the highest step committed since the last warm restart.
+        progress_at: virtual time in seconds at which the run last made progress.
+        redone: number of committed steps that were rolled back and are executed again.
+        first_close: virtual time in seconds at which the first epoch was closed, 0 if none was.
     """
 
     def __init__(self, cluster: "Cluster"):
@@ -52,11 +62,13 @@ class Checks:
     # --- calls of decide ---------------------------------------------------------------------------------------------
 
     def before(self, report: Any | None) -> None:
+        """Note the control plane's state before a call of ``decide``; ``report`` None: only time has passed."""
         self._calls += 1
         look = report is None and self._calls % _LOOK_EVERY == 0
         self._before = to_json(self._cluster.plane.state) if look else None
 
     def decided(self, report: Any | None, decisions: list[Any]) -> None:
+        """Check that a call of ``decide`` without a decision has not changed the state, and log the decisions."""
         if self._before is not None and not decisions and to_json(self._cluster.plane.state) != self._before:
             self.fail("time passed, nothing was decided, and yet the state changed")
         if self._cluster.history is not None and (decisions or not isinstance(report, m.AgentBeat | None)):
@@ -69,18 +81,21 @@ class Checks:
                     self._cluster.note("        -> {}", text if len(text) < 400 else text[:397] + "...")
 
     def on_record(self, report: Any | None) -> None:
-        """Note a report that is in the journal: every control plane from now on knows it."""
+        """Note that a report is in the journal, so that every later control plane process knows the report."""
         if isinstance(report, m.WorkerExited):
             self._dead.add(report.worker)
 
     def plans(self, now: float, following: float) -> None:
+        """Check that the control plane's next deadline is in the future."""
         if following <= now:
             self.fail(f"the next deadline, {following}, is not after now, {now}")
 
     # --- training ----------------------------------------------------------------------------------------------------
 
     def takes_part(self, operation: "Operation", worker: "Worker") -> None:
-        """Check I1: each seat has one worker, the one named in the order that opened the epoch."""
+        """Check that each seat has one worker, the one named in the order that opened the epoch (topology consistency,
+        DEADPOOL, section V-C, invariant I1).
+        """
         place = (worker.epoch, worker.rank)
         other = self._sitting.setdefault(place, worker)
         seat = self._opens[worker.epoch].seats[str(worker.rank)].worker
@@ -90,7 +105,7 @@ class Checks:
             self.fail(f"{worker.name} takes part in {operation.key} of epoch {worker.epoch} a second time")
 
     def operation_ended(self, operation: "Operation") -> None:
-        """Check that gradients are of one step, computed on one committed state whose parts are in place."""
+        """Check a gradient all-reduce: all ranks compute the same step, each on its own part of one committed state."""
         if not operation.ended or operation.key[-1] != "gradients":
             return
         step, shape = operation.key[0], self._cluster.shape
@@ -135,7 +150,9 @@ class Checks:
         return history
 
     def restored(self, worker: "Worker", step: int) -> None:
-        """Check that the restored state is the committed one of the step that was ordered (I3, I4)."""
+        """Check that the restored state is the committed one of the ordered step (optimizer availability and step
+        atomicity, DEADPOOL, section V-C, invariants I3 and I4).
+        """
         shape, history = self._cluster.shape, self._lineage.get(step)
         wanted = (worker.rank, step, history), (shape.part_of(worker.rank), step, history)
         if (worker.owned, worker.replicated) != wanted or worker.step != step:
@@ -147,6 +164,7 @@ class Checks:
     # --- orders ------------------------------------------------------------------------------------------------------
 
     def ordered(self, order: Any) -> None:
+        """Check a published order, with the method for its type."""
         if self._is_over:
             self.fail(f"an order after the end: {order}")
         check = getattr(self, f"_on_{type(order).__name__.lower()}", None)
@@ -154,6 +172,9 @@ class Checks:
             check(order)
 
     def _on_open(self, order: m.Open) -> None:
+        """Check that epochs follow each other, with one living worker and one device per logical rank, and that no
+        living worker has lost its rank.
+        """
         if self._is_open or order.epoch != self._newest + 1:
             self.fail(f"epoch {order.epoch} opens, epoch {self._newest} is {'open' if self._is_open else 'closed'}")
         before = None if order.fresh else self._opens[order.epoch - 1]
@@ -180,7 +201,9 @@ class Checks:
         self.first_close = self.first_close or self._cluster.time.now
 
     def _on_repair(self, order: m.Repair) -> None:
-        """Check that all workers have passed the barriers, and that the ordered step is the newest possible."""
+        """Check that all workers have left the old epoch and are built, and that the ordered step is the newest
+        possible.
+        """
         seated = self._seated(order.epoch)
         for rank, worker in seated.items():
             if worker.inside:
@@ -202,8 +225,8 @@ class Checks:
         self.committed = order.step
 
     def _check_rebuilt(self, order: m.Repair, seated: "dict[int, Worker]", best: int | None) -> None:
-        """Check a rebuild by CheckFree: only whole lost stages, from adjacent stages, and only if no step can be
-        restored.
+        """Check a rebuild of lost pipeline stages from adjacent stages (CheckFree, section 4): only whole stages are
+        rebuilt, and only if no step can be restored.
         """
         shape = self._cluster.shape
         rebuilt = {int(rank): beside for rank, beside in order.rebuilt.items()}
@@ -224,7 +247,9 @@ class Checks:
         self._take_as_committed(order, seated)
 
     def _take_as_committed(self, order: m.Repair, seated: "dict[int, Worker]") -> None:
-        """Take the state of the remaining ranks as committed: they may have done a step that the lost ranks had not."""
+        """Take the state of the remaining ranks as committed: they may have finished a step that the lost ranks had
+        not finished.
+        """
         slots = [
             (seated[source.owned].snapshots.stock, int(rank), source.owned) for rank, source in order.sources.items()
         ]
@@ -237,6 +262,12 @@ class Checks:
             self.committed, self.furthest = order.step, max(self.furthest, order.step)
 
     def _best(self, seated: "dict[int, Worker]", spoiled: set[int]) -> int | None:
+        """Return the newest step that every rank has a source of, None if there is none.
+
+        Args:
+            seated: logical rank -> worker of the epoch.
+            spoiled: steps whose restoration has failed, and which are not tried again.
+        """
         shape = self._cluster.shape
         stocks = {rank: worker.snapshots.stock for rank, worker in seated.items() if not worker.empty}
         own = {rank: set(stock.own.steps()) for rank, stock in stocks.items()}
@@ -255,7 +286,9 @@ class Checks:
         return copied and (not peers or any(step in own.get(peer, ()) for peer in peers))
 
     def _check_kept(self, order: m.Repair, seated: "dict[int, Worker]") -> None:
-        """Check that a group that is not rebuilt has the same members, all with the same number of operations."""
+        """Check that the members of a process group that is not rebuilt have all executed the same number of
+        operations on the group.
+        """
         for name, ranks in self._cluster.shape.groups.items():
             if name in order.rebuild or name in order.defer or len(ranks) == 1:
                 continue
@@ -289,7 +322,7 @@ class Checks:
         self._legitimacy.of_stop(order)
 
     def _seated(self, epoch: int) -> "dict[int, Worker]":
-        """Return the workers in the seats of an epoch; dead ones are as they were when they died."""
+        """Return the workers of an epoch by logical rank; a dead worker has the state in which it died."""
         return {int(r): self._cluster.everyone[s.worker] for r, s in self._opens[epoch].seats.items()}
 
     # --- progress ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Virtual time: an event queue, and the clocks of hosts."""
+"""Virtual time of a simulated cluster: the discrete-event queue, and the clocks of hosts, which deviate from it."""
 
 import heapq
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Timeline:
-    """The event queue. Events due at the same time run in the order in which they were scheduled.
+    """The event queue of a simulation. Events due at the same time run in the order in which they were scheduled.
 
     Attributes:
-        now: true seconds since the beginning; no component of the simulated system can read it.
+        now: true time, in virtual seconds since the beginning; no component of the simulated system can read it.
     """
 
     def __init__(self):
@@ -37,16 +37,17 @@ class HostClock:
     """A host's monotonic clock.
 
     Attributes:
-        offset: its value at time 0, in seconds.
-        rate: its speed relative to true time, about 1.
+        offset: value of the clock at true time 0, in seconds.
+        rate: speed of the clock relative to true time, about 1.
     """
 
     offset: float
     rate: float
 
     def read(self, now: float) -> float:
+        """Return what the clock shows at true time ``now``, in seconds."""
         return self.offset + self.rate * now
 
     def true(self, seconds: float) -> float:
-        """Return the true duration of ``seconds`` on this clock."""
+        """Return how long ``seconds`` on this clock are in true time, in seconds."""
         return seconds / self.rate

@@ -1,4 +1,9 @@
-"""A simulated cluster: hosts with agents and workers, the networks between them, the control plane, and the faults."""
+"""The simulated cluster of ``ft simulate control``: hosts with agents and workers, networks, the control plane, faults.
+
+An agent is the supervisor process of a node; a worker is a training process. An epoch is a version of the map from
+logical ranks to workers. A simulated run is called a history; the history of a training state is a hash over the steps
+that led to the state.
+"""
 
 import random
 from collections.abc import Callable
@@ -19,28 +24,31 @@ from ft.lab.simulate.control.worker import Worker
 _JOIN_S, _RETURN_S = (0.0, 1.0), (0.2, 3.0)
 _RESTARTED_S, _MOVED_S = (0.1, 1.0), (1.0, 4.0)
 _SKEW_S = (-5.0, 5.0)
+"""Durations as (least, most) virtual seconds: until an agent joins at the start, until an agent joins again, until the
+control plane is started again on its host and on another host; and the error of a host's wall clock.
+"""
 
 
 class Cluster:
-    """The state of one history.
+    """The state of one simulated run.
 
     Args:
         rng: source of all randomness.
         shape: parameters of the run.
         journal: path for the control plane's journal; None if the control plane will not die.
-        history: event log to append to, None if it is not needed.
+        history: event log to append to, None if no log is needed.
 
     Attributes:
         history: the event log.
-        agents: node -> agent, including dead ones.
-        everyone: worker name -> worker, including dead ones.
-        trouble: faults of the next workers to start: "exits", "never", "late".
-        calm_at: when the last fault is over.
+        agents: node -> agent, including dead agents.
+        everyone: worker name -> worker, including dead workers.
+        trouble: faults of the next workers to start: "exits" at once, "never" attaches, or starts "late".
+        calm_at: true time at which the last fault is over.
         returning: number of agents that are about to join again.
-        poisoned: (logical rank, step) -> fault of every worker that executes it.
-        struck: (when, kind) of the faults so far.
+        poisoned: (logical rank, step) -> fault of every worker that executes that step in that rank.
+        struck: (true time, kind) of each fault so far.
         checkpoint: (step, history) of the newest complete checkpoint.
-        on_order: callbacks for every published order.
+        on_order: callbacks that are called with every published order.
     """
 
     def __init__(self, rng: random.Random, shape: Shape, journal: Path | None, history: list[str] | None):
@@ -64,6 +72,7 @@ class Cluster:
         self.plane = Plane(self, self.hosts[0], options, journal)
 
     def start(self) -> None:
+        """Let the agents join and start the first workers, and start the control plane."""
         first = 0
         for host, (seats, standbys) in zip(self.hosts, self.shape.nodes, strict=True):
             agent = Agent(self, host, seats, standbys)
@@ -85,6 +94,7 @@ class Cluster:
     # --- agents and workers ------------------------------------------------------------------------------------------
 
     def born(self, worker: Worker) -> None:
+        """Register a new worker, and apply the next fault of ``trouble`` to it."""
         self.everyone[worker.name] = worker
         if self.trouble and (self.plane.state.attached or self.trouble[-1] != "never"):
             kind = self.trouble.pop()
@@ -103,12 +113,12 @@ class Cluster:
         return [w for w in self.workers() if w.epoch == epoch]
 
     def worker_in(self, name: str, asker: Worker) -> Worker | None:
-        """Return that worker, if it is alive and ``asker`` can reach it."""
+        """Return the worker called ``name`` if it is alive and ``asker`` can reach it, otherwise None."""
         worker = self.everyone[name]
         return worker if worker.alive and self.can_reach(worker.node, asker.node) else None
 
     def comes_back(self, host: Host, room: int) -> None:
-        """Start a new agent, as a standby node, on a host that has lost its agent."""
+        """Start a new agent on a host that has lost its agent. It offers ``room`` standbys and no logical ranks."""
         agent = Agent(self, host, 0, max(1, room))
         self.note("host {} is back as {}", host.number, agent.node)
         self.returning += 1
@@ -119,12 +129,13 @@ class Cluster:
         agent.join()
 
     def is_deserted(self) -> bool:
-        """Return whether no node is left, and none will join."""
+        """Return whether no agent is alive, and none will join."""
         return self.time.now > self.calm_at and not self.returning and not self.living()
 
     # --- networks ----------------------------------------------------------------------------------------------------
 
     def cut(self, host: Host, directions: tuple[str, ...], seconds: float) -> None:
+        """Cut the host's network in the given directions for ``seconds`` virtual seconds."""
         for direction in directions:
             host.cut[direction] = max(host.cut[direction], self.time.now + seconds)
         self._cut_until = max(self._cut_until, self.time.now + seconds)
@@ -138,11 +149,12 @@ class Cluster:
         return {node for node, agent in self.agents.items() if agent.host.is_cut(now)}
 
     def can_reach(self, node: str, other: str) -> bool:
+        """Return whether workers of the two nodes can reach each other."""
         cut = self.cut_nodes()
         return not cut or self.agents[node].host is self.agents[other].host or not {node, other} & cut
 
     def can_talk(self, host: Host, direction: str) -> bool:
-        """Return whether messages pass in this direction between the host's agent and the control plane."""
+        """Return whether messages pass between the host's agent and the control plane; "up" is to the control plane."""
         here, now = self.plane.host, self.time.now
         if host is here:
             return True
@@ -166,6 +178,7 @@ class Cluster:
             self.time.after(1.0, self.control_waits)
 
     def control_waits(self) -> None:
+        """Start the control plane again on a random host with a running agent, as soon as there is one."""
         homes = [agent.host for agent in self.living() if not agent.paused]
         if homes:
             self._control_back(self.rng.choice(homes))
@@ -183,6 +196,7 @@ class Cluster:
         self.plane.restart(host)
 
     def ordered(self, order: Any) -> None:
+        """Handle a published order: check it, and call the callbacks."""
         self.checks.ordered(order)
         if isinstance(order, m.Open):
             self.mesh.forget(order.epoch - 1)
@@ -200,5 +214,8 @@ class Cluster:
             self.checkpoint = (step, history)
 
     def load(self, epoch: int) -> tuple[int, int]:
-        """Return the (step, history) from which a fresh epoch starts, the same for all workers."""
+        """Return the (step, history) of the checkpoint from which an epoch starts after a launch or warm restart.
+
+        All workers of the epoch get the same answer.
+        """
         return self._loads.setdefault(epoch, self.checkpoint)

@@ -1,4 +1,4 @@
-"""The ``ft simulate control`` subcommand."""
+"""The ``ft simulate control`` subcommand: its arguments, and the call of the simulation."""
 
 import argparse
 
@@ -11,7 +11,11 @@ from ft.lab.simulate.control.run import History, Wish, simulate
 
 
 def add_parser(simulations) -> None:
-    """Add the subcommand ``control``; its ``main`` takes the parsed arguments and returns the exit status."""
+    """Add the subcommand ``control``, with ``run`` as its function.
+
+    Args:
+        simulations: the subparsers of ``ft simulate``.
+    """
     parser = simulations.add_parser(
         "control",
         help="the control plane's decisions under simulated faults",
@@ -24,7 +28,10 @@ def add_parser(simulations) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the histories and print the result; return 1 if a property is violated, or if an injected bug is not found.
+    """Simulate the runs and print the result.
+
+    Returns:
+        The exit status: 1 if a run violates a property, or if an injected bug is not found.
 
     Raises:
         UserError: an argument is out of range.

@@ -1,12 +1,12 @@
-"""Exceptions that end what a simulated training thread is doing."""
+"""Exceptions that interrupt the training thread of a simulated worker (``ft simulate control``)."""
 
 
 class EpochClosed(Exception):
-    """The epoch is closed: the step is abandoned."""
+    """The control plane has closed the epoch after a failure, so that the worker abandons its step and recovers."""
 
 
 class Exited(Exception):
-    """The process exits with ``code``."""
+    """The worker's process exits with ``code``."""
 
     def __init__(self, code: int):
         super().__init__(code)
@@ -14,7 +14,12 @@ class Exited(Exception):
 
 
 class Broken(Exception):
-    """An exception raised by the worker's own code; ``kinds`` as in ``ft.job.messages.WorkerFailed``."""
+    """An exception raised by the worker's own code.
+
+    Attributes:
+        kinds: names of the exception's class and its base classes, as in ``ft.job.messages.WorkerFailed``.
+        message: text of the exception.
+    """
 
     def __init__(self, kinds: list[str], message: str):
         super().__init__(message)

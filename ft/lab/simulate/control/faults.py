@@ -1,4 +1,8 @@
-"""Fault injection: the kinds of faults, their probabilities, and their schedule in a history."""
+"""Fault injection for ``ft simulate control``: the kinds of faults, their probabilities, and their schedule in a run.
+
+The functions that inject the faults are in ``strikes``. A simulated run is called a history. An epoch is a version of
+the map from logical ranks to workers, which the control plane closes after a failure.
+"""
 
 import random
 from collections.abc import Callable
@@ -21,9 +25,11 @@ class Kind:
     Attributes:
         name: name for ``--kinds`` and the report.
         weight: relative frequency.
-        strike: injects the fault into a cluster; returns a description of the target, "" if there is none.
-        may_end_control: it may end the control plane, so a journal is needed.
-        at_worst: the strongest reaction that is allowed if it is the only fault and training runs.
+        strike: function that injects the fault into a cluster and returns a description of the target, or "" if the
+            cluster has no target for it.
+        may_end_control: whether the fault may end the control plane's process, so that a journal is needed.
+        at_worst: the strongest reaction of the control plane that is allowed if this is the only fault of the run and
+            strikes during training.
         noticed_s: virtual seconds within which the epoch must then be closed, if it is closed.
     """
 
@@ -89,25 +95,30 @@ KINDS = (
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 HARMLESS = ("repeat an old report", "repeat reports of an earlier epoch")
+"""Kinds of faults that cannot justify any reaction of the control plane."""
 _PAUSES_S = (0.0, 0.0, 0.02, 0.2, 1.0, 3.0, 8.0)
+"""Virtual seconds between two timed faults, before a random factor."""
 _BEGIN_S = (0.0, 2.0, 4.0, 6.0, 9.0)
+"""Virtual seconds from the start of a run until its first timed fault."""
 _AFTERWARDS_S = 4.0
-"""A run lasts so many virtual seconds longer than its last timed fault, so that the consequences are over before it
-ends.
+"""A run lasts so many virtual seconds longer than its last timed fault, so that the consequences of the fault are over
+before the run ends.
 """
 _AGAIN_S = 1.0
+"""Virtual seconds until a fault that has found no target is tried again."""
 _AMBUSH_S = (0.0, 0.005, 0.05, 0.2, 0.6)
+"""Virtual seconds from an order to a fault that is triggered by the order."""
 
 
 class Schedule:
-    """The faults of one history: some at fixed times, the others shortly after an order, while a recovery is in
+    """The faults of one run: timed faults at drawn times, the others shortly after an order, while a recovery is in
     progress.
 
     Attributes:
         kinds: the faults to inject.
-        struck: (kind, phase of the control plane) of the faults injected.
-        alone: for the only fault of a history: its ``at_worst``, its target, and when an epoch that it ends must be
-            closed.
+        struck: (kind, phase of the control plane) of each injected fault.
+        alone: (``at_worst``, target, true time until which an epoch must be closed) of the last fault;
+            ``at_worst`` is ``ANYTHING`` unless it is the run's only fault and struck during training.
     """
 
     def __init__(self, rng: random.Random, most: int, names: tuple[str, ...] | None = None):
@@ -124,6 +135,7 @@ class Schedule:
         return any(kind.may_end_control for kind in self.kinds)
 
     def begin(self, cluster: "Cluster") -> None:
+        """Schedule the timed faults, and let the others wait for an order."""
         when = cluster.rng.choice(_BEGIN_S)
         for kind in self._timed:
             when += cluster.rng.choice(_PAUSES_S) * cluster.rng.uniform(0.5, 1.5)
@@ -140,6 +152,7 @@ class Schedule:
             cluster.time.after(cluster.rng.choice(_AMBUSH_S), self._strike, cluster, kind)
 
     def _strike(self, cluster: "Cluster", kind: Kind, tries: int = 8) -> None:
+        """Inject a fault now; without a target for the fault, try again later, at most ``tries`` times."""
         if cluster.plane.state.phase == ENDED:
             return
         phase = cluster.plane.state.phase if cluster.plane.is_up else "control plane away"

@@ -1,7 +1,11 @@
-"""A worker's host memory: two buffers per logical rank's snapshots, as in ``ft.state.snapshot.buffers``.
+"""Snapshots in the host memory of a simulated worker (``ft simulate control``, after ``ft.state.snapshot.buffers``).
 
-A state is a tuple (owner, step, history). ``history`` is a hash over all steps that led to it, with the epoch of each,
-so that a state restored from the wrong owner, or from a step that was rolled back, is recognized by its value.
+A snapshot is a logical rank's training state at a committed step. A worker keeps its own snapshots and copies of other
+ranks' snapshots, in two alternating buffers for each rank. An epoch is a version of the map from ranks to workers.
+
+A state is modelled as a tuple (owner, step, history). ``owner`` is the logical rank or the part of the model that the
+state belongs to. ``history`` is a hash over all steps that led to the state, with the epoch of each step, so that a
+state restored from the wrong owner, or from a step that was rolled back, is recognized by its value.
 """
 
 from dataclasses import dataclass, field
@@ -12,14 +16,14 @@ EMPTY, STAGING, COMPLETE = range(3)
 
 @dataclass(slots=True)
 class Slot:
-    """One buffer.
+    """One buffer for one snapshot.
 
     Attributes:
-        status: EMPTY, STAGING or COMPLETE.
+        status: EMPTY, STAGING (being written) or COMPLETE.
         step: step of the snapshot.
-        epoch: epoch in which it was taken.
-        value: the states in it.
-        damaged: its checksums do not match.
+        epoch: epoch in which the snapshot was taken.
+        value: the states in the snapshot: (state of this rank alone, state replicated over data-parallel ranks).
+        damaged: True if the checksums of the snapshot do not match.
     """
 
     status: int = EMPTY
@@ -36,6 +40,14 @@ class PingPong:
         self.slots = [Slot(), Slot()]
 
     def begin(self, step: int, epoch: int, value: Any, own: bool = False) -> Slot:
+        """Return a buffer for a new snapshot, in status STAGING.
+
+        Args:
+            step: step of the snapshot.
+            epoch: epoch in which the snapshot is taken.
+            value: states of the snapshot.
+            own: whether to overwrite the buffer that already has a snapshot of this step.
+        """
         slot = min(
             self.slots,
             key=lambda s: (not (own and s.step == step), s.status == COMPLETE, s.step <= step, s.step, s.epoch),
@@ -44,11 +56,13 @@ class PingPong:
         return slot
 
     def drop_after(self, step: int) -> None:
+        """Drop the complete snapshots of steps after ``step``, which are rolled back."""
         for slot in self.slots:
             if slot.status == COMPLETE and slot.step > step:
                 slot.status = EMPTY
 
     def find(self, step: int) -> Slot | None:
+        """Return the complete snapshot of ``step`` from the latest epoch, None if there is none."""
         found = [s for s in self.slots if s.status == COMPLETE and s.step == step]
         return max(found, key=lambda s: s.epoch, default=None)
 
@@ -58,7 +72,12 @@ class PingPong:
 
 @dataclass(slots=True)
 class CopyStore:
-    """A worker's own snapshots, and the copies it holds for other logical ranks, by owner."""
+    """A worker's own snapshots, and the copies that the worker holds for other logical ranks.
+
+    Attributes:
+        own: the worker's own snapshots.
+        copies: logical rank -> copies of that rank's snapshots.
+    """
 
     own: PingPong = field(default_factory=PingPong)
     copies: dict[int, PingPong] = field(default_factory=dict)
@@ -74,6 +93,6 @@ class CopyStore:
             held.drop_after(step)
 
     def held(self) -> tuple[list[int], dict[str, list[int]]]:
-        """Return (own steps, owner -> steps), as in ``ft.job.messages.Holdings``."""
+        """Return (steps of own snapshots, rank -> steps of its copies), as in ``ft.job.messages.Holdings``."""
         copies = {str(owner): steps for owner, pair in sorted(self.copies.items()) if (steps := pair.steps())}
         return self.own.steps(), copies

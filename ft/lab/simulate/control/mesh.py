@@ -1,4 +1,8 @@
-"""The network between workers: collectives of an epoch, which may complete for all members, for some, or for none."""
+"""Model of the collectives between the workers of a simulated cluster (``ft simulate control``).
+
+All workers of an epoch (a version of the map from logical ranks to workers) join each collective. If a worker dies or
+the network fails, a collective may complete for all members, for some of them, or for none.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +18,11 @@ class Operation:
     """One collective.
 
     Attributes:
-        epoch: its epoch.
-        key: identifies it within the epoch.
-        members: logical rank -> (worker, contribution).
-        ended: logical ranks for which it has completed.
-        under_way: all members have joined, and it is being executed.
+        epoch: epoch to which the collective belongs.
+        key: identifier of the collective within its epoch.
+        members: logical rank -> (worker, contribution) of those that have joined.
+        ended: logical ranks for which the collective has completed.
+        under_way: True while all members have joined and the collective is being executed.
     """
 
     __slots__ = ("ended", "epoch", "key", "members", "under_way")
@@ -31,7 +35,11 @@ class Operation:
 
 
 class Mesh:
-    """All collectives in progress. ``stuck``: epochs in which a message was lost for good."""
+    """All collectives in progress.
+
+    Attributes:
+        stuck: epochs in which a message was lost, so that no collective begins any more.
+    """
 
     def __init__(self, cluster: "Cluster"):
         self._cluster = cluster
@@ -39,8 +47,9 @@ class Mesh:
         self.stuck: set[int] = set()
 
     def join(self, worker: "Worker", key: Any, value: Any) -> Operation:
-        """Let the worker join the collective ``key`` of its epoch with ``value``; it completes when all workers have
-        joined.
+        """Let the worker join the collective ``key`` of its epoch with its contribution ``value``.
+
+        The collective completes when all workers of the epoch have joined.
         """
         place = (worker.epoch, key)
         operation = self._pending.get(place)
@@ -57,10 +66,10 @@ class Mesh:
             operation.members.pop(worker.rank, None)
 
     def lost(self, worker: "Worker", noticed: float) -> None:
-        """Close the worker's connections.
+        """Close the connections of a worker that has ended or left its epoch.
 
-        Each peer notices with probability ``noticed``. Collectives under way complete for some members and not for
-        others.
+        Each peer observes a broken connection with probability ``noticed``. Collectives under way complete for some
+        members and not for others.
         """
         rng = self._cluster.rng
         for operation in list(self._pending.values()):
@@ -117,7 +126,7 @@ class Mesh:
         self._end(operation)
 
     def _end(self, operation: Operation) -> None:
-        """End a collective; members for which it has not completed now will never see it complete."""
+        """End a collective. Members that are not in ``ended`` now will never see the collective complete."""
         self._pending.pop((operation.epoch, operation.key), None)
         self._cluster.checks.operation_ended(operation)
         for rank in sorted(operation.members):

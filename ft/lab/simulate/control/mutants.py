@@ -1,5 +1,7 @@
-"""Bugs to inject into the production decision code within the simulation's process; the simulation must find each of
-them.
+"""Mutation test of ``ft simulate control``: bugs that are injected into the control plane's production decision code.
+
+Each bug replaces one function of ``ft.job.control`` or ``ft.faults``, within the simulation's process only. The
+simulation must find each of them, which shows that its checks are strong enough.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +21,14 @@ from ft.job.control.state import CLOSED, REPAIRING
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: it replaces ``owner.name`` by ``wrong(original)``."""
+    """A bug: the function ``owner.name`` is replaced by ``wrong(original function)``.
+
+    Attributes:
+        title: name of the bug for the user.
+        owner: module of the function.
+        name: name of the function.
+        wrong: takes the right function and returns the wrong one.
+    """
 
     title: str
     owner: Any
@@ -167,10 +176,10 @@ PLANTS = (
 
 
 def find(name: str) -> list[Mutant]:
-    """Return the mutant with that title, or all of them for "all".
+    """Return the bug with the title ``name``, or all bugs for "all".
 
     Raises:
-        UserError: there is none.
+        UserError: no bug has this title.
     """
     found = [plant for plant in PLANTS if name in ("all", plant.title)]
     if not found:
@@ -181,7 +190,7 @@ def find(name: str) -> list[Mutant]:
 
 @contextmanager
 def planted(plant: Mutant | None) -> Iterator[None]:
-    """Inject the bug into the decision code for the duration of the context."""
+    """Inject the bug into the decision code for the duration of the context; None injects nothing."""
     if plant is None:
         yield
         return

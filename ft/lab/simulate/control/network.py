@@ -1,9 +1,9 @@
-"""Model of the connection between one agent and the control plane.
+"""Model of the connection between one agent (the supervisor of a node) and the control plane (``ft simulate control``).
 
-The agent numbers its reports and keeps each until the control plane has acknowledged it; orders are a numbered log that
-the agent follows. Within one connection both arrive in sequence. A broken connection loses what is in transit; the next
-connection starts by sending all kept reports, which repeats those that arrived unacknowledged. Heartbeats are not
-numbered, and a lost heartbeat is not repeated.
+The agent numbers its reports and keeps each one until the control plane has acknowledged the report. The control
+plane's orders are a numbered log that the agent follows. Within one connection, reports and orders arrive in sequence.
+A broken connection loses the messages in transit. The next connection starts by sending all kept reports, which repeats
+the reports that arrived without an acknowledgement. Heartbeats are not numbered, and a lost heartbeat is not repeated.
 """
 
 from collections import deque
@@ -19,11 +19,11 @@ _LATENCY_S, _RETRY_S, _LOST_ANSWERS = (0.0005, 0.01), (0.1, 0.4), 0.1
 
 
 class Link:
-    """The connection of one agent, for the agent's life. Each direction breaks independently.
+    """The connection of one agent, from the agent's start to its end. Each direction breaks and reconnects on its own.
 
     Attributes:
-        position: number of orders received.
-        contact_at: when the control plane last answered.
+        position: number of orders that the agent has received.
+        contact_at: true time in seconds at which the control plane last answered.
     """
 
     def __init__(self, cluster: "Cluster", agent: "Agent"):
@@ -38,6 +38,7 @@ class Link:
     # --- reports -----------------------------------------------------------------------------------------------------
 
     def post(self, report: Any) -> None:
+        """Send a report; unless it is a heartbeat, keep it until it is acknowledged."""
         if isinstance(report, AgentBeat):
             if self._up_works:
                 self._send(0, report)
@@ -48,7 +49,7 @@ class Link:
             self._send(self._number, report)
 
     def taken(self, number: int) -> None:
-        """Handle an acknowledgement: the journal has every report up to ``number``. The acknowledgement may be lost."""
+        """Handle an acknowledgement, which may be lost: the journal has every report up to ``number``."""
         if self._cluster.rng.random() < _LOST_ANSWERS:
             return
         while self._kept and self._kept[0][0] <= number:
@@ -65,7 +66,7 @@ class Link:
             self._break_up()
             return
         self._cluster.plane.hear(self, self._agent.node, number, report)
-        if self._passes("down"):  # the answer arrives
+        if self._passes("down"):  # the control plane's answer arrives at the agent
             self.contact_at = self._cluster.time.now
 
     def _break_up(self) -> None:
@@ -124,6 +125,7 @@ class Link:
             self._break_down()
 
     def _passes(self, direction: str) -> bool:
+        """Return whether a message passes now, "up" to the control plane or "down" to the agent."""
         return self._cluster.plane.is_up and self._cluster.can_talk(self._agent.host, direction)
 
     def _latency(self) -> float:

@@ -1,7 +1,9 @@
-"""The control plane's process: the production decision code and journal, with simulated I/O around them.
+"""The control plane's process in ``ft simulate control``: production decision code and journal, with simulated I/O.
 
-When it dies, everything but the journal is lost. Its successor, on this host or another, is restored from the journal
-and continues the numbering of reports and orders.
+The process receives reports from agents, passes each to the decision code (``ft.job.control.controller.decide``),
+writes report and decisions to the journal, and publishes the resulting orders. When the process dies, everything but
+the journal is lost. Its successor, on this host or another, is restored from the journal and continues the numbering
+of reports and orders.
 """
 
 from pathlib import Path
@@ -19,28 +21,30 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.network import Link
 
 BEFORE, TORN, WRITTEN, AFTER = "before", "torn", "written", "after"
-"""Moments of a crash while a report is processed: before the journal entry, within it, before the orders are published,
-and after.
+"""Moments of a crash while a report is processed: before the journal entry is written, while it is written (which
+leaves a truncated line), between the entry and the publication of the orders, and after the publication.
 """
 
 
 class Plane:
-    """The control plane.
+    """The control plane of a simulated cluster, over all its successive processes.
 
     Args:
         cluster: the simulated cluster.
-        host: the host it runs on.
+        host: host on which the control plane runs.
         options: options of the production code.
-        path: path of its journal; None: nothing is written, because it will not die.
+        path: path of the journal; None: no journal is written, because the control plane will not die.
 
     Attributes:
+        host: host of the current process.
         state: state of the production decision code.
-        log: all orders.
-        said: all reports processed, for faults that repeat them.
-        is_up: its process exists.
-        paused: its process is stopped.
-        serves_since: true time at which this process began to serve.
-        was_cut_off: the network of its host was cut at some time.
+        log: all published orders.
+        said: all numbered reports that were processed, for faults that repeat them.
+        is_up: whether the process exists.
+        paused: whether the process is stopped.
+        dies_at: moment at which the process crashes during its next report, "" if it does not.
+        serves_since: true time in seconds at which the current process began to serve.
+        was_cut_off: whether the network of the control plane's host was cut at some time.
     """
 
     def __init__(self, cluster: "Cluster", host: "Host", options: Options, path: Path | None):
@@ -57,10 +61,18 @@ class Plane:
         self._journal = None if path is None else journal.Journal(path, options)
 
     def start(self) -> None:
+        """Run the decision code for the first time, and schedule its next deadline."""
         self._take(None)
 
     def hear(self, link: "Link", node: str, number: int, report: Any) -> None:
-        """Receive a report over ``link``; number 0 is a heartbeat."""
+        """Receive a report over ``link``, and acknowledge it; process each number only once.
+
+        Args:
+            link: connection over which the report came.
+            node: agent that has sent the report.
+            number: the agent's number of the report; 0 is a heartbeat.
+            report: the report.
+        """
         if not self.is_up:
             return
         if self.paused:
@@ -74,8 +86,9 @@ class Plane:
             link.taken(number)
 
     def echo(self, report: Any) -> None:
-        """Deliver a report to ``decide`` a second time, which the protocol excludes, and check that the state does not
-        change.
+        """Deliver a report to the decision code a second time, and check that the state does not change.
+
+        The protocol never delivers a report twice, but the decision code must not rely on this.
         """
         if not self.is_up or self.paused:
             return
@@ -85,7 +98,9 @@ class Plane:
             self._cluster.checks.fail(f"a report that came a second time has changed the state: {m.encode(report)}")
 
     def clock(self) -> float:
-        """Return the time that ``decide`` sees (``ft.job.control.sidecar``)."""
+        """Return the time that the decision code sees, in seconds (``ft.job.control.sidecar``): the host's monotonic
+        clock, shifted so that it continues the clock of the previous process.
+        """
         return self.host.clock.read(self._cluster.time.now) + self._ahead
 
     def _wall(self) -> float:
@@ -94,6 +109,10 @@ class Plane:
     # --- processing of reports ---------------------------------------------------------------------------------------
 
     def _take(self, report: Any | None, node: str = "", number: int = 0) -> None:
+        """Run the decision code for a report (None: only time has passed), write the journal and publish the orders.
+
+        Crashes on the way at the moment ``dies_at``.
+        """
         now = self.clock()
         if report is not None and self.dies_at == BEFORE and number:
             self.die()
@@ -150,9 +169,10 @@ class Plane:
     # --- pause, crash and restart ------------------------------------------------------------------------------------
 
     def go_on(self, superseded: bool) -> None:
-        """Resume after a pause: process the received reports before looking at the clock.
+        """Resume after a pause: process the reports received meanwhile, and only then check the deadlines.
 
-        ``superseded``: another control plane has taken over meanwhile, so this one ends.
+        Args:
+            superseded: whether another control plane process has taken over meanwhile, so that this one ends.
         """
         if not self.paused:
             return
@@ -188,7 +208,7 @@ class Plane:
         self._path.write_bytes(whole[: self._cluster.rng.randrange(last, len(whole) - 1)])
 
     def restart(self, host: "Host") -> None:
-        """Start the successor process from the journal alone, and check that the journal is complete."""
+        """Start the successor process on ``host`` from the journal alone, and check that the journal is complete."""
         memory = journal.recall(self._path)
         log = list(memory.record.orders)
         if memory.record.first or log[: len(self.log)] != self.log:

@@ -1,4 +1,12 @@
-"""Model of a worker's recovery between two epochs (``ft.systems.hot_swap.recovery``)."""
+"""Model of a worker's recovery between two epochs (``ft.systems.hot_swap.recovery``), for ``ft simulate control``.
+
+An epoch is a version of the map from logical ranks to workers. After a failure the control plane closes the epoch. Each
+worker then leaves its collectives, reports the snapshots it holds, waits for the next epoch, rebuilds process groups,
+restores the ordered step, and resumes training.
+
+The functions are generators, parts of the worker's training thread. They yield the seconds for which the thread is
+busy, or None to wait for the next event.
+"""
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -11,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def recover(worker: "Worker") -> Generator[float | None, None, Any]:
-    """Bring the worker to the first step of an open epoch."""
+    """Bring the worker from a closed epoch, or from its start as a replacement, to the first step of an open epoch.
+
+    Begins again if the epoch is closed meanwhile, or if the recovery fails.
+    """
     while True:
         worker.step_began = None
         worker.does("idle", "recovery")
@@ -31,6 +42,7 @@ def recover(worker: "Worker") -> Generator[float | None, None, Any]:
 
 
 def _leave(worker: "Worker") -> Generator[float | None, None, Any]:
+    """Leave the closed epoch: report the snapshots held and the state of the process groups, and await the next one."""
     cluster = worker.cluster
     yield max(0.0, worker.snapshots.copied_at - cluster.time.now) + cluster.rng.uniform(*cluster.habits.leave_s)
     if worker.fence is not None and worker.rank not in worker.fence.ended:
@@ -45,6 +57,7 @@ def _leave(worker: "Worker") -> Generator[float | None, None, Any]:
 
 
 def _enter(worker: "Worker") -> Generator[float | None, None, m.Repair]:
+    """Announce a worker that has no state yet, and wait for the order to repair."""
     if worker.empty:
         worker.ask(m.WorkerArrived(worker.name, worker.epoch, _groups(worker)))
     return (yield from worker.await_order(m.Repair))
@@ -59,6 +72,7 @@ def _groups(worker: "Worker") -> list[m.GroupReport]:
 
 
 def _repair(worker: "Worker", order: m.Repair) -> Generator[float | None, None, Any]:
+    """Rebuild the process groups, restore the state of the ordered step, and report the result."""
     cluster = worker.cluster
     began, worker.inside = cluster.time.now, True
     yield cluster.rng.uniform(*cluster.habits.rebuild_s) * worker.slow
@@ -91,9 +105,13 @@ def _repair(worker: "Worker", order: m.Repair) -> Generator[float | None, None, 
 
 
 def _restore(worker: "Worker", order: m.Repair) -> Generator[float | None, None, dict[str, str]]:
-    """Restore the state, like ``RecoveryManager.restore``.
+    """Restore the worker's state, like ``RecoveryManager.restore``.
 
-    A lost stage gets its state from an adjacent stage, which has restored its own by then.
+    A lost pipeline stage gets its state from an adjacent stage (CheckFree, section 4), which has restored its own state
+    by then.
+
+    Returns:
+        Part of the state ("owned", "replicated") -> where it came from.
     """
     beside = order.rebuilt.get(str(worker.rank))
     if beside is None:
@@ -107,4 +125,5 @@ def _restore(worker: "Worker", order: m.Repair) -> Generator[float | None, None,
 
 
 def _topology(worker: "Worker") -> str:
+    """Return a text that is equal for all workers that have the same map from logical ranks to workers."""
     return f"{worker.epoch}:" + ",".join(seat.worker for _, seat in sorted(worker.seats.items()))

@@ -1,4 +1,4 @@
-"""Summarize many histories as text."""
+"""Summary of many simulated runs ("histories") of ``ft simulate control``, as text."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,22 +8,23 @@ from ft.job.control.state import CLOSED, GATHERING, OPENED, REPAIRING, RESUMING,
 from ft.lab.simulate.control.run import History
 
 PHASES = (GATHERING, RUNNING, CLOSED, OPENED, REPAIRING, RESUMING)
+"""Phases of the control plane, in the order of the report's columns."""
 
 
 @dataclass
 class Summary:
-    """Totals over histories.
+    """Totals over simulated runs.
 
     Attributes:
-        histories: number of histories.
-        outcomes: number of histories by outcome.
+        histories: number of runs.
+        outcomes: number of runs by outcome.
         struck: number of faults by (kind, phase of the control plane).
-        virtual_s: virtual seconds.
-        restarts: warm restarts.
-        epochs: epochs opened.
-        redone: committed steps that were executed again.
-        crashes: deaths of the control plane.
-        messages: reports processed and orders published, by type.
+        virtual_s: sum of the runs' durations, in virtual seconds.
+        restarts: number of warm restarts (all workers are killed and started from the last checkpoint).
+        epochs: number of epochs opened (an epoch is a version of the map from logical ranks to workers).
+        redone: number of committed steps that were executed again.
+        crashes: number of deaths of the control plane.
+        messages: number of reports processed and orders published, by type.
         failed: seed -> violation.
     """
 
@@ -52,7 +53,11 @@ class Summary:
             self.failed[history.seed] = history.violation
 
     def text(self, took_s: float) -> str:
-        """Return the totals as text. ``took_s``: elapsed real time in seconds."""
+        """Return the totals as text.
+
+        Args:
+            took_s: elapsed real time in seconds.
+        """
         lines = [
             f"{self.histories} histories in {took_s:.1f} s: {self.histories / max(took_s, 1e-9):.0f} seeds/s, "
             f"{self.virtual_s / 3600:.1f} h of virtual time",

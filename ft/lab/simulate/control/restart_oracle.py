@@ -1,5 +1,8 @@
-"""Oracle for restarts and stops: whether the injected faults justify that the run restarts or ends for the stated
-reason.
+"""Test oracle of ``ft simulate control``: whether the injected faults justify the control plane's strong reactions.
+
+From mild to strong, the control plane reacts to a fault with: nothing; another epoch (version of the map from logical
+ranks to workers) with the same workers; a hot-swap, which replaces workers by standbys; a warm restart of all workers
+from the last checkpoint; the end of the run.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.cluster import Cluster
 
 ANYTHING, HOT_SWAP, IN_PLACE, NOTHING = "anything", "hot-swap", "another epoch of the same workers", "nothing"
-"""The strongest reaction that a fault may cause."""
+"""The strongest reaction that a fault may cause, from any reaction to none."""
 
 _TOO_MUCH = {
     HOT_SWAP: (m.Restart, m.Stop),
@@ -23,7 +26,7 @@ _AFTERMATH_S = 20.0
 
 
 class Legitimacy:
-    """The restarts of one history, judged by its faults."""
+    """The check that each warm restart, and the end, of one simulated run is justified by the run's faults."""
 
     def __init__(self, cluster: "Cluster"):
         self._cluster = cluster
@@ -39,6 +42,7 @@ class Legitimacy:
         self._check_lost_agents(order.reason)
 
     def of_stop(self, order: m.Stop) -> None:
+        """Check that the faults explain the message with which the control plane ends the run."""
         text, kinds = order.message, {kind for _, kind in self._cluster.struck}
         checks, shape = self._cluster.checks, self._cluster.shape
         if "was told to end" in text:
@@ -53,9 +57,9 @@ class Legitimacy:
             alike = "replacements failed alike" in text and len(self._cluster.struck) > 3
             alike = alike or bool(self._cluster.poisoned)
             legitimate = alike or bool(kinds & {"raise software error", "exit with code 1", "bad start"})
-        elif "times after committed step" in text:  # in a simulation each of these times has a fault of its own
+        elif "times after committed step" in text:  # in a simulation a fault has caused each of these interruptions
             legitimate = len(self._cluster.struck) > MOST_RETURNS or bool(self._cluster.poisoned)
-        elif not self._cluster.plane.state.attached:  # a script that never attaches is treated as by torchrun
+        elif not self._cluster.plane.state.attached:  # until a worker attaches, any failure ends the run
             legitimate = bool(self._cluster.struck)
         else:
             legitimate = False
@@ -69,7 +73,7 @@ class Legitimacy:
         return news or self._cluster.time.now < self._cluster.calm_at + _AFTERMATH_S
 
     def _room(self) -> int:
-        """Return how many workers the nodes can hold that the control plane has not given up."""
+        """Return how many workers fit on the nodes that the control plane has not declared lost."""
         here = [a for a in self._cluster.plane.state.agents.values() if not a.gone]
         return sum(agent.seats + agent.standbys for agent in here)
 
@@ -77,20 +81,20 @@ class Legitimacy:
         return [node for node, agent in self._cluster.plane.state.agents.items() if agent.gone]
 
     def _check_lost_agents(self, text: str) -> None:
-        """Check that a node was given up only if a fault has kept its agent from being heard."""
+        """Check that a node was declared lost only if a fault may have kept its agent's messages away."""
         for node in self._gone():
             if not self._cluster.agents[node].excuse and not self._cluster.plane.was_cut_off:
                 self._cluster.checks.fail(f"node {node} was given up, but nothing had struck its agent; then: {text}")
 
 
 def check_alone(cluster: "Cluster", at_worst: str, struck: str, limit: float) -> None:
-    """Check the reaction to the only fault of a history.
+    """Check the control plane's reaction to the only fault of a run.
 
     Args:
         cluster: the simulated cluster.
         at_worst: the strongest reaction allowed.
-        struck: description of the target.
-        limit: true time until which an epoch that it has ended must be closed.
+        struck: description of the fault's target.
+        limit: true time in seconds until which the epoch must be closed, if it is closed.
     """
     if at_worst == ANYTHING:
         return

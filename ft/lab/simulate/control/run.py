@@ -1,4 +1,7 @@
-"""Simulate one history from its seed, and check its invariants."""
+"""Simulation of one run of the control plane from a seed, with its invariants checked (``ft simulate control``).
+
+A simulated run is called a history. The cluster's layout and the faults are drawn from the seed.
+"""
 
 import random
 import tempfile
@@ -20,6 +23,7 @@ from ft.lab.simulate.control.shape import draw_shape
 STUCK_S = 90.0
 """Virtual seconds without progress and without a fault that count as a hang: all deadlines of one recovery together."""
 LONGEST_S = 3000.0
+"""Virtual seconds after which a run counts as a hang in any case."""
 _STOPS = {
     "told to end": "an agent was told to end",
     "used up": "warm restarts used up",
@@ -33,11 +37,11 @@ _STOPS = {
 
 @dataclass(frozen=True)
 class Wish:
-    """Options of the histories.
+    """The user's options for all simulated runs.
 
     Attributes:
-        faults: the most faults in one history.
-        ranks: number of logical ranks; None: random.
+        faults: maximum number of faults in one run.
+        ranks: number of logical ranks (positions in the parallel layout); None: random.
         kinds: kinds of faults to use; None: all.
     """
 
@@ -48,19 +52,19 @@ class Wish:
 
 @dataclass
 class History:
-    """The result of one seed.
+    """The result of one simulated run.
 
     Attributes:
-        seed: the seed.
+        seed: seed from which the run was drawn.
         outcome: short description of how the run ended.
-        violation: the property that does not hold, "" if all do.
+        violation: the property that does not hold, "" if all properties hold.
         struck: (kind of fault, phase of the control plane) of each fault.
-        seconds: virtual seconds.
-        restarts: warm restarts.
-        epochs: epochs opened.
-        redone: committed steps that were executed again.
-        crashes: deaths of the control plane.
-        messages: reports processed and orders published, by type.
+        seconds: duration of the run in virtual seconds.
+        restarts: number of warm restarts (all workers are killed and started from the last checkpoint).
+        epochs: number of epochs opened (an epoch is a version of the map from logical ranks to workers).
+        redone: number of committed steps that were executed again.
+        crashes: number of deaths of the control plane.
+        messages: number of reports processed and orders published, by type.
         lines: event log, empty unless requested.
     """
 
@@ -78,7 +82,13 @@ class History:
 
 
 def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
-    """Simulate the history of ``seed``. It is deterministic: the same arguments give the same history."""
+    """Simulate the run of ``seed``. The simulation is deterministic: the same arguments give the same result.
+
+    Args:
+        seed: source of the layout and the faults.
+        wish: the user's options.
+        with_lines: whether to keep the event log.
+    """
     history, rng = History(seed), random.Random(seed)
     shape, schedule = draw_shape(rng, wish.ranks), Schedule(rng, wish.faults, wish.kinds)
     lines = history.lines if with_lines else None
@@ -92,7 +102,7 @@ def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
             check_alone(cluster, *schedule.alone)
         except Violation as violation:
             history.violation = str(violation)
-        except Exception as error:  # an exception in the decision code is a finding too, reported with its history
+        except Exception as error:  # an exception in the decision code is reported as a violation too
             where = traceback.extract_tb(error.__traceback__)[-1]
             history.violation = f"{type(error).__name__} in {where.name}, line {where.lineno}: {error}"
     _sum_up(history, cluster, schedule)

@@ -1,4 +1,8 @@
-"""Parameters of a simulated run, drawn from its seed."""
+"""Parameters of a simulated run of ``ft simulate control``, drawn from its seed: layout, timeouts and durations.
+
+A logical rank is a position in the parallel layout. A node has seats for workers with a logical rank, and standbys,
+which are started workers without one. A peer copy is a copy of a rank's snapshot in another worker's host memory.
+"""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -24,8 +28,8 @@ TIMEOUTS = Timeouts(
     leave_s=5.0,
     join_s=40.0,
 ).check()
-"""Production's timeouts, shortened in their order: virtual seconds cost real time, and no property depends on their
-length.
+"""Production's timeouts, shortened with their order kept: virtual seconds cost real time, and no checked property
+depends on the length of a timeout.
 """
 
 
@@ -36,14 +40,14 @@ class Shape:
     Attributes:
         world_size: number of logical ranks.
         dp: number of logical ranks that hold the same part of the model; 1: no data parallelism.
-        near: ranks with the same part are consecutive, most often on one node; otherwise they are far apart.
-        copies: peer copies of each logical rank's snapshot.
-        nodes: (seats, standbys) of each node.
-        max_restarts: warm restarts allowed.
-        hot_swap: hot-swap is enabled.
+        near: True: ranks with the same part are consecutive, most often on one node; False: they are far apart.
+        copies: number of peer copies of each logical rank's snapshot.
+        nodes: (number of seats, number of standbys) of each node.
+        max_restarts: number of warm restarts (restarts of all workers from the last checkpoint) that are allowed.
+        hot_swap: whether lost workers may be replaced by standbys.
         groups: process group -> its logical ranks.
-        checkfree: parts of the model are pipeline stages, and lost stages may be rebuilt from adjacent ones: ""
-            (never), or ``MIDDLE`` or ``PLUS`` of ``ft.job.control.recovery_plan``.
+        checkfree: which lost pipeline stages may be rebuilt from adjacent stages (CheckFree): "" (none), or ``MIDDLE``
+            or ``PLUS`` of ``ft.job.control.recovery_plan``. Each part of the model is then a pipeline stage.
     """
 
     world_size: int
@@ -57,17 +61,19 @@ class Shape:
     checkfree: str = ""
 
     def part_of(self, rank: int) -> int:
-        """Return which part of the model the rank holds."""
+        """Return the number of the model part that the rank holds."""
         return rank // self.dp if self.near else rank % (self.world_size // self.dp)
 
     def place_of(self, rank: int) -> Place:
-        """Return the rank's place in the pipeline."""
+        """Return the rank's position in the parallel layout; each model part is a pipeline stage."""
         return Place(self.part_of(rank), 0, self.dp_peers(rank).index(rank), 0, 1)
 
     def dp_peers(self, rank: int) -> list[int]:
+        """Return the ranks that hold the same part of the model, ``rank`` included."""
         return _peers(self, rank)
 
     def copies_at(self, rank: int) -> list[int]:
+        """Return the ranks whose workers hold the peer copies of the rank's snapshot."""
         return _copies(self, rank)
 
     def groups_of(self, rank: int) -> list[str]:
@@ -86,21 +92,21 @@ def _copies(shape: Shape, rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Habits:
-    """Durations of a worker's actions, as (least, most) seconds.
+    """Length of the run, and durations of a worker's actions, each as (least, most) virtual seconds.
 
     Attributes:
-        steps: steps of the run.
-        save_every: steps between checkpoints.
-        import_s: start of the process.
-        assemble_s: construction of model and optimizer.
-        compute_s: forward and backward pass.
-        update_s: optimizer step.
-        save_s: writing a checkpoint.
-        copy_s: copying a snapshot to host memory.
-        send_s: sending a peer copy.
-        leave_s: leaving a closed epoch.
-        rebuild_s: rebuilding process groups.
-        fetch_s: fetching a state.
+        steps: number of training steps of the run.
+        save_every: number of steps between two checkpoints.
+        import_s: duration of the process's start.
+        assemble_s: duration of the construction of model and optimizer.
+        compute_s: duration of a forward and backward pass.
+        update_s: duration of an optimizer step.
+        save_s: duration of writing a checkpoint.
+        copy_s: duration of copying a snapshot to host memory.
+        send_s: duration of sending a peer copy.
+        leave_s: duration of leaving an epoch that was closed after a failure.
+        rebuild_s: duration of rebuilding process groups.
+        fetch_s: duration of fetching a snapshot from another worker.
     """
 
     steps: int = 16
@@ -118,7 +124,7 @@ class Habits:
 
     @property
     def step_s(self) -> float:
-        """Approximate duration of a step, which is that of the slowest worker."""
+        """Approximate duration of a training step in virtual seconds: that of the slowest worker."""
         return self.compute_s[1] + self.update_s[1]
 
 

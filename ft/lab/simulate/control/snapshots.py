@@ -1,4 +1,10 @@
-"""Model of a worker's snapshots and peer copies (``ft.state.snapshot.store`` and ``ft.state.snapshot.restore``)."""
+"""Model of a worker's snapshots and peer copies, for ``ft simulate control``.
+
+A snapshot is a logical rank's state at a committed step, in host memory. A peer copy is a copy of it in the host memory
+of another worker. After a failure, each worker restores the ordered step from its own snapshot or from its peers. The
+model follows ``ft.state.snapshot.store`` and ``ft.state.snapshot.restore``. An epoch is a version of the map from
+logical ranks to workers, which the control plane closes after a failure.
+"""
 
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -11,15 +17,16 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.worker import Worker
 
 _STALLED_S = 0.1
+"""Virtual seconds after which a stalled transfer is checked again."""
 _KINDS = ["FallbackError", "FtError", "Exception"]
 
 
 class Snapshots:
-    """The snapshots of one worker, and the peer copies it holds.
+    """The snapshots of one worker, and the peer copies that the worker holds for others.
 
     Attributes:
         stock: the snapshots and copies.
-        copied_at: when its last own snapshot is complete.
+        copied_at: true time in seconds at which the worker's last own snapshot is complete.
     """
 
     def __init__(self, worker: "Worker"):
@@ -49,12 +56,13 @@ class Snapshots:
             cluster.time.after(send_s, self._sent, peer, other, theirs, place)
 
     def wait(self) -> Generator[float | None, None, None]:
-        """Wait until the last snapshot is complete here and at all peers; this is the only wait before the optimizer
-        step.
+        """Wait until the last snapshot is complete on this worker and on all peers that hold a copy.
+
+        The training thread waits for snapshots only here, before the optimizer step.
 
         Raises:
-            EpochClosed: as ``Worker.suspect``.
-            Broken: as ``Worker.suspect``.
+            EpochClosed: the control plane has closed the epoch.
+            Broken: a copy could not be sent, and the control plane has not closed the epoch in time.
         """
         worker = self._worker
         before = (worker.doing, worker.where)
@@ -73,7 +81,7 @@ class Snapshots:
         self._worker.poke()
 
     def _sent(self, peer: int, other: "Worker | None", slot: Slot | None, place: tuple[int, int]) -> None:
-        """Complete the copy at the peer and the acknowledgement here, or neither."""
+        """End the transfer of a copy: either the peer's copy is complete and acknowledged here, or neither."""
         worker, held = self._worker, False
         if worker.alive and (worker.stopped or (other is not None and other.alive and other.stopped)):
             # A stopped process does not reset the connection, so the transfer only stalls.
@@ -94,11 +102,15 @@ class Snapshots:
     def restore(self, step: int, source: m.Source) -> Generator[float | None, None, dict[str, str]]:
         """Restore the state of ``step``, like ``RecoveryManager.restore``.
 
+        Args:
+            step: step to restore.
+            source: logical ranks from which the control plane tells the worker to take the state.
+
         Returns:
-            "owned" and "replicated" -> where that state came from.
+            Part of the state ("owned" by this rank, "replicated" over data-parallel ranks) -> where it came from.
 
         Raises:
-            Broken: no source is usable.
+            Broken: no source has an intact snapshot.
             EpochClosed: the epoch was closed meanwhile.
         """
         worker = self._worker
@@ -118,7 +130,9 @@ class Snapshots:
         return how
 
     def rebuild(self, step: int, lent: Any) -> None:
-        """Install a state made from an adjacent stage's, like ``RecoveryManager.restore`` for a rebuilt stage."""
+        """Install a state that is made from the state ``lent`` of an adjacent pipeline stage, like
+        ``RecoveryManager.restore`` for a rebuilt stage.
+        """
         worker = self._worker
         history = lent[0][2]
         worker.owned = (worker.rank, step, history)
@@ -148,8 +162,15 @@ class Snapshots:
         return staging, how
 
     def _first(self, holders: list[int], owner: int | None, step: int) -> tuple[int, Any]:
-        """Return the first holder that has an intact snapshot, and its value; ``owner`` None: the holder's own
-        snapshot.
+        """Return the first rank that has an intact snapshot of ``step``, and the snapshot's value.
+
+        Args:
+            holders: logical ranks to ask, in this order.
+            owner: logical rank whose peer copy is wanted; None: the asked rank's own snapshot.
+            step: step of the snapshot.
+
+        Raises:
+            Broken: no rank has an intact snapshot.
         """
         worker = self._worker
         for holder in holders:

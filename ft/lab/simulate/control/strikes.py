@@ -1,4 +1,9 @@
-"""Implementation of each kind of fault. A ``Strike`` returns a description of its target, "" if there is none."""
+"""Implementation of each kind of fault that ``ft simulate control`` injects into a simulated cluster.
+
+The kinds and their probabilities are in ``faults``. Terms: an agent is the supervisor process of a node. An epoch is a
+version of the map from logical ranks to workers; a worker with a rank in it has a seat. A standby is a worker without
+one. A report is a message to the control plane, an order is a message from it.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +19,7 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.worker import Worker
 
 Strike = Callable[["Cluster"], str]
+"""Function that injects a fault and returns a description of the target, or "" if the cluster has no target for it."""
 _AWAITED = {
     m.Close: (m.WorkerReleased,),
     m.Open: (m.WorkerReleased, m.WorkerArrived),
@@ -23,13 +29,16 @@ _AWAITED = {
 """Order -> types of the reports that it requests."""
 _SIGNALS = (-9, -9, -11, -6)
 _PAUSE_S, _LONG_S = (0.05, 0.2, 0.5, 1.5, 4.0), (0.3, 1.0, 2.0, 3.0, 6.0, 15.0)
+"""Possible durations in virtual seconds, of the pause of a worker and of all other temporary faults."""
 
 
 def on_worker(do: "Callable[[Cluster, Worker], str | None]", early: bool = False) -> Strike:
-    """Return a fault that strikes a random worker, one with a seat three times out of four.
+    """Return a fault that strikes a random worker; in three of four cases, a worker that holds a logical rank.
 
-    ``early``: it may also strike before any worker has attached. Other faults may not, because a script that never
-    attaches is allowed to hang for ever.
+    Args:
+        do: applies the fault to the worker, and returns a prefix for the description.
+        early: whether the fault may also strike before any worker has attached to the control plane. Most faults may
+            not, because a training script that never attaches is allowed to hang for ever.
     """
 
     def strike(cluster: "Cluster") -> str:
@@ -45,7 +54,7 @@ def on_worker(do: "Callable[[Cluster, Worker], str | None]", early: bool = False
 
 
 def on_training(do: "Callable[[Cluster, Worker], str | None]") -> Strike:
-    """Return a fault that strikes a random worker that is within its epoch."""
+    """Return a fault that strikes a random worker that is executing the collectives of its epoch."""
 
     def strike(cluster: "Cluster") -> str:
         chosen = [w for w in cluster.workers() if w.inside]
@@ -58,7 +67,7 @@ def on_training(do: "Callable[[Cluster, Worker], str | None]") -> Strike:
 
 
 def on_agent(do: "Callable[[Cluster, Agent], str | None]") -> Strike:
-    """Return a fault that strikes a random agent and what runs beside it."""
+    """Return a fault that strikes a random agent, and possibly the workers and the control plane on its host."""
 
     def strike(cluster: "Cluster") -> str:
         chosen = cluster.living()
@@ -99,6 +108,8 @@ def kill_copies(cluster: "Cluster") -> str:
 
 
 def exits(code: int) -> "Callable[[Cluster, Worker], None]":
+    """Return a fault that ends a worker with an exit code."""
+
     def strike(cluster: "Cluster", worker: "Worker") -> None:
         worker.quits = code == 0
         worker.agent.ended(worker, code)
@@ -107,12 +118,14 @@ def exits(code: int) -> "Callable[[Cluster, Worker], None]":
 
 
 def stop(cluster: "Cluster", worker: "Worker") -> None:
+    """Stop the worker's process for good, as by SIGSTOP."""
     if not worker.stopped:
         worker.stopped, worker.quiet_since = True, cluster.time.now
         worker.agent.watch(worker, "T")
 
 
 def pause(cluster: "Cluster", worker: "Worker") -> str:
+    """Stop the worker's process, and continue it after a while."""
     seconds = cluster.rng.choice(_PAUSE_S)
     stop(cluster, worker)
     cluster.time.after(seconds, worker.go_on_after_stop)
@@ -128,15 +141,19 @@ def fall_deaf(cluster: "Cluster", worker: "Worker") -> None:
 
 
 def spin(cluster: "Cluster", worker: "Worker") -> None:
+    """Hang the training thread, while the worker still sends heartbeats."""
     worker.spins = True
 
 
 def straggle(cluster: "Cluster", worker: "Worker") -> str:
+    """Make the worker's next computation slower."""
     worker.slow = cluster.rng.choice([3.0, 8.0, 15.0, 40.0])
     return f"{worker.slow:g} times slower, "
 
 
 def raises(kind: str) -> "Callable[[Cluster, Worker], None]":
+    """Return a fault that makes the worker raise an exception of class ``kind`` once."""
+
     def strike(cluster: "Cluster", worker: "Worker") -> None:
         worker.defect = Broken([kind, "Exception"], f"planted {kind}")
 
@@ -144,12 +161,16 @@ def raises(kind: str) -> "Callable[[Cluster, Worker], None]":
 
 
 def ail(cluster: "Cluster", worker: "Worker") -> None:
-    """Let the worker fail in every step from now on; a replacement does not fail."""
+    """Let the worker raise a recoverable error in every step from now on; a replacement worker does not fail."""
     worker.ails = True
 
 
 def poison(kind: str) -> "Callable[[Cluster, Worker], str]":
-    """Return a fault that makes a future step fail for every worker that executes it in this logical rank."""
+    """Return a fault that makes one future step of a logical rank fail, for every worker that executes the step.
+
+    Args:
+        kind: "kill": the worker dies in the step; otherwise the class of the exception that the step raises.
+    """
 
     def strike(cluster: "Cluster", worker: "Worker") -> str:
         step = worker.step + cluster.rng.randint(1, 4)
@@ -160,25 +181,29 @@ def poison(kind: str) -> "Callable[[Cluster, Worker], str]":
 
 
 def mumble(cluster: "Cluster", worker: "Worker") -> None:
-    """Lose the next report of the worker that requests an order, on its way to the agent."""
+    """Lose the worker's next report that asks for an order, between the worker and its agent."""
     worker.mumbles = True
 
 
 def reset(cluster: "Cluster", worker: "Worker") -> None:
+    """Reset one of the worker's connections to its peers."""
     worker.broken_epoch = worker.epoch
     worker.poke()
 
 
 def stick(cluster: "Cluster", worker: "Worker") -> None:
+    """Lose a message of a collective, so that no further collective of this epoch completes."""
     cluster.mesh.stuck.add(worker.epoch)
 
 
 def damage_own(cluster: "Cluster", worker: "Worker") -> None:
+    """Damage some of the worker's own snapshots, so that their checksums do not match."""
     for slot in worker.snapshots.stock.own.slots:
         slot.damaged |= slot.status == COMPLETE and cluster.rng.random() < 0.7
 
 
 def damage_copy(cluster: "Cluster", worker: "Worker") -> None:
+    """Damage some of the snapshot copies that the worker holds for other logical ranks."""
     for pair in worker.snapshots.stock.copies.values():
         for slot in pair.slots:
             slot.damaged |= slot.status == COMPLETE and cluster.rng.random() < 0.7
@@ -188,7 +213,7 @@ def damage_copy(cluster: "Cluster", worker: "Worker") -> None:
 
 
 def kill_agent(cluster: "Cluster", agent: "Agent") -> None:
-    """Kill an agent, and the control plane if it runs beside it. Half of the hosts get another agent at once."""
+    """Kill an agent, and the control plane if it is on the same host. Half of the hosts get a new agent."""
     if not agent.alive:
         return
     agent.die(silently=False)
@@ -198,19 +223,21 @@ def kill_agent(cluster: "Cluster", agent: "Agent") -> None:
 
 
 def agent_ends(cluster: "Cluster", agent: "Agent") -> None:
-    """Let an agent end itself, and report that."""
+    """Let an agent report that it leaves, and end."""
     agent.link.post(m.AgentLeaving(agent.node, 0))
     agent.excuse = True
     cluster.time.after(0.05, kill_agent, cluster, agent)
 
 
 def power_off(cluster: "Cluster", agent: "Agent") -> None:
+    """Switch off the agent's host, with everything that runs on the host."""
     agent.host.is_down = True
     agent.die(silently=True)
     _control_goes_with(cluster, agent)
 
 
 def power_cycle(cluster: "Cluster", agent: "Agent") -> str:
+    """Switch off the agent's host, and on again after a while, with a new agent."""
     seconds = cluster.rng.choice(_LONG_S)
     power_off(cluster, agent)
 
@@ -238,20 +265,24 @@ def pause_agent(cluster: "Cluster", agent: "Agent") -> str:
 
 
 def tell_to_end(cluster: "Cluster", agent: "Agent") -> None:
+    """Send SIGTERM to the agent, as a user or a scheduler does."""
     agent.excuse = True
     agent.told_to_end(15)
 
 
 def cut(cluster: "Cluster", agent: "Agent") -> str:
+    """Cut the network of the agent's host in both directions for a while."""
     return _cut(cluster, agent, ("up", "down"))
 
 
 def cut_one_way(cluster: "Cluster", agent: "Agent") -> str:
+    """Cut the network of the agent's host in one direction for a while."""
     direction = cluster.rng.choice(["up", "down"])
     return f"({direction}) " + _cut(cluster, agent, (direction,))
 
 
 def flap(cluster: "Cluster", agent: "Agent") -> None:
+    """Cut the network of the agent's host several times, each time for 0.4 s."""
     _excuse(cluster, agent)
     for i in range(cluster.rng.randint(2, 6)):
         cluster.time.after(i * 0.7, cluster.cut, agent.host, ("up", "down"), 0.4)
@@ -259,6 +290,7 @@ def flap(cluster: "Cluster", agent: "Agent") -> None:
 
 
 def slow_link(cluster: "Cluster", agent: "Agent") -> str:
+    """Increase the latency of the host's network for 8 s."""
     host = agent.host
     host.slow_until, host.slow_s = cluster.time.now + 8.0, cluster.rng.choice([0.05, 0.3, 1.0, 4.0])
     _excuse(cluster, agent)
@@ -275,7 +307,9 @@ def _cut(cluster: "Cluster", agent: "Agent", directions: tuple[str, ...]) -> str
 
 
 def _excuse(cluster: "Cluster", agent: "Agent") -> None:
-    """Note which agents may look lost: all, if the control plane's host is cut off, otherwise this one."""
+    """Note which agents may look lost to the control plane: all agents if this is the control plane's host, otherwise
+    this agent alone.
+    """
     struck = cluster.agents.values() if agent.host is cluster.plane.host else (agent,)
     for one in struck:
         one.excuse = True
@@ -285,6 +319,7 @@ def _excuse(cluster: "Cluster", agent: "Agent") -> None:
 
 
 def control_dies(cluster: "Cluster") -> str:
+    """Let the control plane crash while it processes its next report."""
     if not cluster.plane.is_up or cluster.plane.paused:
         return ""
     moment = cluster.rng.choice([BEFORE, TORN, WRITTEN, AFTER])
@@ -293,7 +328,9 @@ def control_dies(cluster: "Cluster") -> str:
 
 
 def control_pauses(cluster: "Cluster") -> str:
-    """Pause the control plane. If its lease expires meanwhile, a successor takes over, and it ends when it resumes."""
+    """Pause the control plane's process. If its lease expires meanwhile, a successor takes over, and the process ends
+    when it resumes.
+    """
     plane, seconds = cluster.plane, cluster.rng.choice(_LONG_S)
     if plane.paused or not plane.is_up:
         return ""
@@ -304,7 +341,11 @@ def control_pauses(cluster: "Cluster") -> str:
 
 
 def trouble(kind: str) -> Strike:
-    """Return a fault of the next workers that are started."""
+    """Return a fault that affects the next one to four workers that are started.
+
+    Args:
+        kind: "exits" at once, "never" attaches to the control plane, or starts "late".
+    """
 
     def strike(cluster: "Cluster") -> str:
         count = cluster.rng.choice([1, 1, 2, 4])
@@ -315,7 +356,7 @@ def trouble(kind: str) -> Strike:
 
 
 def echo(cluster: "Cluster") -> str:
-    """Deliver an old report to the decision code again, which the protocol excludes."""
+    """Deliver an old report to the decision code again. The protocol excludes this; the report must have no effect."""
     if not cluster.plane.said:
         return ""
     report = cluster.rng.choice(cluster.plane.said[-40:])
@@ -324,8 +365,9 @@ def echo(cluster: "Cluster") -> str:
 
 
 def echo_later(cluster: "Cluster") -> str:
-    """During recoveries, deliver reports of earlier epochs that the control plane is waiting for; the protocol excludes
-    this.
+    """During recoveries, deliver old reports of the types that the control plane is waiting for, but of earlier epochs.
+
+    The protocol excludes this; the reports must have no effect.
     """
     count = cluster.rng.randint(2, 6)
 

@@ -1,9 +1,13 @@
-"""Model of a worker as others observe it: the training thread of ``ft.systems.hot_swap``, step by step.
+"""Model of a worker (a training process under hot-swap protection) for ``ft simulate control``.
 
-The training thread is a generator. It yields the seconds for which it is busy, during which nothing interrupts it, or
-None to wait for the next event. ``Worker._live`` follows ``ft.worker.session`` and
+The training thread is a generator. It yields the virtual seconds for which it is busy, during which nothing interrupts
+it, or None to wait for the next event. ``Worker._live`` follows ``ft.worker.session`` and
 ``ft.systems.hot_swap.recovery_manager`` line by line where they interact with the control plane;
 ``ft.lab.simulate.control.recovery`` follows ``ft.systems.hot_swap.recovery``.
+
+An epoch is a version of the map from logical ranks to workers; a worker with a rank in it has a seat. The control plane
+closes the epoch after a failure. The fence is a barrier that begins before the optimizer step: a step that has passed
+it is committed, which means that every rank has finished it.
 """
 
 from collections import deque
@@ -23,29 +27,39 @@ if TYPE_CHECKING:
     from ft.lab.simulate.control.mesh import Operation
 
 Thread = Generator[float | None, None, Any]
+"""A part of a training thread: yields the virtual seconds for which it is busy, or None to wait for an event."""
 
 
 class Worker:
     """One worker process.
 
     Attributes:
-        stopped: it is stopped by SIGSTOP.
-        deaf: it hangs and sends no heartbeats.
-        spins: it hangs but sends heartbeats.
-        mumbles: its next report that requests an order is lost.
-        ails: it raises an exception in every step.
-        quits: it has exited with code 0, as if its work was done.
-        defect: exception that it raises next.
-        start: how it starts: "ready", "exits" or "never".
-        slow: factor of the duration of its next work.
-        assembled: model and optimizer are built.
-        empty: it has no state yet.
-        inside: it is in operations of its epoch, or about to be.
-        repaired_epoch: the last epoch that it was repaired for.
+        meant: logical rank that the worker was started for; None: a standby.
+        restart: number of the warm restart that the worker was started in.
+        rank: logical rank, -1 before the worker has one.
+        epoch: the last epoch that the worker has entered.
+        closed: whether that epoch is closed.
+        alive: False once the process has ended.
+        attached: whether the training script has attached to the agent.
+        stopped: whether the process is stopped by SIGSTOP.
+        deaf: whether the process hangs and sends no heartbeats.
+        spins: whether the training thread hangs while heartbeats are sent.
+        mumbles: whether the next report that asks for an order is lost.
+        ails: whether the worker raises an exception in every step.
+        quits: whether the process has exited with code 0, as if its work was done.
+        defect: exception that the worker raises next.
+        start: how the process starts: "ready", "exits" at once, or "never" attaches.
+        slow: factor by which the next work takes longer.
+        assembled: whether model and optimizer are built.
+        empty: whether the worker has no training state yet, as a replacement.
+        inside: whether the worker takes part in the collectives of its epoch, or is about to.
+        repaired_epoch: the last epoch for which the worker has restored its state.
         owned: live state that only this rank has (see ``memory``).
         replicated: live state that is replicated over the data-parallel ranks.
-        touched: the live state is not that of a committed step.
-        broken_epoch: the last epoch in which one of its connections was closed by a peer.
+        touched: whether the live state is not that of a committed step.
+        broken_epoch: the last epoch in which a peer has closed a connection to this worker.
+        fence: the fence of the current step, None outside of it.
+        groups: process group -> [used, an operation was abandoned, number of collectives].
     """
 
     def __init__(self, cluster: "Cluster", agent: "Agent", name: str, meant: int | None, restart: int):
@@ -74,10 +88,13 @@ class Worker:
     # --- the process -------------------------------------------------------------------------------------------------
 
     def say(self, report: Any) -> None:
+        """Send a report to the agent, which forwards it to the control plane."""
         self.agent.hear(report)
 
     def ask(self, report: Any) -> None:
-        """Send a report that an order must answer, and repeat it until one does (``ft.worker.acknowledged``)."""
+        """Send a report that the control plane answers with an order, and repeat the report until the answer arrives
+        (``ft.worker.acknowledged``).
+        """
         self._asked = report
         if not self.mumbles:
             self.say(report)
@@ -92,7 +109,9 @@ class Worker:
         self.cluster.time.after(PERIOD_S, self._remind, report)
 
     def hear(self, order: Any) -> None:
-        """Receive an order; a Close takes effect at once, as on its separate thread (``Session._on_close``)."""
+        """Receive an order. An order to close the epoch takes effect at once, because a real worker handles it on a
+        separate thread (``Session._on_close``).
+        """
         if isinstance(order, m.Close):
             self.closed_epoch = max(self.closed_epoch, order.epoch)
             if order.epoch >= self.epoch:
@@ -107,6 +126,7 @@ class Worker:
             self.cluster.time.after(0.0, self._go_on)
 
     def go_on_after_stop(self) -> None:
+        """Continue the process after SIGSTOP."""
         self.stopped = False
         self.cluster.mesh.look_again()
         self.poke()
@@ -116,6 +136,7 @@ class Worker:
         self.poke()
 
     def _go_on(self) -> None:
+        """Run the training thread until it is busy, waits or ends."""
         self._poked = False
         if not self.alive or self.stopped or self.deaf or self.spins or self._busy:
             return
@@ -132,17 +153,19 @@ class Worker:
         self.poke()
 
     def beat(self, now: float) -> m.Beat:
-        """Return its last heartbeat (``ft.worker.progress``)."""
+        """Return the worker's last heartbeat (``ft.worker.progress``)."""
         age = now - self.quiet_since if self.stopped or self.deaf else 0.0
         since = max(0.0, now - age - self.since)
         return m.Beat(round(age, 3), self.epoch, self.step, self.doing, round(since, 3), self.where, self.step_s, 0)
 
     def does(self, doing: str, where: str) -> None:
+        """Note what the training thread does from now on, for the heartbeats."""
         self.doing, self.where, self.since = doing, where, self.cluster.time.now
 
     # --- from the start to the end -----------------------------------------------------------------------------------
 
     def _live(self) -> Thread:
+        """Run the whole training script: start, attach, wait for a logical rank, build the model, train."""
         rng, habits = self.cluster.rng, self.cluster.habits
         yield rng.uniform(*habits.import_s) * self.slow
         while self.start == "never":
@@ -202,6 +225,7 @@ class Worker:
         self.does("compute", f"step {self.step + 1}")
 
     def _train(self) -> Thread:
+        """Train to the last step: compute, all-reduce gradients, update behind the fence, take a snapshot."""
         cluster, rng = self.cluster, self.cluster.rng
         while self.step < cluster.habits.steps:
             yield rng.uniform(*cluster.habits.compute_s) * self.slow
@@ -263,8 +287,15 @@ class Worker:
     # --- orders ------------------------------------------------------------------------------------------------------
 
     def await_open(self, newer_than: int) -> Generator[float | None, None, m.Open]:
-        """Wait for the order that opens an epoch with a seat for this worker (``Orders.wait_open`` and
-        ``Session.enter``).
+        """Wait for the order that opens an epoch with a seat for this worker, and enter the epoch.
+
+        The model follows ``Orders.wait_open`` and ``Session.enter``.
+
+        Args:
+            newer_than: older epochs and this one are ignored.
+
+        Raises:
+            Exited: the run is finished.
         """
         while True:
             while not self.orders:
@@ -287,7 +318,11 @@ class Worker:
         self.closed = self.closed_epoch >= opened.epoch
 
     def await_order(self, kind: type) -> Thread:
-        """Wait for an order of this type and this epoch (``Orders.wait``)."""
+        """Wait for an order of this type for the worker's epoch, and return the order (``Orders.wait``).
+
+        Raises:
+            EpochClosed: the control plane has closed the epoch.
+        """
         while True:
             while not self.orders:
                 yield None
@@ -302,7 +337,11 @@ class Worker:
     # --- group operations --------------------------------------------------------------------------------------------
 
     def join(self, group: str, key: Any) -> "Operation":
-        """Start a collective to be waited for later."""
+        """Start a collective without waiting for it.
+
+        Raises:
+            EpochClosed: the control plane has closed the epoch.
+        """
         if self.closed:
             raise EpochClosed
         for name in self.groups:
@@ -316,9 +355,13 @@ class Worker:
         return operation
 
     def wait_for(self, operation: "Operation", group: str) -> Thread:
-        """Wait until the collective completes here, or the epoch is closed.
+        """Wait until the collective completes on this worker, or the epoch is closed.
 
-        A failure in an open epoch is reported to the control plane, which decides.
+        If a connection breaks in an open epoch, report this to the control plane, which decides what follows.
+
+        Raises:
+            EpochClosed: the control plane has closed the epoch.
+            Broken: a connection broke, and the control plane has not closed the epoch in time.
         """
         before = (self.doing, self.where)
         self.does("wait", group)
@@ -330,7 +373,7 @@ class Worker:
         self.does(*before)
 
     def leave(self, operation: "Operation") -> None:
-        """Abandon a collective that has not completed here when the epoch ends."""
+        """Abandon a collective that has not completed on this worker when the epoch ends."""
         for group in self.groups.values():
             group[1] = True
         self.cluster.mesh.leave(self, operation)

@@ -1,5 +1,8 @@
-"""Evaluate every case by formula, closed form and simulation, and sweep the number of replicas and the time between
-failures.
+"""Compute the results of ``ft simulate hsdp``: effective training time by formula, closed form and simulation.
+
+A case is a set of stalls, the times that all replicas wait when one fails or returns. Two sweeps vary the number of
+replicas and the time between failures. The effective training time is the training done, as a fraction of the training
+that all replicas would have done without failures.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +12,9 @@ from ft.lab.simulate.hsdp.history import EXPONENTIAL, FAMILIES, Failures, Outcom
 from ft.lab.simulate.hsdp.model import Case, by_formula, overlapping
 
 REPLICAS = (2, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Numbers of replicas in the sweep."""
 INTERVALS_MIN = (4.5, 9.0, 18.0, 36.0, 72.0, 144.0)
+"""Times between two failures in the sweep, in minutes."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +22,8 @@ class Means:
     """Settings of the simulation.
 
     Attributes:
-        rules: minimum of replicas and checkpoint interval.
-        days: virtual time of each history, in days.
+        rules: minimum number of replicas and checkpoint interval.
+        days: virtual time of each simulated run, in days.
         seed: seed of the random generator.
         shape: shape of the Weibull distribution of bursty failures.
     """
@@ -34,7 +39,7 @@ class Found:
     """The results of one case.
 
     Attributes:
-        case: the case.
+        case: the stalls for which the results are.
         formula: effective training time by the formula of FT-HSDP, section 6.1.
         overlapping: effective training time by the closed form with overlapping failures.
         simulated: distribution of failures (one of ``FAMILIES``) -> simulated outcome.
@@ -51,9 +56,10 @@ class Answer:
     """The results of all cases, and both sweeps.
 
     Attributes:
-        found: one entry per case.
+        found: results, one entry per case.
         by_replicas: number of replicas -> case key -> effective training time, simulated with independent failures.
-        by_interval: minutes between failures -> case key -> the same.
+        by_interval: minutes between failures -> case key -> effective training time, simulated with independent
+            failures.
     """
 
     found: list[Found]
@@ -62,7 +68,14 @@ class Answer:
 
 
 def answer(job: Job, ours: Stalls, means: Means, sweep: bool = True) -> Answer:
-    """Evaluate all cases and, with ``sweep``, the sweeps. Takes about 10 s on one core for 365 days."""
+    """Compute the results of all cases. Takes about 10 s on one core for 365 days.
+
+    Args:
+        job: the training job.
+        ours: the stalls of this implementation.
+        means: settings of the simulation.
+        sweep: whether to compute the sweeps too.
+    """
     found = [_all_means(case, means) for case in cases(job, ours)]
     by_replicas, by_interval = {}, {}
     if sweep:

@@ -1,4 +1,7 @@
-"""The cases to compare: FT-HSDP's published stalls, and the stalls of this implementation at the same scale."""
+"""The cases that ``ft simulate hsdp`` compares: FT-HSDP's published stalls, and those of this implementation.
+
+A stall is the time that all replicas wait, when a replica fails or when it rejoins after its rebuild.
+"""
 
 import json
 import statistics
@@ -22,7 +25,8 @@ class Job:
         replicas: number of replicas.
         interval_s: mean time between two failures anywhere, in seconds.
         step_s: duration of a training step, in seconds.
-        rebuild_s: seconds from a failure until the replica asks to rejoin, or until all have restarted.
+        rebuild_s: seconds from a failure until the failed replica asks to rejoin; with synchronous recovery, until the
+            whole job has restarted.
     """
 
     gpus: int
@@ -50,10 +54,11 @@ class Stalls:
 
 
 def cases(job: Job, ours: Stalls) -> list[Case]:
-    """Return synchronous recovery, four readings of FT-HSDP, section 6.1, and this implementation's hang and kill.
+    """Return the seven cases to compare.
 
-    A measured stall is the time that other replicas wait beyond their normal step on a small machine. The step that is
-    repeated takes a full step of the large job, so ``job.step_s`` is added.
+    They are synchronous recovery, four interpretations of the stalls in FT-HSDP, section 6.1, and this implementation
+    after a hang and after a kill. This implementation's stalls are measured on a small machine, as time beyond a normal
+    step. The failed step is repeated, and takes a full step of the large job, so ``job.step_s`` is added.
     """
 
     def case(key: str, name: str, stall_s: float, rejoin_s: float = 0.0, replicas: int = job.replicas) -> Case:
@@ -73,14 +78,14 @@ def cases(job: Job, ours: Stalls) -> list[Case]:
 
 
 def read(path: str) -> Stalls:
-    """Return the median stalls from result lines of ``tools/bench/hsdp_recovery.py``.
+    """Return the median stalls from a result file of ``tools/bench/hsdp_recovery.py``.
 
-    Reads from each line of a kill, in milliseconds, ``stall_ms``, and ``rejoin_longest_ms`` less ``step_ms``. Lines of
-    hangs are ignored: a hang is detected after a number of steps, so its cost with millisecond steps says nothing about
-    longer steps.
+    Each line of a kill gives two stalls in milliseconds: ``stall_ms``, and ``rejoin_longest_ms`` less ``step_ms``.
+    Lines of hangs are ignored: a hang is detected after a number of steps, so its cost with millisecond steps does not
+    predict the cost with longer steps.
 
     Raises:
-        UserError: the file cannot be read, or has no line of a kill in which these are numbers.
+        UserError: the file cannot be read, or no line of a kill has valid stalls.
     """
     try:
         lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]

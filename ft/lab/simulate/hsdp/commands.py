@@ -19,10 +19,15 @@ _DESCRIPTION = """\
 Effective training time of FT-HSDP: by the formula of its paper (section 6.1), in closed form with failures that
 overlap, and simulated, with the paper's stalls and with this code's. Times have a unit: ms, s, m or min, h, d."""
 _KILLED_S, _REJOIN_PART = 0.3, 0.3
+"""Default stalls: seconds after a kill; fraction of a step when a replica rejoins."""
 
 
 def add_parser(simulations) -> None:
-    """Add the subcommand."""
+    """Add the subcommand ``hsdp``, with ``run`` as its function.
+
+    Args:
+        simulations: the subparsers of ``ft simulate``.
+    """
     parser = simulations.add_parser(
         "hsdp",
         help="effective training time of FT-HSDP at any size, with the paper's stalls and with ours",
@@ -72,7 +77,7 @@ _SHAPE = "of the Weibull distribution of failures that come in bursts (default: 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison of the stalls, as text or JSON, and plot it if requested.
+    """Print the comparison of the stalls, as text or JSON, plot it if requested, and return the exit status 0.
 
     Raises:
         UserError: the arguments contradict each other, or the plot cannot be written.

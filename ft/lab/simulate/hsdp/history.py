@@ -1,9 +1,13 @@
-"""Discrete-event simulation of one long history of failures and rejoins, in virtual time.
+"""Discrete-event simulation of a long FT-HSDP run with failing replicas, in virtual time (``ft simulate hsdp``).
 
-Beyond the closed form (``ft.lab.simulate.hsdp.model.overlapping``) it models: discrete steps (a rebuilt replica joins
-at the end of a step, contributes zeros to one more step, as in FT-HSDP, section 4.3, and counts only from then on); a
-minimum of replicas below which nobody trains; and the loss of all replicas at once, after which training resumes from a
-checkpoint.
+Unlike the closed form (``ft.lab.simulate.hsdp.model.overlapping``), the simulation models three more effects:
+
+- Steps are discrete: a rebuilt replica joins at the end of a step, contributes zeros to one more step (FT-HSDP, section
+  4.3), and only then contributes to training.
+- With fewer replicas than a minimum, no replica trains.
+- If all replicas are lost at once, training resumes from a checkpoint.
+
+A stall is the time that all replicas wait, when a replica fails or rejoins.
 """
 
 import heapq
@@ -15,7 +19,9 @@ from dataclasses import dataclass, field
 from ft.lab.simulate.hsdp.model import Case
 
 PERIODIC, EXPONENTIAL, WEIBULL = FAMILIES = ("periodic", "exponential", "weibull")
+"""Distributions of the time between two failures."""
 _FAILS, _REBUILT, _COUNTS = range(3)
+"""Kinds of events: a replica fails, a replica asks to rejoin, a rejoined replica contributes again."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +29,15 @@ class Failures:
     """The distribution of the time between failures.
 
     Attributes:
-        family: one of ``FAMILIES``.
-        shape: shape of the Weibull distribution; below 1 failures come in bursts.
+        family: name of the distribution, one of ``FAMILIES``.
+        shape: shape of the Weibull distribution; below 1, failures come in bursts.
     """
 
     family: str = EXPONENTIAL
     shape: float = 0.7
 
     def times(self, mean_s: float, rng: random.Random) -> Iterator[float]:
-        """Yield the seconds from one failure to the next, without end."""
+        """Yield the seconds from each failure to the next, endlessly; their mean is ``mean_s``."""
         scale = mean_s / math.gamma(1.0 + 1.0 / self.shape)
         while True:
             if self.family == PERIODIC:
@@ -47,8 +53,9 @@ class Rules:
     """The rules of training.
 
     Attributes:
-        minimum: replicas needed for a step.
-        checkpoint_steps: steps between persistent checkpoints; 0: nothing is lost when all replicas are.
+        minimum: minimum number of replicas in a step.
+        checkpoint_steps: number of steps between persistent checkpoints; 0: no training is lost when all replicas are
+            lost.
     """
 
     minimum: int = 1
@@ -57,19 +64,19 @@ class Rules:
 
 @dataclass
 class Outcome:
-    """The totals of one history, in seconds of virtual time.
+    """The totals of one simulated run. Times are in seconds of virtual time.
 
     Attributes:
-        lasted: length of the history.
+        lasted: length of the run.
         trained: number of contributing replicas -> training time.
         stalled: time in which all replicas waited because of a failure or a rejoin.
-        too_few: time in which fewer replicas than the minimum were there.
-        undone: training lost with all replicas at once, in seconds of all replicas training.
+        too_few: time with fewer replicas than the minimum.
+        undone: training time that was lost with all replicas at once, converted to time of all replicas.
         failures: number of failures.
-        during_rebuild: failures that struck a replica that was being rebuilt.
-        overlapping: failures that struck while another replica was out.
-        losses: losses of all replicas at once.
-        effective: effective training time, a fraction, as defined in ``model``.
+        during_rebuild: number of failures of a replica that was being rebuilt.
+        overlapping: number of failures while another replica was out of training.
+        losses: number of losses of all replicas at once.
+        effective: effective training time: training done, as a fraction of that of all replicas without failures.
     """
 
     lasted: float = 0.0
@@ -85,7 +92,15 @@ class Outcome:
 
 
 def simulate(case: Case, failures: Failures, rules: Rules, lasts_s: float, seed: int) -> Outcome:
-    """Simulate ``lasts_s`` virtual seconds of the history of ``seed``."""
+    """Simulate one run.
+
+    Args:
+        case: number of replicas, and costs of a failure.
+        failures: distribution of the time between failures.
+        rules: minimum number of replicas and checkpoint interval.
+        lasts_s: length of the run in virtual seconds.
+        seed: seed of all randomness.
+    """
     history = _History(case, rules, random.Random(seed))
     times = failures.times(case.interval_s, history.rng)
     history.at(next(times), _FAILS)
@@ -102,12 +117,13 @@ def simulate(case: Case, failures: Failures, rules: Rules, lasts_s: float, seed:
 
 
 class _History:
-    """State of one history.
+    """The state of one simulated run.
 
     Attributes:
-        joining: replica that was let in -> when it will count.
-        kept: replica-seconds trained since the last checkpoint, lost if all replicas are.
-        quiet_at: when the current stall ends.
+        contributes: whether each replica contributes to training.
+        joining: rejoining replica -> virtual time in seconds from which the replica contributes.
+        kept: training since the last checkpoint in replica-seconds, which is lost if all replicas are lost.
+        quiet_at: virtual time in seconds at which the current stall ends.
     """
 
     def __init__(self, case: Case, rules: Rules, rng: random.Random):
@@ -119,6 +135,7 @@ class _History:
         self.found, self._asked, self._stamps = Outcome(), 0, [0] * case.replicas
 
     def at(self, when: float, kind: int, replica: int = 0) -> None:
+        """Schedule an event. A later change of the replica's ``_stamps`` cancels it, unless it is a failure."""
         self._asked += 1
         heapq.heappush(self.events, (when, self._asked, kind, replica, self._stamps[replica]))
 
@@ -168,7 +185,7 @@ class _History:
             self._all_wait(self.case.stall_s)
 
     def _all_wait(self, seconds: float) -> None:
-        """Stall all replicas while the step is repeated. A replica that would join earlier joins at its end."""
+        """Stall all replicas while the step is repeated. No replica rejoins before the end of the stall."""
         self.quiet_at = max(self.quiet_at, self.now + seconds)
         for replica, when in self.joining.items():
             self._will_count(replica, max(when, self.quiet_at))

@@ -1,8 +1,8 @@
-"""Closed forms of the effective training time: the formula of FT-HSDP, section 6.1, and one with overlapping failures.
+"""Formulas for the effective training time of FT-HSDP: that of FT-HSDP, section 6.1, and one with overlapping failures.
 
-Effective training time is the training done, as a fraction of what all replicas would have done in the same time
-without failures: an hour with 11 of 12 replicas counts as 11/12 of an hour, and an hour in which all replicas wait as
-0.
+The effective training time is the training done, as a fraction of the training that all replicas would have done in the
+same time without failures. An hour with 11 of 12 replicas counts as 11/12 of an hour; an hour in which all replicas
+wait counts as 0.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """What one failure costs. All times are in seconds.
+    """The frequency of failures and the costs of one failure. All times are in seconds.
 
     Attributes:
         key: short identifier, for JSON and colours.
@@ -19,9 +19,9 @@ class Case:
         replicas: number of replicas; 1: every failure restarts the whole job (synchronous recovery).
         interval_s: mean time between two failures anywhere.
         step_s: duration of a training step.
-        stall_s: from a failure until the remaining replicas are back where they were, the repeated step included.
-        rebuild_s: from a failure until the failed replica asks to rejoin.
-        rejoin_s: how long all replicas wait when it rejoins.
+        stall_s: time from a failure until the remaining replicas have repeated the interrupted step.
+        rebuild_s: time from a failure until the failed replica asks to rejoin.
+        rejoin_s: time that all replicas wait when the failed replica rejoins.
     """
 
     key: str
@@ -37,8 +37,9 @@ class Case:
 def by_formula(case: Case) -> float:
     """Return the effective training time by the arithmetic of FT-HSDP, section 6.1.
 
-    It assumes one failure per interval, whose effects are over before the next one: (18 - 10) / 18 = 44 % for
-    synchronous recovery, (8 + 7 x 11/12) / 18 = 80 % for FT-HSDP. Returns 0 where the interval is too short for that.
+    The formula assumes one failure per interval, whose effects are over before the next failure. With an interval of 18
+    minutes it gives (18 - 10) / 18 = 44 % for synchronous recovery, and (8 + 7 x 11/12) / 18 = 80 % for FT-HSDP. The
+    result is 0 where the interval is too short for that assumption.
     """
     rest = 1.0 - 1.0 / case.replicas
     full = case.interval_s - case.rebuild_s - case.rejoin_s
@@ -49,10 +50,11 @@ def by_formula(case: Case) -> float:
 def overlapping(case: Case) -> float:
     """Return the expected effective training time if failures are independent (Poisson) and may overlap.
 
-    A failure strikes any replica with the same probability. A replica that is being rebuilt starts over; a stall under
-    way is prolonged. Steps have no length here: a rebuilt replica joins at once, even during a stall. Every replica is
-    an independent Poisson process, so the result is exact: the probability that a replica has been in for ``rejoin_s``
-    or longer, times the probability for each of the others that it stalls nobody.
+    A failure strikes any replica with the same probability. If the replica is being rebuilt, the rebuild starts over; a
+    stall in progress is prolonged. Steps have no length here: a rebuilt replica joins at once, even during a stall. The
+    failures of each replica are an independent Poisson process. Therefore the result is exact: the probability that a
+    replica has been training for ``rejoin_s`` or longer, times the probability for each other replica that it causes no
+    stall.
     """
     rate = case.interval_s**-1 / case.replicas
     stall, rebuild, rejoin = min(case.stall_s, case.rebuild_s), case.rebuild_s, min(case.rejoin_s, case.rebuild_s)

@@ -1,5 +1,7 @@
-"""Plot of ``ft simulate hsdp``: every case by formula and simulation, and the sweeps over replicas and failure
-intervals.
+"""Plot of ``ft simulate hsdp``: effective training time of FT-HSDP, by formula and by simulation.
+
+Bars show the cases, which differ in the time that replicas wait after a failure; curves show the sweeps over the number
+of replicas and over the time between failures.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Format the answer as text and as JSON values."""
+"""Format the results of ``ft simulate hsdp``, effective training times of FT-HSDP, as text and as JSON values."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ft.show.text import count, percent, seconds, table
 
 
 def as_text(job: Job, ours: Stalls, means: Means, found: Answer) -> str:
-    """Return the question, a table of all cases, the sweeps, and an explanation of each figure."""
+    """Return a summary of the parameters, a table of all cases, the sweeps, and an explanation of each figure."""
     parts = [*_question(job, ours, means), "", _cases(job, means, found.found)]
     if found.by_replicas:
         names = [row.case.name for row in found.found]
@@ -21,7 +21,7 @@ def as_text(job: Job, ours: Stalls, means: Means, found: Answer) -> str:
 
 
 def as_values(job: Job, ours: Stalls, means: Means, found: Answer) -> dict[str, Any]:
-    """Return the answer as a JSON-serializable mapping; times are in seconds."""
+    """Return the results as a JSON-serializable mapping; times are in seconds."""
     return {
         "gpus": job.gpus,
         "replicas": job.replicas,

@@ -1,1 +1,14 @@
-"""Simulation of FT-HSDP's protocol under faults: production quorum code, model replicas, and virtual time."""
+"""Simulation of FT-HSDP's protocol under random faults, in virtual time (``ft simulate hsdp-protocol``).
+
+In FT-HSDP, several replicas train copies of one model and all-reduce their gradients before each optimizer step. The
+decisions of the quorum server and the client code (``ft.job.quorum``) are those of production; replicas, networks and
+rings are models. Terms used in this package:
+
+- A replica is a full copy of the model with its own ranks. A life is one set of the replica's worker processes; after a
+  failure the agent, the replica's supervisor, builds the next life. Rank 0 of a life is the leader.
+- A quorum is the set of replicas that execute the next step together. The quorum server forms it from the leaders'
+  reports. Its healthy members hold the newest state; members that are behind fetch this state and contribute zeros.
+- The lineage of a state is the number of the quorum that committed the last step of this state.
+- A ring is an all-reduce of gradients between the ranks with the same index in the members of a quorum.
+- A history is one simulated run.
+"""

@@ -1,4 +1,9 @@
-"""Invariants of every history, checked against the states that ranks actually hold, not those that they report."""
+"""Invariants that every simulated run of FT-HSDP's protocol must keep (``ft simulate hsdp-protocol``).
+
+They are checked against the states that the ranks actually hold, not against the states that they report. A state is
+known by its step and lineage, the number of the quorum that committed the last step. A quorum is the set of replicas
+that execute a step together; a life is one set of a replica's worker processes.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +17,7 @@ if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.world import World
 
 STUCK_S = 25.0
-"""Virtual seconds without a committed step, with enough replicas alive and no fault, that count as a hang."""
+"""Virtual seconds without a committed step and without a fault that count as a hang."""
 BACK_S = 45.0
 """Virtual seconds after the last fault within which all replicas must be healthy."""
 
@@ -24,20 +29,21 @@ KILLS = (
 
 
 class Violation(Exception):
-    """An invariant does not hold; the message says which, and how."""
+    """An invariant does not hold. The message names the invariant and the values that violate it."""
 
 
 class Checks:
-    """The invariants and statistics of one history.
+    """The invariants and statistics of one simulated run.
 
     Attributes:
-        commits: number of commits, over all replicas.
-        redone: committed steps that were executed again.
-        pauses: kind of fault -> longest time between two commits that it caused, beyond a step, in seconds.
-        all_healthy_at: when all replicas were last healthy.
-        progress_at: when a new step was last committed.
-        returns: steps that replicas committed while behind.
-        loads: loads of a checkpoint because all state was lost.
+        commits: number of committed steps, summed over all replicas.
+        redone: number of committed steps that were executed again.
+        pauses: kind of fault -> longest time between two commits that this kind caused, beyond a step, in virtual
+            seconds.
+        all_healthy_at: virtual time in seconds at which all replicas were last healthy, -1 if never.
+        progress_at: virtual time in seconds at which a new step was last committed.
+        returns: number of steps that replicas committed while they were behind.
+        loads: number of times that a checkpoint was loaded because all state was lost.
     """
 
     def __init__(self, world: "World"):
@@ -54,10 +60,12 @@ class Checks:
 
     @property
     def newest_step(self) -> int:
+        """The last committed step."""
         return self._newest.step
 
     @property
     def quorums(self) -> int:
+        """Number of quorums formed."""
         return len(self._numbers)
 
     def fail(self, text: str) -> None:
@@ -66,6 +74,7 @@ class Checks:
     # --- quorums -----------------------------------------------------------------------------------------------------
 
     def formed(self, server: "Server", quorum: Quorum) -> None:
+        """Check a quorum that a server has formed."""
         if quorum.number in self._numbers:
             self.fail(f"a second quorum has the number {quorum.number}")
         self._numbers.add(quorum.number)
@@ -80,14 +89,17 @@ class Checks:
             self.all_healthy_at = self._world.time.now
 
     def _check_load(self, quorum: Quorum) -> None:
+        """Check that a quorum loads a checkpoint only if no member has a state."""
         for replica, number in quorum.lives.items():
             life = self._world.agents[replica].life
             if quorum.load and life is not None and life.number == number and life.ranks[0].held.lineage >= 0:
                 self.fail(f"all are to load a checkpoint, and replica {replica} holds {life.ranks[0].held.name}")
 
     def _check_patience(self, server: "Server", quorum: Quorum) -> None:
-        """Check that the server waits for a live replica that announced a pause, within the limit, as long as it is
-        heard.
+        """Check that the quorum does not leave out a live replica that has announced that it writes a checkpoint.
+
+        The server must wait for the replica up to the limit ``aside_s``, as long as it receives heartbeats from the
+        replica.
         """
         now, state = self._world.time.now, server.state
         for life in self._world.lives():
@@ -103,8 +115,8 @@ class Checks:
                 self.fail(f"quorum {quorum.number} does not wait for replica {replica}, which saves since {since:.1f}")
 
     def _check_regress(self, server: "Server", quorum: Quorum) -> None:
-        """Check that more than the interrupted step is lost only if no replica that can still be heard has a newer
-        state.
+        """Check that a quorum rolls back more than the interrupted step only if no replica with a newer state has been
+        heard recently.
         """
         furthest = self._newest
         if quorum.load and furthest.step == 0:
@@ -122,8 +134,8 @@ class Checks:
             self._newest = Held(quorum.step, quorum.lineage, 0)
 
     def _must_be_waited_for(self, server: "Server", quorum: Quorum, leader: "Rank") -> bool:
-        """Whether this server knows that a replica was further, and has heard of ``leader`` within the limit
-        ``regress_s``.
+        """Return whether this server knows that a later step was committed, and has heard from ``leader`` within the
+        limit ``regress_s``.
         """
         world = self._world
         knows = server.furthest > quorum.step + 1 and leader.life.quorum is not None and leader.is_alive
@@ -133,19 +145,22 @@ class Checks:
     # --- states ------------------------------------------------------------------------------------------------------
 
     def is_healthy(self, rank: "Rank", quorum: Quorum) -> None:
-        """Check that a rank about to train holds the state named in the quorum, the same as all others."""
+        """Check that a rank that is about to train holds the state named in the quorum, equal to that of the others."""
         if rank.held.name != (quorum.step, quorum.lineage):
             self.fail(f"{_who(rank)} trains step {quorum.step} of lineage {quorum.lineage} with {rank.held.name}")
         self._check_name(rank)
 
     def about_to_commit(self, rank: "Rank", quorum: Quorum) -> None:
+        """Check that a rank that is about to commit a step holds the state named in the quorum."""
         if rank.held.name != (quorum.step, quorum.lineage):
             self.fail(f"{_who(rank)} commits step {quorum.step} of lineage {quorum.lineage} on {rank.held.name}")
 
     def adopted(self, rank: "Rank") -> None:
+        """Check the state that a rank has fetched and adopted."""
         self._check_name(rank)
 
     def _check_name(self, rank: "Rank") -> None:
+        """Check that all states with the same (step, lineage) are equal, and that committed steps have led to them."""
         chain = self._named.setdefault(rank.held.name, rank.held.chain)
         if chain != rank.held.chain:
             self.fail(f"{_who(rank)} holds another state under the name {rank.held.name} than others do")
@@ -156,7 +171,15 @@ class Checks:
             self.fail(f"{_who(rank)} has positions {rank.held.positions}, and consumed were {consumed}")
 
     def committed(self, rank: "Rank", before: Held, quorum: Quorum, total: tuple[Contribution, ...]) -> None:
-        """Check that the gradient contains the next samples of each replica's stream, in the history of this state."""
+        """Check a committed step: its gradient contains the next block of samples of each contributing replica. On the
+        way to a state, no block is trained twice and none is left out.
+
+        Args:
+            rank: rank that has committed the step, with its new state.
+            before: the rank's state before the step.
+            quorum: quorum of the step.
+            total: contributions in the gradient.
+        """
         consumed = self._consumed.get(before.chain)
         if consumed is None:
             self.fail(f"{_who(rank)} commits step {quorum.step} on a state that no step has led to")
@@ -199,7 +222,9 @@ class Checks:
             self.fail(f"the ranks of replica {life.agent.replica} are not equal: {names}")
 
     def ended(self) -> None:
-        """Check that each kill of one replica cost at most the interrupted step, unless all state was lost."""
+        """Check at the end of a run that each kill of one replica has cost at most the interrupted step, unless all
+        state was lost.
+        """
         kinds = [kind for _, kind in self._world.struck]
         if not self.loads and all(kind in KILLS for kind in kinds) and self.redone > len(kinds):
             self.fail(f"{self.redone} steps were done again for {len(kinds)} kills of one replica")

@@ -1,4 +1,4 @@
-"""The ``ft simulate hsdp-protocol`` subcommand."""
+"""The ``ft simulate hsdp-protocol`` subcommand: its arguments, and the call of the simulation."""
 
 import argparse
 
@@ -10,7 +10,11 @@ from ft.lab.simulate.hsdp_protocol.run import History, Wish, simulate
 
 
 def add_parser(simulations) -> None:
-    """Add the subcommand ``hsdp-protocol``; its ``main`` takes the parsed arguments and returns the exit status."""
+    """Add the subcommand ``hsdp-protocol``, with ``run`` as its function.
+
+    Args:
+        simulations: the subparsers of ``ft simulate``.
+    """
     parser = simulations.add_parser(
         "hsdp-protocol",
         help="FT-HSDP's protocol under simulated faults",
@@ -23,7 +27,10 @@ def add_parser(simulations) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the histories and print the result; return 1 if a property is violated, or if an injected bug is not found.
+    """Simulate the runs and print the result.
+
+    Returns:
+        The exit status: 1 if a run violates a property, or if an injected bug is not found.
 
     Raises:
         UserError: an argument is out of range.

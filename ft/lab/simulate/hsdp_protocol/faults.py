@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.world import World
 
 _FIRST_S, _GAP_S, _BURST_S = (1.5, 4.0), (0.3, 5.0), (0.0, 0.3)
+"""Virtual seconds (least, most) until the first fault, between two faults, and between two faults of a burst."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,11 @@ class Kind:
     Attributes:
         name: name for ``--kinds`` and the report.
         weight: relative frequency.
-        strike: injects the fault into a world; returns its duration in virtual seconds, or None if nothing can be hit.
-        blocks: training may stop for the duration of the fault. A fault of the network between replicas does not stop
-            training, unless the quorum needs a minimum of more than one replica: the quorum server then has to find out
-            by trial which replica to exclude.
+        strike: function that injects the fault into a world and returns the fault's duration in virtual seconds, or
+            None if the world has no target for it.
+        blocks: whether training may stop for the duration of the fault. A fault of the network between replicas does
+            not stop training, unless the quorum needs a minimum of more than one replica: the quorum server then has to
+            find out by trial which replica to exclude.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Kind:
 
 
 def kill(rank: "Rank", why: str = "killed") -> None:
+    """End a rank's process; the agent of its replica then ends the other ranks of the life."""
     rank.world.note("replica {} rank {}: {}", rank.replica, rank.index, why)
     rank.dies()
     rank.life.agent.lost(rank.life, why)
@@ -177,8 +180,8 @@ def _slow(world: "World") -> float | None:
 
 
 def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
-    """Return a ``strike`` function that waits for a rank to reach a moment of the protocol, and then applies ``act`` to
-    it. It skips a random number of ranks, at most ``most``, that reach the moment first.
+    """Return a ``strike`` function that waits until a rank reaches a moment of the protocol, and then applies ``act``
+    to this rank. The ranks that reach the moment first are skipped: a random number, at most ``most``.
     """
 
     def strike(world: "World") -> float | None:
@@ -199,7 +202,7 @@ def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
 
 
 def _kill_other(rank: "Rank") -> None:
-    """Kill another member of the ring that ``rank`` has just completed. Its members may then see different outcomes."""
+    """Kill another member of the ring that ``rank`` has just completed. The members may then see different outcomes."""
     others = [life for life in rank.world.lives() if life is not rank.life]
     if others:
         kill(rank.world.rng.choice(others).ranks[rank.index], "killed at the end of a ring")
@@ -261,6 +264,7 @@ class Schedule:
             at += rng.uniform(*(_BURST_S if rng.random() < 0.4 else _GAP_S))
 
     def begin(self, world: "World") -> None:
+        """Schedule all faults."""
         world.calm_at = self._times[-1] if self._times else 2.0
         for at, kind in zip(self._times, self.kinds, strict=True):
             world.time.after(at, self._strike, world, kind)

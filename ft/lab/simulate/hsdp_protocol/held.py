@@ -1,24 +1,25 @@
-"""The state that a model rank holds: the name under which it is known, and its actual content.
+"""Model of the training state of a rank, for ``ft simulate hsdp-protocol``: its name in the protocol, and its content.
 
-``chain`` stands for parameters and optimizer state: a hash over all steps that led to it, with the samples in the
-gradient of each. Two states are equal if and only if their chains are.
+The name is (step, lineage); the lineage is the number of the quorum that committed the last step. The content,
+parameters and optimizer state, is represented by ``chain``: a hash over all steps that led to the state, with the
+samples in the gradient of each step. Two states have equal content if and only if their chains are equal.
 """
 
 from dataclasses import dataclass
 
 Contribution = tuple[int, int]
-"""(replica, index of the block of samples in its stream)."""
+"""What a replica adds to a gradient: (replica, index of the block of samples in the replica's data stream)."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A state.
+    """The training state of a rank.
 
     Attributes:
         step: number of committed steps.
-        lineage: number of the quorum that committed the last step.
-        chain: hash that stands for the content.
-        positions: number of consumed blocks of each replica's stream.
+        lineage: number of the quorum that committed the last step, -1 if there is no state.
+        chain: hash that represents the content.
+        positions: number of consumed sample blocks of each replica's data stream.
     """
 
     step: int
@@ -28,10 +29,12 @@ class Held:
 
     @property
     def name(self) -> tuple[int, int]:
+        """(step, lineage), by which the protocol identifies the state."""
         return (self.step, self.lineage)
 
 
 NOTHING = Held(0, -1, 0)
+"""The state of a rank that has neither initialized nor loaded nor fetched a state."""
 
 
 def first(replicas: int) -> Held:
@@ -40,7 +43,14 @@ def first(replicas: int) -> Held:
 
 
 def after(held: Held, number: int, contributions: tuple[Contribution, ...], healthy: tuple[int, ...]) -> Held:
-    """Return the state after one more step, committed in quorum ``number``."""
+    """Return the state after one more step.
+
+    Args:
+        held: the state before the step.
+        number: number of the quorum that commits the step.
+        contributions: contributions in the step's gradient.
+        healthy: replicas whose stream positions advance.
+    """
     positions = list(held.positions)
     for replica in healthy:
         positions[replica] += 1
@@ -48,5 +58,5 @@ def after(held: Held, number: int, contributions: tuple[Contribution, ...], heal
 
 
 def spoiled(held: Held, by: int) -> Held:
-    """Return a partly overwritten state that still has its old name."""
+    """Return a partly overwritten state that still has its old name; ``by`` distinguishes different overwrites."""
     return Held(held.step, held.lineage, hash((held.chain, -7, by)), held.positions)

@@ -1,7 +1,9 @@
-"""Simulated connections between leaders and the quorum server; they replace the client's link and its thread.
+"""Simulated connections between replicas and the quorum server of FT-HSDP (``ft simulate hsdp-protocol``).
 
-Messages of one connection arrive in order. A cut delays them. A broken connection loses those under way, and the next
-connection starts with the client's greeting, so that messages may arrive twice, late, and at another server.
+They replace the link of the production client and its thread. The client belongs to rank 0 of a replica, the leader.
+Messages of one connection arrive in order. A cut of the network delays them. A broken connection loses the messages in
+transit, and the next connection starts with the client's greeting, so that messages may arrive twice, late, and at
+another server.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,9 +16,11 @@ if TYPE_CHECKING:
 
 _HEAD = len(wire.pack({})) - len("{}")
 _LATENCY_S, _DIAL_S, _AGAIN_S = (0.0003, 0.004), (0.001, 0.01), (0.02, 0.25)
+"""Durations as (least, most) virtual seconds: a message's latency, connecting, and the pause before a retry."""
 
 
 def body(frame: bytes) -> dict[str, Any]:
+    """Return the message in a frame."""
     return wire.unpack(frame[_HEAD:])
 
 
@@ -26,11 +30,11 @@ class Link:
     Args:
         world: the simulated run.
         replica: replica of the leader, for network cuts.
-        rank: the leader; None: a process that neither pauses nor dies.
-        limits: timeouts.
-        greet: returns the frames that open a connection.
-        take: is called with each message received.
-        away: is called with the seconds without a connection when dialling fails.
+        rank: the leader; None: the link belongs to a process that neither pauses nor dies.
+        limits: timeouts of the quorum.
+        greet: function that returns the frames that open a connection.
+        take: function that is called with each received message.
+        away: function that is called with the seconds without a connection whenever an attempt to connect fails.
     """
 
     def __init__(self, world: "World", replica: int, rank, _run_dir, _token, limits, greet, take, away):
@@ -55,6 +59,7 @@ class Link:
             self._connection.closed_by_client(heard=True)
 
     def broke(self, connection: "Connection") -> None:
+        """Handle the loss of a connection: connect again after a pause."""
         if connection is self._connection:
             self._connection, self._gone_at = None, self.world.time.now
             self._later(self.world.rng.uniform(*_AGAIN_S), self._dial)
@@ -110,8 +115,8 @@ class Connection:
     """One connection between a leader and the quorum server.
 
     Attributes:
-        replica: replica of the leader, None until its hello.
-        life: life of that replica, -1 until its hello.
+        replica: replica of the leader, None until the leader's greeting.
+        life: number of the replica's life (set of worker processes), -1 until the leader's greeting.
         rows: replica -> life whose addresses the leader already knows.
     """
 
@@ -131,8 +136,10 @@ class Connection:
         self._down = self._send(self._down, self._at_client, frame)
 
     def closed_by_client(self, heard: bool) -> None:
-        """Close the connection. ``heard``: whether the server sees the close; it does not if the network is considered
-        dead.
+        """Close the connection.
+
+        Args:
+            heard: whether the server observes the close. False models a client that gives up a dead network.
         """
         self._is_open = False
         if heard:

@@ -1,4 +1,8 @@
-"""Bugs to inject, into the production decision and client, or into how the model replicas follow the protocol."""
+"""Mutation test of ``ft simulate hsdp-protocol``: known bugs to inject, each of which the simulation must find.
+
+A bug is injected into the production code of the quorum server, or into the model replicas: one of their ``Habits``,
+the rules of the protocol that they follow, is switched off.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +18,15 @@ from ft.lab.simulate.hsdp_protocol.shape import Habits
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: it replaces ``owner.name`` by ``wrong(original)``, or switches off one ``habit`` of the replicas."""
+    """A bug: the function ``owner.name`` is replaced by ``wrong(original)``, or the replicas lose one ``habit``.
+
+    Attributes:
+        title: name of the bug for the user.
+        owner: module of the function; None: a bug of the model replicas.
+        name: name of the function.
+        wrong: takes the right function and returns the wrong one.
+        habit: attribute of ``Habits`` to switch off, "" for a bug of the production code.
+    """
 
     title: str
     owner: Any = None
@@ -23,6 +35,7 @@ class Mutant:
     habit: str = ""
 
     def habits(self) -> Habits:
+        """Return the behaviour of the model replicas with this bug."""
         return Habits(**{self.habit: False}) if self.habit else Habits()
 
 
@@ -77,10 +90,10 @@ PLANTS = (
 
 
 def find(name: str) -> list[Mutant]:
-    """Return the mutant with that title, or all of them for "all".
+    """Return the bug with the title ``name``, or all bugs for "all".
 
     Raises:
-        UserError: there is none.
+        UserError: no bug has this title.
     """
     found = [plant for plant in PLANTS if name in ("all", plant.title)]
     if not found:
@@ -91,7 +104,9 @@ def find(name: str) -> list[Mutant]:
 
 @contextmanager
 def planted(plant: Mutant | None) -> Iterator[None]:
-    """Inject the bug into the production code for the duration of the context, unless it is a bug of the replicas."""
+    """Inject the bug into the production code for the duration of the context. None, or a bug of the model replicas,
+    changes nothing here.
+    """
     if plant is None or plant.owner is None:
         yield
         return

@@ -1,4 +1,10 @@
-"""A model replica: its agent, its lives, and the ranks of a life, which execute the steps of FT-HSDP, section 4."""
+"""Model of a replica for ``ft simulate hsdp-protocol``: its agent, its lives and their ranks (FT-HSDP, section 4).
+
+A life is one set of the replica's worker processes; its rank 0 is the leader. In each step, the leader reports to the
+quorum server and gets a quorum, the set of replicas that execute the step together. Each rank all-reduces its gradients
+with the ranks of the same index in the other members (a ring). A replica that is behind fetches the state of a healthy
+replica meanwhile. The ranks of the replica then vote, and commit the step only if all of them can.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,15 +22,19 @@ if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.world import World
 
 NOT_NEEDED, UNDER_WAY, DONE, REFUSED = "not needed", "under way", "done", "refused"
+"""States of the fetch of another replica's state."""
 _SPREAD_S, _NOTICED_S, _LOAD_S, _POLL_S = (0.0005, 0.004), (0.01, 0.05), (0.02, 0.1), 0.01
+"""Durations in virtual seconds, the first three as (least, most): messages between the ranks of a replica, detection of
+a dead rank, loading a checkpoint, polling.
+"""
 
 
 class Agent:
-    """Starts the lives of a replica and detects their end.
+    """The supervisor of a replica: starts its lives, one after the other, and detects their end.
 
     Attributes:
         life: the current life, None while the replica is rebuilt.
-        has_ended: the run has finished for this replica.
+        has_ended: whether the run has finished for this replica.
     """
 
     def __init__(self, world: "World", replica: int):
@@ -34,6 +44,7 @@ class Agent:
         self._number = -1
 
     def build(self, seconds: float) -> None:
+        """Start the next life, which takes ``seconds`` virtual seconds."""
         self._number += 1
         coming = Life(self, self._number)
         self.world.time.after(seconds * self.world.rng.random(), coming.client.arriving)
@@ -60,12 +71,17 @@ class Agent:
 
 
 class Life:
-    """One incarnation of a replica's worker processes.
+    """One set of a replica's worker processes.
 
     Attributes:
-        quorum: the last quorum that its leader received.
+        number: number of the life, from 0.
+        is_over: whether the agent has ended the processes.
+        ranks: the worker processes; rank 0 is the leader.
+        quorum: the last quorum that the leader received.
         suspects: replicas to name in the next report, because rings could not reach them.
-        aside_since: since when it has been doing something other than steps, None while it executes steps.
+        aside_since: virtual time in seconds at which the replica began to write a checkpoint, None while it executes
+            steps.
+        client: the production client of the quorum server.
     """
 
     def __init__(self, agent: Agent, number: int):
@@ -91,6 +107,7 @@ class Life:
         self.client.close()
 
     def ask(self) -> None:
+        """Report the replica's state to the quorum server, and ask for the quorum of the next step."""
         held, step_s = self.ranks[0].held, self.world.shape.step_s
         finished = self.world.last_step is not None and held.step >= self.world.last_step
         report = Report(
@@ -118,7 +135,14 @@ class Life:
             rank.do(self.world.rng.uniform(*_SPREAD_S), rank.begin, quorum, start)
 
     def votes(self, rank: "Rank", quorum: Quorum, ring_ok: bool, has_state: bool) -> None:
-        """Collect a rank's vote; when all have voted, announce the minimum of both votes to all ranks."""
+        """Collect a rank's votes; when all ranks have voted, announce the minimum of both votes to all ranks.
+
+        Args:
+            rank: the rank that votes.
+            quorum: quorum of the step.
+            ring_ok: whether the rank's ring has completed.
+            has_state: whether the rank has the state that precedes the step.
+        """
         self._votes[rank.index] = (ring_ok, has_state)
         if quorum.number != self.quorum.number or len(self._votes) < len(self.ranks):
             return
@@ -127,7 +151,7 @@ class Life:
             each.do(self.world.rng.uniform(*_SPREAD_S), each.decided, quorum, *outcome)
 
     def is_ready(self, rank: "Rank") -> None:
-        """Note that the rank is done with the step, successfully or not; when all ranks are, continue."""
+        """Note that a rank has ended the step, successfully or not. When all have, save or begin the next step."""
         self._ready.add(rank.index)
         if len(self._ready) == len(self.ranks):
             self._votes.clear()
@@ -142,7 +166,7 @@ class Life:
                     each.do(self.world.rng.uniform(*_SPREAD_S), each.begin, self.quorum, None)
 
     def _saves(self) -> bool:
-        """Whether this replica writes the checkpoint of the step that it has just committed."""
+        """Return whether this replica writes the checkpoint of the step that it has just committed."""
         step, every = self.ranks[0].held.step, self.world.shape.save_steps
         is_due = every > 0 and step > 0 and step % every == 0 and self.ranks[0].has_done_it
         return is_due and self.quorum.healthy[step // every % len(self.quorum.healthy)] == self.agent.replica
@@ -158,10 +182,12 @@ class Rank:
     """One worker of a replica.
 
     Attributes:
-        held: its state.
-        awake_at: it is paused until then.
-        fetchers: ranks that are reading its state.
-        has_done_it: the last step was committed.
+        index: number of the rank within its replica.
+        held: training state of the rank.
+        is_alive: False once the process has ended.
+        awake_at: virtual time in seconds until which the process is paused.
+        fetchers: ranks of other replicas that are reading this rank's state.
+        has_done_it: whether the last step was committed.
     """
 
     def __init__(self, life: Life, index: int):
@@ -176,6 +202,7 @@ class Rank:
         self._own_count = 0
 
     def do(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Run an action in this process after ``seconds``, later if the process is paused, never if it has ended."""
         self.world.time.after(seconds, self._act, action, arguments)
 
     def _act(self, action: Callable[..., None], arguments: tuple) -> None:
@@ -194,6 +221,7 @@ class Rank:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def begin(self, quorum: Quorum, start: Held | None) -> None:
+        """Begin a step: load the checkpoint ``start``, or fetch the state if behind, or compute gradients."""
         self._quorum, self._total, self.has_done_it = quorum, None, False
         self._has_outcome = self._has_voted = False
         self._fetch, self._is_behind, self._fetched_state = NOT_NEEDED, self.replica in quorum.behind, None
@@ -228,6 +256,13 @@ class Rank:
         return self._own_count
 
     def ring_ended(self, quorum: Quorum, total: tuple[Contribution, ...] | None, suspect: int | None) -> None:
+        """Note the outcome of the gradient all-reduce.
+
+        Args:
+            quorum: quorum of the step.
+            total: contributions in the reduced gradient, None if the all-reduce has failed.
+            suspect: replica that may have caused the failure, None if unknown.
+        """
         if quorum.number != self._quorum.number or self._has_outcome:
             return
         self._total, self._has_outcome = total, True
@@ -245,6 +280,7 @@ class Rank:
         self.life.votes(self, self._quorum, ring_ok, self._fetch in (NOT_NEEDED, DONE) or not waits)
 
     def decided(self, quorum: Quorum, ring_ok: bool, has_state: bool) -> None:
+        """Act on the result of the vote: adopt a fetched state, and commit or abandon the step."""
         if quorum.number != self._quorum.number:
             return
         self.world.at("decided", self)
@@ -260,6 +296,7 @@ class Rank:
             self._done(False)
 
     def _commit_when_read(self, latest: float) -> None:
+        """Commit the step once no rank is reading this rank's state any more, at time ``latest`` at the latest."""
         waits = self.fetchers and self.world.habits.lets_finish and self.world.habits.withdraws
         if waits and self.world.time.now < latest:
             self.do(_POLL_S, self._commit_when_read, latest)
@@ -282,6 +319,7 @@ class Rank:
     # --- catching up -------------------------------------------------------------------------------------------------
 
     def _fetch_from(self, sources: list[int], quorum: Quorum) -> None:
+        """Fetch the state from one of the replicas ``sources``; try the others if that fails."""
         if quorum.number != self._quorum.number:
             return
         if not sources:
@@ -325,7 +363,7 @@ class Rank:
 
 
 def _links(world: "World", replica: int, rank: Rank | None):
-    """Replace the link of quorum clients by a simulated one, for the duration of the context."""
+    """Replace the network link of the production client by a simulated link, for the duration of the context."""
     return mock.patch.object(clients, "Link", lambda *arguments: Link(world, replica, rank, *arguments))
 
 

@@ -1,4 +1,7 @@
-"""Report of the simulation of FT-HSDP's protocol: totals over many histories (simulated runs), as text."""
+"""Report of ``ft simulate hsdp-protocol``: totals over many simulated runs ("histories"), as text.
+
+A quorum is the set of replicas that execute a training step together; the quorum server forms it.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -55,7 +58,11 @@ class Summary:
             self.failed[history.seed] = history.violation
 
     def text(self, took_s: float) -> str:
-        """Return the totals as text. ``took_s``: elapsed real time in seconds."""
+        """Return the totals as text.
+
+        Args:
+            took_s: elapsed real time in seconds.
+        """
         lines = [
             f"{self.histories} histories in {took_s:.1f} s: {self.histories / max(took_s, 1e-9):.0f} seeds/s, "
             f"{self.virtual_s / 3600:.1f} h of virtual time",

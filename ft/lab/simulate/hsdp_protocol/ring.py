@@ -1,8 +1,9 @@
-"""Model of one ring all-reduce between the ranks of one index in the members of a quorum, as its members observe it.
+"""Model of FT-HSDP's gradient all-reduce between replicas, for ``ft simulate hsdp-protocol``.
 
-It starts when all members have joined. A member that dies, a link that is cut, or a deadline without progress ends it
-for all members that have not completed it; those that have completed it hold the correct sum. Members may therefore see
-different outcomes (FT-HSDP, section 4.1).
+A quorum is the set of replicas that execute a step together. In each step, the ranks with the same index in all members
+of the quorum form one ring. The all-reduce starts when all members have joined. If a member dies, a link is cut or a
+deadline expires, the all-reduce fails for the members that have not completed it; the members that have completed it
+hold the correct sum. Members may therefore see different outcomes (FT-HSDP, section 4.1).
 """
 
 from typing import TYPE_CHECKING
@@ -18,7 +19,13 @@ _LATENCY_S, _SPREAD_S, _NOTICE_S = (0.002, 0.02), (0.0, 0.03), (0.0005, 0.03)
 
 
 class Ring:
-    """One ring all-reduce. ``index``: index of the participating rank in each replica."""
+    """One ring all-reduce.
+
+    Args:
+        world: the simulated run.
+        quorum: quorum whose members take part.
+        index: index of the participating rank within each replica.
+    """
 
     def __init__(self, world: "World", quorum: Quorum, index: int):
         self.world, self.quorum, self.index = world, quorum, index
@@ -28,6 +35,7 @@ class Ring:
         self._is_failed = self._is_running = False
 
     def join(self, rank: "Rank", contribution: Contribution | None) -> None:
+        """Let a rank join; ``contribution`` None: the rank contributes zeros, because its replica is behind."""
         self._joined[rank.replica] = (rank, contribution)
         if self._is_failed:
             self._tell_failure(rank)
@@ -42,7 +50,7 @@ class Ring:
             self.world.time.after(self.world.rng.uniform(*_LATENCY_S), self._turn)
 
     def member_gone(self, replica: int) -> None:
-        """End the ring because the connections of a member are closed: it has died, or has given up."""
+        """End the ring because a member has closed its connections, by its death or after its deadline."""
         if self._is_failed or len(self._through) == len(self.quorum.members):
             return
         self._is_failed, self._first_gone = True, replica
@@ -79,7 +87,7 @@ class Ring:
         self.member_gone(rank.replica)
 
     def _left_of(self, replica: int) -> int | None:
-        """Return the neighbour to suspect: the one that sent nothing, or that accepted nothing."""
+        """Return the neighbour to suspect of a failure, because it sends or accepts nothing; None if there is none."""
         members = self.quorum.members
         place = members.index(replica)
         left, right = members[place - 1], members[(place + 1) % len(members)]
@@ -91,8 +99,10 @@ class Ring:
         return replica not in self._joined or self._joined[replica][0].awake_at > self.world.time.now
 
     def _tell_failure(self, rank: "Rank") -> None:
-        """Notify a rank that a neighbour closed its connection. That neighbour may have caused the failure, or have
-        left because of it, so the suspect is named only with some probability.
+        """Notify a rank that a neighbour has closed its connection.
+
+        The neighbour may have caused the failure, or may have left the ring because of it. Therefore the first member
+        that left is named as the suspect only with some probability.
         """
         suspect = self._first_gone if self.world.rng.random() < 0.6 else None
         suspect = suspect if suspect != rank.replica else None

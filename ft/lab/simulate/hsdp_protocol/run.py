@@ -1,4 +1,7 @@
-"""Simulate one history from its seed, and check its invariants."""
+"""Simulation of one run of FT-HSDP's protocol from a seed, with its invariants checked (``ft simulate hsdp-protocol``).
+
+A simulated run is called a history. Its replicas and faults are drawn from the seed.
+"""
 
 import random
 import traceback
@@ -10,15 +13,17 @@ from ft.lab.simulate.hsdp_protocol.shape import Habits, draw_shape
 from ft.lab.simulate.hsdp_protocol.world import World
 
 LONGEST_S = 400.0
+"""Virtual seconds after which a run counts as a hang."""
 LAST_STEPS = 3
+"""Number of steps that a run continues after all faults are over and all replicas are healthy."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """Options of the histories.
+    """The user's options for all simulated runs.
 
     Attributes:
-        faults: the most faults in one history.
+        faults: maximum number of faults in one run.
         kinds: kinds of faults to use; None: all.
     """
 
@@ -28,20 +33,20 @@ class Wish:
 
 @dataclass
 class History:
-    """The result of one seed.
+    """The result of one simulated run.
 
     Attributes:
-        seed: the seed.
-        violation: the property that does not hold, "" if all do.
+        seed: seed from which the run was drawn.
+        violation: the property that does not hold, "" if all properties hold.
         struck: kinds of the injected faults.
-        seconds: virtual seconds.
-        steps: committed steps of the run.
-        redone: committed steps that were executed again.
-        returns: steps committed by replicas that were behind.
-        quorums: quorums formed.
-        loads: loads of a checkpoint because all state was lost.
-        deaths_of_server: deaths of the quorum server.
-        pauses: cause -> longest time without a commit beyond a step, in seconds.
+        seconds: duration of the run in virtual seconds.
+        steps: number of committed steps of the run.
+        redone: number of committed steps that were executed again.
+        returns: number of steps committed by replicas that were behind the others.
+        quorums: number of quorums (sets of replicas that execute a step together) that were formed.
+        loads: number of times that a checkpoint was loaded because all state was lost.
+        deaths_of_server: number of deaths of the quorum server.
+        pauses: kind of fault -> longest time without a commit that this kind caused, beyond a step, in virtual seconds.
         lines: event log, empty unless requested.
     """
 
@@ -60,12 +65,12 @@ class History:
 
 
 def simulate(seed: int, wish: Wish, habits: Habits | None = None, with_lines: bool = False) -> History:
-    """Simulate the history of ``seed``. It is deterministic: the same arguments give the same history.
+    """Simulate the run of ``seed``. The simulation is deterministic: the same arguments give the same result.
 
     Args:
         seed: seed of all randomness.
-        wish: options of the history.
-        habits: behaviour of the model replicas; None: correct.
+        wish: the user's options.
+        habits: behaviour of the model replicas; None: they follow the protocol.
         with_lines: whether to keep the event log.
     """
     history, rng = History(seed), random.Random(seed)
@@ -78,7 +83,7 @@ def simulate(seed: int, wish: Wish, habits: Habits | None = None, with_lines: bo
         _play(world, schedule)
     except Violation as violation:
         history.violation = str(violation)
-    except Exception as error:  # an exception in the decision code is a finding too, reported with its history
+    except Exception as error:  # an exception in the decision code is reported as a violation too
         where = traceback.extract_tb(error.__traceback__)[-1]
         history.violation = f"{type(error).__name__} in {where.name}, line {where.lineno}: {error}"
     checks = world.checks

@@ -1,7 +1,8 @@
 """Simulated quorum server of FT-HSDP: the production code for decisions, in a model of the server's process.
 
-``ft.job.quorum.decide`` forms the quorums, and ``ft.job.quorum.reactions`` updates the server's state on every message;
-both are the production functions. Connections, pauses and deaths are simulated in virtual time.
+A quorum is the set of replicas that execute a training step together. ``ft.job.quorum.decide`` forms the quorums from
+the reports of the replicas' leaders (their rank 0), and ``ft.job.quorum.reactions`` updates the server's state on every
+message; both are the production functions. Connections, pauses and deaths are simulated in virtual time.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,10 @@ class Server:
     """A simulated quorum server process. Its methods correspond to those of ``ft.job.quorum.server.Server``.
 
     Attributes:
-        awake_at: virtual time until which the process is paused.
+        is_alive: False once the process has ended.
+        awake_at: virtual time in seconds until which the process is paused.
+        state: state of the production decision code.
+        connections: open connections to leaders.
         furthest: step of the last quorum that the server formed.
     """
 
@@ -35,6 +39,7 @@ class Server:
 
     @property
     def term(self) -> int:
+        """The server's term: each new server has a higher one, and a server ends when a higher term is claimed."""
         return self.state.term
 
     def dies(self) -> None:

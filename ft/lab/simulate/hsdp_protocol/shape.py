@@ -1,4 +1,8 @@
-"""Parameters of a simulated run, drawn from its seed, and switches for the behaviour of its model replicas."""
+"""Parameters of a run of ``ft simulate hsdp-protocol``, drawn from its seed, and switches for the model replicas.
+
+A quorum is the set of replicas that execute a step of FT-HSDP together. A ring is the all-reduce of gradients between
+the replicas. A replica that is behind fetches the state of another one.
+"""
 
 import random
 from dataclasses import dataclass
@@ -20,8 +24,8 @@ LIMITS = Limits(
     ban_s=8.0,
     ban_most_s=20.0,
 ).check()
-"""Production's timeouts, shortened in their order: virtual seconds cost real time, and no property depends on their
-length.
+"""Production's timeouts, shortened with their order kept: virtual seconds cost real time, and no checked property
+depends on the length of a timeout.
 """
 
 
@@ -31,16 +35,16 @@ class Shape:
 
     Attributes:
         replicas: number of replicas.
-        ranks: ranks of a replica.
-        minimum: replicas needed for a step.
+        ranks: number of ranks of each replica.
+        minimum: minimum number of replicas in a quorum.
         step_s: duration of forward and backward pass.
-        fetch_s: duration of fetching a state.
-        let_finish_s: how long a committing rank waits for ranks that are fetching its state (``withdraw``).
-        aside: a state is fetched into separate memory; otherwise it overwrites the old state, which is lost.
-        save_steps: steps between checkpoints, which the replicas write in turns; 0: never.
-        save_s: duration of a checkpoint.
-        hang_s: time until an agent kills a rank that makes no progress.
-        build_s: time to build a replica's next life.
+        fetch_s: duration of fetching a state from another replica.
+        let_finish_s: longest time that a committing rank waits for ranks that are fetching its state.
+        aside: True: a state is fetched into separate memory; False: it overwrites the old state, which is lost.
+        save_steps: number of steps between checkpoints, which the replicas write in turns; 0: never.
+        save_s: duration of writing a checkpoint.
+        hang_s: time until an agent (the supervisor of a replica) kills a rank that makes no progress.
+        build_s: time to start the processes of a replica again after a failure.
     """
 
     replicas: int
@@ -63,21 +67,22 @@ class Shape:
 
 @dataclass
 class Habits:
-    """How the model replicas follow the protocol. Each one that is False is an injected bug of the trainer.
+    """The rules of the protocol that the model replicas follow. A rule that is False is an injected bug of the trainer.
 
     Attributes:
-        votes: a rank does only what all ranks of its replica have voted for.
-        votes_on_fetch: the vote also covers fetched states; otherwise each rank adopts the state that it has fetched.
-        waits_for_fetch: no rank votes before it has the state that precedes the step.
+        votes: a rank commits a step only if all ranks of its replica have voted for it.
+        votes_on_fetch: a rank adopts a fetched state only if all ranks have fetched theirs; otherwise each rank adopts
+            the state that it has fetched.
+        waits_for_fetch: a rank that is behind votes only when it has fetched the state that precedes the step.
         owns_up: a rank that fetches over its own state claims no state meanwhile.
-        withdraws: no state is served once an optimizer step has changed it.
+        withdraws: a rank does not serve a state to other ranks once an optimizer step has changed it.
         lets_finish: a committing rank waits briefly for ranks that are reading its state.
-        follows_positions: the next samples are determined by the state.
-        advances_healthy_only: stream positions of replicas that are behind do not advance.
-        zeros: replicas that are behind contribute zeros.
+        follows_positions: the training state determines the next samples, not a counter of the rank.
+        advances_healthy_only: the data stream positions of replicas that are behind do not advance.
+        zeros: replicas that are behind contribute zeros to the gradient.
         asks_again: a failed step is repeated in a new quorum.
         gives_up: a ring has a deadline.
-        names_its_commits: the lineage names the quorum that committed the step.
+        names_its_commits: the lineage of a state is set to the quorum that committed its last step.
     """
 
     votes: bool = True
@@ -95,6 +100,7 @@ class Habits:
 
 
 def draw_shape(rng: random.Random) -> Shape:
+    """Draw the parameters of a run."""
     replicas = rng.choice((2, 3, 3, 4))
     step_s = rng.uniform(0.1, 0.4)
     fetch_s = step_s * rng.uniform(0.2, 1.5)

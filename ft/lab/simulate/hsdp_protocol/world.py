@@ -1,4 +1,8 @@
-"""A simulated run: replicas, their networks, the quorum server, and the faults."""
+"""The simulated cluster of ``ft simulate hsdp-protocol``: replicas, their networks, the quorum server, and the faults.
+
+A quorum is the set of replicas that execute a step of FT-HSDP together. A life is one set of a replica's worker
+processes. A ring is an all-reduce of gradients between the ranks with the same index in the members of a quorum.
+"""
 
 import random
 from collections.abc import Callable
@@ -18,25 +22,25 @@ CHECKPOINT_STEPS = 8
 
 
 class World:
-    """The state of one history.
+    """The state of one simulated run.
 
     Args:
         rng: source of all randomness.
         shape: parameters of the run.
         habits: behaviour of the model replicas.
-        lines: event log to append to, None if it is not needed.
+        lines: event log to append to, None if no log is needed.
 
     Attributes:
-        standing: the quorum server that ``quorum.json`` names.
-        newest_term: the last term claimed.
+        standing: the quorum server to which clients connect (in production, the file ``quorum.json`` names it).
+        newest_term: the last term that a quorum server has claimed; each new server has a higher term.
         last_step: step after which the run ends, None while undecided.
         checkpoint: the newest persistent checkpoint.
-        aims: moment -> actions to run when a rank reaches it.
-        calm_at: when the last fault is over.
-        blocked_until: until then training may stop.
-        outages: replica -> (begin, end) of the times in which the quorum server hears nothing of it.
-        struck: (when, kind) of the faults so far.
-        over: (end, kind) of the faults so far.
+        aims: moment of the protocol -> actions to run when a rank reaches the moment.
+        calm_at: virtual time in seconds at which the last fault is over.
+        blocked_until: virtual time in seconds until which training may stop because of a fault.
+        outages: replica -> (begin, end) of the times in which the quorum server hears nothing from the replica.
+        struck: (virtual time, kind) of each fault so far.
+        over: (virtual time of the end, kind) of each fault so far.
     """
 
     def __init__(self, rng: random.Random, shape: Shape, habits: Habits, lines: list[str] | None):
@@ -68,6 +72,7 @@ class World:
     # --- the quorum server -------------------------------------------------------------------------------------------
 
     def claim(self, least: int) -> int:
+        """Return a new term for a quorum server, higher than all before and at least ``least``."""
         self.newest_term = max(least, self.newest_term + 1)
         return self.newest_term
 
@@ -77,6 +82,7 @@ class World:
         self.note("a quorum server starts: term {}", self.standing.term)
 
     def formed(self, server: Server, quorum: Quorum) -> None:
+        """Log and check a quorum that a server has formed."""
         self.note(
             "term {}: quorum {} of step {}, lineage {}: healthy {}, behind {}: {}",
             *(server.term, quorum.number, quorum.step, quorum.lineage),
@@ -89,19 +95,23 @@ class World:
     # --- replicas and ranks ------------------------------------------------------------------------------------------
 
     def lives(self) -> list[Life]:
+        """Return the current life of each replica that has one."""
         return [agent.life for agent in self.agents if agent.life is not None]
 
     def is_over(self, replica: int, life: int) -> bool:
+        """Return whether the replica's life with the number ``life`` has ended."""
         there = self.agents[replica].life
         return there is None or there.number != life
 
     def rank_of(self, replica: int, life: int, index: int) -> Rank | None:
+        """Return a rank of a replica's life, None if the life or the rank has ended."""
         if self.is_over(replica, life):
             return None
         rank = self.agents[replica].life.ranks[index]
         return rank if rank.is_alive else None
 
     def ring(self, quorum: Quorum, index: int) -> Ring:
+        """Return the ring of the ranks with this index in a quorum."""
         return self._rings.setdefault((quorum.number, index), Ring(self, quorum, index))
 
     def rank_gone(self, rank: Rank) -> None:
@@ -111,6 +121,7 @@ class World:
                 self.time.after(self.rng.uniform(0.0005, 0.02), ring.member_gone, rank.replica)
 
     def compute_s(self, replica: int) -> float:
+        """Draw the duration of a replica's forward and backward pass, in virtual seconds."""
         until, factor = self._slow.get(replica, (0.0, 1.0))
         return self.shape.step_s * self.rng.uniform(0.7, 1.1) * (factor if self.time.now < until else 1.0)
 
@@ -131,7 +142,10 @@ class World:
         self.outages[replica].append((self.time.now, self.time.now + seconds))
 
     def unheard_since(self, replica: int) -> float:
-        """Return since when a replica has not been heard, or now. Outages in close succession count as one."""
+        """Return the virtual time since which the quorum server has not heard from a replica; now, if it hears from it.
+
+        Outages in close succession count as one.
+        """
         since = self.time.now
         for begin, end in sorted(self.outages[replica], reverse=True):
             if end >= since - self.limits.contact_s - 0.5:
@@ -145,6 +159,6 @@ class World:
         return self.cut_until(one, other) > self.time.now
 
     def at(self, moment: str, rank: Rank | None) -> None:
-        """Run the action that waits for this moment, if any."""
+        """Run the action that waits for a rank to reach this moment of the protocol, if there is one."""
         if waiting := self.aims.get(moment):
             waiting.pop()(rank)

@@ -1,4 +1,4 @@
-"""The ``ft simulate quorum`` subcommand."""
+"""The ``ft simulate quorum`` subcommand, which measures the latency of FT-HSDP's quorum for any number of ranks."""
 
 import argparse
 import json
@@ -14,7 +14,11 @@ machine's loopback network, from the last replica's report until its last logica
 
 
 def add_parser(simulations) -> None:
-    """Add the subcommand ``quorum``; its ``main`` takes the parsed arguments and returns the exit status."""
+    """Add the subcommand ``quorum``, with ``run`` as its function.
+
+    Args:
+        simulations: the subparsers of ``ft simulate``.
+    """
     parser = simulations.add_parser(
         "quorum",
         help="latency of FT-HSDP's quorum with the real server and clients, for any number of ranks",
@@ -33,7 +37,7 @@ def add_parser(simulations) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the emulation and print the latencies.
+    """Run the emulation, print the latencies, and return the exit status 0.
 
     Raises:
         UserError: an argument is out of range, or this machine cannot run the emulation.

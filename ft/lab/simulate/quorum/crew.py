@@ -1,9 +1,13 @@
-"""One process of the emulation: replicas with real clients and relays, whose ranks only count the quorums they receive.
+"""One process of the emulation of ``ft simulate quorum``: several replicas with production clients and relays.
 
     python -m ft.lab.simulate.quorum.crew '{"run_dir": ..., "token": ..., "replicas": [...], "job": {...}}'
 
-Prints one JSON line with, for every quorum of every replica, the times at which its leader asked, its leader was
-answered, and the last of its ranks received it, on the host's monotonic clock.
+A quorum is the set of replicas that execute the next training step together. The leader of a replica (rank 0) asks the
+quorum server for it, and a tree of relays, one per node, passes it on to the replica's ranks. The emulated ranks only
+count the quorums that they receive.
+
+Prints one JSON line with three times for every quorum and replica, in seconds on the host's monotonic clock: when the
+leader asked, when the leader got the answer, and when the last rank received the quorum.
 """
 
 import asyncio
@@ -27,15 +31,27 @@ _HOST = "127.0.0.1"
 _LOOK_S = 0.02
 _READY_S = 120.0
 _UNEVEN_S = 0.02
-"""The longest random delay before a replica asks, in seconds, because replicas do not finish their steps
+"""The longest random delay before a leader asks for a quorum, in seconds, because replicas do not finish their steps
 simultaneously.
 """
 _AWAY_S = 0.2
-"""Seconds until a replica that was lost comes back."""
+"""Seconds until a lost replica comes back."""
 
 
 class Replica:
-    """One replica: its leader's quorum client, and the relays of its nodes with their logical ranks."""
+    """One replica: its leader's quorum client, and the relays of its nodes with their logical ranks.
+
+    Args:
+        number: number of the replica.
+        job: parameters of the emulation.
+        run_dir: directory in which the client finds the quorum server.
+        token: secret that authenticates connections.
+        loop: event loop of this process.
+
+    Attributes:
+        log: [quorum number, step, time asked, time answered, time at the last rank] of each quorum.
+        is_done: whether the replica has executed all steps.
+    """
 
     def __init__(self, number: int, job: Job, run_dir: str, token: str, loop: asyncio.AbstractEventLoop):
         self.number, self.job, self.log, self.is_done = number, job, [], False
@@ -53,15 +69,17 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all relays are connected."""
+        """Whether all relays are connected to their children."""
         tree = self.job.tree
         return all(relay.children == len(tree.children(node)) for node, relay in enumerate(self._relays))
 
     def begin(self) -> None:
+        """Announce the replica to the quorum server, and ask for the first quorum."""
         self._introduce()
         self.ask()
 
     def ask(self) -> None:
+        """Report to the quorum server, and ask for the next quorum."""
         self._asked = time.monotonic()
         has_finished = self._state[0] >= self.job.steps
         report = Report(self.number, self._life, *self._state, step_s=0.1, finished=has_finished)
@@ -77,7 +95,7 @@ class Replica:
         """Check that all ranks received the same number of quorums.
 
         Raises:
-            FtError: they did not.
+            FtError: a rank received more or fewer quorums than the leader.
         """
         if set(self._got) != {len(self.log)}:
             raise FtError(f"replica {self.number}: {len(self.log)} quorums, but ranks had {sorted(set(self._got))}")
@@ -119,8 +137,9 @@ class Replica:
         first, end = node * self.job.node, min((node + 1) * self.job.node, self.job.ranks // self.job.replicas)
 
         def take(body: bytes) -> None:
-            """Count the quorum for all ranks of the node. It is parsed once; in a run each rank parses it on its own
-            core.
+            """Count the quorum for all ranks of the node.
+
+            The message is parsed once for the node, while in a real run each rank parses it on its own core.
             """
             quorum = Quorum.parse(wire.unpack(body)["quorum"])
             if quorum.number != self._quorum.number:
@@ -143,7 +162,7 @@ class Replica:
             self._loop.call_later(self._draw.uniform(0.0, _UNEVEN_S), self.ask)
 
     def _die(self) -> None:
-        """Close the leader's connection without a message; later, reconnect as a new life without state."""
+        """Close the leader's connection without a message; later, reconnect as a restarted replica without state."""
         self.client.close()
         self._life, self._state = self._life + 1, (0, -1)
         self.client = self._new_client()
@@ -154,7 +173,14 @@ class Replica:
 
 
 async def play(words: dict) -> list[dict]:
-    """Run all replicas of this process until they have finished, and return their logs."""
+    """Run all replicas of this process until they have finished, and return their logs.
+
+    Args:
+        words: values of the process's JSON argument.
+
+    Raises:
+        FtError: relays do not connect, or a replica fails.
+    """
     loop, job = asyncio.get_running_loop(), Job(**words["job"])
     failures: list[str] = []
     loop.set_exception_handler(lambda _, context: failures.append(str(context.get("exception", context))))
@@ -179,6 +205,7 @@ async def play(words: dict) -> list[dict]:
 
 
 def main() -> None:
+    """Run the replicas that the command-line argument names, and print their logs as JSON."""
     processes.die_with_parent(signal.SIGKILL)
     raise_limit()
     print(json.dumps(asyncio.run(play(json.loads(sys.argv[1])))))

@@ -1,4 +1,8 @@
-"""Start the quorum server and the processes of the replicas, and combine their measurements."""
+"""Run the emulation of ``ft simulate quorum``: start the quorum server and the replicas, and combine their logs.
+
+A quorum is the set of replicas that execute a training step together. It goes from the quorum server to the leader of
+each replica (rank 0), and from there to all ranks. The replicas are spread over several processes, called crews.
+"""
 
 import json
 import os
@@ -17,7 +21,9 @@ from ft.lab.simulate.quorum.shape import WARM_UP, Job
 from ft.platform import processes
 
 _DEADLINE_S = 1800.0
+"""Seconds after which the emulation has failed."""
 _TAIL = 2000
+"""Number of characters of the processes' log in an error message."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,11 @@ class Round:
     """The latency of one quorum, counted from the last report of a member.
 
     Attributes:
-        step: the training step that the quorum is for.
-        members: number of replicas in it.
-        leaders_s: seconds until the last leader received it.
-        ranks_s: seconds until the last logical rank received it.
-        change: how its members differ from those of the quorum before: "none", "death" or "return".
+        step: training step that the quorum is for.
+        members: number of replicas in the quorum.
+        leaders_s: seconds until the last leader received the quorum.
+        ranks_s: seconds until the last logical rank received the quorum.
+        change: difference of the members from the previous quorum: "none", "death" (one is lost) or "return".
     """
 
     step: int
@@ -44,9 +50,9 @@ class Measured:
     """The result of an emulation.
 
     Attributes:
-        rounds: all quorums after the warm-up.
-        seconds: duration of the whole emulation, including the start of its processes.
-        crews: number of processes that the replicas were spread over.
+        rounds: latencies of all quorums after the warm-up.
+        seconds: duration of the whole emulation in seconds, including the start of its processes.
+        crews: number of processes over which the replicas were spread.
     """
 
     rounds: list[Round]
@@ -55,7 +61,11 @@ class Measured:
 
 
 def emulate(job: Job, crews: int) -> Measured:
-    """Run the emulation over ``crews`` processes, beside the server's.
+    """Run the emulation.
+
+    Args:
+        job: parameters of the emulation.
+        crews: number of processes for the replicas; the quorum server has one more.
 
     Raises:
         FtError: one of the processes failed.
@@ -82,7 +92,11 @@ def emulate(job: Job, crews: int) -> Measured:
 
 
 def rounds(logs: list[dict]) -> Iterable[Round]:
-    """Yield the latencies of each quorum after the warm-up, in order, from the logs of the processes."""
+    """Yield the latencies of each quorum after the warm-up, in order.
+
+    Args:
+        logs: output of the processes: the log of each replica.
+    """
     found: dict[int, dict[int, list]] = {}
     for one in logs:
         for number, *entry in one["log"]:

@@ -1,4 +1,8 @@
-"""Parameters of the emulation, and the number of processes that it is spread over."""
+"""Parameters of the emulation of ``ft simulate quorum``, and the number of processes for its replicas.
+
+A quorum is the set of FT-HSDP's replicas that execute a training step together. The leader of a replica (rank 0) gets
+it from the quorum server; a tree of relays, one per node, passes it on to the replica's ranks.
+"""
 
 import os
 import random
@@ -9,8 +13,9 @@ from ft.base.errors import UserError
 from ft.job.quorum.spread import FAN_OUT, Tree
 
 WARM_UP = 5
-"""Number of first quorums that are not counted: they include imports, first allocations, and empty tables."""
+"""Number of first quorums that are not counted, because they include imports, first allocations and empty tables."""
 _SPARE_DESCRIPTORS = 256
+"""File descriptors of a process that are kept for other purposes than relays."""
 _PER_CONNECTION = 2
 """File descriptors per connection between relays, because both ends are in one process."""
 
@@ -20,13 +25,13 @@ class Job:
     """Parameters of the emulation.
 
     Attributes:
-        ranks: logical ranks in all.
+        ranks: number of logical ranks of all replicas together.
         replicas: number of replicas, all of the same size.
-        node: ranks per node; they share the node's connection.
+        node: number of ranks per node; they share the node's connection.
         fan_out: fan-out of the tree of relays in each replica.
         rounds: number of quorums that are counted.
-        deaths: number of times that a leader's connection breaks during the run; each time its replica returns as a new
-            life.
+        deaths: number of times that a leader's connection breaks during the run; each time, the replica returns
+            restarted and without state.
         seed: seed of all randomness.
     """
 
@@ -42,7 +47,7 @@ class Job:
         """Validate the parameters and return this object.
 
         Raises:
-            UserError: a parameter is out of range, or they contradict each other.
+            UserError: a parameter is out of range, or two parameters contradict each other.
         """
         for name, value, least in (
             ("--ranks", self.ranks, 1),
@@ -74,11 +79,11 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Number of all quorums, warm-up included; they are for the steps 0 to ``steps`` - 1."""
+        """Number of training steps, warm-up included; there is one quorum for each of the steps 0 to ``steps`` - 1."""
         return WARM_UP + self.rounds
 
     def death_steps(self) -> dict[int, int]:
-        """Return step -> the replica whose leader is lost in it."""
+        """Return step -> replica whose leader is lost in that step."""
         draw, span = random.Random(self.seed), self.rounds // max(1, self.deaths)
         return {WARM_UP + span * turn + span // 2: draw.randrange(self.replicas) for turn in range(self.deaths)}
 
@@ -87,7 +92,7 @@ _BETWEEN_DEATHS = 8
 
 
 def processes(job: Job) -> int:
-    """Return over how many processes to spread the replicas: one per core, or more if file descriptors are scarce.
+    """Return the number of processes for the replicas: one per core, or more if file descriptors are scarce.
 
     Raises:
         UserError: a single replica has more connections than one process may open.

@@ -1,4 +1,8 @@
-"""Format the result of an emulation as text and as JSON values."""
+"""Format the latencies that ``ft simulate quorum`` has measured, as text and as JSON values.
+
+A quorum is the set of FT-HSDP's replicas that execute a training step together; its latency is the time from the last
+replica's report until the last leader, or the last rank, has received it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,13 +11,15 @@ from ft.lab.simulate.quorum.run import Measured
 from ft.lab.simulate.quorum.shape import Job
 
 PAPER_S, PAPER_FIRST_S, PAPER_RANKS = 0.7, 9.0, 98304
-"""From FT-HSDP, section 5: the latency of ``get_quorum`` at this number of ranks, and that of its first version."""
+"""From FT-HSDP, section 5: latency of ``get_quorum`` in seconds, that of its first version, and the number of ranks."""
 _PERCENTILES = (50, 90, 99, 100)
 _KINDS = {"none": "", "death": ", a replica was lost", "return": ", a replica has come"}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest of the values that is not exceeded by ``percent`` percent of them."""
+    """Return the ``percent``-th percentile: the smallest value such that ``percent`` percent of the values are not
+    greater.
+    """
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 

@@ -1,4 +1,4 @@
-"""The ``ft simulate recovery`` subcommand."""
+"""The ``ft simulate recovery`` subcommand: process groups that a hot-swap rebuilds, and the time this takes."""
 
 import argparse
 import json
@@ -15,7 +15,11 @@ _MOST_RANKS = 16384
 
 
 def add_parser(subparsers) -> None:
-    """Add the subcommand."""
+    """Add the subcommand ``recovery``, with ``run`` as its function.
+
+    Args:
+        subparsers: the subparsers of ``ft simulate``.
+    """
     parser = subparsers.add_parser(
         "recovery",
         help="which groups a recovery rebuilds, with how many connections, on 8 to thousands of ranks",
@@ -42,7 +46,7 @@ _RANKS = "one number, several with commas, or A..B: A, 2A, 4A up to B (default: 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute the sweep, print it, and plot it if requested.
+    """Compute the rebuilds for all layouts, print them, plot them if requested, and return the exit status 0.
 
     Raises:
         UserError: the layout is impossible, the results are unusable, or the plot cannot be written.
@@ -74,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _fit(arguments: argparse.Namespace):
-    """Return the fit that predicts times; None if neither results nor a measurement is requested."""
+    """Return the fitted model of the rebuild time; None if neither results nor a measurement is requested."""
     from ft.lab.simulate.recovery.fit import fit, read
 
     if arguments.results is not None:

@@ -1,12 +1,13 @@
-"""Linear model of the rebuild time, fitted to measured rebuilds, with its errors.
+"""Linear model of the time to rebuild process groups, fitted to measured rebuilds, with its errors.
 
     time = a + b groups + c connections,   a, b, c >= 0
 
-It is fitted three times to the same rows: to the wall time of all ranks sharing this machine's cores, to the CPU time
-of the busiest rank, and to the CPU time of the rendezvous store. The sum of the last two is the time where every rank
-has its own core. Relative errors are minimized; with absolute errors the largest rows alone would decide.
+Each row of measurements is one kind of rebuild in one layout. The model is fitted three times to the same rows: to the
+wall time with all ranks on this machine's cores, to the CPU time of the busiest rank, and to the CPU time of the
+rendezvous store. The sum of the last two predicts the time with one core per rank. The fit minimizes relative errors;
+with absolute errors, the rows with the longest times would dominate.
 
-Everything beyond the largest measured row is extrapolation: the model knows nothing of a real network, of NCCL, or of
+Predictions beyond the largest measured row are extrapolations: the model does not include a real network, NCCL, or
 effects that appear only with thousands of ranks.
 """
 
@@ -33,10 +34,10 @@ class Line:
 
     Attributes:
         target: the fitted column, one of ``_TIMES``.
-        features: fields of ``Work`` in which it is linear.
-        constant_s: the intercept, in seconds.
+        features: fields of ``Work`` in which the time is linear.
+        constant_s: intercept of the model, in seconds.
         slopes_s: seconds per unit of each feature.
-        errors: fitted / measured - 1, one per row.
+        errors: relative error of each row, fitted / measured - 1.
     """
 
     target: str
@@ -59,6 +60,7 @@ class Line:
 
     @property
     def largest_error(self) -> float:
+        """The largest absolute value of the relative errors."""
         return max(abs(error) for error in self.errors)
 
 
@@ -67,10 +69,10 @@ class Fit:
     """The three fitted models and the rows they were fitted to.
 
     Attributes:
-        here: wall time of all ranks on this machine's cores.
-        busiest: CPU time of the busiest rank.
-        store: CPU time of the rendezvous store.
-        rows: the measured rows, as read.
+        here: model of the wall time with all ranks on this machine's cores.
+        busiest: model of the CPU time of the busiest rank.
+        store: model of the CPU time of the rendezvous store.
+        rows: the measured rows.
         checked: holdout error: the RMS relative error, on the rows with the most ranks, of a fit to all other rows;
             None if too few rows remain.
     """
@@ -83,6 +85,7 @@ class Fit:
 
     @property
     def most_ranks(self) -> int:
+        """The largest number of ranks in the measurements."""
         return max(row["ranks"] for row in self.rows)
 
     def spread_out(self, work: Work) -> float:
@@ -90,7 +93,13 @@ class Fit:
         return self.busiest.at(work) + self.store.at(work)
 
     def measured(self, ranks: int, kind: str, work: Work) -> float | None:
-        """Return the measured wall time in seconds of exactly this rebuild, None if it was not measured."""
+        """Return the measured wall time in seconds of exactly this rebuild, None if there is no such measurement.
+
+        Args:
+            ranks: number of ranks of the layout.
+            kind: kind of the rebuild.
+            work: groups and connections of the rebuild.
+        """
         for row in self.rows:
             same = all(row[name] == getattr(work, name) for name in _NUMBERS[1:])
             if same and row["ranks"] == ranks and row["kind"] == kind:
@@ -99,7 +108,7 @@ class Fit:
 
 
 def fit(rows: Sequence[dict[str, Any]]) -> Fit:
-    """Fit all three models.
+    """Fit all three models to measured rows.
 
     Raises:
         UserError: there are too few rows.
@@ -114,9 +123,14 @@ def fit(rows: Sequence[dict[str, Any]]) -> Fit:
 
 
 def line(rows: Sequence[dict[str, Any]], target: str, features: tuple[str, ...]) -> Line:
-    """Return the non-negative least-squares fit that minimizes relative errors.
+    """Return the fit with non-negative coefficients that minimizes the squares of the relative errors.
 
-    With so few columns it is found by trying every subset of columns with non-zero coefficients.
+    There are few columns, so the fit tries every subset of columns with non-zero coefficients.
+
+    Args:
+        rows: the measured rows.
+        target: column to fit.
+        features: columns in which the model is linear.
     """
     times = numpy.array([row[target] for row in rows], dtype=float)
     columns = numpy.array([[1.0, *(row[name] for name in features)] for row in rows], dtype=float)
@@ -135,7 +149,7 @@ def line(rows: Sequence[dict[str, Any]], target: str, features: tuple[str, ...])
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a results file; rows of other benchmarks are left out.
+    """Return the rows of a result file of ``tools/bench/rebuild.py``; rows of other benchmarks are left out.
 
     Raises:
         UserError: the file cannot be read, or a row is malformed.
@@ -163,6 +177,7 @@ def _sound(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(rows: Sequence[dict[str, Any]]) -> float | None:
+    """Return the holdout error of a fit without the rows with the most ranks, None if too few rows remain."""
     most = max(row["ranks"] for row in rows)
     fewer = [row for row in rows if row["ranks"] < most]
     if len(fewer) < 4 or len({row["connections"] for row in fewer}) < 3:

@@ -1,6 +1,8 @@
-"""Simulate the loss of ranks in hot-swap recovery: which process groups have to be rebuilt, and how much work it is.
+"""Simulate the loss of ranks in hot-swap recovery: which process groups have to be rebuilt, and how much work this is.
 
-The reports of the surviving ranks are generated; the production planner (``ft.job.control.rebuilds``) then decides.
+In a hot-swap, standby processes replace the lost ranks. Each surviving rank reports the state of its process groups;
+here these reports are generated. The production planner (``ft.job.control.rebuilds``) then decides which groups to
+rebuild, and which to defer until their first use.
 """
 
 import json
@@ -27,14 +29,14 @@ USED = frozenset(
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
     }
 )
-"""Purposes of the groups that training steps of a dense model use; mostly names from megatron-core's
+"""Purposes of the groups that the training steps of a dense model use; most are names in megatron-core's
 ``parallel_state``. A group with another purpose is connected when it is first used, which may never happen.
 """
 
 USED_BY_EXPERTS = frozenset(
     {"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP"}
 )
-"""Purposes of the groups that a mixture-of-experts model uses in addition, with any token dispatcher."""
+"""Purposes of the groups that a mixture-of-experts model uses in addition, whichever token dispatcher it has."""
 
 _WITHIN_A_REPLICA = (
     "TENSOR_MODEL_PARALLEL_GROUP",
@@ -43,8 +45,8 @@ _WITHIN_A_REPLICA = (
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
     "PIPELINE_MODEL_PARALLEL_GROUP",
 )
-"""Groups of the forward and backward pass, in the order in which a rank blocks in them. All of them come before the
-gradient reduction.
+"""Purposes of the groups of the forward and backward pass, in the order in which ranks block in them. All of these
+operations come before the gradient reduction.
 """
 
 _GRADIENTS = "DATA_PARALLEL_GROUP_WITH_CP"
@@ -52,14 +54,14 @@ _GRADIENTS = "DATA_PARALLEL_GROUP_WITH_CP"
 
 @dataclass(frozen=True)
 class Decision:
-    """The control plane's rebuild plan, and what computing it cost on this machine.
+    """The control plane's rebuild plan, and the cost of computing it on this machine.
 
     Attributes:
         plan: the plan that the production code returned.
-        seconds: seconds that the planner took.
-        report_bytes: size of one survivor's report on the wire, in bytes.
-        survivors: number of survivors that send a report.
-        read_s: seconds to parse one report; the control plane parses them one after the other.
+        seconds: time in seconds that the planner took.
+        report_bytes: size of one surviving rank's report on the wire, in bytes.
+        survivors: number of surviving ranks, each of which sends a report.
+        read_s: time in seconds to parse one report; the control plane parses the reports one after the other.
     """
 
     plan: RebuildPlan
@@ -76,9 +78,9 @@ class Work:
     Attributes:
         groups: number of groups with more than one member.
         memberships: sum of the group sizes.
-        connections: connected pairs of members; n (n - 1) / 2 for a group of n, as gloo connects it.
-        most_groups: groups of the rank that is in the most groups.
-        most_connections: connections of the rank that has the most connections.
+        connections: number of connected pairs of members; gloo connects n (n - 1) / 2 pairs in a group of n.
+        most_groups: number of groups of the rank that is in the most groups.
+        most_connections: number of connections of the rank that has the most connections.
     """
 
     groups: int
@@ -133,10 +135,10 @@ def work_of(groups: Iterable[GroupSpec], names: Collection[str]) -> Work:
 
 
 def blocked_in(groups: Iterable[GroupSpec], lost: Collection[int]) -> dict[int, str]:
-    """Return, for each surviving rank that blocks, the name of the group in whose operation it blocks.
+    """Return surviving rank -> name of the group in whose operation the rank blocks, for all ranks that block.
 
     A rank that shares a group of the forward and backward pass with a lost or blocked rank blocks in that group. All
-    other ranks get as far as the gradient reduction and block there, if a member of that group is lost or blocked.
+    other ranks reach the gradient reduction, and block there if a member of that group is lost or blocked.
     """
     groups = [group for group in groups if len(group.ranks) > 1]
     waiting: dict[int, str] = {}
@@ -148,6 +150,13 @@ def blocked_in(groups: Iterable[GroupSpec], lost: Collection[int]) -> dict[int, 
 
 
 def _spread(groups: list[GroupSpec], waiting: dict[int, str], standing: set[int]) -> None:
+    """Block the members of each group that has a lost or blocked member.
+
+    Args:
+        groups: groups of one purpose.
+        waiting: rank -> group in which the rank blocks; extended.
+        standing: ranks that are lost or blocked; extended.
+    """
     reached = standing.copy()
     for group in groups:
         if not standing.isdisjoint(group.ranks):

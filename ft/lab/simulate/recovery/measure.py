@@ -1,4 +1,8 @@
-"""Measure the production rebuild of real process groups between processes of this machine."""
+"""Measure how long the production code takes to rebuild process groups, with real processes on this machine.
+
+The measurements calibrate the predictions of ``ft simulate recovery``. Ranks are killed and replaced, as in a hot-swap,
+and the process groups that need it are rebuilt over gloo.
+"""
 
 import json
 import multiprocessing
@@ -21,7 +25,9 @@ from ft.net.store import StoreServer
 from ft.state.groups import Meeting
 
 KINDS = ("full", "least", "node")
-"""Rebuild of all groups; of those that the loss of one rank requires; of those that the loss of one node requires."""
+"""Kinds of rebuilds: of all groups, of the groups that the loss of one rank requires, and of the groups that the loss
+of one node requires.
+"""
 
 LAYOUTS = (
     *(Sizes(8, tp=2, pp=2), Sizes(8), Sizes(8, pp=4), Sizes(8, tp=4)),
@@ -31,19 +37,21 @@ LAYOUTS = (
 """Layouts that differ enough in groups and connections to separate the cost of each in the fit."""
 
 RANKS_PER_NODE, ROUNDS = 4, 3
+"""Number of ranks that are lost with a node, and default number of repetitions of each kind."""
 LOST = 1
+"""The logical rank that is killed in the kinds that lose one rank."""
 
 
 def measure(sizes: Sizes, rounds: int = ROUNDS, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
     """Repeatedly kill ranks of a layout and rebuild the groups.
 
     Args:
-        sizes: the layout.
-        rounds: repetitions of each kind.
-        kinds: of :data:`KINDS`.
+        sizes: the parallel layout.
+        rounds: number of repetitions of each kind.
+        kinds: kinds of rebuilds to measure, from :data:`KINDS`.
 
     Returns:
-        one row per kind, with medians over the rounds.
+        One row per kind, with medians over the rounds.
 
     Raises:
         FtError: a rank exited, or did not respond in time.
@@ -56,7 +64,7 @@ def measure(sizes: Sizes, rounds: int = ROUNDS, kinds: Sequence[str] = KINDS) ->
 
 
 def names_of(groups: Sequence[GroupSpec], kind: str) -> tuple[list[int], list[str], list[str]]:
-    """Return (lost ranks, groups to rebuild, groups to defer) of one kind of rebuild."""
+    """Return (lost ranks, groups to rebuild, groups to connect at their first use) of one kind of rebuild."""
     lost = list(range(RANKS_PER_NODE)) if kind == "node" else [LOST]
     if kind == "full":
         return lost, everything(groups), []
@@ -82,7 +90,7 @@ def _row(sizes: Sizes, kind: str, groups: list[GroupSpec], ranks: "_Ranks", roun
 
 
 class _Ranks:
-    """The worker processes of a layout; their rendezvous store runs in this process."""
+    """The processes of all ranks of a layout. Their rendezvous store runs in this process."""
 
     def __init__(self, sizes: Sizes):
         self._sizes, self._epoch = sizes, 0
@@ -109,11 +117,16 @@ class _Ranks:
                 process.join()
 
     def lose(self, lost: Sequence[int], rebuild: list[str], defer: list[str]) -> dict[str, float]:
-        """Kill ranks, start replacements, have the groups rebuilt, and return what that took.
+        """Kill ranks, start replacements, and let all ranks rebuild the groups.
+
+        Args:
+            lost: ranks to kill.
+            rebuild: names of the groups to rebuild.
+            defer: names of the groups to connect at their first use.
 
         Returns:
-            a mapping: wall_s, wall time of the slowest rank; busiest_cpu_s, CPU time of the busiest rank; store_cpu_s,
-                CPU time of the store; all in seconds.
+            The times in seconds: "wall_s", wall time of the slowest rank; "busiest_cpu_s", CPU time of the busiest
+            rank; "store_cpu_s", CPU time of the store.
         """
         for rank in lost:
             self._processes[rank].kill()

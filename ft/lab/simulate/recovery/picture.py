@@ -1,4 +1,4 @@
-"""Plot of ``ft simulate recovery``: connections and seconds by number of ranks."""
+"""Plot of ``ft simulate recovery``: connections that a hot-swap rebuilds, and seconds it takes, by number of ranks."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,8 @@
-"""One logical rank of a measurement: real process groups, rebuilt as ``ft.systems.hot_swap.recovery`` does it."""
+"""The process of one rank in a measurement of ``ft.lab.simulate.recovery.measure``.
+
+It creates real process groups, and rebuilds them on order with the same production code as
+``ft.systems.hot_swap.recovery``. Each rebuild begins a new epoch, a version of the map from logical ranks to processes.
+"""
 
 import json
 import time
@@ -10,10 +14,11 @@ from ft.lab.simulate.recovery.topology import Sizes, make_groups
 from ft.state.groups import Groups, Meeting
 
 PATIENCE = timedelta(seconds=120)
+"""Timeout of the store, of the process groups, and of the measuring process that waits for the ranks."""
 
 
 def follow(meeting: Meeting, rank: int, sizes: Sizes, epoch: int, joins: bool) -> None:
-    """Execute the orders posted in the store at ``meeting`` until the order is "end".
+    """Execute the orders that the measuring process writes to the rendezvous store, until the order is "end".
 
     Keys in the store, in their order within an epoch: ``ready/EPOCH/RANK`` (this rank's groups exist), ``order/EPOCH``
     (a JSON object with rebuild and defer, or "end"), ``left/EPOCH/RANK`` (this rank has dropped its old connections),
@@ -22,9 +27,9 @@ def follow(meeting: Meeting, rank: int, sizes: Sizes, epoch: int, joins: bool) -
     Args:
         meeting: address and token of the store.
         rank: logical rank of this process.
-        sizes: the layout.
-        epoch: the epoch in which this process starts.
-        joins: it replaces a rank that was lost in this epoch, and is connected by the next order.
+        sizes: the parallel layout.
+        epoch: epoch in which this process starts.
+        joins: whether this process replaces a rank that was lost in this epoch; the next rebuild then connects it.
     """
     store = meeting.connect().store
     store.set_timeout(PATIENCE)
@@ -56,14 +61,16 @@ def follow(meeting: Meeting, rank: int, sizes: Sizes, epoch: int, joins: bool) -
 
 
 def use_all() -> None:
-    """Run a barrier in every group, in the order of creation: proves that each works, and connects deferred ones."""
+    """Run a barrier in every group, in the order of creation. This checks that each group works, and connects the
+    groups whose connection was deferred to their first use.
+    """
     for group in list(dist.distributed_c10d._world.pg_names):
         if group.size() > 1:
             dist.barrier(group)
 
 
 def _rebuild(groups: Groups, order: dict, epoch: int) -> dict[str, float]:
-    """Return the wall time of the production rebuild, and its CPU time over all threads of this process."""
+    """Rebuild the groups, and return the wall time and the CPU time of all threads of this process, in seconds."""
     began = time.process_time()
     wall = groups.rebuild(order["rebuild"], order["defer"], f"groups/{epoch}", epoch)
     cpu = time.process_time() - began

@@ -1,4 +1,7 @@
-"""Compute everything that ``ft simulate recovery`` shows: one entry per layout, with one rebuild per kind of loss."""
+"""Compute the results of ``ft simulate recovery``: the process groups to rebuild, per parallel layout and kind of loss.
+
+A rebuild follows a hot-swap, which replaces lost ranks by standby processes.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,13 +15,14 @@ FULL, RANK, NODE = "full", "least", "node"
 
 @dataclass(frozen=True)
 class Rebuild:
-    """What one kind of loss requires to be rebuilt.
+    """The groups to rebuild after one kind of loss, as amounts of work.
 
     Attributes:
-        kind: FULL (all groups, whatever was lost), RANK or NODE (what production rebuilds after such a loss).
-        most: work if every survivor is blocked in an operation.
-        least: work if no survivor is in an operation.
-        deferred: number of groups left to be connected at first use.
+        kind: FULL (all groups, whatever was lost), RANK or NODE (the groups that production rebuilds after the loss of
+            a rank or of a node).
+        most: work if every surviving rank is blocked in an operation.
+        least: work if no surviving rank is in an operation.
+        deferred: number of groups that are connected only at their first use.
         decision: the production decision behind ``most``; None for FULL, which needs no decision.
         over_all: the part of ``most`` in groups that span all ranks.
     """
@@ -33,12 +37,12 @@ class Rebuild:
 
 @dataclass(frozen=True)
 class Entry:
-    """One layout.
+    """The results of one parallel layout.
 
     Attributes:
         sizes: the layout.
-        groups: number of all groups, including those of one member.
-        rebuilds: one per kind of loss.
+        groups: number of all groups, including groups of one member.
+        rebuilds: the rebuilds, one per kind of loss.
     """
 
     sizes: Sizes
@@ -47,12 +51,20 @@ class Entry:
 
 
 def layouts(ranks: Sequence[int], tp: int | None, pp: int | None, dp: int | None, cp: int, ep: int) -> list[Sizes]:
-    """Return the layouts with these numbers of ranks; numbers that do not fit are skipped.
+    """Return one layout for each number of ranks; numbers that no layout fits are skipped.
 
-    Of tp, pp and dp, at most one is derived from the number of ranks: dp first, else pp, else tp.
+    One of the sizes tp, pp and dp is derived from the number of ranks if it is None: dp first, else pp, else tp.
+
+    Args:
+        ranks: numbers of ranks.
+        tp: tensor parallel size, or None.
+        pp: pipeline parallel size, or None.
+        dp: data parallel size, or None.
+        cp: context parallel size.
+        ep: expert parallel size.
 
     Raises:
-        UserError: none of the numbers fits.
+        UserError: no number of ranks fits the sizes.
     """
     found = []
     for count in ranks:
@@ -90,8 +102,8 @@ def sweep(found: Iterable[Sizes], ranks_per_node: int, lost: int, experts: bool)
 
     Args:
         found: the layouts.
-        ranks_per_node: logical ranks of a node; they are consecutive.
-        lost: the logical rank that is lost, and its node with it; in a smaller layout the last rank.
+        ranks_per_node: number of logical ranks of a node; they are consecutive.
+        lost: the logical rank that is lost, alone or with its node; in a layout without this rank, the last rank.
         experts: whether the model is a mixture of experts.
     """
     return [_entry(sizes, ranks_per_node, lost, experts) for sizes in found]

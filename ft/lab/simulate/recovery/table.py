@@ -1,4 +1,7 @@
-"""Format the sweep as text and as JSON values."""
+"""Format the results of ``ft simulate recovery`` as text and as JSON values.
+
+The results are the process groups that a hot-swap rebuilds in several parallel layouts, and predicted times.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +16,12 @@ _KIND = {FULL: "all groups", RANK: "a rank", NODE: "a node"}
 
 
 def as_text(entries: Sequence[Entry], fitted: Fit | None) -> str:
-    """Return tables of what is rebuilt, how long it takes, and how long the decision takes."""
+    """Return tables of the groups to rebuild, of the time this takes, and of the time of the planner's decision.
+
+    Args:
+        entries: results, one per layout.
+        fitted: the fitted model of the rebuild time; None: times are left out.
+    """
     parts = ["Groups to rebuild. Between two numbers: nobody else in an operation - everybody blocked in one.", ""]
     parts += [_what(entries), "", *_what_notes(entries), ""]
     if fitted is not None:
@@ -157,7 +165,7 @@ def _place(entry: Entry, rebuild: Rebuild) -> tuple[str, str, str]:
 
 
 def _grouped(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the rows with the number of ranks and the layout shown only once each."""
+    """Return the rows, with number of ranks and layout only in the first of several rows of one layout."""
     found, last = [], None
     for row in rows:
         found.append(("", "", *row[2:]) if row[:2] == last else row)

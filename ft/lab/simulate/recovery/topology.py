@@ -1,4 +1,8 @@
-"""The process groups of a layout, recorded from megatron-core without starting any of its processes."""
+"""The process groups of a parallel layout, recorded from megatron-core without other processes.
+
+``ft simulate recovery`` uses them to find out which groups a hot-swap has to rebuild. megatron-core creates its groups
+in this process over a torch backend that records every group and connects none.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,14 +16,22 @@ from ft.state.groups.registry import check_torch
 
 _BACKEND = "ft-recorded"
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"
-"""Groups over all ranks beside megatron-core's own: torch's default group, the exit flags of
-``megatron.training.exits``, and the recovery fence.
+"""Groups over all ranks that megatron-core does not create: torch's default group, the group of the exit flags of
+``megatron.training.exits``, and the group of the barrier with which hot-swap commits a step (the fence).
 """
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A parallel layout. ``dp`` is derived: ranks / (tp cp pp)."""
+    """A parallel layout.
+
+    Attributes:
+        ranks: number of ranks.
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        cp: context parallel size.
+        ep: expert parallel size.
+    """
 
     ranks: int
     tp: int = 1
@@ -29,10 +41,15 @@ class Sizes:
 
     @property
     def dp(self) -> int:
+        """Data parallel size: ranks / (tp cp pp)."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def check(self) -> None:
-        """Raise ``UserError`` if megatron-core cannot lay out these ranks."""
+        """Check that megatron-core can lay out these ranks.
+
+        Raises:
+            UserError: the sizes do not divide the number of ranks.
+        """
         for factor, names in (
             (self.tp * self.pp * self.cp, "tp x pp x cp"),
             (self.tp * self.ep * self.pp, "tp x ep x pp"),
@@ -54,7 +71,7 @@ class GroupSpec:
     Attributes:
         name: torch's name of the group, the same as in a real run.
         purpose: megatron-core's description of the group.
-        ranks: its members.
+        ranks: global ranks of the members.
     """
 
     name: str
@@ -63,8 +80,16 @@ class GroupSpec:
 
 
 class _Recorded(dist.ProcessGroup):
-    """A process group that connects nothing and records every ``new_group``, which torch delegates to the default
-    group.
+    """A process group without connections that records every group created from it.
+
+    torch delegates ``dist.new_group`` to the method ``new_group`` of the default group.
+
+    Args:
+        name: name of the group.
+        purpose: description of the group.
+        ranks: global ranks of the members.
+        rank: rank of this process in the group.
+        found: list to which each group is appended.
     """
 
     def __init__(self, name: str, purpose: str, ranks: list[int], rank: int, found: list[GroupSpec]):
@@ -105,14 +130,14 @@ class _Recorded(dist.ProcessGroup):
 
 
 def _make_default(options, found: list[GroupSpec]) -> _Recorded:
-    """Create the default group; torch calls this for the registered backend."""
+    """Create the default group. torch calls this function for the registered backend."""
     return _Recorded(options.group_id, WORLD, list(range(options.group_size)), options.group_rank, found)
 
 
 def groups_of(sizes: Sizes) -> list[GroupSpec]:
     """Return every process group of a hot-swap run in this layout, in the order of creation.
 
-    megatron-core creates them in this process, which acts as rank 0 of a world without other processes.
+    megatron-core creates the groups in this process, which acts as rank 0; the other ranks do not exist.
 
     Raises:
         UserError: the layout is impossible, or torch is too old.
@@ -129,7 +154,7 @@ def groups_of(sizes: Sizes) -> list[GroupSpec]:
 
 
 def make_groups(sizes: Sizes) -> None:
-    """Create all groups but the default one, as a worker does at start."""
+    """Create all process groups except the default group, as a training process does at its start."""
     from megatron.training.arguments.layout import Layout
     from megatron.training.arguments.parallel import ParallelOptions
     from megatron.training.initialize import init_model_parallel

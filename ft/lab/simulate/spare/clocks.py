@@ -1,4 +1,7 @@
-"""Failure times of groups: one renewal process per group, or a recorded trace."""
+"""Failure times of data-parallel groups in the SPARe simulation: one renewal process per group, or a recorded trace.
+
+A group's failure clock is the time of its next failure. A group that is replaced after a failure is called new.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,19 +15,25 @@ from ft.base.errors import UserError
 
 
 class Law(Protocol):
-    """The distribution of the failures of groups."""
+    """The distribution of the failures of a group."""
 
     def after(self, start: np.ndarray, groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Return when ``groups``, int [n], fail next if they are new at ``start``: seconds, float [n]."""
+        """Return the times of the next failures of groups, in seconds, float [n].
+
+        Args:
+            start: time in seconds at which each group is new, float [n].
+            groups: numbers of the groups, int [n].
+            rng: random generator.
+        """
 
 
 @dataclass(frozen=True)
 class Weibull:
-    """Weibull-distributed times between the failures of a group; with ``shape`` 1 exponential.
+    """Weibull-distributed times between the failures of a group; exponential with ``shape`` 1.
 
     Attributes:
-        mean_s: mean seconds between two failures of one group, which is N times that of the whole system.
-        shape: below 1, new groups fail more often than old ones.
+        mean_s: mean seconds between two failures of one group: number of groups times the mean of the whole system.
+        shape: shape of the distribution; below 1, new groups fail more often than old groups.
     """
 
     mean_s: float
@@ -36,7 +45,7 @@ class Weibull:
 
 
 class Trace:
-    """Recorded failures; those of a group that is already lost are ignored.
+    """Recorded failures. Failures of a group that is already lost are ignored.
 
     Args:
         failures: (seconds from the start, group), in any order.
@@ -59,7 +68,13 @@ class Trace:
 
 
 def read_trace(path: str | Path, groups: int) -> Trace:
-    """Read lines of ``seconds group`` or ``seconds,group``; empty lines are skipped, and # starts a comment.
+    """Read a text file with lines of ``seconds group`` or ``seconds,group``.
+
+    Empty lines are skipped, and # starts a comment.
+
+    Args:
+        path: path of the file.
+        groups: number of groups.
 
     Raises:
         UserError: the file cannot be read, a line is not a failure of one of ``groups`` groups, or there is no failure.
@@ -99,7 +114,7 @@ class Clocks:
         rng: random generator of this run.
 
     Attributes:
-        due: seconds at which each group fails, float [groups]; infinite if it does not fail again.
+        due: time in seconds at which each group fails, float [groups]; infinite if the group does not fail again.
     """
 
     def __init__(self, law: Law, groups: int, rng: np.random.Generator):
@@ -108,18 +123,18 @@ class Clocks:
         self.sort()
 
     def sort(self) -> None:
-        """Rebuild the order of failures; must be called after each change of ``due``."""
+        """Sort the failures by time, and mark all groups as running. Must be called after each change of ``due``."""
         self._order = np.argsort(self.due, kind="stable")
         self._times = [*self.due[self._order].tolist(), math.inf]
         self._place = 0
 
     @property
     def next(self) -> float:
-        """Seconds at which the next group fails."""
+        """Time in seconds at which the next group fails; infinite if none does."""
         return self._times[self._place]
 
     def failed(self, until: float) -> list[int]:
-        """Return the groups that fail up to the second ``until``, and mark them as out."""
+        """Return the groups that fail up to the time ``until``, in seconds, and mark these groups as lost."""
         begin = self._place
         while self._times[self._place] <= until:
             self._place += 1
@@ -130,7 +145,10 @@ class Clocks:
         return self._order[: self._place]
 
     def renew(self, groups: np.ndarray, start: np.ndarray) -> None:
-        """Draw the next failures of ``groups``, int [n], which are new at ``start``, float [n]. Call :meth:`sort`
-        afterwards.
+        """Draw the next failures of groups that are replaced. Call :meth:`sort` afterwards.
+
+        Args:
+            groups: numbers of the groups, int [n].
+            start: time in seconds at which each group is new, float [n].
         """
         self.due[groups] = self._law.after(start, groups, self._rng)

@@ -1,4 +1,8 @@
-"""Validate the step-level simulation against SimGrid: small scenarios, the same failures, no jitter."""
+"""Validate the step-level simulation of SPARe against SimGrid, a discrete-event simulator of distributed systems.
+
+Both simulate the same small scenarios with the same failures, and without random variation of durations (jitter). A
+case is a fault-tolerance scheme (SPARe, replication or checkpoints alone) with a redundancy.
+"""
 
 import importlib.util
 import math
@@ -16,12 +20,23 @@ from ft.lab.simulate.spare.simgrid_model import simulate
 from ft.lab.simulate.spare.study import build, cases, checkpoint_period
 
 TOLERANCE = 1e-4
+"""Greatest relative difference of the total times that counts as rounding."""
 _MOST = 200_000
+"""Greatest number of groups times steps that SimGrid simulates in reasonable time."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One case of one seed, simulated both ways. ``step_level`` and ``simgrid`` have the same fields."""
+    """One case of one seed, simulated both ways.
+
+    Attributes:
+        groups: number of data-parallel groups.
+        scheme: name of the scheme.
+        redundancy: redundancy of SPARe, or degree of replication.
+        seed: seed of the failures.
+        step_level: totals of the step-level simulation.
+        simgrid: totals of the SimGrid simulation.
+    """
 
     groups: int
     scheme: str
@@ -48,7 +63,7 @@ def installed() -> bool:
 
 
 def check(asked: Scenario) -> None:
-    """Check that a comparison is possible.
+    """Check that the scenario can be simulated with SimGrid.
 
     Raises:
         UserError: SimGrid is not installed, or the scenario is too large for it.
@@ -66,10 +81,11 @@ def check(asked: Scenario) -> None:
 
 
 def compare(asked: Scenario) -> list[Comparison]:
-    """Simulate every case with every seed both ways, without jitter.
+    """Simulate every case of the scenario with every seed both ways, without jitter.
 
     Raises:
-        UserError: as :func:`check`, or a redundancy cannot be placed.
+        UserError: SimGrid is not installed, the scenario is too large for it, or SPARe has no placement with a
+            redundancy.
     """
     check(asked)
     job = replace(asked.job, jitter=0.0)
@@ -88,7 +104,9 @@ def compare(asked: Scenario) -> list[Comparison]:
 
 
 def recorded(asked: Scenario, seed: int) -> Law:
-    """Return the failures for both simulations: a trace drawn from the scenario's law, up to the limit of a run."""
+    """Return the failures for both simulations: a trace, drawn from the scenario's distribution up to the longest
+    duration of a run.
+    """
     law = asked.failures()
     if isinstance(law, Trace) or math.isinf(asked.mtbf_s):
         return law

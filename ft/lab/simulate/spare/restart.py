@@ -1,6 +1,8 @@
-"""Semantics of a global restart: how long it takes, and what happens to the failure clocks meanwhile.
+"""Global restarts in the simulation of SPARe: how long a restart takes, and which groups fail meanwhile.
 
-SPARe does not specify this; its published results are reproduced with ``extend``.
+In a global restart all data-parallel groups restart from the last checkpoint. Each group has a failure clock, the time
+of its next failure. SPARe does not specify whether the clocks run during a restart, so there are three semantics;
+SPARe's published results are reproduced with ``extend``.
 """
 
 from collections.abc import Callable
@@ -10,14 +12,22 @@ import numpy as np
 from ft.lab.simulate.spare.clocks import Clocks
 
 Ready = Callable[[int], np.ndarray]
-"""Number of groups n -> seconds that each of n groups takes to restart, float [n]."""
+"""Function: number of groups n -> seconds that each of n groups takes to restart, float [n]."""
 
 
 def extend(begin: float, clocks: Clocks, ready: Ready) -> float:
-    """Let the clocks run on: a group that fails within its restart starts over, and all groups wait for the last one.
+    """Let the clocks run during the restart, and restart a group that fails again, so that all groups wait for it.
 
-    Groups that were lost, before or during the restart, are new when they are ready. Groups that are ready early age
-    while they wait; those that fail then are lost in the first step. Returns the second at which the restart ends.
+    Groups that were lost, before or during the restart, get new clocks when they are ready. The clocks of groups that
+    are ready early run while these groups wait; a group that fails then is lost in the first step.
+
+    Args:
+        begin: time in seconds at which the restart begins.
+        clocks: failure clocks of all groups.
+        ready: draws the restart times of groups.
+
+    Returns:
+        The time in seconds at which the restart ends.
     """
     lost = clocks.out()
     at = begin + ready(len(clocks.due))
@@ -30,9 +40,15 @@ def extend(begin: float, clocks: Clocks, ready: Ready) -> float:
 
 
 def replace(begin: float, clocks: Clocks, ready: Ready) -> float:
-    """Let the clocks run on, and replace groups that fail meanwhile at the end, together with those that failed before.
+    """Let the clocks run during the restart. At its end, replace the groups that failed meanwhile or before.
 
-    Returns the second at which the restart ends.
+    Args:
+        begin: time in seconds at which the restart begins.
+        clocks: failure clocks of all groups.
+        ready: draws the restart times of groups.
+
+    Returns:
+        The time in seconds at which the restart ends.
     """
     end = float((begin + ready(len(clocks.due))).max())
     lost = np.union1d(clocks.out(), np.flatnonzero(clocks.due <= end))
@@ -42,9 +58,15 @@ def replace(begin: float, clocks: Clocks, ready: Ready) -> float:
 
 
 def ignore(begin: float, clocks: Clocks, ready: Ready) -> float:
-    """Stop the clocks during the restart. Groups that failed before are new at its end.
+    """Stop the clocks during the restart. At its end, the groups that failed before get new clocks.
 
-    Returns the second at which the restart ends.
+    Args:
+        begin: time in seconds at which the restart begins.
+        clocks: failure clocks of all groups.
+        ready: draws the restart times of groups.
+
+    Returns:
+        The time in seconds at which the restart ends.
     """
     lost = clocks.out()
     end = float((begin + ready(len(clocks.due))).max())
@@ -55,3 +77,4 @@ def ignore(begin: float, clocks: Clocks, ready: Ready) -> float:
 
 
 SEMANTICS = {"extend": extend, "replace": replace, "ignore": ignore}
+"""Value of the flag ``--clocks`` -> function."""

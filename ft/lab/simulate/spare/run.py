@@ -1,4 +1,11 @@
-"""Simulate one training run, step by step."""
+"""Simulation of one training run with SPARe, replication or checkpoints alone, step by step.
+
+A group is one data-parallel rank, which fails as a whole. A stack is the computation of one data shard by every group;
+a step computes one or more stacks and then all-reduces the gradients. After a loss, gradients that are missing are
+computed again (patch compute). If a type of shard has no group left, all groups restart from the last checkpoint
+(global restart). A scheme (:class:`ft.lab.simulate.spare.schemes.Scheme`) decides how many stacks a step has and what a
+loss requires.
+"""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +19,9 @@ from ft.lab.simulate.spare.restart import SEMANTICS
 from ft.lab.simulate.spare.schemes import Scheme
 
 JITTERED = ("stack", "step")
+"""Units of computation that get one random factor each, see ``Job.jitter_per``."""
 _BATCH = 4096
+"""Number of random values that are drawn at a time."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +30,18 @@ class Job:
 
     Attributes:
         groups: number of groups, N in SPARe.
-        steps: steps of the training.
+        steps: number of training steps.
         stack_s: compute time of one stack.
         all_reduce_s: duration of an all-reduce; a failed all-reduce costs half of it.
         restart_s: restart time of a group.
         save_s: duration of a checkpoint.
-        shrink_s: cost of shrinking the communicator, for each loss.
-        controller_s: cost of SPARe's controller, for each loss.
-        jitter: each duration is multiplied by a draw from N(1, jitter^2); a barrier waits for the slowest group.
-        jitter_per: "stack": one draw for each stack that a group computes; "step": one draw for all stacks of a step.
-        restart: what failure clocks do in a global restart, a key of :data:`ft.lab.simulate.spare.restart.SEMANTICS`.
-        limit: the run is given up after this many times its duration without failures.
+        shrink_s: cost of shrinking the communicator, for each failed all-reduce.
+        controller_s: cost of SPARe's controller, for each failed all-reduce.
+        jitter: standard deviation of the random factor with mean 1 by which each duration is multiplied; a barrier
+            waits for the slowest group.
+        jitter_per: "stack": one factor for each stack that a group computes; "step": one for all stacks of a step.
+        restart: semantics of a global restart, a key of :data:`ft.lab.simulate.spare.restart.SEMANTICS`.
+        limit: multiple of the duration without failures after which the run is given up.
     """
 
     groups: int
@@ -49,23 +59,23 @@ class Job:
 
     @property
     def base_s(self) -> float:
-        """T_0: seconds of the training without failures, jitter and redundancy."""
+        """Duration of the training in seconds without failures, jitter and redundancy (T_0 in SPARe)."""
         return self.steps * (self.stack_s + self.all_reduce_s)
 
 
 @dataclass
 class Seen:
-    """The totals of a run that both simulations count.
+    """The totals of a run that both simulations count, this one and that with SimGrid.
 
     Attributes:
         total_s: total time in seconds.
-        steps: steps that were kept.
-        attempts: steps begun.
-        stacks: stacks computed, patch computes included.
-        failures: groups lost.
-        losses: all-reduces that failed because groups were lost.
-        patches: patch computes.
-        restarts: global restarts.
+        steps: number of steps that no restart discarded.
+        attempts: number of steps begun.
+        stacks: number of stacks computed, patch computes included.
+        failures: number of groups lost.
+        losses: number of all-reduces that failed because groups were lost.
+        patches: number of patch computes.
+        restarts: number of global restarts.
     """
 
     total_s: float = 0.0
@@ -80,15 +90,15 @@ class Seen:
 
 @dataclass
 class Result(Seen):
-    """The totals of a run, and how its time was spent, in seconds. The fields below add up to ``total_s``.
+    """The totals of a run, and the parts of its time, in seconds. The fields below add up to ``total_s``.
 
     Attributes:
-        useful_s: steps that were kept.
-        rework_s: steps that a restart discarded, including the interrupted one.
-        restart_s: global restarts.
-        shrink_s: shrinking the communicator.
-        controller_s: SPARe's controller.
-        save_s: checkpoints.
+        useful_s: time of the steps that no restart discarded.
+        rework_s: time of the steps that a restart discarded, including the interrupted step.
+        restart_s: time of global restarts.
+        shrink_s: time of shrinking the communicator.
+        controller_s: time of SPARe's controller.
+        save_s: time of writing checkpoints.
     """
 
     useful_s: float = 0.0
@@ -105,20 +115,21 @@ class Result(Seen):
 
     @property
     def availability(self) -> float:
-        """Fraction of the time spent in steps that were kept: the availability of SPARe, formula (2)."""
+        """Fraction of the time spent in steps that no restart discarded: the availability of SPARe, formula (2)."""
         return self.useful_s / self.total_s
 
     @property
     def stacks_per_step(self) -> float:
+        """Mean number of stacks computed in a step: the computation overhead of the scheme."""
         return self.stacks / self.attempts
 
 
 class Jitter:
-    """Random durations.
+    """Draws random durations from normal distributions.
 
     Args:
         spread: standard deviation relative to the mean.
-        per: one of :data:`JITTERED`.
+        per: one of :data:`JITTERED`, the unit with one random factor.
         rng: random generator of this run.
     """
 
@@ -133,32 +144,38 @@ class Jitter:
             yield from source(_BATCH).tolist()
 
     def one(self, seconds: float) -> float:
-        """Return the duration of one event."""
+        """Return the duration of one event with the mean ``seconds``."""
         return max(0.0, seconds * (1.0 + self._spread * next(self._normals)))
 
     def slowest(self, seconds: float, stacks: int, groups: int) -> float:
-        """Return the duration of the slowest of ``groups`` groups that compute ``stacks`` stacks of ``seconds`` each.
+        """Return the compute time in seconds of the slowest group.
 
-        A group's sum is normally distributed, so the maximum is drawn as the normal quantile of U^(1/groups).
+        A group's compute time is normally distributed, so the maximum is drawn as the normal quantile of U^(1/groups)
+        with a uniform random number U.
+
+        Args:
+            seconds: mean duration of one stack.
+            stacks: number of stacks that each group computes.
+            groups: number of groups.
         """
         tail = -math.expm1(-next(self._exponentials) / groups)
         slowest = -float(special.ndtri(tail))
         return max(0.0, seconds * (stacks + self._spread * stacks**self._power * slowest))
 
     def each(self, seconds: float, groups: int) -> np.ndarray:
-        """Return the durations of ``groups`` events, float [groups]."""
+        """Return the durations of ``groups`` events with the mean ``seconds``, float [groups]."""
         return np.maximum(0.0, seconds * (1.0 + self._spread * self._rng.standard_normal(groups)))
 
 
 def run(job: Job, scheme: Scheme, law: Law, period_s: float, seed: int) -> Result:
-    """Simulate ``job.steps`` steps, or up to ``job.limit``.
+    """Simulate a training run until its last step, or until it is given up (``job.limit``).
 
     Args:
         job: the job.
         scheme: the fault-tolerance scheme; it must be in its initial state.
         law: distribution of the failures.
         period_s: seconds from the end of a checkpoint to the end of the next (SPARe, formula (1)).
-        seed: determines the run; failure clocks and jitter have separate random streams.
+        seed: seed of the run; failures and jitter have separate random streams.
     """
     clock_rng, jitter_rng = (np.random.default_rng([seed, stream]) for stream in range(2))
     return _Run(job, scheme, Clocks(law, job.groups, clock_rng), Jitter(job.jitter, job.jitter_per, jitter_rng)).go(
@@ -189,7 +206,7 @@ class _Run:
         return found
 
     def _step(self) -> bool:
-        """Simulate one step. Return False if a shard type was wiped out, which loses the step."""
+        """Simulate one step. Return False if a shard type has no group left, which requires a global restart."""
         job, scheme, jitter, found = self._job, self._scheme, self._jitter, self._found
         began, aside = self._now, found.shrink_s + found.controller_s
         found.attempts += 1
@@ -212,6 +229,7 @@ class _Run:
         return kept
 
     def _lose(self, groups: list[int]) -> bool:
+        """Handle the loss of groups. Return False if a shard type has no group left."""
         job, found = self._job, self._found
         found.failures += len(groups)
         found.losses += 1
@@ -242,11 +260,13 @@ class _Run:
         self._scheme.reset()
 
     def _keep(self) -> None:
+        """Count the steps since the last checkpoint as kept."""
         self._found.steps += self._unsaved
         self._found.useful_s += self._unsaved_s
         self._unsaved_s, self._unsaved = 0.0, 0
 
     def _spend(self, part: str, seconds: float) -> None:
+        """Let time pass, and add it to the field ``part`` of the result."""
         setattr(self._found, part, getattr(self._found, part) + seconds)
         self._now += seconds
 

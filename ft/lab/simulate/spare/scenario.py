@@ -1,5 +1,8 @@
 """The scenario of the SPARe simulation: read from a file and from flags, checked, and converted to simulation inputs.
 
+A scenario describes the job, its failures, the costs of recovery, and the fault-tolerance schemes to compare. A group
+is one data-parallel rank, which fails as a whole; the redundancy is the number of groups that hold each data shard.
+
 A scenario file is TOML with the sections and keys of :data:`FIELDS`; times are seconds, or text such as "5m".
 """
 
@@ -20,7 +23,9 @@ from ft.lab.simulate.spare.restart import SEMANTICS
 from ft.lab.simulate.spare.run import JITTERED, Job
 
 SCHEMES = ("spare", "replication", "checkpoint")
+"""Fault-tolerance schemes: SPARe, replication, and checkpoints alone."""
 LAWS = ("weibull", "exponential", "trace", "none")
+"""Distributions of the time between failures: two random ones, recorded failures, and no failures."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,14 @@ class Scenario:
     """A validated scenario.
 
     Attributes:
-        job: the job.
+        job: the simulated job.
         mtbf_s: mean seconds between two group failures anywhere in the system; infinite: no failures.
-        law: one of :data:`LAWS`.
+        law: distribution of the failures, one of :data:`LAWS`.
         shape: shape of the Weibull distribution.
-        trace: file of recorded failures, or None.
-        schemes: of :data:`SCHEMES`.
+        trace: path of a file with recorded failures, or None.
+        schemes: schemes to compare, from :data:`SCHEMES`.
         redundancy: redundancies of SPARe to simulate; empty: the optimum by SPARe, formula (8).
-        degree: replication degrees to simulate; empty: the same default.
+        degree: replication degrees to simulate; empty: the optimum by SPARe, formula (8).
         seeds: number of runs of each case.
         seed: the first seed.
     """
@@ -100,11 +105,13 @@ FIELDS = {
     "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
     "limit": Field("run", between(1.0, 1e6), 50.0, "X", "give a run up after X times what it takes without failures"),
 }  # fmt: skip
-"""Fields by flag name; a "-" in a flag name is a "_" in the file."""
+"""Flag name -> field of the scenario file; a "-" in a flag name is a "_" in the file."""
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Return the values of a scenario file by the names of :data:`FIELDS`; the path of a trace is relative to the file.
+    """Return the values of a scenario file, keyed by the names of :data:`FIELDS`.
+
+    The path of a trace of failures is relative to the directory of the file.
 
     Raises:
         UserError: the file cannot be read, is not TOML, has an unknown section or key, or has an invalid value.
@@ -113,7 +120,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def read_flags(given: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the values of the flags that were given, by the names of :data:`FIELDS`.
+    """Return the parsed values of the flags that are not None, keyed by the names of :data:`FIELDS`.
 
     Raises:
         UserError: a value is invalid.
@@ -122,7 +129,7 @@ def read_flags(given: Mapping[str, str | None]) -> dict[str, Any]:
 
 
 def scenario(values: Mapping[str, Any]) -> Scenario:
-    """Build the scenario from values by the names of :data:`FIELDS`.
+    """Build the scenario from values that are keyed by the names of :data:`FIELDS`.
 
     Raises:
         UserError: a value is missing, or two values contradict each other.

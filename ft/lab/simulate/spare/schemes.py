@@ -1,7 +1,9 @@
-"""Fault-tolerance schemes against lost groups: SPARe's controller, replication, or checkpoints alone.
+"""Fault-tolerance schemes in the simulation of SPARe: SPARe itself, replication, or checkpoints alone.
 
-A scheme determines how many stacks a step computes, whether the run survives a loss, and whether a patch compute is
-needed.
+A group is one data-parallel rank, which fails as a whole. The batch of a step is divided into shards of different
+types; a stack is the computation of one shard by every group. A scheme determines how many stacks a step computes,
+whether training goes on after a loss of groups, and whether gradients of the current step have to be computed again
+(patch compute).
 """
 
 from collections.abc import Sequence
@@ -17,8 +19,8 @@ class Loss(NamedTuple):
     """The effect of losing groups.
 
     Attributes:
-        wiped: a shard type has no host left, so a global restart is needed.
-        patch: a shard type of this step must be computed again.
+        wiped: True if a shard type has no group left that holds it, so that all groups restart from the checkpoint.
+        patch: True if a shard type of this step must be computed again by the groups that are left.
     """
 
     wiped: bool
@@ -30,21 +32,26 @@ class Scheme(Protocol):
 
     Attributes:
         stack: number of stacks that a step computes.
-        reorders: whether a loss costs a call of the controller.
+        reorders: whether a loss costs a call of SPARe's controller, which reorders the shards of the groups.
     """
 
     stack: int
     reorders: bool
 
     def lose(self, groups: Sequence[int]) -> Loss:
-        """Remove these groups, which are lost at once, and return the effect."""
+        """Remove groups that are lost at the same time, and return the effect."""
 
     def reset(self) -> None:
         """Restore all groups, after a global restart."""
 
 
 class Spare:
-    """SPARe with the production controller, to which ``accelerate`` is passed."""
+    """SPARe with the production controller.
+
+    Args:
+        placement: which group holds which shard types.
+        accelerate: option of the controller.
+    """
 
     reorders = True
 
@@ -62,10 +69,10 @@ class Spare:
 
 
 class Replication:
-    """Blocks of ``degree`` groups that compute the same; the last block is shorter if ``degree`` does not divide N.
+    """Replication: ``degree`` groups form a block, in which every group computes the same shards.
 
-    Every group computes all shards of its block in each step, so a loss needs no patch compute. Degree 1 is training
-    with checkpoints alone.
+    The last block is smaller if ``degree`` does not divide the number of groups. Every group computes all shards of its
+    block in each step, so a loss needs no patch compute. Degree 1 is training with checkpoints alone.
     """
 
     reorders = False
@@ -91,12 +98,12 @@ def block_sizes(groups: int, degree: int) -> list[int]:
 
 
 def replication_endurance(groups: int, degree: int) -> float:
-    """Return the exact expected number of random group failures until a block loses its last group, that failure
+    """Return the exact expected number of random group failures until a block loses its last group. The last failure is
     included.
 
-    With failure times uniform in 0..1, a block of size b survives until p with probability 1 - p^b. Integrating the
-    product over all blocks weighs each number of failures equally, by 1 / (N + 1). The integral is a sum of beta
-    functions.
+    With failure times uniform in 0..1, a block of size b survives until p with probability 1 - p^b. The integral over p
+    of the product of these probabilities gives each number of failures the same weight, 1 / (N + 1) with N groups. The
+    integral is a sum of beta functions.
     """
     full, rest = divmod(groups, degree)
     found = special.beta(1 / degree, full + 1)

@@ -1,9 +1,10 @@
-"""The run of :mod:`ft.lab.simulate.spare.run` as SimGrid actors: an independent check of its total time.
+"""Simulation of a training run with SimGrid, a discrete-event simulator: validates ``ft.lab.simulate.spare.run``.
 
-Each group is an actor on its own host that computes, and dies when its failure clock expires. A coordinator waits for
-all groups, reduces, calls the controller, and restarts. Only the scheme, which determines the effect of a loss, and the
-distribution of failures are shared with the step-level simulation. There is no jitter. SimGrid 3.32 and 4 are
-supported.
+Each data-parallel group is an actor on its own host that computes, and is killed at its next failure time, called its
+clock. A coordinator actor waits for all groups, simulates the all-reduce, calls the controller after a loss, and
+restarts all groups from the checkpoint if necessary. Only the scheme (SPARe, replication or checkpoints), which
+determines the effect of a loss, and the distribution of failures are shared with the step-level simulation. Durations
+do not vary at random. SimGrid 3.32 and 4 are supported.
 """
 
 import math
@@ -29,7 +30,13 @@ _PLATFORM = """<?xml version='1.0'?>
 
 
 def simulate(job: Job, scheme: Scheme, law: Law, period_s: float) -> Seen:
-    """Simulate one run. SimGrid allows only one engine per process, so this can be called once.
+    """Simulate one run. Can be called only once in a process, because SimGrid allows one engine per process.
+
+    Args:
+        job: the job.
+        scheme: the fault-tolerance scheme, in its initial state.
+        law: distribution of the failures.
+        period_s: seconds from the end of a checkpoint to the end of the next.
 
     Raises:
         ImportError: SimGrid is not installed.
@@ -50,11 +57,11 @@ def simulate(job: Job, scheme: Scheme, law: Law, period_s: float) -> Seen:
 
 
 class _World:
-    """The groups, their failure clocks, and their work.
+    """The groups, their failure clocks, and their computations.
 
     Attributes:
-        due: seconds at which each group's clock lets it die.
-        lost: groups that have died and have not been renewed.
+        due: simulated time in seconds at which each group fails next.
+        lost: groups that have failed and have not been renewed.
     """
 
     def __init__(self, simgrid, job: Job, law: Law):
@@ -74,24 +81,26 @@ class _World:
             self._simgrid.this_actor.sleep_for(seconds)
 
     def start(self, name: str, host: str, does):
+        """Start an actor on a host and return it; ``does`` is the function that the actor executes."""
         where = self._simgrid.Host.by_name(host)
         if hasattr(where, "add_actor"):
             return where.add_actor(name, does)
         return self._simgrid.Actor.create(name, where, does)
 
     def renew(self, group: int) -> None:
-        """Make the group new at the current time, with a newly drawn failure."""
+        """Replace a group at the current time, and draw its next failure."""
         if group in self.lost:
             self.lost.remove(group)
         self.arm(group, float(self._law.after(np.array([self.now]), np.array([group]), self._rng)[0]))
 
     def postpone(self, seconds: float) -> None:
-        """Postpone the failure of every group that is not lost by this many seconds."""
+        """Postpone the next failure of every group that is not lost, by ``seconds``."""
         for group, due in enumerate(self.due):
             if group not in self.lost and math.isfinite(due):
                 self.arm(group, due + seconds)
 
     def arm(self, group: int, due: float) -> None:
+        """Set the time of a group's next failure, in place of any earlier one."""
         self._armed[group] += 1
         self.due[group] = due
         if math.isfinite(due):
@@ -99,6 +108,7 @@ class _World:
             self.start(f"clock-{group}", "coordinator", lambda: self._die(group, due, turn)).daemonize()
 
     def disarm(self) -> None:
+        """Cancel the next failures of all groups."""
         for group in range(self._job.groups):
             self._armed[group] += 1
 
@@ -110,13 +120,13 @@ class _World:
                 self._working[group].kill()
 
     def watch(self, group: int, actor) -> None:
-        """Register the actor that is killed if the group dies; None: no actor any more."""
+        """Register the actor that is killed if the group fails; None unregisters it."""
         self._working[group] = actor
         if actor is None:
             del self._working[group]
 
     def work(self, groups, seconds: float) -> None:
-        """Let these groups compute for ``seconds``; return when each is done or dead."""
+        """Let groups compute for ``seconds``, and return when each group has finished or failed."""
         flops = seconds * _SPEED
         for group in groups:
             self._working[group] = self.start(
@@ -210,16 +220,17 @@ class _Coordinator:
         self._known.clear()
 
     def _come_back(self, group: int) -> None:
-        """Simulate one group's part of a restart with semantics "extend".
+        """Simulate one group's part of a global restart with ``ft.lab.simulate.spare.restart.extend``.
 
-        A lost group is new when it is ready; another group may die during its restart, and then starts over.
+        A lost group gets a new failure time when it is ready. Another group may fail during its restart, and then
+        restarts again.
         """
         job, world = self._job, self._world
         if group in self._known:
             world.sleep(job.restart_s)
             world.renew(group)
             return
-        if group in world.lost:  # died after the coordinator last checked
+        if group in world.lost:  # the group failed after the coordinator last checked
             world.sleep(job.restart_s - (world.now - world.due[group]))
             world.renew(group)
             return

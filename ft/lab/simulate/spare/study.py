@@ -1,4 +1,8 @@
-"""Run every case of a scenario over its seeds."""
+"""Simulate every case of a scenario of the SPARe simulation with several seeds, and estimate the means.
+
+A case is a fault-tolerance scheme (SPARe, replication or checkpoints alone) with a redundancy, the number of
+data-parallel groups that hold each data shard.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,6 +19,9 @@ from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 
 MEASURES = ("ttt_norm", "up_fraction", "availability", "restarts", "stacks_per_step")
+"""Estimated quantities: the time to train relative to that without failures, jitter and redundancy, and
+properties of :class:`ft.lab.simulate.spare.run.Result`.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,8 @@ class Estimate:
 
     Attributes:
         mean: mean of the values.
-        half_width: half the width of its 95 % confidence interval (Student's t); None with a single value, or an
-            infinite mean.
+        half_width: half the width of the mean's 95 % confidence interval (Student's t); None with a single value, or
+            an infinite mean.
     """
 
     mean: float
@@ -36,14 +43,14 @@ class Row:
     """Results of one case.
 
     Attributes:
-        scheme: one of ``SCHEMES``.
+        scheme: "spare", "replication" or "checkpoint".
         redundancy: redundancy of SPARe, or degree of replication.
         period_s: seconds between checkpoints; None without failures.
-        results: one per seed.
-        found: estimates, by the names of :data:`MEASURES`. For a run that was given up, ``ttt_norm`` is extrapolated
-            from the steps it kept, and infinite if it kept none.
+        results: totals of the runs, one per seed.
+        found: name from :data:`MEASURES` -> estimate. For a run that was given up, ``ttt_norm`` is extrapolated from
+            the steps that the run has completed, and infinite if there are none.
         given_up: number of runs that were given up.
-        progress: fraction of the steps that was kept, mean over the seeds.
+        progress: fraction of the job's steps that the runs have completed, mean over the seeds.
     """
 
     scheme: str
@@ -59,7 +66,7 @@ def study(asked: Scenario) -> Iterator[Row]:
     """Yield the results of every case of a scenario, each as soon as it is available.
 
     Raises:
-        UserError: a redundancy cannot be placed, or the trace cannot be read.
+        UserError: SPARe has no placement with a redundancy, or the trace of failures cannot be read.
     """
     law = asked.failures()
     for scheme, redundancy in cases(asked):
@@ -70,7 +77,7 @@ def cases(asked: Scenario) -> list[tuple[str, int]]:
     """Return (scheme, redundancy) of every case of a scenario.
 
     Raises:
-        UserError: a redundancy of SPARe cannot be placed.
+        UserError: SPARe has no placement of data shards with a redundancy.
     """
     usual = (theory.r_star(asked.job.groups),)
     by_scheme = {"spare": asked.redundancy or usual, "replication": asked.degree or usual, "checkpoint": (1,)}
@@ -82,7 +89,7 @@ def cases(asked: Scenario) -> list[tuple[str, int]]:
 
 
 def row(asked: Scenario, law: Law, scheme: str, redundancy: int) -> Row:
-    """Run one case over its seeds."""
+    """Simulate one case with all seeds of the scenario."""
     job, seeds = asked.job, range(asked.seed, asked.seed + asked.seeds)
     period = checkpoint_period(asked, scheme, redundancy)
     crew = build(job.groups, scheme, redundancy)
@@ -103,7 +110,7 @@ def build(groups: int, scheme: str, redundancy: int) -> Scheme:
     """Return the scheme in its initial state.
 
     Raises:
-        UserError: SPARe cannot place that redundancy.
+        UserError: SPARe has no placement of data shards with this redundancy.
     """
     if scheme == "spare":
         return Spare(Placement(groups, ruler(groups, redundancy)))
@@ -111,9 +118,9 @@ def build(groups: int, scheme: str, redundancy: int) -> Scheme:
 
 
 def endurance(groups: int, scheme: str, redundancy: int) -> float:
-    """Return the expected number of failures up to a global restart.
+    """Return the expected number of group failures until a global restart, which ends with the last of them.
 
-    It is SPARe, formula (3) for SPARe, that of the blocks for replication, and 1 for checkpoints alone.
+    For SPARe it is computed by SPARe, formula (3); for replication it is exact; for checkpoints alone it is 1.
     """
     return theory.mu(groups, redundancy) if scheme == "spare" else replication_endurance(groups, redundancy)
 
@@ -121,7 +128,7 @@ def endurance(groups: int, scheme: str, redundancy: int) -> float:
 def checkpoint_period(asked: Scenario, scheme: str, redundancy: int) -> float:
     """Return the checkpoint period in seconds by SPARe, formula (1); infinite without failures.
 
-    T_f is the scheme's endurance times ``mtbf_s``.
+    The mean time to a global restart in the formula (T_f) is the scheme's :func:`endurance` times ``mtbf_s``.
     """
     if math.isinf(asked.mtbf_s):
         return math.inf
@@ -130,7 +137,7 @@ def checkpoint_period(asked: Scenario, scheme: str, redundancy: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of independent values and its confidence; infinite values make the mean infinite."""
+    """Return the mean of independent values with its confidence interval; an infinite value makes the mean infinite."""
     count, mean = len(values), math.fsum(values) / len(values)
     if count < 2 or not math.isfinite(mean):
         return Estimate(mean, None)
@@ -139,4 +146,5 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def _pace(result: Result, steps: int, base_s: float) -> float:
+    """Return the normalized time to train of a run, extrapolated if the run was given up."""
     return result.total_s * steps / (result.steps * base_s) if result.steps else math.inf

@@ -1,4 +1,4 @@
-"""Format the results of a study as text and as JSON values."""
+"""Format the results of the SPARe simulation as text and as JSON values: one row per scheme and redundancy."""
 
 import math
 from collections.abc import Sequence
@@ -58,9 +58,9 @@ def _with_confidence(found: Estimate) -> str:
 
 
 def as_values(asked: Scenario, row: Row) -> dict[str, Any]:
-    """Return one case as JSON values, means over the seeds; times are in seconds.
+    """Return the results of one case as JSON values: means over the seeds, times in seconds.
 
-    ``ttt_norm`` is None if a run of the case kept no step.
+    ``ttt_norm``, the normalized time to train, is None if a run of the case has completed no step.
     """
     finite = {name: row.found[name].mean if math.isfinite(row.found[name].mean) else None for name in MEASURES}
     parts = {part: sum(getattr(result, part) for result in row.results) / len(row.results) for part in PARTS}
