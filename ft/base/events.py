@@ -105,7 +105,7 @@ SCHEMA: Mapping[str, Needs] = {
     # violations: sentences, empty when invariants I1 to I4 hold (DEADPOOL, section V-C)
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
     # peer copies (copies of a rank's optimizer shard in other ranks' host memory) were assigned to their holders;
-    # copies: logical rank of the owner (a string) -> logical ranks of the holders from this epoch's first snapshot on;
+    # copies: logical rank of the owner (a string) -> ranks that hold its copies from this epoch's first snapshot on;
     # moved: copies that were placed elsewhere before; problems: sentences, empty when all failure domains are respected
     COPIES_PLACED: Needs(("epoch",), ("copies", "moved", "problems")),
     FINISHED: Needs(("step",)),
@@ -125,8 +125,8 @@ SCHEMA: Mapping[str, Needs] = {
     # a new quorum (set of replicas that compute a step together): its members differ from the last quorum's, or the
     # step is retried; step: number of committed steps; wait_s: seconds since the first report
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
-    # a bit-flip fault was injected; fault: index of the planned fault; execution: the execution of a duplicated operator
-    # that was hit, primary or checker, or None if communicated data was hit
+    # a bit-flip fault was injected; fault: index of the planned fault; execution: "primary" or "checker", the execution
+    # of a duplicated operator that was hit, or None if the data of a message was hit
     BIT_FLIPPED: Needs(
         ("rank", "step"), ("fault", "operator", "phase", "layer", "microbatch", "element", "bit", "dtype")
     ),
