@@ -68,29 +68,30 @@ class Needs:
 
 
 SCHEMA: Mapping[str, Needs] = {
-    # command: list of words; world_size: number of logical ranks
+    # the run has started; command: list of words; world_size: number of logical ranks
     RUN_STARTED: Needs((), ("command", "world_size")),
     # a worker's process was started; rank is None for a standby
     WORKER_STARTED: Needs(("node", "worker"), ("pid",)),
     STANDBY_READY: Needs(("node", "worker")),
-    # number: index of the planned fault; where: phase of the step, or "time"
+    # a planned fault was injected; number: index of the fault; where: phase of the step, or "time"
     FAULT_INJECTED: Needs(("node",), ("number", "kind")),
-    # epoch: the epoch in which the failure happened; worker, node, rank: the broken part; step: the last step known to
-    # be committed; category: class of the failure; action: "replace", "in place", "restart" or "stop"; signal: the
-    # observation that revealed the failure
+    # a failure was detected and classified; epoch: the epoch in which it happened; worker, node, rank: where it
+    # happened; step: the last step known to be committed; category: class of the failure; action: "replace", "in
+    # place", "restart" or "stop"; signal: the observation that revealed the failure
     FAULT_DETECTED: Needs(("epoch",), ("category", "action", "reason", "signal")),
     EPOCH_CLOSED: Needs(("epoch",), ("reason",)),
     # the last surviving worker has left the closed epoch; epoch: its number
     RELEASED: Needs(("epoch",)),
-    # seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
+    # a new epoch begins; seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
     EPOCH_OPENED: Needs(("epoch",), ("seats", "joiners")),
     JOINER_ARRIVED: Needs(("epoch", "worker", "rank")),
-    # step: the step to restore
+    # the workers were ordered to rebuild groups and restore their state; step: the step to restore
     REPAIR_ORDERED: Needs(("epoch", "step")),
-    # rebuilt, kept, deferred: numbers of process groups, each counted once and not per worker; seconds: duration on the
-    # slowest worker
+    # the process groups are connected; rebuilt, kept, deferred: numbers of groups, each counted once and not per
+    # worker; seconds: duration on the slowest worker
     GROUPS_REBUILT: Needs(("epoch",), ("rebuilt", "kept", "deferred", "seconds")),
-    # sources: logical rank (a string) -> where its state came from; seconds: duration on the slowest worker
+    # all ranks have restored their state; sources: logical rank (a string) -> where its state came from; seconds:
+    # duration on the slowest worker
     STATE_RESTORED: Needs(("epoch", "step"), ("sources", "seconds")),
     # a pipeline stage whose state is lost on all ranks is rebuilt from its neighbouring stages (CheckFree); weights:
     # shares of the previous and the following stage; neighbours: logical ranks; seconds: on the stage's first rank,
@@ -99,10 +100,10 @@ SCHEMA: Mapping[str, Needs] = {
     # the first new step has begun on every worker; step: the last committed step
     RESUMED: Needs(("epoch", "step")),
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
-    # number: warm restarts so far
+    # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far
     RESTARTED: Needs((), ("number", "reason")),
     CHECKPOINT_SAVED: Needs(("step",)),
-    # violations: sentences, empty when invariants I1 to I4 hold (DEADPOOL, section V-C)
+    # the recovery was checked; violations: sentences, empty if invariants I1 to I4 hold (DEADPOOL, section V-C)
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
     # peer copies (copies of a rank's optimizer shard in other ranks' host memory) were assigned to their holders;
     # copies: logical rank of the owner (a string) -> ranks that hold its copies from this epoch's first snapshot on;

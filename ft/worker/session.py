@@ -41,8 +41,8 @@ def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, s
 
     Args:
         environment: environment variables.
-        settings: settings of the script, by name. A worker whose settings differ from those of the others gets no
-            logical rank.
+        settings: settings of the script, by name. They must be equal on all workers: if they differ at the start, the
+            run ends; a worker that joins later with other settings gets no logical rank.
 
     Raises:
         UserError: the process was not started by ``ft run``.

@@ -46,10 +46,15 @@ from ft.job.messages import (
 from ft.platform import processes
 
 _TICK_S = 0.1
+"""Longest time for which the event loop waits for an event, in seconds."""
 _FINISH_S = 10.0
+"""Seconds that workers have to exit by themselves after the last step."""
 _LEAVE_S = 2.0
+"""Longest time for which the agent waits at its end until its last reports are sent, in seconds."""
 _GRACE_S = 1.0
+"""Seconds between the end of the last worker after a signal and the end of the agent."""
 _REPEAT_S = 2.0
+"""Seconds within which a repeated signal counts as the same request."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Agent:
         except PoolBroken as error:
             self._console.complain(str(error))
             return 1
-        # the uplink's threads may be inside torch: an uncaught exception here could abort the process
+        # the connection's threads may be inside torch: an uncaught exception here could abort the process
         except Exception:
             self._console.complain(traceback.format_exc())
             return 1

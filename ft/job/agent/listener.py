@@ -70,7 +70,7 @@ class WorkerListener:
             channel.close()
             return
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._workforce.hear(worker))
-        # the channel has already read data that came with the first line, so the selector would not report that data
+        # the channel has already read any data that followed the first line, so the selector would not report that data
         self._workforce.hear(worker)
 
 

@@ -126,7 +126,7 @@ def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.env
     listener.close()
     theirs.close()
     for name in [name for name in os.environ if name.startswith(_FOR_ONE_PROCESS)]:
-        del os.environ[name]  # with them, any process that calls MPI_Init would act as the node's one MPI process
+        del os.environ[name]  # with these variables, any process that calls MPI_Init would act as the node's relay
     os.environ.update({TRANSPORT: "mpi", mpi.FOLDER: str(folder), mpi.RANK: str(rank)})
     told = _await_word(ours)
     threading.Thread(target=_watch, args=(relay, folder), name="ft-mpi-watch", daemon=True).start()
@@ -182,7 +182,7 @@ def _relay(agent: int, folder: Path, listener: socket.socket, word: socket.socke
         code, world = None, None
     shutil.rmtree(folder, ignore_errors=True)
     if code is None or code < 0:
-        # only this end counts as a death for MPI; it also kills the agent, if that is alive
+        # MPI detects a death only if this process is killed; the kernel then kills the agent too, if it is alive
         os.kill(os.getpid(), signal.SIGKILL)
     world.leave(_LEAVE_S)
     os._exit(code)

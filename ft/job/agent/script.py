@@ -82,7 +82,8 @@ def _run_file(script: str) -> None:
     main.__dict__.update(__file__=script, __builtins__=__builtins__, __loader__=loader, __spec__=None)
     with io.open_code(script) as file:
         code = compile(file.read(), script, "exec")
-    sys.modules["__main__"] = main  # it stays there: pickles and threads look it up even after the script's last line
+    # never removed again: pickles and threads look the module up even after the script's last line
+    sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 

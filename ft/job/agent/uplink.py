@@ -158,7 +158,7 @@ class _Conversation:
         self._linked = self._ended = False
 
     def post(self, report: Any) -> None:
-        # heartbeats would be stale by the time of the next connection
+        # drop heartbeats while there is no connection: they would be stale at the next one
         if self._linked or not isinstance(report, AgentBeat):
             self.reports.put(report)
 

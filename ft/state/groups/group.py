@@ -22,8 +22,8 @@ from ft.state.groups.waiter import GRACE_S
 from ft.state.groups.work import Composed, GroupWork, Message, MessageFromAnyone
 
 _PRUNE_AT = 64
-# Texts in backend errors that mean a failed connection. All other errors at the start of an operation are the caller's
-# mistake.
+# Texts in backend errors that indicate a failed connection. All other errors at the start of an operation are bugs of
+# the caller, such as tensors of wrong shape.
 _TRANSPORT_WORDS = ("gloo/transport", "pair closure", "Connection ", "NCCL", "Broken pipe", "Socket ")
 
 
@@ -201,7 +201,7 @@ class Group(dist.ProcessGroup):
         remains = [self._inner, *(connection.backend for connection in self._connections.values())]
         for work in works:
             if work is not None and work.is_unfinished():
-                work.inner = None  # a work that the program still holds would keep the connection alive
+                work.inner = None  # the program may still reference the work, which would keep the connection alive
         self._flight.clear()
         self._inner = self._stream_mark = None
         for connection in self._connections.values():

@@ -115,7 +115,7 @@ class Groups:
             pg_options=groups,
         )
         world = dist.distributed_c10d._world
-        # Programs ask which backend moves their tensors, and pass its name to new groups.
+        # Programs query the default group's backend and pass its name to ``new_group``: report the device's backend.
         world.pg_map[world.default_pg] = (dist.Backend(device_backend), world.pg_map[world.default_pg][1])
         return groups
 
@@ -246,7 +246,7 @@ class Groups:
         for group in interrupted:
             group.drop()
 
-    # --- the start of the next ----------------------------------------------------------------------------------------
+    # --- the start of the next epoch ----------------------------------------------------------------------------------
 
     def rebuild(
         self, names: Iterable[str], defer: Iterable[str], prefix: str, epoch: int, meeting: Meeting | None = None
@@ -309,7 +309,7 @@ class Groups:
                 raise EpochClosed(*closed)
             self._state.epoch, self._state.closed = epoch, None
 
-    # --- what others want to know -------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------------
 
     def topology(self) -> str:
         """Return a digest of the names and members of all groups ever created.

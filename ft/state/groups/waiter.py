@@ -44,7 +44,7 @@ def wait_for_collective(work: dist.Work, timeout: timedelta | None, state: Epoch
             return work.wait(_SLICE)
         except RuntimeError:
             if work.is_completed():
-                return work.wait()  # it has failed, or has ended just after the slice
+                return work.wait()  # the work has failed, or has ended just after the slice
             if deadline is not None and time.monotonic() > deadline:
                 raise
         if state.closed is not None and not ends_soon(work.is_completed):
@@ -78,7 +78,8 @@ class _Waiter:
         """Wait for ``work``. Return [its result or its exception], or [] if the epoch was closed first."""
         outcome: list[bool | Exception] = []
         self._task = (work, timeout, outcome)
-        state.wake.add(self._wake)  # registered before the flag is read; ``close`` does the reverse
+        # The order matters: register, then read the flag. ``close`` sets the flag and then calls what is registered.
+        state.wake.add(self._wake)
         self._asked.release()
         if state.closed is None:
             self._answered.acquire()
