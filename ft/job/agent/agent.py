@@ -4,9 +4,8 @@ Terms: a worker is a training process that holds a logical rank (a position in t
 worker that holds none and can replace a lost one. Workers are forked from the warm pool, a process that has imported
 everything. The control plane is one process for the whole run; it runs on one node and orders the recoveries. An epoch
 is a version of the assignment of workers to logical ranks. In a warm restart, all workers end, and new workers from the
-warm pool load the last checkpoint. A life is the time from one start of the run without any recorded history (the
-first start, or a warm restart after which the control plane's journal was not used) to the next; it is numbered like
-the warm restart that begins it.
+warm pool load the last checkpoint. A life of the run begins with its first start, and with every restart that does not
+continue from the control plane's journal (its log of decisions); the life has the number of that restart.
 """
 
 import os

@@ -124,7 +124,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
 def _own(faults: list[inject.Fault], place: Place, life: int | None) -> list[inject.Fault]:
     """Address this node's planned faults to this agent.
 
-    In a later life (a restart of the run with new agents), the agent's name differs from the node's first name.
+    If a replica of FT-HSDP is restarted with new agents, the agent's name differs from the node's first name.
     """
     asked = f"n{place.node_rank}" if life else place.node
     return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]

@@ -1,6 +1,7 @@
 """Terminal output of a node agent of ``ft run``: the agent's own messages, and the output of selected workers.
 
-All workers write to log files; the agent copies the logs of the workers with the first and the last rank here.
+All workers write to log files; the agent copies the logs of the workers with the first and the last rank to the
+terminal.
 """
 
 import re

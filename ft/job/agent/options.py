@@ -117,7 +117,7 @@ class RunOptions:
     hot_swap: bool = True
     """Whether standbys replace lost workers in the running job. False: every failure leads to a warm restart."""
     life: int | None = None
-    """Number of restarts of the run, if this agent is started for such a restart, which follows earlier agents.
+    """Number of restarts so far, set for a replica of FT-HSDP, whose supervisor starts new agents for every restart.
 
     None: the agent belongs to the first start of the run, or joins a run that is under way and offers standbys only.
     """

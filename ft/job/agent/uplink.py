@@ -5,8 +5,9 @@ the whole run, and receives orders from it. The control plane may disappear and 
 term number. Therefore reports are numbered and kept until the control plane has recorded them; after each reconnection
 the remaining reports are sent again. Orders are numbered too, so that no order is carried out twice.
 
-A life of the run begins with its first start, and with every restart that does not use the recorded history; its number
-is the number of that restart. An agent that finds a newer life than its own has to restart its workers.
+A life of the run begins with its first start, and with every restart that does not continue from the control plane's
+journal (its log of decisions); the life has the number of that restart. An agent that finds a newer life than its own
+has to restart its workers.
 """
 
 import contextlib
@@ -98,7 +99,7 @@ class Uplink:
         self._conversation.post(report)
 
     def record(self, report: Any, patience_s: float = _RECORD_S) -> None:
-        """Post a report and return once it was sent, or after ``patience_s`` seconds."""
+        """Queue a report and return once it was sent, or after ``patience_s`` seconds."""
         self.post(report)
         self.flush(patience_s)
 
