@@ -1,4 +1,4 @@
-"""Basic types and helpers that every package uses: errors, events, quantities, flags, the run's token.
+"""Basic types and helpers that all packages of ``ft`` use: errors, events, quantities, flags, the run's secret token.
 
-Imports nothing of ft.
+This package imports no other package of ``ft``.
 """

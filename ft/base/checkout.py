@@ -1,4 +1,4 @@
-"""The path of this installation's own files."""
+"""The folder from which this installation of ``ft`` is imported."""
 
 from pathlib import Path
 

@@ -1,12 +1,15 @@
-"""The exception hierarchy: each class tells its handler what to do.
+"""The exception hierarchy of ``ft``: the class of an exception determines how a failure is handled.
+
+A worker is a training process. It holds a logical rank (a position in the parallel layout); a standby is a worker that
+holds none and can replace a lost one. An epoch is a version of the assignment of workers to logical ranks.
 
 =====================  =========================================================================
-raised class           what has to happen
+exception class        how the failure is handled
 =====================  =========================================================================
-``UserError``          stop before anything is lost; print the message (problem and fix), no trace
-``RecoverableError``   the worker is sound; the operation is tried again in place
+``UserError``          the run stops before anything is lost; the message is printed without a traceback
+``RecoverableError``   the worker keeps running and retries the operation
 ``ReplaceNodeError``   the worker or its node is lost; a standby takes its logical ranks
-``FallbackError``      this source of the state is unusable; the next source of it is tried
+``FallbackError``      this copy of the training state is unusable; the next copy is tried
 =====================  =========================================================================
 """
 
@@ -21,10 +24,10 @@ class FtError(Exception):
 
 
 class UserError(FtError):
-    """The input cannot work: flags, files or environment.
+    """An error in the user's input: in flags, files or the environment.
 
     Args:
-        problem: what is wrong, with the numbers or the path it is about.
+        problem: what is wrong, with the numbers or the path concerned.
         fix: what the user can do; printed on its own line.
     """
 
@@ -39,7 +42,7 @@ class UserError(FtError):
     def of(cls, problems: Sequence[Problem]) -> "UserError":
         """Combine ``problems`` (at least one) into one error.
 
-        Several are printed as a numbered list, each with its fix.
+        Several problems are printed as a numbered list, each with its fix.
         """
         if len(problems) == 1:
             return cls(*problems[0])
@@ -89,11 +92,11 @@ class RecoverableError(FtError):
 
 
 class ReplaceNodeError(FtError):
-    """The worker or its node cannot go on: hand its logical ranks to a standby."""
+    """The worker or its node cannot continue: a standby takes over its logical rank."""
 
 
 class FallbackError(FtError):
-    """This copy of the state is unusable: use the next source (peer copy, older checkpoint)."""
+    """This copy of the training state is unusable: use the next one (another rank's copy, or an older checkpoint)."""
 
 
 class EpochClosed(RecoverableError):

@@ -1,4 +1,9 @@
-"""The run's event log: one JSON object per line of ``events.jsonl``, written by all parts and read by all reports.
+"""The event log of an ``ft run``: one JSON object per line of ``events.jsonl``, the source of all recovery reports.
+
+The log records faults, recoveries, checkpoints and results. Terms used in it: a logical rank is a position in the
+parallel layout, a worker is the process that holds it, and a standby is a worker that holds none. An epoch is a version
+of the assignment of workers to logical ranks: a failure closes an epoch, and the recovery opens the next one. A step is
+committed when all ranks have finished its optimizer update.
 
 Two clocks stamp an event: ``wall`` (seconds since 1970, comparable between hosts as far as their clocks agree) and
 ``monotonic`` (comparable on one host only). :func:`elapsed` uses the better of the two.
@@ -51,35 +56,42 @@ PROTECTION_ACTED = "protection_acted"
 
 @dataclass(frozen=True)
 class Needs:
-    """What an event of a given name must have: fields of :class:`Event` that are not None, and keys of its detail."""
+    """The required content of an event.
+
+    Attributes:
+        fields: names of the fields of :class:`Event` that must not be None.
+        detail: keys that the event's detail must contain.
+    """
 
     fields: tuple[str, ...] = ()
     detail: tuple[str, ...] = ()
 
 
 SCHEMA: Mapping[str, Needs] = {
-    # command: list of words; world_size: number of logical ranks
+    # the run has started; command: list of words; world_size: number of logical ranks
     RUN_STARTED: Needs((), ("command", "world_size")),
-    # a process exists; rank None: a standby
+    # a worker's process was started; rank is None for a standby
     WORKER_STARTED: Needs(("node", "worker"), ("pid",)),
     STANDBY_READY: Needs(("node", "worker")),
-    # number: number of the planned fault; where: phase of the step, or "time"
+    # a planned fault was injected; number: index of the fault; where: phase of the step, or "time"
     FAULT_INJECTED: Needs(("node",), ("number", "kind")),
-    # epoch: the epoch in which the failure happened; worker, node, rank: the broken part; step: the last step known to
-    # be committed; category: class of the failure; action: "replace", "in place", "restart" or "stop"; signal: the
-    # observation that revealed the failure
+    # a failure was detected and classified; epoch: the epoch in which it happened; worker, node, rank: where it
+    # happened; step: the last step known to be committed; category: class of the failure; action: "replace", "in
+    # place", "restart" or "stop"; signal: the observation that revealed the failure
     FAULT_DETECTED: Needs(("epoch",), ("category", "action", "reason", "signal")),
     EPOCH_CLOSED: Needs(("epoch",), ("reason",)),
-    # epoch: the closed epoch; the last surviving worker has left it
+    # the last surviving worker has left the closed epoch; epoch: its number
     RELEASED: Needs(("epoch",)),
-    # seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
+    # a new epoch begins; seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
     EPOCH_OPENED: Needs(("epoch",), ("seats", "joiners")),
     JOINER_ARRIVED: Needs(("epoch", "worker", "rank")),
-    # step: the step to restore
+    # the workers were ordered to rebuild groups and restore their state; step: the step to restore
     REPAIR_ORDERED: Needs(("epoch", "step")),
-    # rebuilt, kept, deferred: numbers of groups over the whole run, not per worker; seconds: of the slowest worker
+    # the process groups are connected; rebuilt, kept, deferred: numbers of groups, each counted once and not per
+    # worker; seconds: duration on the slowest worker
     GROUPS_REBUILT: Needs(("epoch",), ("rebuilt", "kept", "deferred", "seconds")),
-    # sources: logical rank (a string) -> where its state came from; seconds: of the slowest worker
+    # all ranks have restored their state; sources: logical rank (a string) -> where its state came from; seconds:
+    # duration on the slowest worker
     STATE_RESTORED: Needs(("epoch", "step"), ("sources", "seconds")),
     # a pipeline stage whose state is lost on all ranks is rebuilt from its neighbouring stages (CheckFree); weights:
     # shares of the previous and the following stage; neighbours: logical ranks; seconds: on the stage's first rank,
@@ -88,45 +100,50 @@ SCHEMA: Mapping[str, Needs] = {
     # the first new step has begun on every worker; step: the last committed step
     RESUMED: Needs(("epoch", "step")),
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
-    # number: warm restarts so far
+    # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far
     RESTARTED: Needs((), ("number", "reason")),
     CHECKPOINT_SAVED: Needs(("step",)),
-    # violations: sentences, empty when invariants I1 to I4 hold (DEADPOOL, section V-C)
+    # the recovery was checked; violations: sentences, empty if invariants I1 to I4 hold (DEADPOOL, section V-C)
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
-    # copies: logical rank of the owner (a string) -> holders of its peer copies from this epoch's first snapshot on;
+    # peer copies (copies of a rank's optimizer shard in other ranks' host memory) were assigned to their holders;
+    # copies: logical rank of the owner (a string) -> ranks that hold its copies from this epoch's first snapshot on;
     # moved: copies that were placed elsewhere before; problems: sentences, empty when all failure domains are respected
     COPIES_PLACED: Needs(("epoch",), ("copies", "moved", "problems")),
     FINISHED: Needs(("step",)),
     STOPPED: Needs((), ("code", "message")),
-    # the control plane could not continue from its journal: all workers restarted
+    # the control plane could not continue from its journal (its log of decisions): all workers restarted
     CONTROL_RESTARTED: Needs(),
-    # the control plane continued from its journal, beside the agent of node; away: seconds since it last heard anything
+    # the control plane continued from its journal, on the given node; term: number of its leadership; away: seconds
+    # since the control plane last received a message
     CONTROL_BACK: Needs(("node",), ("term", "away")),
-    # FT-HSDP; replica: its number; life: its number of restarts; step: number of committed steps of its state
+    # FT-HSDP, where a replica is a full copy of the model with its own ranks; replica: number of the replica; life:
+    # number of restarts of the replica; step: number of committed steps in its state
     REPLICA_OFFLINE: Needs((), ("replica", "reason")),
     REPLICA_ONLINE: Needs(("step",), ("replica", "life")),
     # a rank of a replica that was behind has received the state; step: the step in which it caught up; bytes: number of
     # bytes fetched in fetch_s seconds
     CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
-    # the members have changed, or the step is retried; step: committed steps; wait_s: seconds since the first report
+    # a new quorum (set of replicas that compute a step together): its members differ from the last quorum's, or the
+    # step is retried; step: number of committed steps; wait_s: seconds since the first report
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
-    # a bit-flip fault was injected; fault: its number; execution: primary, checker or None (a payload)
+    # a bit-flip fault was injected; fault: index of the planned fault; execution: "primary" or "checker", the execution
+    # of a duplicated operator that was hit, or None if the data of a message was hit
     BIT_FLIPPED: Needs(
         ("rank", "step"), ("fault", "operator", "phase", "layer", "microbatch", "element", "bit", "dtype")
     ),
-    # strategy: naive, piggyback or plan; counts: operators of this rank's first iteration, by way of verification
+    # SpareTrain (dual modular redundancy, DMR): coverage of this rank's first iteration; strategy: naive, piggyback or
+    # plan; counts: number of operators by method of verification
     DMR_COVERED: Needs(("rank", "step"), ("strategy", "counts")),
-    # two executions of an operator differed; how: what was compared; elements: number of differing elements, None if
-    # digests were compared
+    # two executions of an operator gave different results; how: what was compared; elements: number of differing
+    # elements, None if digests were compared
     DMR_MISMATCH: Needs(
         ("rank", "step"), ("attempt", "operator", "phase", "layer", "microbatch", "how", "host", "device")
     ),
     # the decision after a failed attempt on ``ranks``: action "retry", "evict" or "give up"; blamed: the faulty ranks
     DMR_VERDICT: Needs(("step",), ("attempt", "action", "reason", "ranks", "blamed")),
-    # a step was clean after failed attempts
+    # an attempt at a step showed no mismatch after earlier attempts at that step had failed
     DMR_CLEAN: Needs(("step",), ("attempt",)),
-    # a protection of a user's own has acted on a step; protection: its name; what: what it did, as a sentence without a
-    # subject
+    # a user-defined protection has acted on a step; protection: its name; what: its action, as a verb phrase
     PROTECTION_ACTED: Needs(("rank", "step"), ("protection", "what")),
 }
 """All events, by name."""
@@ -134,13 +151,13 @@ SCHEMA: Mapping[str, Needs] = {
 
 @dataclass(frozen=True)
 class Event:
-    """One event.
+    """One event. The fields from ``node`` to ``step`` are None where they do not apply.
 
     Attributes:
         name: a key of ``SCHEMA``.
         wall: time in seconds since 1970.
         monotonic: time in seconds on the host's monotonic clock.
-        node: the node that the event is about, None if it does not apply; so for the following fields.
+        node: name of the node that the event is about.
         worker: name of the worker.
         rank: logical rank.
         epoch: number of the epoch.
@@ -165,12 +182,15 @@ _KNOWN = {f.name for f in fields(Event)}
 
 
 def now(name: str, **values: Any) -> Event:
-    """Return an event with the present time. Keywords that are no field of :class:`Event` become its detail."""
+    """Return an event with the present time. Keywords that are not fields of :class:`Event` become its detail."""
     return observed(name, {"wall": time.time(), "monotonic": time.monotonic(), **values})
 
 
 def observed(name: str, values: Mapping[str, Any]) -> Event:
-    """Return the event in an ``Observed`` message, which holds stamps, places and detail in one mapping."""
+    """Return the event that an ``Observed`` message reports; ``values`` mixes the event's fields with its detail.
+
+    Time stamps that are missing are set to the present time.
+    """
     stamps = {key: values[key] for key in _STAMPS if key in values}
     stamps.setdefault("wall", time.time())
     stamps.setdefault("monotonic", time.monotonic())
@@ -181,7 +201,7 @@ def check(event: Event) -> None:
     """Check an event against ``SCHEMA``.
 
     Raises:
-        ValueError: the event does not match, which is an error of the code that wrote it.
+        ValueError: the event does not match the schema, which is a bug in the code that creates the event.
     """
     needs = SCHEMA.get(event.name)
     if needs is None:
@@ -195,8 +215,9 @@ def check(event: Event) -> None:
 def elapsed(earlier: Event, later: Event) -> float:
     """Return the seconds between two events, never negative.
 
-    If both clocks agree within a second, both events were stamped on one host, and its monotonic clock is used.
-    Monotonic clocks of two hosts have different origins, so the wall clocks are used there.
+    If the wall clock and the monotonic clock give the same difference within a second, both events come from one host,
+    and the monotonic difference is returned. Monotonic clocks of two hosts have different origins; then the wall-clock
+    difference is returned.
     """
     wall, monotonic = later.wall - earlier.wall, later.monotonic - earlier.monotonic
     return max(0.0, monotonic if abs(monotonic - wall) < 1.0 else wall)
@@ -211,7 +232,8 @@ class EventLog:
 
     def __init__(self, path: str | Path):
         self._lock = threading.Lock()
-        self._lines = Lines(Path(path), is_shared=True)  # with a control plane that was declared dead but still runs
+        # shared, because a control plane that was declared dead may still run and write to the same file
+        self._lines = Lines(Path(path), is_shared=True)
 
     def write(self, event: Event) -> None:
         """Append one event.
@@ -236,9 +258,9 @@ class EventLog:
 
 
 def read(path: str | Path) -> list[Event]:
-    """Return the events of a file in the order in which they were written, none if there is no such file.
+    """Return the events of a file in the order in which they were written; an empty list if there is no such file.
 
-    Torn lines are skipped, and so are fields that a later version has added. Events with unknown names are kept.
+    Incomplete lines are skipped, and so are fields that a later version has added. Events with unknown names are kept.
     """
     try:
         lines = Path(path).read_bytes().splitlines()

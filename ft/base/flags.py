@@ -1,4 +1,4 @@
-"""Parses a command line flag by flag, so that one bad flag does not hide the errors in others."""
+"""Command-line parsing for the ``ft`` commands: flags are parsed singly, so that one bad flag hides no other error."""
 
 import argparse
 import difflib
@@ -8,15 +8,16 @@ from pathlib import Path
 from ft.base.errors import Problem, UserError
 
 Explain = Callable[[str], tuple[Problem, str | None]]
-"""Returns the problem with an unknown flag, and the flag that was probably meant."""
+"""Function from an unknown flag to (problem to report, flag that was probably meant or None)."""
 
 
 def read_flags(
     parser: argparse.ArgumentParser, words: Sequence[str], known: Collection[str], explain: Explain
 ) -> tuple[argparse.Namespace, list[Problem], list[str]]:
-    """Parse a command line that has nothing but flags.
+    """Parse a command line that consists of flags only.
 
-    A misspelt flag is reported, and read as the flag that was probably meant, so that further errors show up.
+    A misspelt flag is reported and then parsed as the flag that was probably meant, so that errors in its value are
+    reported too.
 
     Args:
         parser: a parser whose ``error`` raises :class:`UserError`.
@@ -25,7 +26,7 @@ def read_flags(
         explain: describes an unknown flag.
 
     Returns:
-        (the values, problems, known flags whose values could not be read).
+        (the parsed values, the problems, flags whose values could not be parsed).
     """
     namespace, problems, doubtful = argparse.Namespace(), [], []
     for group in _groups(words):
@@ -53,7 +54,7 @@ def _unexpected(word: str) -> Problem:
 
 
 def _groups(words: Sequence[str]) -> list[list[str]]:
-    """Return groups of words: each flag with the words after it, and each word before the first flag."""
+    """Group the words: each flag with the words that follow it. A word before the first flag is a group of its own."""
     found: list[list[str]] = []
     for word in words:
         if word.startswith("--") or not found or not found[-1][0].startswith("--"):
@@ -64,13 +65,15 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of each ``ft`` subcommand. Bad input raises :class:`UserError`, as everywhere else.
+    """The argparse parser of an ``ft`` subcommand. Bad input raises :class:`UserError` instead of exiting.
 
     Args:
-        is_launcher: the command line consists of flags, a script and the script's own arguments, as torchrun's.
-            Problems are left in ``problems`` of the namespace, so that the command can report them together with
-            others; ``script`` is None if none is given. The parser needs the arguments ``script`` and ``script_args``.
-        scripts_flags: returns the flags that belong after the script, for the message if one is given before it.
+        is_launcher: the command line consists of flags, a script and the script's own arguments, as with torchrun.
+            Problems are stored in ``problems`` of the namespace, so that the command can report them together with
+            others; ``script`` is None if none is given. The parser must define the arguments ``script`` and
+            ``script_args``.
+        scripts_flags: returns the flags of the script itself; if one is given before the script, the error message
+            says where it belongs.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "), f"see {self.prog} --help")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
-        """Parse as the base class does. For a launcher, no word is left unknown."""
+        """Parse as the base class does. For a launcher, all words are consumed and unknown flags become problems."""
         if not self._is_launcher:
             return super().parse_known_args(args, namespace)
         namespace, problems = namespace or argparse.Namespace(), []
@@ -107,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, []
 
     def _next_flag(self, words: Sequence[str]) -> tuple[list[str], Problem | None]:
-        """Return the first flag with its value, and what is wrong with it."""
+        """Return (the words of the first flag with its value, the problem with that flag or None)."""
         flag, equals, _ = words[0].partition("=")
         action, problem = self._option_string_actions.get(flag), None
         if action is None:

@@ -1,4 +1,7 @@
-"""A file to which lines are appended, and for which a full disk delays lines instead of raising an error."""
+"""An append-only text file that tolerates a full disk: lines wait in memory instead of raising an error.
+
+The event log and the other logs of a run are written with it, so that training continues while a disk is full.
+"""
 
 import contextlib
 import errno
@@ -17,16 +20,16 @@ class Lines:
 
     A line that cannot be written (a full disk, an I/O error) is retried with the next line.
 
-    Readers see a line whole or not at all. The part that was written of a line that did not fit is removed; if other
-    processes append to the file too, that part is ended with a newline instead, and readers skip it. A line torn by a
-    crash of an earlier writer is ended in the same way.
+    If only part of a line fits on the disk, that part is removed again, so that readers never see it. If other
+    processes append to the file too, the part cannot be removed: it is terminated by a newline, and readers skip it. An
+    incomplete last line from a writer that crashed is terminated in the same way.
 
     Args:
         path: the file.
-        most: maximum number of lines that wait in memory; beyond it the oldest is lost. None: no limit.
+        most: maximum number of lines that wait in memory; above it the oldest line is dropped. None: no limit.
         is_shared: other processes may append to the file at the same time.
-        tell: function that prints a message once when lines begin to wait, once when they are written, and when lines
-            are lost.
+        tell: function that prints a message. It is called when lines begin to wait, when they have been written, and
+            when lines are lost.
 
     Attributes:
         lost: number of lines that are neither in the file nor in memory.
@@ -45,7 +48,7 @@ class Lines:
         self._open()
 
     def write(self, line: bytes) -> None:
-        """Append a line, given with its newline."""
+        """Append ``line``, which ends with a newline."""
         self._waiting.append(line)
         self._flush()
         if self._most is not None and len(self._waiting) > self._most:
@@ -53,9 +56,9 @@ class Lines:
             self.lost += 1
 
     def replace(self, change: Callable[[], None], is_kept: Callable[[bytes], bool]) -> None:
-        """Call ``change``, which replaces the file.
+        """Call ``change``, which replaces the file, and append to the new file from then on.
 
-        Of the waiting lines, only those for which ``is_kept`` is true are kept.
+        Waiting lines for which ``is_kept`` returns False are dropped.
         """
         self._waiting = deque(line for line in self._waiting if is_kept(line))
         os.close(self._fd)
@@ -63,7 +66,7 @@ class Lines:
         self._open()
 
     def close(self) -> None:
-        """Write the waiting lines as far as there is space. The rest is lost, with a message."""
+        """Write the waiting lines as far as there is space. The rest is lost, and a message says how many."""
         self._flush()
         os.close(self._fd)
         self.lost += sum(line != _END for line in self._waiting)

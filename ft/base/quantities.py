@@ -1,6 +1,7 @@
-"""Parses times, sizes, rates and numbers as people write them: 250ms, 12h, 80GB, 98,304, 70B.
+"""Parsers for quantities in flags and files: times, sizes, rates and numbers such as 250ms, 12h, 80GB, 98,304 and 70B.
 
-Parsers raise ValueError with the reason. :func:`argument` wraps a parser for argparse, with the reason in its message.
+Parsers raise ValueError with the reason. :func:`argument` turns a parser into a ``type`` for argparse that reports the
+reason in its error message.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def seconds(value: Any, least: float = 1e-3, bare: float | None = None) -> float
     Args:
         value: the text or number.
         least: shortest time that is accepted, in seconds.
-        bare: unit, in seconds, of a number without a unit; None: such a number is rejected.
+        bare: seconds that a number without a unit is multiplied by; None: such a number is rejected.
 
     Raises:
         ValueError: the value is not a time, is too short, or has no unit.
@@ -52,7 +53,7 @@ def size(value: Any, bare: float | None = 1.0) -> float:
 
     Args:
         value: the text or number.
-        bare: unit, in bytes, of a number without a unit; None: such a number is rejected.
+        bare: bytes that a number without a unit is multiplied by; None: such a number is rejected.
 
     Raises:
         ValueError: the value is not a size, is not above zero, or has no unit.
@@ -128,7 +129,7 @@ def amount(value: Any) -> float:
 
 
 def argument(read: Callable[[Any], Value]) -> Callable[[str], Value]:
-    """Return the parser as a ``type`` for argparse."""
+    """Wrap a parser as a ``type`` for argparse."""
 
     def read_argument(text: str) -> Value:
         try:

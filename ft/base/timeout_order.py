@@ -13,8 +13,8 @@ def check(table: Any, noun: str, ladder: Iterable[tuple[str, str]], may_be_zero:
     Args:
         table: the dataclass.
         noun: word for one of its fields, for messages.
-        ladder: (shorter, longer) pairs of names: the shorter timeout has to expire first, so that the longer one does
-            not react to its consequences.
+        ladder: (shorter, longer) pairs of field names. The shorter timeout must expire first: its expiry handles the
+            failure before the longer timeout would react to the same failure.
         may_be_zero: names of timeouts that may be zero.
 
     Raises:

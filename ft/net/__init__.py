@@ -1,1 +1,4 @@
-"""Communication between processes: channels, codecs, stores and streams, over TCP, Unix sockets and MPI."""
+"""Communication between the processes of a run: message channels, rendezvous stores and byte streams.
+
+They use TCP, Unix sockets or MPI. The handshake authenticates peers by the run's secret token.
+"""

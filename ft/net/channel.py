@@ -1,4 +1,7 @@
-"""A non-blocking channel for an event loop: one JSON line per message over a Unix stream socket."""
+"""A non-blocking channel for an event loop: one line of text per message over a stream socket.
+
+The node agent of ``ft run`` uses it for its connections to workers and to the pool that workers are forked from.
+"""
 
 import socket
 
@@ -11,7 +14,7 @@ class Channel:
 
     Attributes:
         sock: the socket.
-        gone: the peer has closed the connection.
+        gone: whether the peer has closed the connection.
     """
 
     def __init__(self, sock: socket.socket):
@@ -50,7 +53,10 @@ class Channel:
         return None if self.gone and not lines else lines
 
     def receive_line(self) -> bytes | None:
-        """Return the first complete line; later ones stay for ``receive``. None: no line yet, or never (``gone``)."""
+        """Return the first complete line, and leave later lines to ``receive``.
+
+        None: no complete line has been received yet or, if ``gone`` is set, none will be.
+        """
         self._read()
         line, newline, rest = self._in.partition(b"\n")
         if not newline:

@@ -1,4 +1,4 @@
-"""Chooses the network for a worker's connections to other workers: TCP or MPI."""
+"""Chooses the network, TCP or MPI, over which a worker (training process) sends snapshots to other workers."""
 
 import os
 from collections.abc import Mapping

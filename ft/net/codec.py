@@ -1,4 +1,4 @@
-"""Converts dataclasses to JSON values and back, by their type hints."""
+"""Converts dataclasses, such as the messages of ``ft.job.messages``, to JSON values and back, by their type hints."""
 
 import types
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        # Fast path for the members of groups, which with thousands of ranks are most of the data.
+        # Fast path for lists of ranks (members of process groups), which are most of the data in large runs.
         return list(value) if all(type(item) in _SCALARS for item in value) else [to_json(item) for item in value]
     return value
 
@@ -25,8 +25,8 @@ def from_json(kind: Any, value: Any) -> Any:
     """Convert the result of ``to_json`` back to an object of type ``kind``.
 
     Raises:
-        TypeError: the value has another shape.
-        KeyError: the value has another shape.
+        TypeError: the structure of the value does not match ``kind``.
+        KeyError: the structure of the value does not match ``kind``.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):

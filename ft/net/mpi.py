@@ -1,23 +1,26 @@
-"""The MPI transport on the worker's side: connections to other workers through the node's MPI process (relay).
+"""The MPI network on the worker's side: byte streams to other workers through the node's MPI process, the relay.
 
-Workers are not MPI processes themselves, for these reasons (Open MPI 5.0 with mpi4py 4.1;
-tools/experiments/mpi_facts.py shows each):
+Workers are the training processes of ``ft run``. They send snapshots of their state to each other over these streams if
+the run was started with ``--ft-transport mpi``. Workers are not MPI processes themselves, for these reasons (Open MPI
+5.0 with mpi4py 4.1; tools/experiments/mpi_facts.py shows each):
 
-* They are forked from a warm process, and any number of standbys are started during the run. MPI knows only the
-processes that mpirun has started, and accepts no others: ``MPI_Comm_accept`` and ``MPI_Comm_connect`` between processes
-that call ``MPI_Init`` on their own fail with MPI_ERR_INTERN, because they share no PMIx server.
-* A process that mpirun starts has to import everything first, which takes the seconds that the warm pool saves.
-* A fault inside MPI should cost a connection, and not the worker with its state.
+* Workers are forked from a warm process, and any number of standbys (replacement workers) are started during the run.
+MPI knows only the processes that mpirun has started, and accepts no others: ``MPI_Comm_accept`` and
+``MPI_Comm_connect`` between processes that call ``MPI_Init`` on their own fail with MPI_ERR_INTERN, because they share
+no PMIx server.
+* A process that mpirun starts has to import everything first; forking from a warm process avoids these seconds.
+* A fault inside MPI should break a connection, and not end the worker and lose its state.
 
-So mpirun (or srun) starts one process per node, which is the MPI process of this node and the parent of its agent
-(:mod:`ft.job.agent.mpirun`). It relays (:mod:`ft.net.mpi_relay`): a worker connects to it over a Unix socket and names
-a worker of another node; what it writes then is carried by MPI messages and comes out at that worker. Frames,
-checksums, tokens, deadlines and retries are those of the TCP transport, because they belong to the layer above:
-:class:`ft.state.snapshot.tcp.SnapshotServer` runs over either.
+So mpirun (or srun) starts one process per node. This process is the node's MPI process and the parent of the node's
+agent (:mod:`ft.job.agent.mpirun`). It relays streams (:mod:`ft.net.mpi_relay`): a worker connects to the relay over a
+Unix socket and names a worker of another node. MPI messages carry the bytes that the first worker writes to the other
+node's relay, which writes them to the second worker. Frames, checksums, tokens, deadlines and retries are the same as
+over TCP, because they belong to the layer above, :class:`ft.state.snapshot.tcp.SnapshotServer`.
 
-When a node dies, its MPI process dies. The relays learn this from MPI, revoke the communicator, shrink it and continue
-with the rest (:mod:`ft.net.mpi_world`). Standby nodes are members of the communicator from the start, so a standby
-needs only new connections to take part. When a worker dies, its sockets are closed, and MPI is not affected.
+When a node dies, its MPI process dies. MPI reports this to the other relays, which revoke the communicator, shrink it
+and continue without the dead process (:mod:`ft.net.mpi_world`). Standby nodes are members of the communicator from the
+start, so a standby needs only new connections to take part. When a worker dies, its sockets are closed, and MPI is not
+affected.
 """
 
 import contextlib

@@ -1,11 +1,13 @@
-"""The MPI process of a node: relays streams between its workers and those of other nodes.
+"""The relay: the MPI process of a node, which relays byte streams between the node's workers and those of other nodes.
 
-It is one thread with one event loop that never blocks on a worker. MPI offers no file descriptor to wait on, so MPI is
-polled: continuously while data moves, a thousand times a second otherwise. Operations that MPI may block for ever are
-ended by the workers, whose connections have deadlines, and by the failure detector (:mod:`ft.net.mpi_world`).
+Workers are training processes; they are not MPI processes themselves (:mod:`ft.net.mpi` gives the reasons) and connect
+to the relay over Unix sockets. The relay has one thread with one event loop that never blocks on a worker. MPI offers
+no file descriptor to wait on, so the relay polls MPI: continuously while data moves, a thousand times a second
+otherwise. If MPI blocks an operation for ever, the deadlines of the workers' connections and MPI's failure detector
+(:mod:`ft.net.mpi_world`) end it.
 
-``python -m ft.net.mpi_relay FOLDER`` under mpirun relays until SIGTERM, for workers that were started without an agent;
-it listens in FOLDER/RANK.
+``python -m ft.net.mpi_relay FOLDER`` under mpirun relays until SIGTERM, for workers that were started without ``ft
+run``. Workers connect to it in the folder FOLDER/RANK.
 """
 
 import contextlib
@@ -33,7 +35,7 @@ _LEAVE_S = 5.0
 def listen(folder: Path) -> socket.socket:
     """Return the socket that this node's workers connect to.
 
-    It is made before MPI starts, so that no worker comes too early.
+    The socket is created before MPI starts, so that every worker finds it.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / mpi.RELAY))
@@ -43,11 +45,11 @@ def listen(folder: Path) -> socket.socket:
 
 
 class Relay:
-    """The relay of a node; see the module's docstring.
+    """The event loop that relays streams between this node's workers and the relays of other nodes.
 
     Args:
-        world: the MPI processes of all nodes.
-        folder: where ``listener`` and this node's workers listen.
+        world: the communicator of the MPI processes of all nodes.
+        folder: folder with the Unix sockets of ``listener`` and of this node's workers.
         listener: socket for this node's workers.
     """
 
@@ -62,7 +64,7 @@ class Relay:
         self._hot_until = 0.0
 
     def run(self, ended: Callable[[], bool]) -> None:
-        """Relay until ``ended()`` is true, which is called in every iteration of the loop."""
+        """Relay until ``ended()``, which is called in every iteration of the loop, returns True."""
         while not ended():
             pause = 0.0 if time.monotonic() < self._hot_until else _PAUSE_S
             events = self._selector.select(pause)
@@ -85,7 +87,7 @@ class Relay:
             self._selector.register(connection, selectors.EVENT_READ, lambda _: self._greet(connection))
 
     def _greet(self, connection: socket.socket) -> None:
-        """Read a worker's request, which is one line, written at once."""
+        """Read a worker's request, which is one line, and serve it. The worker writes the line in one piece."""
         self._selector.unregister(connection)
         try:
             words = connection.recv(256).decode().split()
@@ -167,9 +169,9 @@ class Relay:
         self._watch(stream)
 
     def _begin_again(self) -> None:
-        """After a death, fail all streams: frames between survivors are lost with the old communicator.
+        """After the death of an MPI process, fail all streams; the workers then reconnect.
 
-        Workers reconnect.
+        Streams between survivors fail too, because frames on their way are lost with the old communicator.
         """
         self._generation = self._world.generation
         for stream in list(self._streams.values()):
@@ -178,7 +180,7 @@ class Relay:
 
 
 def main() -> None:
-    """Run ``python -m ft.net.mpi_relay``."""
+    """Run a relay as ``python -m ft.net.mpi_relay FOLDER`` until SIGTERM."""
     ended: list[int] = []
     processes.die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda signum, _: ended.append(signum))

@@ -1,15 +1,16 @@
-"""Streams between workers as seen by the relays of two nodes: MPI frames between relays, sockets to the workers.
+"""The protocol between two MPI relays: byte streams between workers, as frames in MPI messages, with flow control.
 
-A frame is a header and, for some kinds, bytes:
+A relay is the MPI process of a node. The node's workers (training processes) connect to it over sockets. Each end of a
+stream is a relay with a socket to one worker. A frame is a header and, for some kinds, bytes:
 
-    OPEN name    a worker connects; answered by OPENED, or by RESET with the reason
-    DATA bytes   at most WINDOW bytes more than the other end has credited
-    CREDIT n     n more bytes were passed on to the worker
+    OPEN name    a worker requests a stream to worker ``name``; answered by OPENED, or by RESET with the reason
+    DATA bytes   data; at most WINDOW bytes may be sent beyond the bytes that the other end has credited
+    CREDIT n     n more bytes were passed on to the worker at this end
     END          end of data: the worker has closed its socket
     RESET why    the stream was aborted
 
-With this flow control, a worker that reads slowly or not at all delays only the worker that writes to it, through that
-worker's own full socket.
+Because of this flow control, a worker that reads slowly or not at all delays only the worker that writes to it, whose
+socket becomes full.
 """
 
 import contextlib
@@ -28,11 +29,14 @@ PIECE = 512 << 10
 _BUFFER = 4 << 20
 
 Key = tuple[int, int, bool]
-"""One end of a stream: (rank of the relay where it was opened, number there, whether this is the opening end)."""
+"""One end of a stream.
+
+(MPI rank of the relay that opened the stream, number of the stream at that relay, whether this end is the opening one).
+"""
 
 
 def other(key: Key) -> Key:
-    """Return the other end."""
+    """Return the key of the other end of the stream."""
     return key[0], key[1], not key[2]
 
 
@@ -47,7 +51,7 @@ def room(length: int) -> memoryview:
 
 
 def unpack(frame: bytes | memoryview) -> tuple[int, Key, int, memoryview]:
-    """Return (kind, the end that it is for, number, the rest of the frame).
+    """Return (kind of the frame, end of the stream that it is addressed to, number, the rest of the frame).
 
     Raises:
         struct.error: the bytes are no frame.
@@ -61,16 +65,16 @@ class Stream:
     """One end of a stream.
 
     Attributes:
-        key: this end.
-        peer: rank of the relay at the other end.
+        key: identifier of this end.
+        peer: MPI rank of the relay at the other end.
         sock: non-blocking socket to this node's worker; the relay closes it.
-        send: function that sends a frame to a relay.
+        send: function that sends a frame to the relay with a given rank.
         out: data that the worker has not accepted yet.
-        credit: number of bytes that may be sent.
-        owed: number of bytes passed on to the worker and not credited yet.
-        is_open: the other end has answered.
-        ends: no data follows ``out``.
-        over: the stream is to be closed.
+        credit: number of bytes that may be sent to the other end.
+        owed: number of bytes passed on to the worker and not credited to the other end yet.
+        is_open: whether the other end has accepted the stream.
+        ends: whether the other end has sent all its data, so that no data follows ``out``.
+        over: whether the stream has ended and the relay has to close the socket.
     """
 
     key: Key
@@ -94,7 +98,7 @@ class Stream:
         return self.is_open and self.credit > 0 and not self.ends
 
     def pull(self) -> None:
-        """Forward what the worker has written, as far as credit allows."""
+        """Forward the data that the worker has written to the other end, as far as credit allows."""
         while self.reads and not self.over:
             size = min(PIECE, self.credit)
             frame = room(HEAD.size + size)
@@ -154,7 +158,7 @@ class Stream:
             self.fail(bytes(rest))
 
     def answer(self, text: bytes) -> None:
-        """Tell a connecting worker the result of its request."""
+        """Send a connecting worker the result of its request: "+", or "-" and the reason."""
         with contextlib.suppress(OSError):
             self.sock.send(text)
 

@@ -1,20 +1,22 @@
-"""The nodes' MPI processes as a communicator that survives the loss of members (ULFM: revoke, shrink).
+"""A communicator over the nodes' MPI processes that survives the loss of members (ULFM: revoke, shrink).
 
-Frames between two members arrive in order. When MPI reports a failed process on some member, that member revokes the
-communicator, so that all members notice; then all shrink it, which starts another ``generation``. Frames under way at
-that time are lost, also those between survivors: their users have to start again.
+There is one MPI process per node, the relay, which carries data between the workers of different nodes
+(:mod:`ft.net.mpi` describes the system). Frames (messages) between two members arrive in order. When MPI reports a
+failed process to some member, that member revokes the communicator, so that all members are notified. Then all members
+shrink the communicator, which starts another ``generation``. Frames on their way at that time are lost, also between
+survivors, and the relays have to restart their streams.
 
-What this needs with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
+Requirements of this with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
 
 * Only the blocking shrink works: on a revoked communicator the test of ``MPIX_Comm_ishrink`` fails with MPI_ERR_INTERN.
 The blocking shrink waits for a member that hangs. Open MPI's heartbeat detector solves this: it declares a process dead
-for good after ``SILENT_S`` seconds of silence, and that process aborts as soon as it learns of it. The detector runs
+for good after ``SILENT_S`` seconds of silence, and that process aborts when it is notified. The detector runs
 without a thread of its own, so a heartbeat proves that the event loop of its process runs.
-* Deaths are propagated by Open MPI's own broadcast. By default mpirun's daemons do it, which does not reach all members
-when a daemon has died with its node; the shrink then waits for ever.
-* All connections are made at the start, because later ones would ask those daemons for addresses.
+* Deaths must be propagated by Open MPI's own broadcast. By default mpirun's daemons propagate them, which does not
+reach all members when a daemon has died with its node; the shrink then waits for ever.
+* All connections are made at the start, because later connections would request addresses from those daemons.
 * Slurm's mpi/pmix plugin ends the whole job step when Open MPI reports a death to it. So a process started by srun
-finalises PMIx once all are connected, and no death is reported.
+finalises PMIx once all members are connected; then no death is reported to Slurm.
 """
 
 import contextlib
@@ -69,9 +71,9 @@ class World:
     """This process's membership in the communicator. Only one thread may use it.
 
     Attributes:
-        rank: rank at the start, which identifies this member for good.
+        rank: this member's rank at the start, which identifies the member also after a shrink.
         size: number of members at the start.
-        members: ranks (at the start) that are alive, as far as is known.
+        members: initial ranks of the members that are not known to be dead.
         generation: number of times the communicator was shrunk.
     """
 
@@ -98,13 +100,19 @@ class World:
         self._of_before: list[tuple[Any, Any]] = []
 
     def share(self, mine: bytes) -> list[bytes]:
-        """Return each member's bytes, by rank; at most ``_SHARED`` bytes each. Collective; call it before all else."""
+        """All-gather: return the bytes ``mine`` of all members, by rank; at most ``_SHARED`` bytes each.
+
+        A collective operation, which must come before all other operations.
+        """
         everything = bytearray(_SHARED * self.size)
         self._comm.Allgather([mine.ljust(_SHARED, b"\0"), self._mpi.BYTE], [everything, self._mpi.BYTE])
         return [bytes(everything[i * _SHARED : (i + 1) * _SHARED]).rstrip(b"\0") for i in range(self.size)]
 
     def send(self, to: int, frame: bytes | memoryview) -> None:
-        """Start to send ``frame``, which must not change any more. A frame for a rank that is no member is dropped."""
+        """Start to send ``frame``, which must not change any more, to the member with initial rank ``to``.
+
+        A frame for a rank that is not a member any more is dropped.
+        """
         place = self._place_of.get(to)
         if place is None:
             return
@@ -114,7 +122,10 @@ class World:
             self._failed(error)
 
     def receive(self) -> list[tuple[int, memoryview]]:
-        """Return (sender, frame) of what has arrived, in order for each sender. Also handles deaths."""
+        """Return the received frames as (initial rank of the sender, frame), in order for each sender.
+
+        This also handles deaths of members.
+        """
         try:
             self._accept()
             self._flush()
@@ -126,7 +137,7 @@ class World:
     def leave(self, patience_s: float) -> bool:
         """Finalise MPI together with the others, if mpirun has started it.
 
-        Return whether that took at most ``patience_s`` s.
+        Return whether MPI was finalised within ``patience_s`` seconds.
         """
         if not self._knows_pmix:
             return False
@@ -149,7 +160,7 @@ class World:
             self._comm.Sendrecv(nothing, to, _TAG, [bytearray(1), self._mpi.BYTE], source, _TAG)
 
     def _accept(self) -> None:
-        """Start to receive announced frames, a limited number at a time, so that sending gets its turn."""
+        """Start to receive announced frames, at most ``_AT_ONCE`` per call, so that sending is not delayed for long."""
         status = self._mpi.Status()
         for _ in range(_AT_ONCE):
             message = self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status)
@@ -214,7 +225,7 @@ def is_by_srun(environment: Mapping[str, str]) -> bool:
 def _forget_shared_memory() -> None:
     """Unlink the shared-memory files of this host's processes.
 
-    All have mapped them, and a killed process would leave its files behind.
+    All processes have mapped the files already, and a killed process would leave its files behind.
     """
     for file in {word for word in _mapped() if word.startswith("/dev/shm/sm_segment.")}:
         with contextlib.suppress(FileNotFoundError):
@@ -222,14 +233,16 @@ def _forget_shared_memory() -> None:
 
 
 def _finalize() -> None:
-    """Call MPI's own finalize: mpi4py's holds the interpreter lock, and may not return if a member is dead."""
+    """Call MPI_Finalize in the C library: mpi4py's function holds the interpreter lock, and may not return after a
+    death.
+    """
     library = next((file for file in _mapped() if "/libmpi.so" in file), None)
     if library is not None:
         ctypes.CDLL(library).MPI_Finalize()
 
 
 def _leave_pmix() -> None:
-    """End this process's use of PMIx, which Open MPI has started."""
+    """Finalise PMIx in this process, which Open MPI has initialised."""
     file = next((file for file in _mapped() if "libpmix.so" in file), None)
     if file is None:
         raise UserError("this Open MPI has PMIx built in, which srun's cannot do without", "start with mpirun")

@@ -1,4 +1,7 @@
-"""The networks that a snapshot server uses: byte streams over TCP or over MPI (:mod:`ft.net.mpi`)."""
+"""Interface for byte streams between workers (training processes), implemented over TCP here and over MPI in ``mpi``.
+
+The snapshot server (:mod:`ft.state.snapshot.tcp`) uses it to send copies of the training state to other workers.
+"""
 
 import socket
 from abc import ABC, abstractmethod
@@ -8,7 +11,7 @@ TRANSPORT = "FT_TRANSPORT"
 
 
 class Network(ABC):
-    """Byte streams between workers. The two ends of a stream check the data, not the network."""
+    """Byte streams between workers. The network does not verify the data; the programs at both ends of a stream do."""
 
     @abstractmethod
     def listen(self) -> tuple[socket.socket, str]:
@@ -19,13 +22,17 @@ class Network(ABC):
         """Return a connection to ``address``.
 
         Raises:
-            OSError: there is none within ``patience_s`` seconds.
-            TimeoutError: nothing has answered at all.
+            OSError: no connection was established within ``patience_s`` seconds.
+            TimeoutError: the other side has not answered at all.
         """
 
 
 class TcpNetwork(Network):
-    """The network over TCP. Addresses are "host:port". ``host``: the address at which other nodes reach this node."""
+    """The network over TCP. Addresses are "host:port".
+
+    Args:
+        host: address at which other nodes reach this node.
+    """
 
     def __init__(self, host: str):
         self._host = host

@@ -1,7 +1,7 @@
-"""Ends a Slurm job whose batch script has died with its node.
+"""Ends a Slurm job after an ``ft run``, if the job's batch script has died with its node.
 
-With ``--no-kill`` the job step and the run go on without that node. When the run is over, nothing is left to end the
-job, and Slurm would keep the other nodes allocated until the job's time limit (seen with Slurm 22.05).
+With ``--no-kill``, the job step and the run continue without that node. When the run is over, no process is left that
+would end the job, and Slurm would keep the other nodes allocated until the job's time limit (seen with Slurm 22.05).
 """
 
 import signal
@@ -24,7 +24,7 @@ def end_orphaned_job(
 
     Args:
         environment: environment variables.
-        is_first_lost: the run has lost the first node of the allocation.
+        is_first_lost: whether the run has lost the first node of the allocation, which runs the batch script.
         say: function that prints a message.
         patience_s: maximum wait for Slurm's confirmation, in seconds.
     """
@@ -48,21 +48,27 @@ def end_orphaned_job(
 
 
 def job_name(environment: Mapping[str, str]) -> str | None:
-    """Return the name of this job alone: for array jobs, SLURM_JOB_ID of one task is also the id of the whole array."""
+    """Return the id of this Slurm job, None outside Slurm.
+
+    For array jobs it is ARRAYID_TASKID: SLURM_JOB_ID of one task is also the id of the whole array.
+    """
     if "SLURM_ARRAY_JOB_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
     return environment.get("SLURM_JOB_ID")
 
 
 def lost_first_node(status: Mapping) -> bool:
-    """Return whether the run has lost node 0, the first of the allocation, where Slurm runs the batch script."""
+    """Return whether the run has lost node 0, the first of the allocation, where Slurm runs the batch script.
+
+    ``status`` is the content of the run's status file, which maps each node to its state.
+    """
     nodes = status.get("nodes")
     state = nodes.get("n0", "up") if isinstance(nodes, dict) else "up"
     return state != "up" and not str(state).startswith("suspect")
 
 
 def is_under_way(job: Mapping[str, str]) -> bool:
-    """Return whether ``job`` (from ``scontrol show job``) is a running job with a batch script."""
+    """Return whether ``job`` (the fields of ``scontrol show job``) is a running job with a batch script."""
     return job.get("JobState") == "RUNNING" and job.get("BatchFlag") == "1"
 
 
@@ -77,7 +83,7 @@ def _show(job: str) -> dict[str, str]:
 
 
 def _call(*command: str) -> str:
-    """Return the output of a Slurm command, "" if it is not installed or fails (as it does for a job that is gone)."""
+    """Return the output of a Slurm command, "" if Slurm is not installed or the command fails (no such job)."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -86,7 +92,10 @@ def _call(*command: str) -> str:
 
 
 def _answers(host: str, port: str) -> bool:
-    """Return whether srun still listens. Call it only once: srun logs an empty connection in the job's output."""
+    """Return whether srun still listens at ``host:port``.
+
+    Call it only once: srun logs each such connection in the job's output.
+    """
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
     except (OSError, ValueError):

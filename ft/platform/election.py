@@ -1,8 +1,10 @@
-"""Leader election for the control plane: terms are numbered and claimed through files in the run's directory.
+"""Leader election for the control plane of an ``ft run``, through files in the run's directory.
 
-A claim is a file that can be created only once. The holder of the newest claim renews its lease in ``control.json``. A
-holder that finds a newer claim than its own has been replaced, and stops taking decisions. Other processes detect a
-live leader by watching the renewal count in the file, so clocks of different hosts are never compared.
+The control plane is one process for the whole run, which decides about recoveries. Leadership is divided into numbered
+terms. A node claims a term by creating a file, which can succeed only once. The holder of the newest claim renews its
+lease in ``control.json``. A holder that finds a newer claim than its own has been replaced, and stops taking decisions.
+Other processes detect a live leader by watching the renewal count in the lease, so that clocks of different hosts are
+never compared.
 """
 
 import json
@@ -22,14 +24,15 @@ class LeaseRecord:
     """The lease: the content of ``control.json``.
 
     Attributes:
-        term: number of the claim.
-        life: number of times the run restarted from a checkpoint with a new journal.
-        where: address of the control plane's message board, "" until it serves.
-        node: name of the agent that it runs beside.
-        pid: its process on that node.
+        term: number of the term.
+        life: number of the restart with which the present journal (the control plane's log of decisions) began; 0 for
+            the first start of the run.
+        where: address at which the control plane accepts messages, "" until it accepts them.
+        node: name of the node agent whose child the control plane is.
+        pid: pid of the control plane's process on that node.
         count: number of renewals.
         launcher: the process that restarts the control plane when it dies, as ``processes.identity`` returns it; "" in
-            folders of earlier versions.
+            files of earlier versions.
     """
 
     term: int
@@ -63,7 +66,10 @@ def newest(run_dir: Path) -> int:
 
 
 def is_over(run_dir: Path, term: int) -> bool:
-    """Return whether a later term was claimed. Checks one file name only, as it is called before every order."""
+    """Return whether the next term after ``term`` was claimed.
+
+    This checks a single file, because the control plane calls it before every order.
+    """
     return os.path.exists(run_dir / _FOLDER / str(term + 1))
 
 
@@ -88,7 +94,7 @@ def renew(run_dir: Path, standing: LeaseRecord) -> None:
 
 
 def is_kept(run_dir: Path, patience_s: float = 2.0) -> bool:
-    """Return whether a control plane is at work: watch for a renewal for at most ``patience_s`` seconds."""
+    """Return whether a control plane is active: wait at most ``patience_s`` seconds for a renewal of the lease."""
     first = read(run_dir)
     deadline = time.monotonic() + patience_s
     while first is not None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Addresses and ports of this node."""
+"""Finds free TCP ports and addresses of this node for ``ft run``."""
 
 import contextlib
 import random
@@ -11,7 +11,7 @@ _TRIES, _PORTS, _EPHEMERAL = 20, 8000, 32768
 
 
 def free_port(host: str = "") -> int:
-    """Return a TCP port that is free now and lies outside the range of ephemeral ports, if possible."""
+    """Return a free TCP port on ``host`` ("": all interfaces), outside the range of ephemeral ports if possible."""
     for port in (*random.SystemRandom().sample(_below_the_ephemeral(), _TRIES), 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
@@ -31,7 +31,7 @@ def check_port(host: str, port: int) -> None:
     """Check that this node can listen on ``host:port``.
 
     Raises:
-        UserError: the port is taken, or the host is unknown or another machine.
+        UserError: the port is taken, the host is unknown, or its address belongs to another machine.
     """
     fix = "the host of --rdzv-endpoint must be that of node 0, and its port free"
     try:
@@ -52,7 +52,7 @@ def own_address(host: str, port: int, is_host: bool) -> str:
     Args:
         host: host of the control plane.
         port: port of the control plane.
-        is_host: the control plane is on this node.
+        is_host: whether the control plane is on this node.
 
     Raises:
         UserError: the host is unknown.

@@ -13,7 +13,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(signum: int) -> None:
-    """Ask the kernel to send ``signum`` to this process when its parent dies; 0 revokes that.
+    """Ask the kernel to send ``signum`` to this process when its parent dies; 0 revokes an earlier request.
 
     Raises:
         OSError: the kernel refuses.
@@ -77,7 +77,7 @@ def state(pid: int) -> str:
 def activity(pid: int) -> tuple[tuple[int, ...], ...]:
     """Return counters of a process and its descendants: processor time, page faults and context switches.
 
-    Two equal results mean that none of them has run in between.
+    If two calls return equal results, none of these processes has run in between.
     """
     found = []
     for one in (pid, *members([pid], [pid])):
@@ -138,7 +138,7 @@ def kill_whole(leaders: list[int]) -> None:
 
 
 def kill_remains(leaders: list[int]) -> None:
-    """Send SIGKILL to what is left of the sessions of leaders that have ended."""
+    """Send SIGKILL to the remaining processes in the sessions of leaders that have ended."""
     for pid in members(leaders):
         send(pid, signal.SIGKILL)
 
@@ -163,7 +163,7 @@ def end_descendants(patience_s: float = 5.0) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe an exit code in words: >= 0 as the process exited, negative for the signal that killed it."""
+    """Describe an exit code in words. A negative code is the negated number of the signal that killed the process."""
     if code >= 0:
         return f"exited with code {code}"
     try:

@@ -1,4 +1,4 @@
-"""Reads a task's Slurm job from its environment, as ``ft run`` needs it."""
+"""Reads the Slurm job of this process from environment variables: nodes, node rank and a rendezvous address."""
 
 import re
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?$")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """One task's view of its Slurm job step.
+    """The Slurm job step that this process belongs to.
 
     Attributes:
         job: id of the job, with its restart count if it was requeued.
         nnodes: number of nodes.
-        node_rank: this task's position among the nodes.
+        node_rank: position of this process's node among the nodes, from 0.
         hosts: host names in Slurm's order.
-        in_step: srun has started this process, so every node runs one like it; False in a batch script or in the shell
-            of salloc.
+        in_step: whether srun has started this process, so that every node runs a process like it; False in a batch
+            script or in the shell of salloc.
     """
 
     job: str
@@ -37,7 +37,7 @@ class SlurmJob:
 
 
 def read(environment: Mapping[str, str]) -> SlurmJob | None:
-    """Return the Slurm job that this process is a task of, None outside Slurm.
+    """Return the Slurm job that this process belongs to, None outside Slurm.
 
     Raises:
         UserError: several tasks per node were started, or the node list cannot be read.

@@ -1,11 +1,14 @@
-"""Parses Slurm's ``topology.conf``: a tree of switches (topology/tree) or blocks of nodes (topology/block).
+"""Parses Slurm's ``topology.conf`` into failure domains (sets of hosts that can fail together).
+
+The file describes a tree of switches (topology/tree) or blocks of nodes (topology/block):
 
     SwitchName=s0 Nodes=n[0-3]
     SwitchName=s1 Nodes=n[4-7]
     SwitchName=core Switches=s[0-1]
 
-A host's ``switch`` is the leaf switch that it is connected to, its ``switch2`` the switch above that, and so on. A
-switch above the leaves that has every host of the file below it is left out: no placement survives its loss.
+The kinds of failure domains are ``switch`` (the leaf switch that a host is connected to), ``switch2`` (the switch above
+the leaf switch), and so on, and ``block``. A level of switches that has a single switch above all hosts is left out:
+no placement of copies survives the loss of that switch.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +21,14 @@ _IGNORED = ("linkspeed", "blocksizes")
 
 @dataclass
 class _Switch:
-    """A line of the file. ``line``: its number. ``height``: 1 for a leaf switch."""
+    """A switch, from one line of the file.
+
+    Attributes:
+        line: number of the line.
+        hosts: hosts connected to the switch.
+        below: names of the switches connected below it.
+        height: 1 for a leaf switch, one more than the highest switch below otherwise.
+    """
 
     line: int
     hosts: list[str] = field(default_factory=list)
@@ -27,7 +37,7 @@ class _Switch:
 
 
 def is_slurm(line: str) -> bool:
-    """Return whether a file whose first line is ``line`` is one of Slurm's."""
+    """Return whether a file whose first line is ``line`` is in Slurm's format."""
     return line.lower().startswith(("switchname=", "blockname=", "blocksizes="))
 
 
@@ -35,11 +45,11 @@ def parse(lines: list[tuple[int, str]], path: str) -> dict[str, dict[str, str]]:
     """Return host name -> kind of failure domain -> name.
 
     Args:
-        lines: (number, content), without comments.
-        path: the file, for messages.
+        lines: (line number, content) of the lines, without comments.
+        path: path of the file, for error messages.
 
     Raises:
-        UserError: the lines are not Slurm's, or the switches do not form a tree.
+        UserError: a line is not in Slurm's format, or the switches do not form a tree.
     """
     switches: dict[str, _Switch] = {}
     found: dict[str, dict[str, str]] = {}
@@ -85,7 +95,7 @@ def _names(text: str, where: str) -> list[str]:
 
 
 def _measure(switches: dict[str, _Switch], path: str) -> dict[str, str]:
-    """Set every switch's height, and return the switch above each."""
+    """Set every switch's height. Return switch -> the switch above it."""
     above: dict[str, str] = {}
     for name, switch in switches.items():
         for child in switch.below:

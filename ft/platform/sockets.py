@@ -1,7 +1,8 @@
 """Finds the sockets of this process that belong to a connection, and shuts them down without closing them.
 
-gloo has no call that aborts a blocked operation, but it aborts all of them itself, within milliseconds, when the
-connection that they wait on breaks. Shutting down its sockets from outside causes that; closing them is left to gloo.
+This is how blocked gloo operations are aborted in a recovery. gloo has no call for that, but when a connection breaks,
+gloo itself aborts all operations that wait on it, within milliseconds. Shutting the sockets down from outside breaks
+the connections; gloo then closes the sockets itself.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from ft.base.errors import FtError
 
-# file descriptor -> inode, which distinguishes a socket from a later one with the same descriptor
+# file descriptor -> inode; the inode distinguishes a socket from a later socket with the same descriptor
 Sockets = dict[int, int]
 Address = tuple[str, int]
 
@@ -31,9 +32,9 @@ def held() -> Sockets:
 
 
 class Watch:
-    """Finds the connections that were opened since the last call, for a series of calls in short order.
+    """Finds the connections that were opened since the last call, efficiently for a quick series of calls.
 
-    Checking only descriptors that were free at the last call costs a tenth of checking all of them.
+    It checks only descriptors that were free at the last call, which takes a tenth of the time of checking all.
     """
 
     def __init__(self):
@@ -43,7 +44,7 @@ class Watch:
         """Return the ``expected`` connections with one end in ``addresses`` that were opened since the last call.
 
         Raises:
-            FtError: there are more or fewer.
+            FtError: the number of such connections differs from ``expected``.
         """
         descriptors = _descriptors()
         found = touching(_sockets_among(descriptors - self._descriptors), addresses)
@@ -90,10 +91,10 @@ def touching(sockets: Sockets, addresses: set[Address]) -> Sockets:
 
 
 def shut(sockets: Sockets) -> None:
-    """Break these connections, but leave listening sockets and reused descriptors alone.
+    """Break these connections. Listening sockets and reused descriptors are not touched.
 
-    (gloo's listener ends the process when its socket fails.) Only reading is shut down: gloo then closes the sockets
-    itself. If a write failed, gloo would lose track of the operations that wait for it.
+    gloo's listener would end the process if its socket failed. Only the reading direction is shut down; gloo then
+    closes the sockets itself. If a write failed, gloo would not abort the operations that wait for that write.
     """
     for own in opened(sockets):
         with contextlib.suppress(OSError):  # already broken

@@ -1,4 +1,4 @@
-"""Detects whether a process makes progress, by what it does and not by how long it takes."""
+"""Detects processes that have stopped making progress, by their activity and not by a time limit on their work."""
 
 from collections.abc import Hashable
 
@@ -6,14 +6,13 @@ from ft.platform import processes
 
 _LOOK_S = 1.0
 MOST_IN_A_ROW = 3
-"""Number of processes in a row that are killed and restarted for making no progress; after them the run ends."""
+"""Number of processes in a row that may be killed for making no progress; then the run ends instead of restarting."""
 
 
 class Standstill:
     """Measures for how long a process and all its descendants have done nothing at all.
 
-    Imports on a busy machine take long, but use the processor. A process that is stopped, or that waits for something
-    that never comes, does not.
+    Imports on a busy machine take long, but use the processor. A process that is stopped or blocked for ever uses none.
     """
 
     def __init__(self):
@@ -27,8 +26,8 @@ class Standstill:
 
         Args:
             now: monotonic time.
-            pid: the process.
-            said: number of messages that have come from it.
+            pid: pid of the process.
+            said: number of messages received from the process so far; a new message counts as activity.
         """
         passed = now - self._looked_at
         if self._seen is None or passed >= _LOOK_S:

@@ -1,14 +1,15 @@
-"""Reads which hosts fail together (failure domains) from a file: our own format, or Slurm's ``topology.conf``.
+"""Reads the failure domains of hosts (sets of hosts that fail together) from the file of ``ft run --topology``.
 
-Our format has a line for each host or set of hosts (Slurm's brackets), with the names of what they depend on. The kinds
-can be chosen freely::
+The file has this project's own format or that of Slurm's ``topology.conf``. In the own format, a line names a host or a
+set of hosts (in Slurm's bracket notation) and the failure domains that they belong to. The kinds of failure domains can
+be chosen freely::
 
     # hosts      kind=name ...
     node[01-04]  rack=r1  power=a
     node[05-08]  rack=r2  power=b
 
-A host may be given in several lines. Hosts that have the same name for some kind fail together. Slurm's format is
-recognised by its first word, ``SwitchName=`` or ``BlockName=``.
+A host may be given in several lines. Hosts with the same name for the same kind are in one failure domain. Slurm's
+format is recognised by its first word, ``SwitchName=``, ``BlockName=`` or ``BlockSizes=``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,10 +28,10 @@ class Topology:
     """Failure domains of hosts.
 
     Attributes:
-        path: the file.
-        hosts: host name -> kind -> name of the domain. In our format all hosts have the same kinds; in Slurm's a kind
-            is missing where the branches of the tree differ in depth.
-        has_agents: hosts may also be given by the names of their agents (n0, n1, ...).
+        path: path of the file.
+        hosts: host name -> kind -> name of the domain. In the own format all hosts have the same kinds; in Slurm's
+            format a kind is missing where the branches of the tree differ in depth.
+        has_agents: whether the file may also name a host by its node number (n0, n1, ...).
     """
 
     path: str
@@ -42,7 +43,7 @@ class Topology:
 
         Args:
             names: names that the host may have in the file, the preferred one first.
-            agent: name of its agent (``"n0"``).
+            agent: the host's node number as a name, such as "n0".
 
         Returns:
             (the name that was found, kind -> name of the domain).
@@ -80,7 +81,10 @@ def read_topology(path: str | Path) -> Topology:
 
 
 def numbered_lines(text: str) -> list[tuple[int, str]]:
-    """Return (number, content) of the lines that are not empty. A backslash at the end joins a line to the next."""
+    """Return (line number, content) of the lines that are not empty, without comments.
+
+    A backslash at the end of a line joins the next line to it.
+    """
     lines, start, pending = [], 0, ""
     for number, line in enumerate(text.splitlines(), 1):
         line = line.split("#", 1)[0].rstrip()

@@ -31,8 +31,10 @@ class Orders:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
 
     def deliver(self, order: Any) -> None:
-        """Put an order into the queue. If ``order`` is None, the agent has died; exit, because no other process
-        supervises this one."""
+        """Put an order into the queue.
+
+        If ``order`` is None, the agent has died; exit, because no other process supervises this one.
+        """
         if order is None:
             sys.stderr.write("the agent of this worker is gone: ending\n")
             sys.stderr.flush()

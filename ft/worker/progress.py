@@ -1,4 +1,8 @@
-"""The progress of this worker, as reported in its heartbeats."""
+"""Tracks the progress of a worker (training process) and reports it to the node agent in heartbeats.
+
+The control plane detects hangs from these heartbeats. A step is committed when all ranks have finished its optimizer
+update. An epoch is a version of the assignment of workers to ranks; every recovery opens a new one.
+"""
 
 import statistics
 import threading
@@ -15,10 +19,17 @@ _STEPS_REMEMBERED = 20
 class Progress:
     """Progress state, written by the training thread and read by the heartbeat thread.
 
-    Each field is replaced as a whole.
+    No lock is needed, because each field is replaced in one assignment.
 
     Args:
-        waiting: returns the collective that the training thread is blocked in, as (group name, since), or None.
+        waiting: function that returns the collective in which the training thread is blocked, as (name of the process
+            group, monotonic time of its start), or None.
+
+    Attributes:
+        waiting: see Args.
+        lag: function that returns the number of steps by which the newest snapshot held by all peers is behind.
+        epoch: number of the present epoch, -1 before the first.
+        step: last committed step.
     """
 
     def __init__(self, waiting: Callable[[], tuple[str, float] | None] = lambda: None):
@@ -33,7 +44,13 @@ class Progress:
 
     @contextmanager
     def at(self, doing: str, where: str):
-        """Context in which the worker reports that it is ``doing`` ("wait", "compute", "aside", "idle") ``where``."""
+        """Context in which heartbeats report the given activity.
+
+        Args:
+            doing: kind of activity: "compute", "wait" (for other ranks), "aside" (exempt from hang detection), "idle"
+                (no step is under way).
+            where: description of the activity.
+        """
         before = self._activity
         self._activity = (doing, where, time.monotonic())
         try:
@@ -42,28 +59,28 @@ class Progress:
             self._activity = (before[0], before[1], time.monotonic())
 
     def begins(self, step: int) -> None:
-        """Note that training continues after ``step``. The time of the next step counts from here."""
+        """Record that training continues after ``step``, and start to measure the next step's time."""
         self.step = step
         self._step_began = time.monotonic()
         self._activity = ("compute", f"step {step + 1}", self._step_began)
 
     def committed(self, step: int) -> None:
-        """Note that ``step`` is committed and the next step begins."""
+        """Record that ``step`` is committed and the next step begins."""
         if self._step_began is not None:
             self._step_times.append(time.monotonic() - self._step_began)
         self.begins(step)
 
     def aside(self, what: str) -> None:
-        """Note that the step continues with ``what``, which may keep other ranks waiting for long and is no hang."""
+        """Record that the step continues with ``what``, which may take long and is exempt from hang detection."""
         self._activity = ("aside", what, time.monotonic())
 
     def idles(self, where: str) -> None:
-        """Note that no step is under way, so that the time from here on counts as no step time."""
+        """Record that no step is under way (``where`` says why), and stop measuring the step time."""
         self._step_began = None
         self._activity = ("idle", where, time.monotonic())
 
     def step_time(self) -> float | None:
-        """Return the median seconds of the last steps, None before the first has ended."""
+        """Return the median duration of the last steps in seconds, None before the end of the first step."""
         times = list(self._step_times)
         return statistics.median(times) if times else None
 
@@ -90,7 +107,10 @@ class Progress:
 
 
 class Heartbeat:
-    """A thread that sends ``progress.beat()`` every ``period_s`` seconds. It stops when the process is stopped."""
+    """A thread that sends ``progress.beat()`` every ``period_s`` seconds.
+
+    A stopped process (SIGSTOP) sends none, so that the agent detects it.
+    """
 
     def __init__(self, progress: Progress, send: Callable[[Beat], None], period_s: float):
         self._progress, self._send, self._period = progress, send, period_s
@@ -106,5 +126,5 @@ class Heartbeat:
         while not self._stop.wait(self._period):
             try:
                 self._send(self._progress.beat())
-            except OSError:  # the link's own thread notices that the agent is gone, and ends the process
+            except OSError:  # the receiving thread of the link detects the agent's death, and ends the process
                 return

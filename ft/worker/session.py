@@ -1,4 +1,10 @@
-"""A worker's session in the run: its logical rank, its process groups and its connection to the agent."""
+"""A worker's session in an ``ft run``: its logical rank, its process groups and its connection to the node agent.
+
+A worker is a training process. A logical rank is a position in the parallel layout, which outlives processes. A standby
+is a worker without a logical rank; it replaces a worker that died. An epoch is a version of the assignment of workers
+to logical ranks: the control plane closes an epoch after a failure and opens the next one. The node agent, the
+supervisor process of the node, passes on the orders of the control plane.
+"""
 
 import hashlib
 import json
@@ -29,14 +35,14 @@ def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, str] | None = None) -> "Session":
-    """Join the run that ``ft run`` started this process for. Blocks until the process has a logical rank.
+    """Join the run of the ``ft run`` that started this process. Block until this process has a logical rank.
 
-    A standby blocks here until it replaces a worker that died. At the end of the run it exits.
+    A standby blocks here until it replaces a worker that died. At the end of the run, the standby exits here.
 
     Args:
         environment: environment variables.
-        settings: settings of the script, by name. They must be the same on all workers; otherwise no worker gets a
-            logical rank.
+        settings: settings of the script, by name. They must be equal on all workers: if they differ at the start, the
+            run ends; a worker that joins later with other settings gets no logical rank.
 
     Raises:
         UserError: the process was not started by ``ft run``.
@@ -50,16 +56,28 @@ def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, s
 
 
 class Session:
-    """One worker's session, from its first order to its last.
+    """One worker's session in the run, from its start to its end.
 
     Attributes:
-        rank: logical rank.
+        worker: name of the worker.
+        node: name of the node agent.
+        token: the run's secret token.
+        rank: logical rank, -1 before the worker has one.
         world_size: number of logical ranks.
-        local_rank: number of the worker's device.
-        joins: the worker has taken its rank over in a running job, and gets its state from other ranks.
-        epoch: the epoch that the worker is in, open or closed.
-        closed: that epoch is over.
-        faulty_device: for fault injection: function of (number of the fault, bit flip); None without DMR.
+        local_rank: index of the worker's device on its node.
+        joins: whether the worker has taken over its rank in a running job, and gets its state from other ranks.
+        epoch: number of the worker's epoch, open or closed.
+        closed: whether that epoch was closed.
+        seats: logical rank -> worker that holds it, with its addresses.
+        meeting: address of the rendezvous store for this epoch's process groups.
+        fired: numbers of the planned faults that were injected already.
+        groups: the process groups, None before ``init_process_group``.
+        faulty_device: function (number of the fault, bit flip) that injects a bit flip into this worker's computation;
+            None without redundant execution (SpareTrain).
+        progress: progress that heartbeats report.
+        server: server that sends and receives snapshots.
+        orders: queue of the control plane's orders.
+        link: connection to the node agent.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -95,10 +113,15 @@ class Session:
         self.progress.idles("assembling")
 
     def enter(self, rank: int, opened: Open) -> None:
-        """Adopt the map of ranks to workers of a new epoch.
+        """Enter a new epoch, and adopt its assignment of workers to logical ranks.
+
+        Args:
+            rank: logical rank of this worker.
+            opened: the order that opens the epoch.
 
         Raises:
-            SystemExit: the worker got another logical rank than the one it was set up for, and has to be restarted.
+            SystemExit: the worker got another logical rank than before. Its model does not fit that rank, so the worker
+                has to be restarted.
         """
         if self.rank not in (-1, rank):
             raise SystemExit(f"seated as logical rank {rank}, assembled as {self.rank}")
@@ -115,7 +138,10 @@ class Session:
                 self._left.clear()
 
     def init_process_group(self, device_backend: str) -> None:
-        """Make torch.distributed's default group, and all groups made from then on, follow the epochs."""
+        """Create torch.distributed's default process group such that it and all later groups can be rebuilt.
+
+        ``device_backend`` is "gloo" or "nccl".
+        """
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
         self.groups = Groups.start(
             meeting=self.meeting_place(),
@@ -135,21 +161,24 @@ class Session:
     def prefix(self) -> str:
         """Return the prefix of the store keys of this epoch's groups.
 
-        It is unique, because old keys hold dead workers' addresses.
+        The prefix is different for every epoch, because old keys hold addresses of dead workers.
         """
         return f"groups/{self.epoch}"
 
     def topology(self) -> str:
-        """Return a digest of the map of ranks to workers and of all groups (DEADPOOL, invariant I1)."""
+        """Return a digest of the assignment of workers to ranks and of all process groups.
+
+        It must be equal on all workers (DEADPOOL, section V-C, invariant I1).
+        """
         seats = {rank: asdict(seat) for rank, seat in sorted(self.seats.items())}
         return hashlib.sha256((json.dumps(seats, sort_keys=True) + self.groups.topology()).encode()).hexdigest()[:16]
 
     def when_closed(self, interrupt: Callable[[int, str], None]) -> None:
-        """Have ``interrupt(epoch, reason)`` called, in another thread, as soon as an epoch is over."""
+        """Register a callback ``interrupt(epoch, reason)``, called in another thread as soon as an epoch is closed."""
         self._when_closed.append(interrupt)
 
     def wait_closed(self) -> None:
-        """Wait until the epoch is over, for a worker whose trainer cannot go on."""
+        """Wait until the epoch is closed. A worker calls this when it cannot continue training."""
         self._left.wait()
 
     def observe(self, event: str, **detail) -> None:
@@ -176,6 +205,9 @@ class Session:
         self._left.set()
 
     def suspect(self, group: str, error: BaseException) -> None:
-        """Report that a collective failed in an open epoch, and wait for the control plane's verdict."""
+        """Report that a collective failed in an open epoch, and wait for the control plane to close the epoch.
+
+        Return after ``timeouts.verdict_s`` seconds at the latest.
+        """
         self.link.send(WorkerSuspects(self.worker, self.epoch, group, str(error)[:500]))
         self._left.wait(self.timeouts.verdict_s)

@@ -1,4 +1,7 @@
-"""The settings that must be the same on every worker of a run, so that all ranks compute the same thing."""
+"""Collects the settings of a worker (training process) that must be equal on all workers of a run.
+
+They are environment variables, package versions and the source code: differences could change results between ranks.
+"""
 
 import hashlib
 import platform
@@ -10,7 +13,7 @@ from ft.base.checkout import CHECKOUT
 _OURS = ("ft", "megatron/training", "megatron/patches")
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
 _PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVTE_", "GLOO_", "MKL_", "OMP_")
-# Variables that name a node's own hardware or location may differ between nodes.
+# Variables that name a node's own hardware or paths may differ between nodes.
 _OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "OMP_PLACES")
 _OWN_ENDINGS = ("_IFNAME", "_HCA", "_HOME", "_PATH", "_FILE", "_DIR", "_DIRECTORY")
 
@@ -41,4 +44,4 @@ def _digest_of_code() -> str:
 
 
 CODE = _digest_of_code()
-"""Digest of the sources at the time of import: in the warm pool, before it forks its workers."""
+"""Digest of the sources at the time of import. Workers inherit it from the process that they are forked from."""

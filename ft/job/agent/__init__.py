@@ -1,4 +1,6 @@
-"""``ft run``: the node agent, which is the one supervisor process per node, with its warm pool and its workers.
+"""The node agent: the supervisor process that ``ft run`` starts on each node, like torchrun's agent.
 
-The agent takes no decision about the run. It reports what its workers do and carries out the control plane's orders.
+The agent starts the node's workers (training processes) and watches them. It forks them from the warm pool, a process
+that has already imported torch and megatron. It takes no decision about the run: it reports events to the control
+plane, one process for the whole run that decides about recoveries, and carries out the control plane's orders.
 """

@@ -1,4 +1,12 @@
-"""The node agent: an event loop over child processes, workers' connections and the control plane's orders."""
+"""The node agent of ``ft run``: an event loop over child processes, workers' connections and control-plane orders.
+
+Terms: a worker is a training process that holds a logical rank (a position in the parallel layout); a standby is a
+worker that holds none and can replace a lost one. Workers are forked from the warm pool, a process that has imported
+everything. The control plane is one process for the whole run; it runs on one node and orders the recoveries. An epoch
+is a version of the assignment of workers to logical ranks. In a warm restart, all workers end, and new workers from the
+warm pool load the last checkpoint. A life of the run begins with its first start, and with every restart that does not
+continue from the control plane's journal (its log of decisions); the life has the number of that restart.
+"""
 
 import os
 import selectors
@@ -37,10 +45,15 @@ from ft.job.messages import (
 from ft.platform import processes
 
 _TICK_S = 0.1
+"""Longest time for which the event loop waits for an event, in seconds."""
 _FINISH_S = 10.0
+"""Seconds that workers have to exit by themselves after the last step."""
 _LEAVE_S = 2.0
+"""Longest time for which the agent waits at its end until its last reports are sent, in seconds."""
 _GRACE_S = 1.0
+"""Seconds between the end of the last worker after a signal and the end of the agent."""
 _REPEAT_S = 2.0
+"""Seconds within which a repeated signal counts as the same request."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +69,13 @@ class Ending:
 
 @dataclass(frozen=True)
 class Begin:
-    """Workers to start, with these logical ranks, as soon as all workers of the previous life have ended.
+    """A pending start of workers, which happens as soon as all earlier workers of this agent have ended.
 
     Attributes:
-        number: number of the warm restart.
+        number: number of the warm restart, 0 for the first start.
         ranks: logical ranks of the workers to start.
-        join: the agent first joins the run once more.
-        anew: the agent also starts a new control plane, and joins that one.
+        join: whether the agent first registers with the control plane again.
+        anew: whether the agent also starts a new control plane without a journal, and registers with it.
     """
 
     number: int
@@ -77,8 +90,8 @@ class Agent:
     Args:
         parts: the components that the agent works with.
         ranks: logical ranks of its first workers.
-        life: the life of the run in which the agent starts.
-        joined: message to print once a worker of this node trains under a recovery guard.
+        life: number of the life of the run in which the agent starts.
+        joined: message to print once a worker of this node takes part in recoveries.
     """
 
     def __init__(self, parts: Components, ranks: list[int], life: int = 0, joined: str = ""):
@@ -98,7 +111,10 @@ class Agent:
         self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
 
     def run(self) -> int:
-        """Run until the run has ended, and return the exit code. No process that the agent has started is left then."""
+        """Supervise the node until the run ends, and return the exit code.
+
+        All processes that the agent has started have ended when this returns.
+        """
         try:
             self._set_up()
             while not (self._ending and not self._workforce.workers):
@@ -107,7 +123,7 @@ class Agent:
         except PoolBroken as error:
             self._console.complain(str(error))
             return 1
-        # the uplink's threads may be inside torch: an uncaught exception here could abort the process
+        # the connection's threads may be inside torch: an uncaught exception here could abort the process
         except Exception:
             self._console.complain(traceback.format_exc())
             return 1
@@ -196,7 +212,7 @@ class Agent:
             return
         holders = {self._workforce.workers[name].pid for name in self._rank_holders()}
         if self._signum and code == -signal.SIGTERM and pid in holders and not self._ending:
-            self._say_leaving()  # sent first, so that the control plane takes the exits that follow for intended
+            self._say_leaving()  # sent first, so that the control plane knows that the following exits are intended
         worker = self._workforce.ended(pid, code)
         if worker is not None and code and not worker.doomed and not self._signum:
             self._tell_last_lines(worker, code)
@@ -292,7 +308,7 @@ class Agent:
         self._workforce.kill_all()
 
     def _begin_when_possible(self) -> None:
-        """Start the workers of the next life once the last life's have ended and the rendezvous address is known."""
+        """Start the pending workers once all earlier workers have ended and the rendezvous address is known."""
         begin = self._begin
         if begin is None or self._ending or self._signum or self._workforce.workers:
             return
@@ -414,7 +430,10 @@ class Agent:
         self._workforce.kill_all()
 
     def _begin_anew(self, number: int, reason: str, anew: bool = False) -> None:
-        """Restart all workers from the checkpoint, as the map of ranks to workers was lost with the control plane."""
+        """Begin a new life: restart all workers from the checkpoint and, with ``anew``, the control plane.
+
+        The assignment of workers to logical ranks was lost with the old control plane.
+        """
         if self._ending or (self._begin is not None and self._begin.anew):
             return
         goes_on = (number <= self._membership.place.max_restarts or not anew) and not self._signum

@@ -1,4 +1,7 @@
-"""Prints a summary of each recovery at the terminal once the recovery is over."""
+"""Prints a summary of each recovery at the terminal of ``ft run`` once the recovery is over.
+
+A recovery closes an epoch (a version of the assignment of workers to ranks) and opens a later one.
+"""
 
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ class RecoveryNews:
     """Prints a summary of each recovery, built from the event log that the control plane writes.
 
     Args:
-        path: the event log; None if another node prints the summaries.
+        path: the run's event log (``events.jsonl``); None if another node prints the summaries.
         tell: function that prints a text.
     """
 
@@ -26,11 +29,11 @@ class RecoveryNews:
         self._next = 0.0
 
     def adopt(self, path: Path) -> None:
-        """Print summaries on this node from now on."""
+        """Print summaries on this node from now on, reading the event log at ``path``."""
         self._path = self._path or path
 
     def expect(self, epoch: int) -> None:
-        """Note that a recovery has begun or goes on, which ends with epoch ``epoch`` or a later one."""
+        """Record that a recovery is in progress that ends when epoch ``epoch`` or a later one resumes training."""
         if self._path is None:
             return
         self.poll(hurry=True)
@@ -39,7 +42,7 @@ class RecoveryNews:
         self._awaited.add(epoch)
 
     def poll(self, hurry: bool = False) -> None:
-        """Print the recoveries that are over by now.
+        """Print the summaries of the recoveries that have ended since the last call.
 
         Reads the log at most every ``_PERIOD_S`` seconds, unless ``hurry``.
         """
@@ -60,7 +63,7 @@ class RecoveryNews:
         self._seen = len(history)
 
     def close(self) -> None:
-        """Print a recovery that has not finished before the end of the run."""
+        """At the end of the run, print the summary of a recovery that has not finished."""
         self.poll(hurry=True)
         if self._awaited:
             self._awaited = set()

@@ -1,4 +1,4 @@
-"""Runs an agent on its node, from resolved options to the exit code."""
+"""Creates and runs the node agent of ``ft run``: takes the resolved options and returns the exit code."""
 
 from ft import faults as inject
 from ft.base import token
@@ -20,12 +20,12 @@ def carry_out(
         options: the resolved options.
         faults: all planned faults of the run.
         announcement: message to print at the start.
-        began: wall-clock time of the first epoch, from which faults planned for a time count, if that was before this
-            agent's start.
-        joined: message to print once a worker of this node trains under a recovery guard.
+        began: wall-clock time at which training first began, if that was before this agent's start; injection times of
+            planned faults are relative to it.
+        joined: message to print once a worker of this node takes part in recoveries.
 
     Raises:
-        UserError: the options cannot work; nothing has been started.
+        UserError: the options are not usable; nothing has been started.
     """
     port = options.cluster.port or network.free_port(options.cluster.host)
     if options.cluster.node_rank == 0:
@@ -45,7 +45,7 @@ def carry_out(
 
 
 def first_ranks(options: RunOptions) -> list[int]:
-    """Return the logical ranks of this node's first workers. Nodes hold them in order, as with torchrun."""
+    """Return the logical ranks of this node's first workers, assigned node by node as in torchrun."""
     if not options.cluster.trains:
         return []
     first = options.cluster.node_rank * options.nproc

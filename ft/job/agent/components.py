@@ -1,4 +1,4 @@
-"""Creates and connects the components of an agent."""
+"""Creates and connects the components of a node agent, the supervisor process that ``ft run`` starts on each node."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ class Wake:
             os.write(self.write_fd, b"\0")
 
     def take(self) -> bytes:
-        """Return the signal numbers that have come; 0 stands for a call from another thread."""
+        """Return the bytes written since the last call: signal numbers, and 0 for each call from another thread."""
         try:
             return os.read(self.read_fd, 4096)
         except BlockingIOError:
@@ -48,7 +48,23 @@ class Wake:
 
 @dataclass
 class Components:
-    """The components of one agent, connected to each other, not started. ``faults`` holds this agent's faults only."""
+    """The components of one agent, connected to each other but not started.
+
+    Attributes:
+        membership: the agent's name and role in the run.
+        wake: self-pipe that wakes the event loop.
+        selector: selector of the event loop.
+        reception: accepts the connections of workers.
+        masters: rendezvous addresses (MASTER_ADDR, MASTER_PORT) for the training script.
+        console: terminal output.
+        pool: the warm pool, from which workers are forked.
+        uplink: connection to the control plane.
+        workforce: the workers of this node.
+        recoveries: prints a summary of each recovery.
+        room: warns when the disk is full.
+        steward: runs the control plane's process if it belongs on this node.
+        faults: injects the planned faults whose target is this agent.
+    """
 
     membership: Membership
     wake: Wake
@@ -106,13 +122,16 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
 
 
 def _own(faults: list[inject.Fault], place: Place, life: int | None) -> list[inject.Fault]:
-    """Address this node's planned faults to this agent, whose name differs from the node's in later lives."""
+    """Address this node's planned faults to this agent.
+
+    If a replica of FT-HSDP is restarted with new agents, the agent's name differs from the node's first name.
+    """
     asked = f"n{place.node_rank}" if life else place.node
     return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
 
 
 def _board(options: RunOptions, port: int, own_host: str) -> str:
-    """Return the address at which a control plane beside this agent would be reached."""
+    """Return the address at which a control plane on this node would be reached."""
     if options.control is not None:
         return options.control
     cluster = options.cluster

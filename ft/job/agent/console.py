@@ -1,4 +1,8 @@
-"""The agent's terminal output: the output of two workers, and the agent's own messages."""
+"""Terminal output of a node agent of ``ft run``: the agent's own messages, and the output of selected workers.
+
+All workers write to log files; the agent copies the logs of the workers with the first and the last rank to the
+terminal.
+"""
 
 import re
 import select
@@ -15,7 +19,7 @@ _WARNING = re.compile(r"\S.*:\d+: \w*Warning: |(\[rank\d+\]:)?\[?W\d{4} ")
 
 
 def last_lines(path: Path, count: int = 15) -> list[str]:
-    """Return the last lines of a text file, none if the file does not exist."""
+    """Return the last ``count`` lines of a text file; an empty list if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
@@ -26,10 +30,10 @@ def last_lines(path: Path, count: int = 15) -> list[str]:
 
 
 def last_words(path: Path, code: int, count: int = 15) -> list[str]:
-    """Return the lines of a worker's log that may explain its end with exit ``code`` (minus the signal that killed it).
+    """Return the lines of a worker's log that may explain its exit code (negative: the signal that killed it).
 
-    A process that SIGKILL or SIGTERM ended gives no lines: the signal came from outside, and its log is about something
-    else. Otherwise the result is the last lines, from the last traceback or fatal error on if they contain one.
+    For a process that SIGKILL or SIGTERM ended, return no lines: the signal came from outside, so the log does not
+    explain it. Otherwise return the last lines, starting at the last traceback or fatal error if they contain one.
     Warnings of libraries are left out.
     """
     if code in (-signal.SIGKILL, -signal.SIGTERM):
@@ -42,8 +46,8 @@ def last_words(path: Path, code: int, count: int = 15) -> list[str]:
 def _without_warnings(lines: list[str]) -> list[str]:
     """Remove warnings of Python, torch and glog.
 
-    Python's are a line with file and line number, mostly followed by an indented source line; those of torch's C++ code
-    and glog are marked with a W.
+    A Python warning is a line with file and line number, mostly followed by an indented source line; warnings of
+    torch's C++ code and of glog begin with a W.
     """
     kept, in_warning = [], False
     for line in lines:
@@ -59,7 +63,7 @@ class Console:
     """Standard output and error of the agent. No method except ``close`` waits for the reader of these streams.
 
     Args:
-        quiet: print only the output of workers, and errors.
+        quiet: print only the output of workers, and errors; ``say`` and ``show`` print nothing.
     """
 
     def __init__(self, quiet: bool):
@@ -68,7 +72,7 @@ class Console:
         self._tails: dict[Path, Tail] = {}
 
     def say(self, text: str) -> None:
-        """Print news of the run, each line with the prefix "ft: "."""
+        """Print a message about the run, each line with the prefix "ft: "."""
         if not self._quiet:
             self._out.write(_named(text))
 
@@ -100,10 +104,10 @@ class Console:
         return log in self._tails
 
     def poll(self, to_the_end: bool = False) -> None:
-        """Show what was appended to the logs: whole lines only, unless ``to_the_end``."""
+        """Print what was appended to the followed logs: whole lines only, unless ``to_the_end``."""
         self._err.flush()
         self._out.flush()
-        if self._out.is_full and not to_the_end:  # do not read more: what the logs hold need not be in memory as well
+        if self._out.is_full and not to_the_end:  # read no more: what is in the log files need not wait in memory too
             return
         for tail in self._tails.values():
             if text := tail.take(to_the_end):
@@ -116,13 +120,13 @@ class Console:
 
 
 class Outlet:
-    """Writes to a standard stream without blocking, and keeps the rest for later.
+    """Writes to a standard stream without blocking; data that the stream does not accept waits in memory.
 
-    A pager that is not scrolled or a stopped terminal (Ctrl-S) accepts no data. An agent that blocked on it would not
-    hear its workers, and its node would be declared lost.
+    A pager that is not scrolled or a stopped terminal (Ctrl-S) accepts no data. If the agent blocked on such a stream,
+    it would send no heartbeats, and its node would be declared lost.
 
     Args:
-        name: stdout or stderr.
+        name: name of the stream in ``sys``, "stdout" or "stderr".
     """
 
     def __init__(self, name: str):
@@ -171,7 +175,10 @@ class Tail:
         self._position = start if start is not None else (path.stat().st_size if path.exists() else 0)
 
     def take(self, to_the_end: bool) -> str:
-        """Return the text appended since the last call, up to the last line end (or progress bar's carriage return)."""
+        """Return the text appended since the last call, up to the last newline or carriage return.
+
+        With ``to_the_end``, an incomplete last line is included.
+        """
         try:
             if self._path.stat().st_size <= self._position:
                 return ""

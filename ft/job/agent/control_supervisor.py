@@ -1,4 +1,10 @@
-"""Starts the control plane's process on this node: at first, after its death, and as a failover from a lost node."""
+"""Supervises the control plane's process from a node agent: starts it, restarts it, and takes it over from lost nodes.
+
+The control plane is one process for the whole run, which decides about recoveries. It runs on the node of one agent
+(the supervisor process of a node). Leadership is divided into numbered terms: an agent claims the next term, starts the
+control plane, and the control plane then renews a lease. A restarted control plane continues from its journal, the log
+of its decisions.
+"""
 
 import contextlib
 import os
@@ -18,21 +24,21 @@ from ft.platform.election import SUCCEEDED, LeaseRecord
 from ft.platform.standstill import Standstill
 
 _MOST_DEATHS, _WINDOW_S = 3, 60.0
-"""More deaths than this within ``_WINDOW_S`` seconds suggest that the journal is the cause.
+"""Maximum number of deaths of the control plane within ``_WINDOW_S`` seconds.
 
-The run then restarts from the checkpoint, without that journal.
+More deaths suggest that the journal is the cause. The run then restarts from the checkpoint without that journal.
 """
 
 _PREPARE_S = 20.0
-"""Seconds after which a run is worth a standby process for the control plane, ready to take over."""
+"""Seconds after the agent's start at which it starts a standby process for the control plane, ready to take over."""
 
 
 class ControlPlaneSupervisor:
-    """Claims terms in the leader election, and runs the control plane's process during them.
+    """Claims terms in the leader election, and runs the control plane's process on this node during these terms.
 
     Args:
         run_dir: the run's directory.
-        node_rank: number of this agent's node.
+        node_rank: number of this agent's node; lower numbers claim a free term earlier.
         sidecar: the control plane's process, not started yet.
         timeouts: limits in seconds.
     """
@@ -48,7 +54,7 @@ class ControlPlaneSupervisor:
 
     @property
     def hosts(self) -> bool:
-        """Whether the control plane runs beside this agent."""
+        """Whether the control plane runs on this agent's node."""
         return self.sidecar.pid >= 0
 
     @property
@@ -58,6 +64,10 @@ class ControlPlaneSupervisor:
 
     def start(self, life: int, node: str) -> bool:
         """Claim the next term and start the control plane for it. Return False if another agent has claimed it first.
+
+        Args:
+            life: number of the warm restart at which the run's present journal began, 0 for the first.
+            node: name of this agent.
 
         Raises:
             OSError: the run's directory cannot be written.
@@ -77,7 +87,7 @@ class ControlPlaneSupervisor:
         return True
 
     def ended(self, code: int, now: float) -> bool:
-        """Process the exit of the control plane's process. Return whether to start it again."""
+        """Record the exit of the control plane's process. Return False if another control plane has replaced it."""
         self.sidecar.reaped(code)
         if code == SUCCEEDED:
             return False
@@ -88,13 +98,14 @@ class ControlPlaneSupervisor:
         return len(self._deaths) > _MOST_DEATHS and now - self._deaths[0] < _WINDOW_S
 
     def look(self, now: float, contact_at: float) -> tuple[str, str]:
-        """Return (action, reason) of ``succession.decide``.
+        """Return (action, reason): what this agent does about the control plane now, by ``succession.decide``.
 
-        The lease is watched only while the control plane is silent.
+        The lease is watched only while the control plane does not answer this agent.
 
         Args:
-            now: monotonic time.
-            contact_at: when the control plane last answered; before its first answer, when this agent began to ask.
+            now: monotonic time, in seconds.
+            contact_at: monotonic time at which the control plane last answered; before its first answer, the time at
+                which this agent started to connect.
         """
         self._began_at = contact_at if self._began_at is None else self._began_at
         silent_s = now - contact_at
@@ -106,7 +117,7 @@ class ControlPlaneSupervisor:
             return succession.WAIT, ""
         if self._watch is None:
             self._watch = _Watch(self._run_dir, self._timeouts.lease_beat_s, lambda: self._term if self.hosts else -1)
-        # after a pause of the event loop the agent may look cut off: read the lease before deciding
+        # the silence may only be a pause of this event loop: read the lease before deciding
         if not self._watch.has_looked:
             return succession.WAIT, ""
         view = succession.View(
@@ -123,7 +134,7 @@ class ControlPlaneSupervisor:
         return found
 
     def _idle(self, now: float) -> float:
-        """Return the seconds for which the control plane that starts beside this agent has made no progress."""
+        """Return the seconds for which the control plane that is starting on this node has made no progress."""
         if not self.hosts or not self._watch.is_starting:
             return 0.0
         return self._standstill.look(now, self.sidecar.pid)
@@ -139,13 +150,16 @@ class ControlPlaneSupervisor:
 
 
 class _Watch:
-    """Watches the lease in a thread, so that the agent's event loop never waits for a file system.
+    """Watches the lease file in a thread, so that the agent's event loop never waits for a file system.
 
     Args:
         run_dir: the run's directory.
-        period_s: seconds between two looks.
-        starting: returns the term of a control plane that starts beside this agent, or -1. Until it serves, this thread
-            renews its lease, because its imports take longer than a lease lasts.
+        period_s: seconds between two reads of the lease.
+        starting: returns the term of the control plane on this node, or -1 if there is none. Until that control plane
+            accepts connections, this thread renews its lease, because its imports take longer than a lease lasts.
+
+    Attributes:
+        has_looked: whether the lease was read at least once.
     """
 
     def __init__(self, run_dir: Path, period_s: float, starting: Callable[[], int]):
@@ -157,7 +171,7 @@ class _Watch:
         threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
 
     def claimed(self) -> None:
-        """Note that this agent has renewed the lease, so that it does not claim again before the next look."""
+        """Record that this agent has just renewed the lease, so that it does not claim again before the next read."""
         self._changed_at = time.monotonic()
 
     def age(self, now: float) -> float | None:
@@ -166,11 +180,14 @@ class _Watch:
 
     @property
     def is_starting(self) -> bool:
-        """Whether the newest term is that of a control plane beside this agent which does not serve yet."""
+        """Whether the newest term belongs to a control plane on this node that does not accept connections yet."""
         return self._standing is not None and not self._standing.where and self._standing.term == self._starting()
 
     def serving(self, now: float) -> float | None:
-        """Return the seconds since the control plane of this term was first seen serving, None if it does not serve."""
+        """Return the seconds since the control plane of the newest term was first seen to accept connections.
+
+        None: it does not accept connections yet.
+        """
         return now - self._serves_since if self._standing is not None and self._standing.where else None
 
     def close(self) -> None:

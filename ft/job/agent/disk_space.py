@@ -1,4 +1,7 @@
-"""Warns at the terminal when the disk of the run's directory is full: logs and events are written to that same disk."""
+"""Monitors free disk space for a node agent of ``ft run``: warns at the terminal when the run's directory is full.
+
+The warning has to appear at the terminal, because log files are on that same disk.
+"""
 
 import os
 import time
@@ -27,7 +30,7 @@ class Room:
         self._is_full = self._was_full = False
 
     def heard(self, beats: Mapping[str, Beat]) -> None:
-        """Note the steps that the workers have reached."""
+        """Record the highest step in the workers' heartbeats."""
         self._step = max([self._step, *(beat.step for beat in beats.values())])
 
     def poll(self) -> None:
@@ -51,7 +54,7 @@ class Room:
         self._is_full, self._was_full = is_full, self._was_full or is_full
 
     def close(self) -> None:
-        """At the end of the run, print what its files lack, if the disk was full at some time."""
+        """At the end of the run, print which records the run's files lack, if the disk was full at some time."""
         if not self._was_full:
             return
         from ft.record import missing as records

@@ -1,10 +1,10 @@
-"""Ends a worker's process as ``python`` would, but does not finalise the interpreter while threads are alive.
+"""Process exit for the workers of ``ft run``: like Python's own exit, but safe while threads are blocked in C++ code.
 
-While the interpreter is being finalised, a thread that returns from C++ and asks for the interpreter lock is ended on
-the spot (up to Python 3.13). If one of its C++ frames must not be unwound in that way, as those of torch's bindings,
-the whole process aborts with "terminate called without an active exception". After a recovery a worker may have such
-threads: they wait for an abandoned operation or for a connection to close. These waits cannot be ended from outside, so
-this module ends the process first.
+While Python finalises the interpreter, it ends any thread that returns from C++ and requests the interpreter lock (up
+to Python 3.13). C++ frames of torch's bindings must not be unwound in that way: the whole process aborts with
+"terminate called without an active exception". After a recovery, a worker may have such threads, which wait for an
+abandoned operation or for a connection to close. These waits cannot be ended from outside. So this module ends the
+process without finalising the interpreter.
 """
 
 import atexit
@@ -25,7 +25,7 @@ _PLAIN = (io.FileIO, io.BytesIO, io.StringIO, io.BufferedReader, io.BufferedWrit
 
 
 def status_of(end: SystemExit) -> int:
-    """Return the exit status that Python gives for a SystemExit, and print a message in it to stderr."""
+    """Return the exit status that Python gives for a SystemExit. If its code is a message, print it to stderr."""
     code = end.code
     if code is None:
         return 0
@@ -37,11 +37,11 @@ def status_of(end: SystemExit) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with ``status``, after what Python does at exit for a program.
+    """End this process with ``status``, after the steps that Python takes at the exit of a program.
 
-    Non-daemon threads are joined, exit handlers run, output is flushed, and files left open are completed. If a daemon
-    thread is still alive, the interpreter is not finalised, and the destructors that would run then do not run; Python
-    does not promise that they do.
+    Non-daemon threads are joined, exit handlers run, output is flushed, and buffered data of open files is written. If
+    a daemon thread is still alive, the interpreter is not finalised. The destructors that would run during finalisation
+    then do not run; Python does not guarantee that they run.
     """
     _quietly(threading._shutdown)  # Python calls it as well; it also ends the threads of concurrent.futures
     if all(thread is threading.current_thread() for thread in threading.enumerate()):
@@ -56,7 +56,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _quietly(call) -> None:
-    """Call a function and print its exception, whatever it is: Python's own exit goes on too."""
+    """Call a function. If it raises any exception, print the exception and continue, as Python does at exit."""
     try:
         call()
     except BaseException:
@@ -73,7 +73,7 @@ def _flushed(stream) -> bool:
 
 
 def _write_files() -> None:
-    """Write out the data of files that the program has not closed, and what C libraries have printed."""
+    """Flush the files that the program has not closed, and the output buffers of C libraries."""
     gc.unfreeze()
     files = [thing for thing in gc.get_objects() if _ANY in type(thing).__mro__]
     texts = [file for file in files if isinstance(file, io.TextIOWrapper)]

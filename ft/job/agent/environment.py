@@ -1,4 +1,7 @@
-"""The environment variables of a worker's script: those of torchrun and those of this project."""
+"""The environment variables that a node agent of ``ft run`` sets for its workers: torchrun's, and FT_* variables.
+
+A worker is a training process. A standby is a worker that waits without a logical rank until it replaces a lost worker.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,15 +9,20 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Place:
-    """What all workers of one agent have in common.
+    """Values that all workers of one agent have in common.
 
     Attributes:
         node: the agent's name.
-        node_rank: number of its node.
+        node_rank: number of the agent's node.
         host: address at which other nodes reach this node.
         socket: address of the agent's socket (FT_AGENT).
+        run_dir: the run's directory.
+        run_id: id of the run (TORCHELASTIC_RUN_ID).
+        world_size: number of logical ranks of the run.
+        nproc: number of workers with a logical rank on each node.
+        max_restarts: maximum number of warm restarts of the run.
         faults: file with the planned faults, "" if there are none.
-        domains: kind -> name of the node's failure domains.
+        domains: kind -> name of the node's failure domains, such as "rack" -> "r1".
     """
 
     node: str
@@ -33,16 +41,16 @@ class Place:
 def worker_environment(
     place: Place, worker: str, restart: int, rank: int | None, local_rank: int, master: tuple[str, int]
 ) -> dict[str, str]:
-    """Return the variables that are set on top of the user's environment for one worker.
+    """Return the variables that are set for one worker in addition to the user's environment.
 
     Args:
-        place: what the workers of this node have in common.
+        place: values that the workers of this node have in common.
         worker: name of the worker.
         restart: number of warm restarts of the run so far.
-        rank: logical rank, None for a standby, which learns its rank when it takes over a position. Until then RANK is
-            the last rank: the script's range checks hold, and the standby does not act as rank 0.
-        local_rank: number of its device.
-        master: host and port for a process group that the script makes itself.
+        rank: logical rank, None for a standby. A standby gets its rank when it replaces a worker; until then its RANK
+            is the last rank, so that the script's range checks hold and the standby does not act as rank 0.
+        local_rank: index of the worker's device on this node.
+        master: (host, port) for a process group that the script creates itself.
     """
     shown_rank = place.world_size - 1 if rank is None else rank
     return {
@@ -74,8 +82,8 @@ def worker_environment(
 def defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the defaults for variables that the user has not set: one OpenMP thread per worker, as with torchrun.
 
-    numpy's OpenBLAS gets one thread too, whatever OMP_NUM_THREADS says: it starts its threads when it is imported, and
-    a warm pool with threads cannot fork.
+    OPENBLAS_NUM_THREADS is set to 1 as well, even if the user has set OMP_NUM_THREADS: numpy's OpenBLAS starts its
+    threads when numpy is imported, and the warm pool (the process that workers are forked from) must have no threads.
     """
     wanted = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {name: value for name, value in wanted.items() if name not in environment}

@@ -1,4 +1,7 @@
-"""Connects an agent to the injected faults that it carries out: on its node, its network or the control plane."""
+"""Fault injection in a node agent of ``ft run``: triggers the planned faults whose target is the node or its network.
+
+The agent is the supervisor process of a node. A fault can also target the control plane's process on the node.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +16,13 @@ _WRITTEN_S, _LOOK_S = 20.0, 0.01
 
 
 class AgentFaults:
-    """Passes events to ``ft.faults.agent.AgentInjector``, which is loaded only if a fault is planned for an agent.
+    """Passes the run's progress to ``ft.faults.agent.AgentInjector``, loaded only if a fault is planned for an agent.
 
     Args:
         faults: planned faults of the whole run.
         node: name of this agent.
         run_dir: the run's directory.
-        record: function that puts a report on record and returns once it is.
+        record: function that sends a report to the control plane and returns once the report was sent.
 
     Raises:
         UserError: this process lacks the permission for a fault that is planned for it.
@@ -40,13 +43,18 @@ class AgentFaults:
             self._injector = AgentInjector(faults, node, run_dir, self._announce)
 
     def opened(self, order: Open, began: float) -> None:
-        """Note that an epoch begins; the first epoch began at wall-clock time ``began``."""
+        """Record that an epoch (a version of the assignment of workers to ranks) begins.
+
+        Args:
+            order: the control plane's order that opens the epoch; it lists the faults injected so far.
+            began: wall-clock time at which the first epoch began; injection times are relative to it.
+        """
         if self._injector is not None:
             self._injector.update(order.fired)
             self._injector.begin(began)
 
     def heard(self, beats: Mapping[str, Beat]) -> None:
-        """Note the steps that the workers have reached."""
+        """Pass the highest step in the workers' heartbeats to the injector."""
         steps = [beat.step for beat in beats.values() if beat.doing != "idle"]
         if self._injector is not None and steps:
             self._injector.progressed(max(steps))
@@ -65,8 +73,8 @@ class AgentFaults:
     def _wait_written(self, number: int) -> None:
         """Wait until the event log holds fault ``number``, for at most ``_WRITTEN_S`` seconds.
 
-        A control plane beside this agent dies with it. If the fault were not on record by then, it would be injected
-        again.
+        The fault kills this agent, and with it a control plane on this node. If the event log did not hold the fault by
+        then, the next control plane would have it injected again.
         """
         deadline = time.monotonic() + _WRITTEN_S
         while time.monotonic() < deadline:

@@ -1,4 +1,7 @@
-"""The worker's end of its connection to the agent."""
+"""The worker's end of its connection to the node agent: a Unix socket with one JSON message per line.
+
+The agent is the process of ``ft run`` that has started the worker (a training process) and supervises it.
+"""
 
 import contextlib
 import json
@@ -20,9 +23,9 @@ def socket_address(name: str) -> str:
 
 
 class Link:
-    """The worker's end of the connection: sends reports and receives orders.
+    """The worker's end of the connection: sends reports to the agent and receives orders.
 
-    There is no reconnection: when the agent is gone, the worker ends.
+    A lost connection is not remade: when the agent has ended, the worker ends too.
     """
 
     def __init__(self, sock: socket.socket):
@@ -30,14 +33,14 @@ class Link:
         self._lock = threading.Lock()
         self._closed = False
         self.disturb: Callable[[Any], list[Any]] | None = None
-        """Hook for fault injection: returns the reports to send in place of the given one."""
+        """Hook for fault injection: function from a report to the reports to send in its place."""
 
     @classmethod
     def connect(cls, environment: Mapping[str, str]) -> "Link":
         """Connect to the agent that started this process (FT_AGENT) as worker FT_WORKER.
 
         Raises:
-            UserError: there is no agent, because ``ft run`` did not start this process or the agent has ended.
+            UserError: no agent answers, because ``ft run`` did not start this process or the agent has ended.
         """
         fix = "start the script with: ft run --nproc-per-node N SCRIPT ..."
         if "FT_AGENT" not in environment or "FT_WORKER" not in environment:
@@ -54,11 +57,11 @@ class Link:
 
     @property
     def sock(self) -> socket.socket:
-        """The connection itself, for code that must tell it apart from other sockets of this process."""
+        """The socket, for code that must distinguish it from other sockets of this process."""
         return self._sock
 
     def send(self, report: Any) -> None:
-        """Send a report of ``ft.job.messages``. Safe from any thread.
+        """Send a report, an object of one of the message classes in ``ft.job.messages``. Safe from any thread.
 
         Raises:
             OSError: the agent is gone.
@@ -67,9 +70,10 @@ class Link:
             self._write(encode(sent))
 
     def listen(self, callback: Callable[[Any], None]) -> None:
-        """Start a thread that calls ``callback(order)`` for each order, and ``callback(None)`` when the agent is gone.
+        """Start a thread that calls ``callback(order)`` for each order from the agent.
 
-        After ``close`` the callback is not called any more.
+        When the agent has closed the connection, the thread calls ``callback(None)`` and ends. After ``close`` the
+        callback is not called any more.
         """
         threading.Thread(target=self._listen, args=(callback,), name="ft-link", daemon=True).start()
 

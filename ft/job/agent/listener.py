@@ -1,4 +1,4 @@
-"""The Unix socket at which workers connect to their agent."""
+"""The Unix socket on which a node agent of ``ft run`` accepts the connections of its workers (training processes)."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ from ft.net.channel import Channel
 
 
 def listen() -> tuple[str, socket.socket]:
-    """Return (FT_AGENT, socket).
+    """Open the agent's listening socket. Return (its name for the workers' variable FT_AGENT, the socket).
 
-    The socket is in the abstract namespace, so it leaves no file behind however the agent ends.
+    The socket is in Linux's abstract namespace, so it leaves no file behind however the agent ends.
     """
     name = f"@ft-agent-{os.getpid()}-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -31,11 +31,14 @@ def unwatch(selector: selectors.BaseSelector, channel: Channel | None) -> None:
 
 
 class WorkerListener:
-    """Accepts connections, and passes those that belong to a worker to the workforce.
+    """Accepts connections, and passes the connections of workers to the workforce.
+
+    A connection is closed if it belongs to another user or if its first line does not name a worker of this agent.
 
     Args:
         listener: the socket that ``listen`` returned.
-        selector: the selector of the agent's loop; the data of each key is the function to call when it is readable.
+        selector: the selector of the agent's event loop; the data of each key is the function that the loop calls when
+            the socket is readable.
         workforce: the workers of this agent.
     """
 
@@ -67,11 +70,11 @@ class WorkerListener:
             channel.close()
             return
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._workforce.hear(worker))
-        # data that came with the first line was read already and makes the socket readable no more
+        # the channel has already read any data that followed the first line, so the selector would not report that data
         self._workforce.hear(worker)
 
 
 def _is_mine(sock: socket.socket) -> bool:
-    """Return whether the peer process belongs to this user: any process on the machine can find the socket."""
+    """Return whether the peer process belongs to this user. Any process on the machine could connect to the socket."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int.from_bytes(credentials[4:8], "little") == os.getuid()

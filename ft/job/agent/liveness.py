@@ -1,4 +1,8 @@
-"""Failure detection by heartbeats: which workers are silent, as a pure function of heartbeats and process states."""
+"""Failure detection in a node agent of ``ft run``: finds workers that send no heartbeats, as a pure function.
+
+A worker (training process) is silent if its last heartbeat is older than a limit. A worker attaches by connecting to
+its agent and reporting that it is ready; only then does it send heartbeats.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +15,10 @@ class Limits:
     Attributes:
         stopped_s: limit for a stopped process (state T), which only a signal can continue.
         silent_s: limit in all other cases.
-        unsettled_s: limit before the first step has ended, when imports, compilation and the first allocations may hold
-            the interpreter lock for long.
-        mute_s: limit for a worker that has never attached and does nothing at all, while others have attached and wait
-            for it.
+        unsettled_s: limit before the end of the first step: until then imports, compilation and the first allocations
+            may hold the interpreter lock for long.
+        mute_s: limit for a worker that has never attached and whose process shows no activity at all, while other
+            workers have attached and wait for it.
     """
 
     stopped_s: float = 0.25
@@ -25,12 +29,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is known of one attached worker.
+    """Observations of one attached worker.
 
     Attributes:
-        beat_at: time of its last heartbeat.
-        state: state letter of its process in /proc.
-        settled: it has finished a step.
+        beat_at: time of the last heartbeat, in seconds.
+        state: state letter of the worker's process in /proc.
+        settled: whether the worker has finished a step.
     """
 
     beat_at: float
@@ -40,7 +44,14 @@ class Watch:
 
 @dataclass(frozen=True)
 class Silence:
-    """A worker that is silent, for how many seconds, in which process state, and why that counts as silence."""
+    """One silent worker.
+
+    Attributes:
+        worker: name of the worker.
+        silent_s: seconds since the last heartbeat.
+        state: state letter of the worker's process in /proc.
+        reason: explanation for the log.
+    """
 
     worker: str
     silent_s: float
@@ -52,8 +63,8 @@ def silent(now: float, watches: Mapping[str, Watch], limits: Limits) -> list[Sil
     """Return the workers that are silent at ``now``.
 
     Args:
-        now: the present time, on the clock of the heartbeats' times.
-        watches: worker -> what is known of it.
+        now: the present time, in seconds of the same clock as ``Watch.beat_at``.
+        watches: name of a worker -> observations of it.
         limits: seconds after which a worker counts as silent.
     """
     found = []

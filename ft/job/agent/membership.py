@@ -1,4 +1,8 @@
-"""A node's membership in the run: its unique name, and what its agent offers when it joins."""
+"""A node's membership in an ``ft run``: its unique name, and the workers and store that its agent offers when it joins.
+
+The agent is the supervisor process of the node. It offers workers for logical ranks (positions in the parallel layout)
+and standbys (workers that wait to replace a lost one).
+"""
 
 import contextlib
 import os
@@ -15,7 +19,9 @@ _MANY_KEYS = 20_000
 
 
 def claim_name(run_dir: Path, node_rank: int) -> str:
-    """Return a name that no agent of this run has had: ``n3``, or ``n3-2``, ``n3-3`` for agents that come back.
+    """Return a name that no agent of this run has had: ``n3``, or ``n3-2``, ``n3-3`` for agents that join again.
+
+    A name is claimed by creating a file in the run's directory, which can succeed only once.
 
     Raises:
         OSError: the run's directory cannot be written.
@@ -38,14 +44,15 @@ class Membership:
 
     Args:
         run_dir: the run's directory.
-        place: properties of this node, with the name that it starts under.
-        seats: number of workers that it offers for logical ranks.
-        standbys: number of standbys that it offers.
+        run_dir: the run's directory.
+        place: properties of this node, with the agent's first name.
+        seats: number of workers for logical ranks that the agent offers.
+        standbys: number of standbys that the agent offers.
         is_late: see Attributes.
 
     Attributes:
         place: properties of this node, which its workers have in common.
-        is_late: the agent joined while the run was under way, and offers standbys only.
+        is_late: whether the agent joins a run that is under way, and therefore offers standbys only.
     """
 
     def __init__(self, run_dir: Path, place: Place, seats: int, standbys: int, is_late: bool = False):
@@ -54,7 +61,7 @@ class Membership:
         self._meeting: Any = None
 
     def come_back(self) -> None:
-        """Take a new name and offer standbys only, after the control plane has given this node up.
+        """Take a new name and offer standbys only, after the control plane has removed this node from the run.
 
         Raises:
             OSError: the run's directory cannot be written.
@@ -65,7 +72,10 @@ class Membership:
     def join(self, token: str) -> AgentJoined:
         """Open a store in which process groups can rendezvous, and return the message that describes this node.
 
-        Blocks while torch is imported: call it in a thread.
+        The call imports torch, which takes seconds: make it from a thread other than the event loop's.
+
+        Args:
+            token: the run's secret token, which clients of the store must know.
         """
         # torch must not report the end of the control plane's store at the terminal
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -82,7 +92,11 @@ class Membership:
         return AgentJoined(place.node, place.node_rank, place.host, seats, standbys, meeting, domains)
 
     def sweep(self, epoch: int) -> None:
-        """Remove the keys of epochs that ended long ago from the store, if it holds more than ``_MANY_KEYS``."""
+        """Remove old rendezvous keys from the store, in a thread, if the store holds more than ``_MANY_KEYS``.
+
+        Keys are grouped by epoch, the version of the assignment of workers to ranks. Keys of the present epoch
+        (``epoch``) and of the one before are kept.
+        """
         if self._meeting is not None and self._meeting.store.num_keys() > _MANY_KEYS:
             threading.Thread(target=_sweep, args=(self._meeting.store, epoch - 1), daemon=True).start()
 

@@ -1,4 +1,7 @@
-"""``ft run`` under mpirun or srun: this node's place in the job, and its MPI process for ``--ft-transport mpi``.
+"""``ft run`` under mpirun or srun: the node's position in the job, and its MPI process for ``--ft-transport mpi``.
+
+With that flag, snapshots travel between nodes over MPI. Workers are not MPI processes; each node has one MPI process,
+the relay, which forwards their data. The node agent is the process that supervises the node's workers.
 
 The process that mpirun has started becomes the MPI process (relay) of the node; the agent runs as its child:
 
@@ -6,9 +9,9 @@ The process that mpirun has started becomes the MPI process (relay) of the node;
                              |         +- workers
                              +- MPI: the relays of the other nodes
 
-Both end together. A relay that dies or hangs costs its workers their peer copies, so the agent ends with it, and the
-node is lost as if it had been switched off. An agent that is killed takes its relay along, which is how MPI on the
-other nodes learns that the node is gone. So a node is never lost in part.
+Relay and agent end together, so that a node is never lost in part. If the relay dies or hangs, the agent ends too, and
+the node is lost as if it had been switched off: without the relay, its workers could not send snapshots to other nodes.
+If the agent is killed, the relay ends too, so that MPI on the other nodes detects the loss of the node.
 
 When a whole host is lost, the daemon that mpirun or Slurm runs there dies too (tools/experiments/mpi_hosts.py). srun
 (--mpi=pmix --no-kill --kill-on-bad-exit=0) continues and returns as if nothing had happened. mpirun also continues if
@@ -51,14 +54,14 @@ _START = (
 
 @dataclass(frozen=True)
 class MpiJob:
-    """This node's place in an MPI job.
+    """This node's position in an MPI job.
 
     Attributes:
-        job: name of the run.
+        job: name of the run, "" if not known.
         nnodes: number of nodes.
-        node_rank: number of this node.
-        endpoint: where the nodes rendezvous, "" if not known.
-        in_step: as in ``slurm.SlurmJob``.
+        node_rank: number of this node, from 0.
+        endpoint: rendezvous address of the nodes, "host:port", "" if not known.
+        in_step: whether every node runs a process like this one; always True under mpirun.
     """
 
     job: str
@@ -69,7 +72,7 @@ class MpiJob:
 
 
 def read(environment: Mapping[str, str]) -> MpiJob | None:
-    """Read this node's place from mpirun's variables, which contain no host name. Return None outside mpirun."""
+    """Read this node's position from mpirun's variables, which contain no host name. Return None outside mpirun."""
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
     rank, size = mpi_world.rank_in(environment)
@@ -77,10 +80,10 @@ def read(environment: Mapping[str, str]) -> MpiJob | None:
 
 
 def wanted(given: argparse.Namespace) -> bool:
-    """Return whether snapshots are to go over MPI: by the flag of ``ft run``, or by the same flag of its script.
+    """Return whether ``--ft-transport mpi`` is given, as a flag of ``ft run`` or of its script.
 
     Raises:
-        UserError: the two flags differ.
+        UserError: both are given, with different values.
     """
     here, there = given.ft_transport, _flag_in(given.script_args)
     if here and there and here != there:
@@ -89,7 +92,10 @@ def wanted(given: argparse.Namespace) -> bool:
 
 
 def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> MpiJob | slurm.SlurmJob:
-    """Split this process into the node's MPI relay, which never returns, and the agent, which returns its place.
+    """Fork: this process becomes the node's MPI relay and never returns; the child returns and becomes the agent.
+
+    Returns:
+        the node's position in the job.
 
     Raises:
         UserError: MPI is not installed, was not started for this run or this number of nodes, or does not start up.
@@ -120,7 +126,7 @@ def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.env
     listener.close()
     theirs.close()
     for name in [name for name in os.environ if name.startswith(_FOR_ONE_PROCESS)]:
-        del os.environ[name]  # with them, any process that calls MPI_Init would act as the node's one MPI process
+        del os.environ[name]  # with these variables, any process that calls MPI_Init would act as the node's relay
     os.environ.update({TRANSPORT: "mpi", mpi.FOLDER: str(folder), mpi.RANK: str(rank)})
     told = _await_word(ours)
     threading.Thread(target=_watch, args=(relay, folder), name="ft-mpi-watch", daemon=True).start()
@@ -151,7 +157,7 @@ def _await_word(ours: socket.socket) -> MpiJob:
 
 
 def _watch(relay: int, folder: Path) -> None:
-    """Kill a relay that does not answer any more. This process is its child and dies with it."""
+    """Kill the relay when it does not answer any more. This process, the agent, is the relay's child and dies too."""
     while mpi.answers(folder, _PONG_S):
         time.sleep(_PING_S)
     if os.getppid() == relay:
@@ -176,14 +182,14 @@ def _relay(agent: int, folder: Path, listener: socket.socket, word: socket.socke
         code, world = None, None
     shutil.rmtree(folder, ignore_errors=True)
     if code is None or code < 0:
-        # only this end counts as a death for MPI; it also kills the agent, if that is alive
+        # MPI detects a death only if this process is killed; the kernel then kills the agent too, if it is alive
         os.kill(os.getpid(), signal.SIGKILL)
     world.leave(_LEAVE_S)
     os._exit(code)
 
 
 def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: socket.socket) -> tuple[int, Any]:
-    """Relay until the agent ends. Return its exit code (minus the signal that killed it) and the MPI world to leave."""
+    """Relay until the agent ends. Return (the agent's exit code, negative for a signal; the MPI world to leave)."""
     from ft.net.mpi_relay import Relay
 
     world = mpi_world.World()
@@ -201,7 +207,7 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: so
 
 
 def _agree(world: mpi_world.World) -> MpiJob:
-    """Agree on the nodes' rendezvous address and the run's name: all take those of rank 0."""
+    """Agree on the nodes' rendezvous address and the run's name: all nodes use the values of rank 0."""
     mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
     told = [json.loads(text) for text in world.share(json.dumps(mine).encode())]
     host, port, job = told[0]

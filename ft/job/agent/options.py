@@ -1,4 +1,10 @@
-"""Turns the command line and the environment of Slurm or mpirun into the agent's options, and rejects bad input."""
+"""Resolves the options of ``ft run`` from its command line and from the environment of Slurm or mpirun.
+
+All errors in the input are collected and reported together. Terms: a worker is a training process that holds a logical
+rank (a position in the parallel layout); a standby is a worker that holds none and can replace a lost one. The control
+plane is one process for the whole run that decides about recoveries. In a warm restart, all workers start again from
+the last checkpoint.
+"""
 
 import argparse
 import importlib.util
@@ -21,13 +27,22 @@ _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
 
 @dataclass(frozen=True)
 class Script:
-    """The script that every worker runs: ``target`` is a file or, with ``is_module``, the name of a module."""
+    """The script that every worker runs.
+
+    Attributes:
+        target: path of a file or, with ``is_module``, name of a module.
+        is_module: whether ``target`` is run like ``python -m``.
+        args: arguments of the script.
+    """
 
     target: str
     is_module: bool
     args: list[str]
     preload: list[str] = field(default_factory=list)
-    """Further modules for the warm pool to import; ["none"]: it imports nothing."""
+    """Further modules that the warm pool (the process from which workers are forked) imports.
+
+    ["none"]: the pool imports no modules at all.
+    """
 
 
 @dataclass(frozen=True)
@@ -37,10 +52,11 @@ class Cluster:
     Attributes:
         nnodes: number of all nodes.
         node_rank: number of this node, from 0.
-        standby_nodes: number of nodes that run standbys only; they are the last ones.
+        standby_nodes: number of nodes that run standbys only; these nodes have the highest numbers.
         host: host on which the control plane listens.
-        port: port on which it listens; 0 means any free port (on node 0 only).
-        in_folder: the other nodes find the control plane through the run's directory only, and not at host and port.
+        port: port on which the control plane listens; 0 means any free port (possible on node 0 only).
+        in_folder: whether the other nodes find the control plane only through its address file in the run's directory,
+            and not at host and port.
     """
 
     nnodes: int
@@ -65,9 +81,19 @@ class RunOptions:
     """The options of one ``ft run``, valid and complete.
 
     Attributes:
-        nproc: workers with a logical rank on a training node.
-        standby: standbys on this node beyond those.
-        domains: kind -> name of this node's failure domains.
+        script: the training script.
+        cluster: the nodes.
+        nproc: number of workers with a logical rank on each training node.
+        standby: number of standbys on this node, in addition to those workers.
+        run_dir: the run's directory, for logs, the event log and the control plane's files.
+        run_id: id of the run.
+        max_restarts: maximum number of warm restarts.
+        inject: planned faults, as given on the command line.
+        scenario: file with planned faults, or None.
+        seed: seed for randomly planned faults, or None.
+        quiet: whether only the output of workers and errors are printed.
+        local_addr: address at which other nodes reach this node, None to detect it.
+        domains: kind -> name of this node's failure domains, such as "rack" -> "r1".
     """
 
     script: Script
@@ -83,14 +109,17 @@ class RunOptions:
     quiet: bool
     local_addr: str | None
     control: str | None = None
-    """Servers of another kind for the control plane, as ``etcd://HOST:PORT``; None: it hosts a TCPStore."""
+    """Servers that carry the control plane's messages, as ``etcd://HOST:PORT``.
+
+    None: the control plane hosts a TCPStore for them.
+    """
     domains: dict[str, str] = field(default_factory=dict)
     hot_swap: bool = True
-    """False: every failure leads to a warm restart."""
+    """Whether standbys replace lost workers in the running job. False: every failure leads to a warm restart."""
     life: int | None = None
-    """Life of the run that the agent belongs to from its start, even if other agents had this node before.
+    """Number of restarts so far, set for a replica of FT-HSDP, whose supervisor starts new agents for every restart.
 
-    None: it belongs to the first life, or joins late as a standby.
+    None: the agent belongs to the first start of the run, or joins a run that is under way and offers standbys only.
     """
 
     @property
@@ -99,7 +128,7 @@ class RunOptions:
 
     @property
     def standbys_here(self) -> int:
-        """Number of workers of this node that start without a logical rank. A standby node offers a full set."""
+        """Number of standbys on this node. A standby node has at least as many as a training node has workers."""
         return self.standby if self.cluster.trains else max(self.nproc, self.standby)
 
 
@@ -115,7 +144,8 @@ def resolve(
         given: the parsed command line.
         environment: environment variables.
         job: the Slurm or MPI job that this node is part of; default: read from the environment.
-        lease: folder in the run's directory whose lease shows whether the run is under way; default: that directory.
+        lease: folder, relative to the run's directory, with the control plane's lease, which shows whether the run is
+            under way; default: the run's directory itself.
 
     Raises:
         UserError: the flags are wrong or contradict each other.
@@ -279,7 +309,7 @@ def count_gpus() -> int:
 
 
 def script_of(given: argparse.Namespace) -> Script | None:
-    """Return the script that the workers run, None if none is given (the parser reports that).
+    """Return the script that the workers run, None if the command line names no script (the parser reports that).
 
     Raises:
         UserError: the script or module does not exist, or --preload contradicts itself.

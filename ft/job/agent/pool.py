@@ -1,4 +1,8 @@
-"""The agent's handle on the warm pool: starts the pool's process, restarts it when it dies, and asks it for workers."""
+"""The node agent's handle on the warm pool: starts the pool's process, restarts it when it dies, and requests workers.
+
+The warm pool is a process that has already imported torch, megatron and other modules, so that a forked worker
+(training process) starts without delay. The agent is the supervisor process of a node of ``ft run``.
+"""
 
 import json
 import os
@@ -24,7 +28,7 @@ class PoolBroken(FtError):
 
 
 class WarmPool:
-    """Asks the warm pool for workers, asynchronously: ``take`` returns them once they exist.
+    """Requests workers from the warm pool asynchronously: ``fork`` sends a request, ``take`` returns started workers.
 
     Args:
         script: the script that workers will run.
@@ -32,8 +36,8 @@ class WarmPool:
         stuck_s: seconds without progress, while requests are open, after which the pool counts as stuck.
 
     Attributes:
-        pid: pid of the pool's process.
-        channel: connection to it; call ``take`` when it is readable.
+        pid: pid of the pool's process, -1 before the first start.
+        channel: connection to that process; call ``take`` when the channel is readable.
     """
 
     def __init__(self, script: Script, log: Path, stuck_s: float = Timeouts().stuck_s):
@@ -63,7 +67,7 @@ class WarmPool:
                 command,
                 pass_fds=[theirs.fileno()],
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C is for the agent
+                start_new_session=True,  # so that Ctrl-C reaches the agent only
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -76,14 +80,20 @@ class WarmPool:
             self.channel.send(json.dumps({"fork": request}))
 
     def fork(self, worker: str, log: str, env: dict[str, str]) -> None:
-        """Ask for a worker."""
+        """Request a worker.
+
+        Args:
+            worker: name of the worker.
+            log: file for the worker's output.
+            env: environment variables to set in the worker.
+        """
         request = {"worker": worker, "log": log, "env": env}
         self._asked.append(request)
         if self.channel is not None:
             self.channel.send(json.dumps({"fork": request}))
 
     def take(self) -> tuple[list[tuple[str, int]], list[str]]:
-        """Return what the pool has reported since the last call: ((worker, pid) pairs that now exist, notes)."""
+        """Return the pool's reports since the last call: ((name, pid) of each started worker, notes for the user)."""
         born, notes = [], []
         for line in self.channel.receive() or []:
             message = json.loads(line)
@@ -120,13 +130,13 @@ class WarmPool:
         return ""
 
     def forget(self, pid: int) -> None:
-        """Tell the pool that a worker has ended: the kernel may give its pid to an unrelated process."""
+        """Notify the pool that a worker has ended: the kernel may give its pid to an unrelated process."""
         self._alive.discard(pid)
         if self.channel is not None:
             self.channel.send(json.dumps({"forget": pid}))
 
     def restart(self, code: int) -> None:
-        """Start a new process after the old one was reaped with exit code ``code``. It takes over the open requests.
+        """Start a new process, which gets the open requests, after the old one was reaped with exit code ``code``.
 
         Raises:
             PoolBroken: several processes in a row ended before they forked a worker.

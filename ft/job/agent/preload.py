@@ -1,4 +1,8 @@
-"""Chooses and imports the modules that the warm pool loads before it forks workers: those that the script needs."""
+"""Chooses and imports the modules that the training script needs, in the warm pool, before workers are forked.
+
+The warm pool is a process of ``ft run`` whose forked children are the workers (training processes). Imports of torch
+and megatron take seconds; a forked worker finds them done.
+"""
 
 import ast
 import contextlib
@@ -32,11 +36,11 @@ _FAULT_TOLERANCE = ("ft.worker.session", "ft.systems.hot_swap.protect", "ft.syst
 
 
 class UnfitForForking(Exception):
-    """An import has started threads or created a CUDA context, which processes forked from here could not use.
+    """An import has started threads or created a CUDA context, which forked processes could not use.
 
     Args:
-        module: the module that was imported.
-        what: what importing it did, for the message.
+        module: name of the module that was imported.
+        what: effect of the import, as a verb phrase for the message.
     """
 
     def __init__(self, module: str, what: str):
@@ -67,7 +71,13 @@ def imports_of(source: str, package: str = "") -> list[str]:
 
 
 def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
-    """Return the modules to import, in order."""
+    """Return the modules to import, in order: torch, the imports of the script, and modules that go with these.
+
+    Args:
+        script: path of the script or, with ``is_module``, name of the module.
+        is_module: whether the script is run like ``python -m``.
+        preload: further modules to import; ["none"]: import nothing.
+    """
     if preload == [NOTHING]:
         return []
     with contextlib.suppress(Exception):  # if the script cannot be read or parsed, the worker that runs it reports that
@@ -79,10 +89,10 @@ def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
 def load(names: list[str], skip: set[str]) -> None:
     """Import ``names`` except those in ``skip``.
 
-    Modules that cannot be imported are left to the worker that needs them.
+    If a module cannot be imported, the worker that imports it reports the error.
 
     Raises:
-        UnfitForForking: the module that it names makes forking impossible, and must be skipped next time.
+        UnfitForForking: an import makes forking impossible. Its module must be in ``skip`` in a new process.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,7 +128,7 @@ def _read_imports(script: str, is_module: bool) -> list[str]:
 
 
 def _companions(wanted: list[str]) -> list[str]:
-    """Return modules that the wanted ones import only at run time, and which workers will need as well."""
+    """Return modules that the wanted modules import only at run time, so that workers need them too."""
     tops = {name.split(".")[0] for name in wanted}
     trainer = any(name.startswith("megatron.training") for name in wanted)
     protected = trainer or "ft" in tops
@@ -129,16 +139,16 @@ def _companions(wanted: list[str]) -> list[str]:
 
 
 def _patch() -> None:
-    """Apply the patches of megatron.core, which have to be in place before it is first imported."""
+    """Apply this project's patches of megatron.core, which have to be in place before megatron.core is imported."""
     with contextlib.suppress(Exception):
         importlib.import_module("torch.distributed")
         importlib.import_module("megatron.patches").apply()
 
 
 def _rehearse() -> None:
-    """Do the work that each worker of the trainer would do first, so that forked workers find it done.
+    """Do the first work of every worker (parsing, patches) once here, so that forked workers find it done.
 
-    A replacement worker's start-up time counts, because the other ranks wait for it.
+    The start-up time of a replacement worker matters, because the other ranks wait for that worker.
     """
     with contextlib.suppress(Exception, SystemExit):
         importlib.import_module("megatron.training.arguments").parse([])

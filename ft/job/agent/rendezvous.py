@@ -1,4 +1,4 @@
-"""The rendezvous address (MASTER_ADDR and MASTER_PORT) for scripts that make their own process group."""
+"""The rendezvous address (MASTER_ADDR, MASTER_PORT) that ``ft run`` gives to scripts with their own process groups."""
 
 from ft.job.agent.environment import Place
 from ft.job.agent.uplink import Uplink
@@ -7,9 +7,11 @@ from ft.platform import network
 
 
 class Masters:
-    """One rendezvous address per life of the run: processes of the previous life may still hold the old port.
+    """The rendezvous addresses, one for each warm restart of the run.
 
-    The agent that has logical rank 0 chooses the address, and the control plane passes it on to the others.
+    A warm restart ends all workers and starts new ones; it needs a new port, because old processes may still hold the
+    old one. The agent (supervisor process) of the node with logical rank 0 chooses the address. The control plane
+    passes it on to the other agents.
     """
 
     def __init__(self, place: Place, uplink: Uplink):
@@ -19,7 +21,9 @@ class Masters:
     def find(self, number: int, ranks: list[int]) -> tuple[str, int] | None:
         """Return (host, port) for restart ``number``, None while it is not known.
 
-        ``ranks``: logical ranks of this agent.
+        Args:
+            number: number of the warm restart, 0 for the first start.
+            ranks: logical ranks of this agent's workers. If rank 0 is among them, this call chooses the address.
         """
         if number not in self._known and 0 in ranks:
             self._known[number] = (self._place.host, network.free_port())
@@ -28,7 +32,7 @@ class Masters:
         return self._known.get(number)
 
     def known(self, number: int) -> tuple[str, int]:
-        """Return the address for standbys, which do not need it: port 0 if it is not known."""
+        """Return (host, port) for standbys, which do not use the address: port 0 if it is not known."""
         return self._known.get(number, (self._place.host, 0))
 
     def learn(self, answer: Master) -> None:

@@ -1,4 +1,7 @@
-"""Runs a worker's script in a process forked from the warm pool; the script sees what ``python script`` shows."""
+"""Runs the training script in a worker forked from the warm pool, as if it were started with ``python script``.
+
+The warm pool is a process of ``ft run`` that has imported torch and megatron. The node agent supervises the workers.
+"""
 
 import errno
 import faulthandler
@@ -20,11 +23,13 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str]) -> None:
-    """Turn a process forked from the warm pool into a worker: own session, output and environment, bound to its agent.
+    """Turn a process forked from the warm pool into a worker, with its own session, output and environment.
+
+    The kernel kills the worker when its agent dies.
 
     Args:
-        born_of: pid of the parent, which is about to exit and so leaves this process to the agent.
-        agent: pid of the agent.
+        born_of: pid of the parent, which is about to exit; the agent then becomes this process's parent.
+        agent: pid of the node agent.
         log: file for stdout and stderr.
         environment: variables to set.
     """
@@ -39,7 +44,7 @@ def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str
     _own_output(log)
     os.environ.update(environment)
     numpy = sys.modules.get("numpy")
-    # numpy was seeded when the pool imported it: without this, all workers would draw the same numbers
+    # numpy was seeded when the pool imported it: without a new seed, all workers would draw the same numbers
     if numpy is not None:
         numpy.random.seed()
     faulthandler.enable(file=sys.stderr)
@@ -49,7 +54,7 @@ def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str
 def run(target: str, is_module: bool, args: list[str]) -> int:
     """Run a script or module as ``__main__``, and return the exit status that ``python`` would give.
 
-    An exception is printed as Python does.
+    An uncaught exception is printed as Python prints it.
     """
     sys.argv = [target, *args]
     try:
@@ -77,7 +82,8 @@ def _run_file(script: str) -> None:
     main.__dict__.update(__file__=script, __builtins__=__builtins__, __loader__=loader, __spec__=None)
     with io.open_code(script) as file:
         code = compile(file.read(), script, "exec")
-    sys.modules["__main__"] = main  # it stays there: pickles and threads look it up even after the script's last line
+    # never removed again: pickles and threads look the module up even after the script's last line
+    sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 
@@ -101,7 +107,7 @@ def _own_output(path: str) -> None:
     os.dup2(log, 2)
     os.close(null)
     os.close(log)
-    # There is no terminal to take the encoding from: without UTF-8, printing a progress bar could fail.
+    # The output is no terminal, so Python cannot derive an encoding: without UTF-8, printing a progress bar could fail.
     sys.stdout = sys.__stdout__ = _text(1)
     sys.stderr = sys.__stderr__ = _text(2)
 

@@ -1,4 +1,9 @@
-"""The control plane's process, which runs beside one of the agents."""
+"""Starts and ends the control plane's process on a node of ``ft run``.
+
+The control plane is one process for the whole run; it decides about recoveries and sends orders to the node agents. It
+runs on the node of one agent, as the agent's child. Leadership is divided into numbered terms; each term has one
+control plane. A standby process, which has imported everything, can be prepared so that a later start is fast.
+"""
 
 import contextlib
 import json
@@ -25,12 +30,13 @@ class Sidecar:
 
     Args:
         run_dir: the run's directory.
-        where: address of the message board that the control plane hosts.
-        options: settings for its ``--options``.
+        where: address on which the control plane accepts the agents' messages.
+        options: settings of the control plane, passed to it as ``--options``.
 
     Attributes:
+        log: file for the output of the process.
         pid: pid of the process, -1 if there is none.
-        spare_pid: pid of a standby process that has imported everything and waits, or -1.
+        spare_pid: pid of the standby process, -1 if there is none.
     """
 
     def __init__(self, run_dir: Path, where: str, options: dict[str, Any]):
@@ -42,13 +48,19 @@ class Sidecar:
         self._spare: subprocess.Popen | None = None
 
     def prepare(self) -> None:
-        """Start a standby process, if there is none: imports take seconds, during which nobody would take decisions."""
+        """Start a standby process, if there is none: a takeover must not wait for imports, which take seconds."""
         if self._spare is None:
             self._spare = self._launch()
             self.spare_pid = self._spare.pid
 
     def start(self, term: int, node: str, restarts: int) -> None:
-        """Start the control plane for ``term`` beside the agent of ``node``, after ``restarts`` restarts of the run."""
+        """Start the control plane.
+
+        Args:
+            term: number of the term.
+            node: name of the agent of this node.
+            restarts: number of restarts of the run so far.
+        """
         options = json.dumps({**self._options, "restarts": restarts})
         arguments = [*self._where, "--node", node, "--term", str(term), "--options", options]
         self._process = self._spare or self._launch()
@@ -61,7 +73,7 @@ class Sidecar:
             return subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(CHECKOUT), str(os.getpid())],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the agent
+                start_new_session=True,  # so that Ctrl-C reaches the agent only
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -73,10 +85,10 @@ class Sidecar:
         self._spare, self.spare_pid = None, -1
 
     def end(self) -> None:
-        """Wait for the process to end, and terminate it if it does not.
+        """Wait for the control plane's process to end, and terminate it if it does not.
 
-        It exits by itself once all agents have announced that they leave; until then agents of other nodes still read
-        from it. After ``_LEAVE_S`` seconds it gets SIGTERM, and ``_TERM_S`` seconds later SIGKILL.
+        The process exits by itself once all agents have announced that they leave; until then agents of other nodes
+        still read from it. After ``_LEAVE_S`` seconds this method sends SIGTERM, and ``_TERM_S`` seconds later SIGKILL.
         """
         if self._spare is not None:
             self._spare.stdin.close()
@@ -98,7 +110,7 @@ class Sidecar:
         return True
 
     def kill(self) -> None:
-        """Kill and reap the process, if there is one, so that the next one finds its address free."""
+        """Kill and reap the process, if there is one, so that its address is free for the next process."""
         if self.pid >= 0:
             processes.send(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -111,7 +123,7 @@ class Sidecar:
 
 
 def _tell(process: subprocess.Popen, text: str) -> None:
-    """Write the arguments to the process.
+    """Write the command-line arguments, ``text``, to the standard input of the process.
 
     Runs in a thread, because the text may exceed the pipe's buffer and the process reads it only after its imports.
     """
@@ -121,10 +133,12 @@ def _tell(process: subprocess.Popen, text: str) -> None:
 
 
 def main() -> None:
-    """Run the process: bind it to the agent with pid ``sys.argv[1]``, import, and wait for its arguments (JSON).
+    """Run the process of the control plane, or of its standby.
 
-    With the arguments it becomes ft.job.control. It ignores SIGINT and SIGTERM: Slurm may send them to all processes of
-    a step, and the control plane is needed until the workers have saved.
+    The process does its imports and then waits for its arguments, a JSON list on standard input. With the arguments it
+    runs the control plane (``ft.job.control.sidecar``); if standard input is closed without any, it exits. It dies with
+    the agent, whose pid is ``sys.argv[1]``. It ignores SIGINT and SIGTERM: Slurm may send them to all processes of a
+    step, and the control plane is needed until the workers have saved their checkpoints.
     """
     agent = int(sys.argv.pop(1))
     processes.die_with_parent(signal.SIGKILL)

@@ -33,8 +33,8 @@ class View:
         serving_s: seconds for which the control plane of the current term has accepted connections, None if it does not
             yet.
         turn: number of agents that may claim the next term before this one.
-        taken_in: the control plane has answered this agent before. If not, no logical rank of this node can have been
-            assigned to another worker, so fencing is not needed.
+        taken_in: whether the control plane has answered this agent before. If not, this node's workers have no logical
+            ranks that could be assigned to other workers, so fencing is not needed.
         idle_s: seconds for which a control plane that is starting up on this node has made no progress; 0 if none is
             starting up here.
         idle_starts: number of control planes in a row that were killed on this node because their startup made no

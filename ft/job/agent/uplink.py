@@ -1,8 +1,13 @@
-"""The agent's connection to the control plane, in threads, so that the agent's event loop never blocks on the network.
+"""The node agent's connection to the control plane, in threads, so that the agent's event loop never blocks on it.
 
-The control plane may disappear and come back on another host. Reports are numbered and kept until the control plane has
-put them on record; after each reconnection the rest is posted again. Orders are numbered too, so that none is carried
-out twice.
+The agent is the supervisor process of one node of ``ft run``. It sends reports to the control plane, one process for
+the whole run, and receives orders from it. The control plane may disappear and come back on another host, with the next
+term number. Therefore reports are numbered and kept until the control plane has recorded them; after each reconnection
+the remaining reports are sent again. Orders are numbered too, so that no order is carried out twice.
+
+A life of the run begins with its first start, and with every restart that does not continue from the control plane's
+journal (its log of decisions); the life has the number of that restart. An agent that finds a newer life than its own
+has to restart its workers.
 """
 
 import contextlib
@@ -44,7 +49,7 @@ class Unlinked:
 
 @dataclass(frozen=True)
 class NewLife:
-    """Event: the run has started anew, for the ``number``-th time."""
+    """Event: another agent has begun a new life of the run, with number ``number``; all workers have to restart."""
 
     number: int
 
@@ -62,7 +67,7 @@ class Uplink:
     Args:
         run_dir: the run's directory, in which the control plane publishes its address.
         endpoint: fallback address ("tcp://HOST:PORT") used while no address is published, "" if there is none.
-        wake: function called from threads whenever ``take`` has something.
+        wake: function called, from threads, whenever ``take`` has something to return.
         timeouts: limits in seconds.
 
     Attributes:
@@ -81,8 +86,8 @@ class Uplink:
     def start(self, join: Callable[[str], AgentJoined], life: int) -> None:
         """Start a session for life ``life`` of the run, and return at once.
 
-        The session's first report is what ``join(token)`` returns. Reports of an earlier session that were not sent are
-        dropped.
+        The session's first report is the result of ``join(token)``, where token is the run's secret token. Unsent
+        reports of an earlier session are dropped.
         """
         self.close()
         self._came = deque()
@@ -94,7 +99,7 @@ class Uplink:
         self._conversation.post(report)
 
     def record(self, report: Any, patience_s: float = _RECORD_S) -> None:
-        """Post a report and return once it was sent, or after ``patience_s`` seconds."""
+        """Queue a report and return once it was sent, or after ``patience_s`` seconds."""
         self.post(report)
         self.flush(patience_s)
 
@@ -106,17 +111,17 @@ class Uplink:
             out.wait(patience_s)
 
     def take(self) -> list[Any]:
-        """Return the orders, and the events (``Linked``, ``Refused``, ...), that have come since the last call."""
+        """Return the orders and the events (``Linked``, ``Refused``, ...) that were received since the last call."""
         found = []
         while self._came:
             found.append(self._came.popleft())
         return found
 
     def mind(self, now: float) -> None:
-        """Break the present connection off if nothing has come back over it for ``contact_s``.
+        """Close the present connection if the control plane has not answered over it for ``contact_s`` seconds.
 
-        A host that loses power closes no connection. Without this check the agent would wait on the dead connection for
-        ever, and a control plane that has taken over elsewhere would not hear of this agent.
+        A host that loses power closes no connection. Without this check, the agent would wait on the dead connection
+        for ever and would not connect to a control plane that has taken over on another host.
         """
         if self._conversation.is_stuck(now):
             self._conversation.break_off()
@@ -133,7 +138,7 @@ class Uplink:
 
 
 class _Conversation:
-    """The agent's session in one life of the run, over as many connections as it takes."""
+    """The agent's session in one life of the run; it uses one connection after another."""
 
     def __init__(
         self,
@@ -154,7 +159,7 @@ class _Conversation:
         self._linked = self._ended = False
 
     def post(self, report: Any) -> None:
-        # heartbeats would be stale by the time of the next connection
+        # drop heartbeats while there is no connection: they would be stale at the next one
         if self._linked or not isinstance(report, AgentBeat):
             self.reports.put(report)
 
@@ -242,7 +247,7 @@ class _Conversation:
         return None
 
     def _settle(self, taken: int) -> None:
-        """Record an answer of the control plane, which has the reports up to number ``taken`` on record: drop these."""
+        """Process an acknowledgement: the control plane has recorded the reports up to number ``taken``; drop these."""
         self.contact_at = time.monotonic()
         while self._kept and self._kept[0][0] <= taken:
             self._kept.popleft()

@@ -1,11 +1,14 @@
-"""The warm pool: a process that has imported what workers need, and forks a worker whenever the agent asks for one.
+"""The warm pool of ``ft run``: a process that has imported torch, megatron and the script's modules, and forks workers.
 
-The pool runs one thread and initialises no device, because its children could use neither. A worker is forked twice, so
-that its direct parent ends and the agent, a subreaper, becomes its parent and sees its exit at once. When the agent
-dies, the pool kills all processes that its workers have started, and then itself.
+It forks a worker (training process) whenever the node agent, the supervisor process of the node, requests one. The pool
+has a single thread and initialises no device, because a forked process could use neither its threads nor its devices.
+A worker is forked twice: its direct parent exits, and the agent, which is a subreaper, becomes its parent and is
+notified of its exit at once. When the agent dies, the pool kills all processes that its workers have started, and
+exits.
 
-Protocol, one JSON object per line. Requests: ``{"fork": {"worker", "log", "env"}}``, ``{"guard": [pid, ...]}``,
-``{"forget": pid}``. Answers: ``{"ready": seconds}``, ``{"worker", "pid"}``, ``{"note": text}``.
+Protocol, one JSON object per line. Requests: ``{"fork": {"worker", "log", "env"}}`` (start a worker),
+``{"guard": [pid, ...]}`` (workers of an earlier pool, which this pool kills with the agent), ``{"forget": pid}`` (a
+worker has ended). Answers: ``{"ready": seconds}``, ``{"worker", "pid"}`` (a worker was started), ``{"note": text}``.
 :mod:`ft.job.agent.pool` starts this process and sends the requests.
 """
 
@@ -45,7 +48,10 @@ class Pool:
         return self._sock.fileno()
 
     def serve(self) -> None:
-        """Fork workers on request. Return only in a new worker; when the agent ends, kill everything and exit."""
+        """Fork workers on request. Return only in a new worker.
+
+        When the agent has ended, kill all processes that workers have started, and exit.
+        """
         try:
             for line in self._reader:
                 message = json.loads(line)
@@ -102,20 +108,20 @@ def main() -> None:
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != int(agent):
         os._exit(0)
-    # they are meant for the agent, which forwards to the workers what they need
+    # these signals are meant for the agent, which signals the workers itself
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     config = json.loads(text)
     pool = Pool(socket.socket(fileno=int(fd)), int(agent), config)
     sys.path[:] = script.search_path(config["target"], config["is_module"], _interpreter_path(root))
     sys.argv = [config["target"], *config["args"]]
-    # otherwise counting GPUs initialises CUDA, and forked processes could not use it
+    # without this variable, counting GPUs would initialise CUDA, which forked processes could not use
     own = {} if _NVML_CHECK in os.environ else {_NVML_CHECK: "1"}
     os.environ.update(own)
     _preload(pool, root, agent)
     for name in own:
         del os.environ[name]
-    # from here on, the end of the socket reports the agent's death, and the pool kills processes first
+    # from here on, the pool detects the agent's death by the end of the socket, and first kills the workers' processes
     processes.die_with_parent(0)
     if os.getppid() != int(agent):
         os._exit(0)
@@ -126,13 +132,13 @@ def main() -> None:
 
 
 def _interpreter_path(root: str) -> list[str]:
-    """Return ``sys.path`` without the entry for this start, but with the folder that ``ft`` comes from."""
+    """Return ``sys.path`` without its first entry, which ``BOOT`` has set, but with ``root``, the folder of ``ft``."""
     rest = sys.path[1:]
     return rest if root in rest else [root, *rest]
 
 
 def _preload(pool: Pool, root: str, agent: str) -> None:
-    """Import the modules. If one makes forking impossible, start this process again without that module."""
+    """Import the modules that workers need. If a module makes forking impossible, exec this process without it."""
     config = pool.config
     skip = set(config.get("skip", []))
     names = preload.plan(config["target"], config["is_module"], config["preload"])

@@ -1,4 +1,9 @@
-"""The workers of one agent: their processes, their connections and their last heartbeats."""
+"""The workers of one node agent of ``ft run``: their processes, their connections and their last heartbeats.
+
+A worker is a training process; it holds a logical rank (a position in the parallel layout). A standby is a worker that
+holds none. The agent requests workers from the warm pool, a process that has imported everything and forks them. A
+worker attaches by connecting to the agent and reporting that it is ready.
+"""
 
 import json
 import os
@@ -32,21 +37,21 @@ _STACK_S = 0.05
 
 @dataclass
 class Worker:
-    """One worker, from the request to the pool until its process has ended.
+    """One worker, from the request to the warm pool until its process has ended.
 
     Attributes:
         name: the worker's name, unique in the run.
-        rank: logical rank that it was started for, None for a standby.
-        restart: number of the warm restart in which it was started.
-        log: file that receives its output.
-        pid: its process, None until the pool has reported it.
-        channel: its connection to the agent, None while there is none.
-        attached: it has reported that it is ready.
-        beat: its last heartbeat.
-        beat_at: monotonic time at which that heartbeat came.
-        told_silent: its silence was reported, and no heartbeat has come since.
-        doomed: this agent has decided to kill it.
-        standstill: progress of its process, watched until it has attached.
+        rank: logical rank that the worker was started for, None for a standby.
+        restart: number of the warm restart (restart of all workers from a checkpoint) in which it was started.
+        log: file that receives the worker's output.
+        pid: pid of the worker's process, None until the pool has reported it.
+        channel: the worker's connection to the agent, None while there is none.
+        attached: whether the worker has reported that it is ready.
+        beat: the worker's last heartbeat, None before the first.
+        beat_at: monotonic time at which that heartbeat was received.
+        told_silent: whether the worker was reported as silent and has sent no heartbeat since.
+        doomed: whether this agent has decided to kill the worker.
+        standstill: activity of the worker's process, watched until the worker has attached.
     """
 
     name: str
@@ -68,7 +73,7 @@ class Workforce:
 
     Args:
         pool: the warm pool, which forks the workers.
-        place: what the environments of the workers have in common.
+        place: values that the environments of the workers have in common.
         post: function that sends a report to the control plane.
         unwatch: function called with each channel before it is closed.
         limits: seconds after which a worker counts as silent.
@@ -89,12 +94,11 @@ class Workforce:
         self._remains: list[int] = []
         self.workers: dict[str, Worker] = {}
         self.is_guarded = False
-        """Whether a worker of this agent has ever trained under a recovery guard."""
-        self.training_since: float | None = None
-        """Wall-clock time at which the first epoch began.
-
-        Faults planned for a time count from it, also in later workers.
+        """Whether a worker of this agent has ever resumed training after an epoch began, and so can take part in
+        recoveries.
         """
+        self.training_since: float | None = None
+        """Wall-clock time at which training first began; injection times of planned faults are relative to it."""
 
     def settle(self, place: environment.Place) -> None:
         """Use ``place`` for workers that are started from now on."""
@@ -103,7 +107,14 @@ class Workforce:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def spawn(self, rank: int | None, local_rank: int, restart: int, master: tuple[str, int]) -> Worker:
-        """Ask the pool for a worker that is meant for logical rank ``rank`` (None: a standby)."""
+        """Request a worker from the pool.
+
+        Args:
+            rank: logical rank of the worker, None for a standby.
+            local_rank: index of the worker's device on this node.
+            restart: number of the warm restart.
+            master: (host, port) for the script's own process groups.
+        """
         name = f"{self._place.node}.w{self._started}"
         self._started += 1
         worker = Worker(name, rank, restart, self._logs / f"{name}.log")
@@ -115,7 +126,7 @@ class Workforce:
         return worker
 
     def hear_pool(self) -> list[str]:
-        """Process the pool's messages, among them that workers exist; return its notes for the user."""
+        """Process the pool's messages, which report started workers. Return its notes for the user."""
         born, notes = self._pool.take()
         for name, pid in born:
             worker = self.workers.get(name)
@@ -130,7 +141,7 @@ class Workforce:
         return notes
 
     def ended(self, pid: int, code: int) -> Worker | None:
-        """Process the exit of a reaped child. Return the worker that it was, None if it was none or is not known."""
+        """Process the exit of a reaped child. Return its worker, None if no worker with this pid is known (yet)."""
         worker = next((w for w in self.workers.values() if w.pid == pid), None)
         if worker is None:
             if any(w.pid is None for w in self.workers.values()):
@@ -146,14 +157,14 @@ class Workforce:
     def sweep(self) -> None:
         """Kill the processes that ended workers have left running.
 
-        This takes time, so it is not part of ``ended``: the control plane is to learn of the exit first.
+        This takes time, so it is not part of ``ended``: the exit is reported to the control plane first.
         """
         if self._remains:
             processes.kill_remains(self._remains)
             self._remains = []
 
     def take_early(self) -> list[tuple[int, int]]:
-        """Return (pid, exit code) of workers that had ended before the pool reported that they exist."""
+        """Return (pid, exit code) of workers that had ended before the pool reported their start."""
         pids = {worker.pid for worker in self.workers.values()}
         found = [(pid, self._early.pop(pid)) for pid in list(self._early) if pid in pids]
         if None not in pids:
@@ -163,7 +174,7 @@ class Workforce:
     def kill(self, *names: str) -> None:
         """Send SIGKILL to these workers and to all processes that they started.
 
-        Unknown names are ignored: they have ended.
+        Unknown names are ignored: these workers have ended.
         """
         doomed = [self.workers[name] for name in names if name in self.workers and not self.workers[name].doomed]
         for worker in doomed:
@@ -174,7 +185,7 @@ class Workforce:
     def kill_hung(self, name: str) -> None:
         """Kill a worker on the control plane's order.
 
-        If it can still run, it first writes the stacks of its threads into its log.
+        If the worker can still run, it first writes the stacks of its threads into its log (on SIGUSR1).
         """
         worker = self.workers.get(name)
         if worker is not None and worker.pid is not None and processes.state(worker.pid) not in "TZX":
@@ -183,9 +194,9 @@ class Workforce:
         self.kill(name)
 
     def drop_unborn(self) -> None:
-        """Drop the workers that the pool has not forked yet.
+        """Remove the workers that the pool has not started yet, at the end of the run.
 
-        The pool ends now, and so do processes that it still forks.
+        The pool ends too, and so do workers that it still forks.
         """
         self.workers = {name: worker for name, worker in self.workers.items() if worker.pid is not None}
 
@@ -198,12 +209,12 @@ class Workforce:
             if self.workers[name].pid is not None:
                 processes.send(self.workers[name].pid, signal.SIGTERM)
             else:
-                self.workers[name].doomed = True  # it has nothing to save
+                self.workers[name].doomed = True  # a worker that has not started has nothing to save
 
     def kill_strangers(self, known: set[int]) -> None:
         """Kill the children of this process that are neither workers nor in ``known``.
 
-        A pool forked them and died before it could report them.
+        Such a child is a worker whose pool died before it could report the worker's start.
         """
         known = known | {worker.pid for worker in self.workers.values()}
         for pid in processes.children(os.getpid()):
@@ -213,7 +224,10 @@ class Workforce:
     # --- conversation ------------------------------------------------------------------------------------------------
 
     def accept(self, channel: Channel, hello: bytes) -> Worker | None:
-        """Return the worker that this connection's first line names, None if there is no such living worker."""
+        """Attach a connection to the worker that its first line, ``hello``, names.
+
+        Return that worker, or None if there is no such living worker or it already has a connection.
+        """
         try:
             worker = self.workers.get(json.loads(hello)["worker"])
         except (ValueError, KeyError, TypeError):
@@ -224,14 +238,13 @@ class Workforce:
         return worker
 
     def hear(self, worker: Worker) -> None:
-        """Process the worker's messages, and pass its reports on.
+        """Process the worker's messages, and pass its reports on to the control plane.
 
-        After the worker has closed the connection, only its exit follows.
+        If the worker has closed the connection, close it here too; the worker's exit follows.
         """
-        if worker.channel is None:  # the worker's end was noticed in another way after the connection became readable
+        if worker.channel is None:  # the worker's end was detected in another way after the socket became readable
             return
-        # the pool's report comes first: the control plane must learn of the start before it learns that the worker is
-        # ready
+        # wait for the pool's report: the control plane must receive "started" before it receives "ready"
         if worker.pid is None:
             return
         for line in worker.channel.receive() or []:
@@ -261,7 +274,7 @@ class Workforce:
         return {w.name: replace(w.beat, age_s=round(now - w.beat_at, 3)) for w in heard}
 
     def judge(self, now: float) -> list[Silence]:
-        """Report each worker that has just become silent, and return these workers."""
+        """Report each worker that has just become silent (no heartbeats) to the control plane; return these workers."""
         attached = [w for w in self.workers.values() if w.attached and w.channel is not None and not w.doomed]
         quiet = [w for w in attached if now - w.beat_at > self._limits.stopped_s]
         watches = {
@@ -277,9 +290,9 @@ class Workforce:
         return new
 
     def _mute(self, now: float) -> list[Silence]:
-        """Return the workers that have never attached and make no progress although other workers have attached.
+        """Return the workers that have never attached and show no activity although other workers have attached.
 
-        The others show that the script takes part in recoveries, so these workers should have attached too.
+        The attached workers show that the script calls ``ft.attach``, so these workers should have attached too.
         """
         found = []
         for worker in self.workers.values():

@@ -42,7 +42,7 @@ class StoreConnection:
 
     Attributes:
         store: torch's client.
-        is_broken: ``break_off`` was called.
+        is_broken: whether ``break_off`` was called.
 
     Raises:
         ConnectionError: no server answers at ``address``, or it is not the store of a run.

@@ -1,4 +1,7 @@
-"""Filters the packets that the kernel accepts for a listening socket, by a classic BPF program (needs no privilege)."""
+"""Packet filter for a listening socket: a classic BPF program in the kernel, which needs no privilege to install.
+
+It protects the port of torch's TCPStore, which has no authentication of its own.
+"""
 
 import ctypes
 import socket
@@ -19,9 +22,9 @@ Caller = tuple[str, int]
 
 
 def admit(listener: socket.socket, callers: Iterable[Caller]) -> None:
-    """Let ``listener`` accept packets from these (IPv4 address, port) pairs only; port 0: any port of the address.
+    """Let ``listener`` accept packets from these (IPv4 address, port) pairs only. Port 0: all ports of the address.
 
-    An accepted connection keeps the program of that moment, which admits its own peer.
+    An accepted connection keeps the filter that was installed when it was accepted, which admits its own peer.
 
     Raises:
         UserError: the kernel does not accept such a program.

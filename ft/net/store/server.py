@@ -1,4 +1,8 @@
-"""The store's server, with the admission port beside it."""
+"""Server of the run's TCPStore, in which process groups rendezvous, with access control by an admission port.
+
+A client proves on the admission port that it knows the run's secret token, and announces the local port from which it
+will connect to the store. A packet filter on the store's own port accepts packets from announced clients only.
+"""
 
 import contextlib
 import secrets
@@ -15,7 +19,7 @@ from ft.net.store import packets
 
 PURPOSE = "ft-store-2"
 PORT = struct.Struct("!H")
-"""Both messages of the handshake: the port that the member will come from, the port of the store."""
+"""Encoding of both messages of the handshake: the client's local port, and in return the port of the store."""
 PATIENCE_S = 5.0
 
 _VERY_LONG = timedelta(days=20)
@@ -27,13 +31,13 @@ class StoreServer:
     """Hosts a TCPStore in this process, for members of the run only.
 
     Args:
-        host: name or IPv4 address at which members reach this node.
+        host: name or IPv4 address at which clients reach this node.
         port: the admission port; 0: any free one.
         token: the run's token.
 
     Attributes:
-        address: host:port, for ``StoreConnection``.
-        store: a connection of this process itself.
+        address: "host:port" of the admission port, for ``StoreConnection``.
+        store: client connection of this process itself to the store.
 
     Raises:
         UserError: the port is taken, or the kernel cannot filter packets.
@@ -83,7 +87,7 @@ class StoreServer:
             (port,) = PORT.unpack(message)
             with self._admitted((address, port)):
                 visitor.sendall(party.seal(theirs, PORT.pack(self._store_port)))
-                visitor.recv(1)  # until the member is in
+                visitor.recv(1)  # the client sends a byte once it is connected to the store
 
     @contextlib.contextmanager
     def _admitted(self, caller: packets.Caller):

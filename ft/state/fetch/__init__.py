@@ -1,9 +1,12 @@
-"""Peer-to-peer state fetch (catch-up): a rank that is behind fetches the state of the end of step n - 1 from the same
-rank of healthy replicas, over HTTP, while these compute step n (FT-HSDP, sections 4.3 and 4.4).
+"""Peer-to-peer fetch of training state, by which a restarted replica catches up (FT-HSDP, sections 4.3 and 4.4).
+
+A replica is a full copy of the model with its own ranks. A rank of a replica that is behind fetches the state of the
+end of step n - 1 from the same rank of healthy replicas, over HTTP, while these compute step n. Each of these healthy
+ranks is a source.
 
 The state is laid out as one contiguous range of bytes (:mod:`ft.state.fetch.memory`). Each source serves an equal share
-of it, and the others take over from a source that dies or refuses (:mod:`ft.state.fetch.shares`). The protocol is
-described in :mod:`ft.state.fetch.wire`.
+of it, and the other sources take over the share of a source that dies or refuses (:mod:`ft.state.fetch.shares`). The
+protocol is described in :mod:`ft.state.fetch.wire`.
 """
 
 from ft.state.fetch.client import Fetched, Limits, fetch, fetch_envelope

@@ -1,4 +1,10 @@
-"""Client of a fetch: receives a state from all sources at once, directly into the destination tensors."""
+"""Client of a state fetch: receives a state from all sources in parallel, directly into the destination tensors.
+
+A rank of a replica (a full copy of the model with its own ranks) that is behind fetches its training state from its
+sources, the same rank in healthy replicas (FT-HSDP, section 4.3). The envelope of a state is everything but the
+tensors, as JSON. The lineage of a state is the number of the quorum (the set of replicas that compute a step together)
+in which the state's step was committed.
+"""
 
 import json
 import threading
@@ -26,10 +32,10 @@ class Fetched:
 
     Attributes:
         envelope: JSON values that accompany the tensors, from one of the sources.
-        bytes: bytes of state.
+        bytes: size of the tensors in bytes.
         seconds: duration of the fetch.
-        per_source: bytes of state delivered by each source.
-        left: reasons why sources were abandoned, by source.
+        per_source: address of a source -> number of bytes that it delivered.
+        left: address of a source that was abandoned -> the reason.
     """
 
     envelope: dict[str, Any]
@@ -40,7 +46,7 @@ class Fetched:
 
 
 class _Distribution:
-    """Distribution of the bytes over the sources; shared by the threads of a crew."""
+    """Distribution of the bytes over the sources; shared by the fetch's threads, of which each serves one source."""
 
     def __init__(self, nbytes: int, crew: Crew):
         self._crew, self._changed = crew, crew.changed
@@ -51,8 +57,9 @@ class _Distribution:
         self.envelope: str | None = None
 
     def take(self, source: str) -> Piece | None:
-        """Return the next piece for ``source``, waiting while other sources may still leave one; None: nothing is left
-        to do.
+        """Return the next piece to fetch from ``source``, None if the fetch is complete or over.
+
+        If no piece is free now, wait: a source that fails hands its pieces to the others.
         """
         with self._changed:
             while source in self._pending and not self._crew.is_over:
@@ -107,17 +114,18 @@ def fetch(
         token: token of the run.
         step: step whose final state is fetched.
         lineage: number of the quorum in which the step was committed.
-        into: destination tensors by name, contiguous; written in place, byte by byte. A mixture if this raises.
+        into: destination tensors by name, contiguous; written in place. If this function raises, they hold a mixture of
+            old and new bytes.
         limit_s: time limit of the whole fetch, in seconds.
         rank: if given, sources that serve another logical rank are abandoned.
         limits: limits for single operations.
-        cancel: ends the fetch when set.
-        has_begun: set once every source has either ended or promised to wait, within its time limit, for this fetch
-            before it withdraws its state.
+        cancel: event that ends the fetch when it is set.
+        has_begun: event that this function sets once every source has either failed or registered this fetch. A source
+            waits for registered fetches, within a time limit, before it changes its state.
 
     Raises:
         Refused: no source holds the state any more, or none delivered it in time.
-        BadState: every source holds something else.
+        BadState: every source holds another state than the requested one, or sends damaged bytes.
         UserError: a tensor of ``into`` is not contiguous, or of an unknown type.
     """
     began = time.monotonic()
@@ -152,8 +160,9 @@ def fetch_envelope(
     limits: Limits | None = None,
     cancel: threading.Event | None = None,
 ) -> dict[str, Any]:
-    """Fetch the envelope of the end of ``step`` from the source that answers first. Sources may still be at work in
-    that step.
+    """Fetch the envelope of the end of ``step`` from the source that answers first.
+
+    An envelope is available for longer than the tensors, which a source withdraws before its next optimizer step.
 
     Args:
         sources: addresses of the servers of the same rank in healthy replicas.
@@ -162,7 +171,7 @@ def fetch_envelope(
         lineage: number of the quorum in which the step was committed.
         limit_s: time limit in seconds.
         limits: limits for single operations.
-        cancel: ends the fetch when set.
+        cancel: event that ends the fetch when it is set.
 
     Raises:
         Refused: as for :func:`fetch`.
@@ -184,7 +193,7 @@ def _idle(source: Source, task: _Distribution) -> Piece | None:
 
 
 def _receive(source: Source, wanted: Wanted, piece: Piece, memory: FlatState) -> None:
-    """Receive a piece; a piece that arrives damaged is asked for again, :data:`_DAMAGED_TRIES` times in all."""
+    """Receive a piece. A piece that arrives damaged is requested again, up to :data:`_DAMAGED_TRIES` times in all."""
     for _ in range(_DAMAGED_TRIES - 1):
         try:
             return source.receive(wanted, piece, memory)

@@ -1,4 +1,8 @@
-"""Threads of a fetch: one for each source, while the calling thread cuts off sources that stall."""
+"""Runs a state fetch in parallel: one thread for each source, while the calling thread disconnects stalled sources.
+
+A source is a rank of a healthy replica (a full copy of the model) from which the same rank of a replica that is behind
+fetches its training state (FT-HSDP, section 4.3).
+"""
 
 import threading
 import time
@@ -30,14 +34,14 @@ class Crew:
         sources: addresses; duplicates are dropped.
         token: token of the run.
         limits: limits for single operations.
-        until: time.monotonic() at which the work ends, done or not.
-        cancel: ends the work when set.
-        has_begun: set by :meth:`begins_at`.
+        until: time.monotonic() at which the work is ended if it is not done.
+        cancel: event that ends the work when it is set.
+        has_begun: event that is set when :meth:`begins_at` was called for every source.
 
     Attributes:
         addresses: addresses of the sources, each once.
-        changed: condition that is notified when a source has ended, and when all work is over.
-        is_over: no thread may begin anything any more.
+        changed: condition that is notified when the work on a source has ended, and when all work is over.
+        is_over: whether all work is over, so that no thread may begin a new operation.
     """
 
     def __init__(
@@ -60,22 +64,28 @@ class Crew:
         self._has_begun = has_begun
 
     def begins_at(self, address: str) -> None:
-        """Note that the source at ``address`` has registered this fetch and keeps its state for it, or that the source
-        has ended.
-        """
+        """Record that the source at ``address`` has registered this fetch and keeps its state for it, or has failed."""
         with self.changed:
             self._at.add(address)
             if self._has_begun is not None and len(self._at) == len(self._sources):
                 self._has_begun.set()
 
     def run(self, work: Callable[[Source], None], is_done: Callable[[], bool], what: str) -> dict[str, str]:
-        """Run ``work`` on every source until ``is_done``; return the reasons why sources were abandoned, by address.
+        """Run ``work(source)`` for every source until ``is_done()``.
 
-        No thread is inside ``work`` any more when this returns.
+        When this returns, no thread can write into the destination any more.
+
+        Args:
+            work: function called in one thread for each source.
+            is_done: returns whether the fetch is complete.
+            what: description of the fetched data, for error messages.
+
+        Returns:
+            address of a source that was abandoned -> the reason.
 
         Raises:
-            Refused: the work cannot be done now; ``what`` names it in the message.
-            BadState: every source holds something else than was asked for.
+            Refused: the work cannot be done now.
+            BadState: every source holds another state than the requested one, or sends damaged bytes.
         """
         threads = [
             threading.Thread(target=self._run, args=(source, work), name="ft-fetch", daemon=True)
@@ -112,8 +122,9 @@ class Crew:
                 self.changed.notify_all()
 
     def _watch(self, is_done: Callable[[], bool]) -> str:
-        """Wait for the end, and cut off sources that make no progress. Return why it was ended early, or "" if it was
-        not.
+        """Wait until the fetch is done or all sources have ended, and disconnect sources that make no progress.
+
+        Return the reason if the fetch was cancelled or timed out, otherwise "".
         """
         while True:
             with self.changed:
@@ -134,8 +145,9 @@ class Crew:
         return len(self._ended) == len(self._sources)
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads that could still write into the state. A source without a connection cannot, and gets
-        none.
+        """Wait for the threads that could still write into the destination tensors.
+
+        The thread of a source without a connection cannot write: no connection is made after the end of the work.
         """
         for source, thread in zip(self._sources, threads, strict=True):
             if source.is_connected():
@@ -143,13 +155,23 @@ class Crew:
 
 
 def stalled_s(now: float, since: float | None, limit_s: float) -> float:
-    """Return for how many seconds a source has stalled: 0 within the limit, and while no progress is expected of it."""
+    """Return the seconds without progress of a source if they exceed the limit, otherwise 0.
+
+    Args:
+        now: monotonic time in seconds.
+        since: time of the last progress, None while no progress is expected.
+        limit_s: longest time without progress.
+    """
     return 0.0 if since is None or now - since <= limit_s else now - since
 
 
 def failure(what: str, ended: Mapping[str, Exception | None], stopped: str) -> Exception:
-    """Return the exception of a fetch that has failed: BadState if every source holds something else than was asked
-    for.
+    """Return the exception of a fetch that has failed: BadState if every source failed with ``Bad``, else Refused.
+
+    Args:
+        what: description of the fetched data.
+        ended: address of a source -> the exception that ended the work on it, or None.
+        stopped: reason why the fetch was ended early, or "".
     """
     reasons = [f"{address} {error}" for address, error in ended.items() if error is not None]
     text = f"cannot fetch {what}: " + "; ".join([*([stopped] if stopped else []), *reasons] or ["there is no source"])

@@ -1,4 +1,7 @@
-"""Errors of a fetch. After either of them the destination holds a mixture of old and new bytes and must not be used."""
+"""Exceptions of a state fetch, by which a rank gets its training state from the same rank of healthy replicas.
+
+After either exception, the destination tensors hold a mixture of old and new bytes and must not be used.
+"""
 
 from ft.base.errors import FallbackError, RecoverableError
 
@@ -10,4 +13,4 @@ class Refused(RecoverableError):
 
 
 class BadState(FallbackError):
-    """The sources do not hold the state that was asked for: other tensors, that of another rank, or damaged bytes."""
+    """No source has the requested state: their tensors differ, belong to another rank, or arrive damaged."""

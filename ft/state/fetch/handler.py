@@ -1,4 +1,9 @@
-"""Handler of one connection to a source: unauthenticated peers are challenged, members of the run are served."""
+"""HTTP request handler of a state server: authenticates a peer and sends it this rank's training state.
+
+The peer is the same rank of another replica (a full copy of the model) that is behind and fetches the state (FT-HSDP,
+section 4.3). The envelope of a state is everything but the tensors, as JSON. A state is identified by its step and its
+lineage, the number of the quorum in which that step was committed. :mod:`ft.state.fetch.wire` describes the protocol.
+"""
 
 import contextlib
 import io
@@ -18,9 +23,9 @@ from ft.state.fetch.offer import NotHeld, Offer, Shelf, Visit, Withdrawn
 from ft.state.snapshot.layout import FORMAT, checksum
 
 IDLE_S = 60.0
-"""Maximum seconds between two requests of an authenticated peer, which may be waiting for another source."""
+"""Maximum seconds between two requests of an authenticated peer, which also fetches from other replicas meanwhile."""
 BLOCK_S = 10.0
-"""Maximum seconds in which an authenticated peer must take one block."""
+"""Maximum seconds for sending one block to an authenticated peer."""
 _MAX_STRANGE_REQUESTS = 3
 
 
@@ -29,15 +34,15 @@ _NICENESS = 10
 
 
 class BadRequest(ValueError):
-    """The request is none of this protocol."""
+    """The request does not conform to the protocol."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What all handlers of a server share.
+    """Data that all handlers of a server share.
 
     Attributes:
-        shelf: the offer and the newest envelope.
+        shelf: the state that is offered and the newest envelope.
         token: token of the run.
         replica: replica whose state is served.
         rank: logical rank whose state is served.
@@ -58,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def __init__(self, host: Host, connection: socket.socket, address, door: Listener):
         self._host, self._party = host, Party(host.token, wire.PURPOSE, is_dialer=False)
-        self._asker = b""  # the other end's challenge
+        self._asker = b""  # the peer's challenge
         self._count, self._strange = 0, 0
         self._visit: tuple[Offer, Visit] | None = None
         self._scratch: memoryview | None = None
@@ -103,7 +108,7 @@ class Handler(BaseHTTPRequestHandler):
         self._refuse(int(code), message or "no request")
 
     def log_message(self, format, *arguments) -> None:
-        """Do nothing: requests are not logged; refusals are, by :meth:`_refuse`."""
+        """Do nothing: requests are not logged. :meth:`_refuse` logs refused requests."""
 
     def _answer(self, path: str, numbers: dict[str, str]) -> None:
         step, lineage = int(numbers["step"]), int(numbers["lineage"])
@@ -133,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
         return False
 
     def _prove(self, *said: bytes | int) -> bytes:
-        """The proof that goes with an answer to the newest request."""
+        """Return the proof (keyed hash over request and answer) that goes with the answer to the newest request."""
         return self._party.answer(self._asker, self._count, self.path, *said)
 
     def _challenge(self) -> None:

@@ -1,5 +1,6 @@
 """HTTP server with bounded resources: one interface, a limited number of connections, and a deadline for each request.
 
+The state server (:mod:`ft.state.fetch.server`) listens with it for ranks of other replicas that fetch training state.
 A connection that has not authenticated yet must send its request within :data:`HELLO_S` seconds in all, however slowly
 its bytes arrive, and is the first to be dropped when there are too many connections.
 """
@@ -26,7 +27,7 @@ _ANYWHERE = ("", "0.0.0.0", "::", "*")
 
 
 class Deadline(io.RawIOBase):
-    """Input of a socket, readable until a deadline that can be moved.
+    """Raw input stream of a socket whose reads fail after a deadline. The deadline can be moved.
 
     Attributes:
         until: time.monotonic() after which reading raises TimeoutError.
@@ -54,10 +55,10 @@ class Listener(ThreadingHTTPServer):
         make: called as make(connection, address, listener); handles that connection until it ends.
 
     Attributes:
-        where: "host:port".
+        where: address of the server, "host:port".
 
     Raises:
-        UserError: ``host`` is no single interface of this machine.
+        UserError: ``host`` is not an address of a single interface of this machine.
     """
 
     daemon_threads = True
@@ -127,7 +128,8 @@ class Listener(ThreadingHTTPServer):
 
     def handle_error(self, request, client_address) -> None:
         error = sys.exception()
-        if not isinstance(error, (OSError, ValueError)):  # those are ordinary: gone, too slow, or another protocol
+        # OSError and ValueError are ordinary: the peer is gone, too slow, or speaks another protocol
+        if not isinstance(error, (OSError, ValueError)):
             self.note(f"a request from {client_address[0]} failed: {error!r}")
 
     def note(self, what: str) -> None:

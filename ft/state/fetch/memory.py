@@ -1,7 +1,8 @@
-"""Named tensors viewed as one contiguous range of bytes (:class:`ft.state.snapshot.layout.Table`), accessed in place.
+"""Named tensors viewed as one contiguous range of bytes, so that a state fetch can split them by bytes.
 
-A range within one tensor in host memory is used without a copy. A range over several tensors, or on a device, is copied
-through a scratch buffer of the range's length. Gaps between tensors read as zeros.
+The layout is a :class:`ft.state.snapshot.layout.Table`. A range within one tensor in host memory is accessed in place.
+A range over several tensors, or on a device, is copied through a scratch buffer of the range's length. Gaps between
+tensors read as zeros.
 """
 
 from bisect import bisect_right
@@ -17,7 +18,7 @@ class FlatState:
     """Byte-range view of ``tensors``, laid out in the order of their names.
 
     Raises:
-        UserError: a tensor is of an unknown type or not contiguous.
+        UserError: a tensor has an unsupported type or is not contiguous.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
@@ -53,8 +54,11 @@ class FlatState:
                 run[begin:end].copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[memoryview | torch.Tensor, int, int, int]]:
-        """Yield the part of each tensor that lies in [start, stop): (its bytes, offset in the range, first byte,
-        end).
+        """Yield the part of each tensor that lies in [start, stop).
+
+        Yields:
+            (bytes of the whole tensor, offset of the part in the range, first byte of the part in the tensor, end of
+            the part in the tensor).
         """
         index = max(0, bisect_right(self._offsets, start) - 1)
         while index < len(self._offsets) and self._offsets[index] < stop:

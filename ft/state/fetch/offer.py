@@ -1,4 +1,10 @@
-"""State on offer and the fetches that read it. The tensors are live ones, so no reader may outlast the offer."""
+"""The state that a rank offers to the same rank of other replicas, and the fetches that read it.
+
+A rank of a healthy replica (a full copy of the model) offers its training state while it computes the next step, and
+withdraws the offer before the optimizer changes the tensors (FT-HSDP, section 4.3). The tensors are the live ones, so
+no reader may continue after the withdrawal. The envelope of a state is everything but the tensors, as JSON. A state is
+identified by its step and its lineage, the number of the quorum in which that step was committed.
+"""
 
 import contextlib
 import json
@@ -15,10 +21,10 @@ from ft.state.snapshot.layout import Table
 
 
 class NotHeld(Exception):
-    """The state or envelope that was asked for is not held here.
+    """The requested state or envelope is not held here.
 
     Args:
-        reason: what is held instead.
+        reason: which state or envelope is held instead, as a sentence.
         newest: newest step whose envelope is held, None before the first.
     """
 
@@ -28,12 +34,18 @@ class NotHeld(Exception):
 
 
 class Withdrawn(NotHeld):
-    """The state must not be read any more."""
+    """The state was withdrawn and must not be read any more."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """JSON values of the end of ``step``, committed in the quorum ``lineage``; ``content`` is encoded."""
+    """The JSON values that belong to a state.
+
+    Attributes:
+        step: the state is that of the end of this step.
+        lineage: number of the quorum in which the step was committed.
+        content: the values, encoded as JSON text.
+    """
 
     step: int
     lineage: int
@@ -50,8 +62,8 @@ class Cut:
 
     Attributes:
         peer: address of the fetching rank.
-        sent: bytes of state that it had been sent.
-        nbytes: bytes of the whole state.
+        sent: number of bytes that had been sent.
+        nbytes: size of the whole state in bytes.
     """
 
     peer: str
@@ -65,7 +77,7 @@ class Visit:
 
     Attributes:
         peer: address of the fetching rank.
-        sent: bytes of state sent so far.
+        sent: number of bytes sent so far.
     """
 
     peer: str
@@ -73,13 +85,13 @@ class Visit:
 
 
 class Offer:
-    """State of one step, from its offer to its withdrawal.
+    """The state of one step, from its offer to its withdrawal. Thread-safe.
 
     Args:
         envelope: JSON values that accompany the tensors.
         table: layout of the tensors.
         tensors: the live tensors.
-        to_host: copies them to host memory; called once, at the first read.
+        to_host: function that copies the tensors to host memory; called once, at the first read.
     """
 
     def __init__(
@@ -130,10 +142,10 @@ class Offer:
 
     @contextlib.contextmanager
     def reading(self, connection: socket.socket) -> Iterator[FlatState]:
-        """Yield the state, for as long as it takes to checksum a block and hand it to the kernel.
+        """Context in which the state may be read, to compute the checksum of one block and send the block.
 
-        The tensors do not change inside the context. A withdrawal shuts ``connection`` down, so that a peer that does
-        not read cannot hold it up.
+        A withdrawal waits until all contexts have ended, so the tensors do not change inside a context. The withdrawal
+        also shuts ``connection`` down, so that a peer that does not receive cannot delay it.
 
         Raises:
             Withdrawn: the state must not be read any more.
@@ -156,7 +168,7 @@ class Offer:
         """Accept no new fetches, wait up to ``wait_s`` seconds for those under way, and cut off the rest.
 
         Returns:
-            The fetches that were cut off. No thread reads the tensors any more by then, nor will any.
+            The fetches that were cut off. No thread reads the tensors after this method has returned.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -187,7 +199,7 @@ class Offer:
 
 
 class Shelf:
-    """What a server holds: an offer or none, and the newest envelope."""
+    """The data that a state server can send: the offered state, if there is one, and the newest envelope."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -203,7 +215,7 @@ class Shelf:
             self._envelope = envelope
 
     def take(self) -> Offer | None:
-        """Return the offer, if there is one, without removing it: it stays until it has been withdrawn."""
+        """Return the offer, None if there is none. The offer stays here until :meth:`drop`, after its withdrawal."""
         with self._lock:
             return self._offer
 
@@ -213,10 +225,10 @@ class Shelf:
                 self._offer = None
 
     def find(self, step: int, lineage: int) -> Offer:
-        """Return the offer of that state.
+        """Return the offer of the state of ``step`` and ``lineage``.
 
         Raises:
-            NotHeld: another state is on offer, or none.
+            NotHeld: no state or another state is offered.
         """
         with self._lock:
             offer, newest = self._offer, self._newest()
@@ -226,10 +238,10 @@ class Shelf:
         return offer
 
     def find_envelope(self, step: int, lineage: int) -> Envelope:
-        """Return the envelope of the end of that step.
+        """Return the envelope of the end of ``step``, committed in the quorum ``lineage``.
 
         Raises:
-            NotHeld: another envelope is held, or none.
+            NotHeld: no envelope or another envelope is held.
         """
         with self._lock:
             envelope, newest = self._envelope, self._newest()

@@ -1,4 +1,7 @@
-"""Server of this rank's state for the same rank of replicas that are behind, from memory, while training goes on."""
+"""Server that sends this rank's training state to the same rank of replicas that are behind, while training continues.
+
+A replica is a full copy of the model with its own ranks (FT-HSDP, section 4.3). The state is sent from memory.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -15,19 +18,19 @@ from ft.state.snapshot.layout import Table
 
 
 class StateServer:
-    """Serves the state of one rank, at ``host`` and on no other interface.
+    """Serves the state of one rank, on the interface with the address ``host`` only.
 
     Args:
-        host: name or IPv4 address at which the ranks of other replicas reach this one.
-        token: token of the run; peers without it are refused.
-        replica: replica whose state this is, included in answers.
-        rank: logical rank whose state this is, included in answers.
+        host: name or IPv4 address at which the ranks of other replicas reach this rank.
+        token: secret token of the run; peers without it are refused.
+        replica: number of the replica whose state is served, included in answers.
+        rank: logical rank whose state is served, included in answers.
 
     Attributes:
-        address: "host:port".
+        address: address of the server, "host:port".
 
     Raises:
-        UserError: ``host`` is no single interface of this machine.
+        UserError: ``host`` is not an address of a single interface of this machine.
     """
 
     def __init__(self, host: str, token: str, *, replica: int = 0, rank: int = 0):
@@ -41,12 +44,12 @@ class StateServer:
 
         Args:
             step: the step.
-            lineage: number of the quorum in which it was committed.
+            lineage: number of the quorum (set of replicas that compute a step together) in which it was committed.
             tensors: the live tensors by name. They must not change before :meth:`withdraw` has returned.
-            envelope: JSON values that accompany them; kept like an envelope given to :meth:`envelope`.
+            envelope: JSON values that accompany the tensors; they stay available like those given to :meth:`envelope`.
 
         Raises:
-            UserError: a tensor is not contiguous, or of an unknown type.
+            UserError: a tensor is not contiguous, or has an unsupported type.
         """
         self.withdraw()
         table = self._table(tensors)
@@ -56,7 +59,7 @@ class StateServer:
         """End the offer: the tensors may change once this has returned.
 
         Args:
-            wait_s: seconds to wait for fetches under way; new ones are refused meanwhile.
+            wait_s: seconds to wait for fetches under way. New fetches are refused meanwhile.
 
         Returns:
             The fetches that were cut off.
@@ -69,8 +72,12 @@ class StateServer:
         return cut
 
     def envelope(self, step: int, lineage: int, envelope: Mapping[str, Any]) -> None:
-        """Serve the envelope of the end of ``step`` until the next one is given, whether or not the tensors are still
-        offered.
+        """Serve an envelope (the JSON values of a state) without tensors, until another envelope replaces it.
+
+        Args:
+            step: the values are those of the end of this step.
+            lineage: number of the quorum in which the step was committed.
+            envelope: the values.
         """
         self._shelf.keep(Envelope.of(step, lineage, envelope))
 
@@ -85,7 +92,7 @@ class StateServer:
         self._door.close()
 
     def _table(self, tensors: Mapping[str, torch.Tensor]) -> Table:
-        """Return the layout, computed again only if the tensors are other objects than the last time."""
+        """Return the layout of ``tensors``, from a cache if they are the same objects as at the last call."""
         known = self._known
         if known is None or known[0].keys() != tensors.keys() or any(known[0][n] is not t for n, t in tensors.items()):
             self._known = known = dict(tensors), table_of(tensors)

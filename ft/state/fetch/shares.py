@@ -1,23 +1,26 @@
-"""Distribution of the bytes of a state over its sources, as pure functions that return decisions with their reasons."""
+"""Load balancing of a state fetch: distributes the bytes of a state over its sources, as pure functions.
+
+A source is a rank of a healthy replica that sends the state. The functions return decisions with their reasons.
+"""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 Piece = range
-"""Range of bytes of the layout that is requested at once."""
+"""Range of bytes of the state that is requested at once."""
 
 _ALIGNMENT = 64
 _PIECES_PER_SHARE = 8
 _SMALLEST, _LARGEST = 4 << 20, 256 << 20
 _SLOW = 2
-"""A source is slow if another one has delivered this many times its bytes in the same time."""
+"""A source is slow if another source has delivered more than this many times its bytes in the same time."""
 _SETTLED_S = 0.25
-"""Seconds before which such differences say more about threads and connections than about sources."""
+"""Seconds after the start before which no source counts as slow: early differences come from threads and connecting."""
 
 
 @dataclass(frozen=True)
 class Take:
-    """Fetch ``piece``, which was assigned to ``owner``, from the source that asks."""
+    """Decision: fetch ``piece``, which was assigned to the source ``owner``, from the idle source."""
 
     piece: Piece
     owner: str
@@ -25,18 +28,18 @@ class Take:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do now, but another source may still leave a piece."""
+    """Decision: wait. No piece is free now, but if another source fails, its pieces are reassigned."""
 
 
 @dataclass(frozen=True)
 class End:
-    """Nothing is left to do for any source."""
+    """Decision: end. All pieces were delivered."""
 
 
 def cut(nbytes: int, sources: Sequence[str]) -> dict[str, list[Piece]]:
-    """Cut the state into shares of equal length, by bytes and not by tensors, and each share into pieces in order.
+    """Return source -> pieces of its share. Shares have equal length in bytes, regardless of tensor boundaries.
 
-    When a source is lost, only the piece that it was delivering is fetched again.
+    Pieces limit the loss when a source fails: only the piece that it was delivering is fetched again.
     """
     bounds = [min(nbytes, _aligned(nbytes * i // len(sources))) for i in range(len(sources))] + [nbytes]
     shares = {}
@@ -54,9 +57,9 @@ def choose(
     Args:
         source: the idle source.
         age_s: seconds since the fetch began.
-        pending: pieces that were not begun, by the source that they are assigned to.
+        pending: source -> pieces assigned to it that were not begun.
         at_work: other sources that are delivering a piece.
-        delivered: bytes delivered so far, by source.
+        delivered: source -> bytes delivered so far.
     """
     if pending[source]:
         return Take(pending[source][0], source), "its own share"
@@ -73,8 +76,15 @@ def choose(
 def inherit(
     leaver: str, begun: Piece | None, pending: Mapping[str, Sequence[Piece]]
 ) -> tuple[dict[str, list[Piece]], str]:
-    """Reassign the pieces of ``leaver``, including the one it had begun, to the other sources; return them and the
-    reason.
+    """Reassign the pieces of a source that has failed to the other sources.
+
+    Args:
+        leaver: the source that has failed.
+        begun: the piece that this source had begun, if any; it is fetched again.
+        pending: source -> pieces assigned to it that were not begun.
+
+    Returns:
+        (``pending`` of the other sources after the reassignment, the reason).
     """
     left = ([begun] if begun else []) + list(pending[leaver])
     after = {source: list(pieces) for source, pieces in pending.items() if source != leaver}

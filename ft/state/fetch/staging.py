@@ -1,8 +1,9 @@
-"""Staging in host memory for tensors on a device: a state is copied to the host at most once per step, for all readers.
+"""Staging of a state in host memory: tensors on a device are copied to the host at most once per step, for all readers.
 
-Tensors in host memory are passed through. The copy runs on its own stream and starts after the work that was queued
-when the state was offered. It does not wait for the kernels of the following step, because they only read the state.
-The page-locked memory returns to torch's pool when the offer ends.
+The state server (:mod:`ft.state.fetch.server`) uses it to send the training state to other replicas. Tensors that are
+in host memory are not copied. The copy runs on its own stream and starts after the work that was queued when the state
+was offered. It does not wait for the kernels of the following step, because they only read the state. The page-locked
+memory returns to torch's pool when the offer ends.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,18 +12,17 @@ import torch
 
 Tensors = Mapping[str, torch.Tensor]
 ToHost = Callable[[Tensors, Callable[[], bool]], Tensors]
-"""(tensors, whether to stop) -> the same tensors in host memory. Returns early, with incomplete content, once it is to
-stop.
+"""Function (tensors, is_over) -> the same tensors in host memory.
+
+As soon as ``is_over()`` is True, it returns early with incomplete content.
 """
 
 _CHUNK = 64 << 20
-"""Bytes that are copied between two checks whether to stop; a withdrawal waits for one such chunk at most."""
+"""Bytes that are copied between two calls of ``is_over``; a withdrawal waits for one such chunk at most."""
 
 
 def prepare(tensors: Tensors) -> ToHost:
-    """Record the present position of the devices' streams; return a function that copies the tensors after that
-    position.
-    """
+    """Record an event on each device's current stream. Return a function that copies the tensors after these events."""
     devices = {tensor.device for tensor in tensors.values() if tensor.device.type not in ("cpu", "meta")}
     if not devices:
         return lambda given, is_over: given

@@ -1,9 +1,11 @@
 """Process groups that can be aborted, and rebuilt in place for each epoch (DEADPOOL, section VI-D).
 
+An epoch is a version of the assignment of workers (training processes) to logical ranks (positions in the parallel
+layout). When a worker fails, its epoch is closed, and the recovery opens the next epoch with a replacement.
+
 ``Groups.start`` makes torch.distributed's default process group, of the backend ``ft``. From then on every process
-group is a ``Group``. The ``Group`` object stays the same over the life of the process, because model, gradient buffers
-and optimizer hold references to it. Only its connections are cut when an epoch is closed, and made anew for the next
-epoch.
+group is a ``Group``. A ``Group`` object exists as long as the process, because model, gradient buffers and optimizer
+hold references to it. Only its connections are closed when an epoch is closed, and remade for the next epoch.
 """
 
 from ft.job.control.rebuilds import RebuildPlan, plan_rebuild

@@ -1,4 +1,8 @@
-"""The connected backends below a group: gloo for tensors in host memory, NCCL for tensors on a GPU."""
+"""The backends that carry out a process group's operations: gloo for tensors in host memory, NCCL for GPU tensors.
+
+A ``Group`` of ``ft.state.groups`` stays the same object over recoveries. Its backends are interrupted when an epoch (a
+version of the assignment of workers to ranks) is closed, and connected again for the next epoch.
+"""
 
 import os
 import random
@@ -15,16 +19,23 @@ from ft.platform import sockets
 _DEVICE_ATTEMPTS = 5
 
 OpenStore = Callable[[], tuple[dist.Store, "Breakable"]]
+"""Function that opens another connection to the rendezvous store: () -> (the store, its connection)."""
 
 
 class Breakable(Protocol):
-    """A connection to the store that any thread can break."""
+    """A connection to the rendezvous store that any thread can break."""
 
     def break_off(self) -> None: ...
 
 
 class Connection:
-    """A connected backend."""
+    """A connected backend of one process group.
+
+    Attributes:
+        device_type: type of the tensors' device, "cpu" or "cuda".
+        backend_type: torch's identifier of the backend.
+        backend: torch's backend object, None after ``drop``.
+    """
 
     device_type: str
     backend_type: dist.ProcessGroup.BackendType
@@ -48,13 +59,13 @@ class Connection:
     def drop(self) -> None:
         """Release the backend.
 
-        Afterwards no operation can touch a buffer, unless something still refers to one of its works.
+        Afterwards no operation can access a buffer, unless a ``Work`` object of the backend is still referenced.
         """
         self.backend = None
 
 
 class GlooConnection(Connection):
-    """A gloo backend. It is interrupted by shutting its sockets down."""
+    """A gloo backend. ``interrupt`` shuts its sockets down, as gloo has no call that aborts an operation."""
 
     device_type = "cpu"
     backend_type = dist.ProcessGroup.BackendType.GLOO
@@ -70,9 +81,10 @@ class GlooConnection(Connection):
 class NcclConnection(Connection):
     """An NCCL backend.
 
-    Its communicators are made by the first operations; ``abort`` ends blocked operations, also on the device.
+    NCCL creates its communicators at the first operations. ``abort`` ends blocked operations, also on the device.
 
-    Communicators under construction wait in the store, over a connection of their own, which is broken too.
+    While a communicator is being created, NCCL waits in the store, over a separate connection. ``interrupt`` breaks
+    that connection too.
     """
 
     device_type = "cuda"
@@ -89,12 +101,12 @@ class NcclConnection(Connection):
 
 
 class GlooConnector:
-    """Connects one group over gloo, again in every epoch that needs it.
+    """Connects one group over gloo, once for each epoch in which the group is rebuilt.
 
-    The gloo device (listening socket and I/O thread) is made once and kept: it takes half of the time of connecting and
-    most of the time of disconnecting. It listens on the interfaces of GLOO_SOCKET_IFNAME, else on the address at which
-    other nodes reach this node (FT_HOST, set by the agent). gloo's default, the address of the host's name, is the
-    loopback address on many machines.
+    The gloo device (listening socket and I/O thread) is created once and kept, because creating it takes half of the
+    time of connecting, and destroying it most of the time of disconnecting. It listens on the interfaces of
+    GLOO_SOCKET_IFNAME or, if this is not set, on the address at which other nodes reach this node (FT_HOST, set by
+    ``ft run``). gloo's default, the address of the host's name, is the loopback address on many machines.
     """
 
     device_type = "cpu"
@@ -105,10 +117,15 @@ class GlooConnector:
         self._listening: list[sockets.Address] = []
 
     def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
-        """Rendezvous with the other members in ``store`` (with keys never used before), and connect to all of them.
+        """Rendezvous with the other members in ``store``, and connect to all of them.
+
+        Args:
+            store: store for the rendezvous, whose keys must never have been used before.
+            open_store: not used for gloo.
+            watch: finds the sockets that gloo opens meanwhile.
 
         Raises:
-            RuntimeError: a member did not come in time, or the connection to the store broke.
+            RuntimeError: a member did not connect in time, or the connection to the store broke.
         """
         if not self._devices:
             self._make_devices()
@@ -136,7 +153,7 @@ class GlooConnector:
         raise FtError("cannot tell gloo's listening socket from others: other threads keep opening theirs")
 
     def _find_own(self, watch: sockets.Watch, store: dist.Store) -> sockets.Sockets:
-        """Return gloo's sockets among those opened meanwhile; other threads may have opened sockets too."""
+        """Return the sockets that gloo has opened, by their addresses: other threads may have opened sockets too."""
         there = store.multi_get([f"at/{rank}" for rank in range(self._size)])
         ends = [end.rsplit(",", 1) for entry in there for end in entry.decode().split()]
         expected = (self._size - 1) * len(self._devices)
@@ -144,10 +161,12 @@ class GlooConnector:
 
 
 class NcclConnector:
-    """Makes a group's NCCL backend, again in every epoch that needs it. Communicators are made at their first use.
+    """Creates a group's NCCL backend, once for each epoch in which the group is rebuilt.
+
+    NCCL creates its communicators at their first use.
 
     This relies on torch's documentation of ``ProcessGroupNCCL`` and ``_abort_process_group``: non-blocking
-    communicators can be aborted while they are being made, and the watchdog must leave error handling to this process
+    communicators can be aborted while they are being created, and the watchdog must not handle errors itself
     (``prepare_nccl``).
     """
 
@@ -157,7 +176,7 @@ class NcclConnector:
         self._rank, self._size, self._timeout = rank, size, timeout
 
     def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
-        """Make the backend as ``GlooConnector.connect`` does, but without waiting for other members.
+        """Create the backend, with the arguments of ``GlooConnector.connect``, without waiting for other members.
 
         The backend has its own connection to the store, because a group that is kept outlives the epoch's connection.
         """
@@ -169,7 +188,7 @@ class NcclConnector:
 
 
 def prepare_gloo() -> None:
-    """Let gloo's members look each other up in one store request instead of one per member.
+    """Make gloo look up all members with one store request instead of one request per member.
 
     Call it before the first connection.
     """
@@ -177,7 +196,7 @@ def prepare_gloo() -> None:
 
 
 def prepare_nccl() -> None:
-    """Keep NCCL's watchdog from ending the process after an error, which is handled here.
+    """Prevent NCCL's watchdog from ending the process after an error, because this package handles errors itself.
 
     Call it before the first NCCL backend.
     """
@@ -186,7 +205,7 @@ def prepare_nccl() -> None:
 
 
 def interrupt_together(connections: list[Connection]) -> None:
-    """Interrupt all connections. Aborts of NCCL communicators are grouped, or they would wait for each other."""
+    """Interrupt all connections. Aborts of NCCL communicators are grouped; otherwise they would wait for each other."""
     on_device = [one for one in connections if isinstance(one, NcclConnection)]
     for one in connections:
         if not isinstance(one, NcclConnection):
@@ -203,7 +222,7 @@ def interrupt_together(connections: list[Connection]) -> None:
 
 
 def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGroup:
-    """Return a ``dist.ProcessGroup`` over connected backends, which has calls that a backend alone lacks."""
+    """Return a ``dist.ProcessGroup`` with these backends. It has methods that a backend alone does not have."""
     inner = dist.ProcessGroup(dist.HashStore(), rank, size)
     for one in connections:
         inner._set_default_backend(one.backend_type)

@@ -1,7 +1,8 @@
-"""Connects groups in a background thread, so that waiting for a connection can be abandoned when the epoch is closed.
+"""Connects process groups in a background thread, so that waiting for a connection can be abandoned.
 
-All workers connect their groups in the order of creation. This avoids deadlock: while a worker waits in one group, no
-other worker waits for it in an earlier group.
+The wait is abandoned when the epoch (a version of the assignment of workers to ranks) is closed because of a failure.
+All workers (training processes) connect their groups in the order of creation. This avoids deadlock: while a worker
+waits in one group, no other worker waits for it in an earlier group.
 """
 
 import threading
@@ -20,13 +21,13 @@ _CONNECT_S = 30.0
 
 @dataclass(eq=False)
 class Job:
-    """One connection to make.
+    """One connection of a group to establish.
 
     Attributes:
-        name: part of its keys in the store.
-        connector: makes the connection.
-        attach: called with the connection; it must be quick and must not fail.
-        done: the connection is in use.
+        name: part of the connection's keys in the store.
+        connector: object that establishes the connection.
+        attach: function called with the connection; it must be quick and must not fail.
+        done: whether ``attach`` was called.
     """
 
     name: str
@@ -41,13 +42,18 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Meeting:
-    """The rendezvous store of an epoch's groups: ``address`` of a ``StoreServer``, and the run's token."""
+    """The rendezvous store of an epoch's groups.
+
+    Attributes:
+        address: address of the store's server (``StoreServer.address``).
+        token: the run's secret token.
+    """
 
     address: str
     token: str
 
     def connect(self) -> StoreConnection:
-        """Connect to the store. Raises what ``StoreConnection`` raises."""
+        """Connect to the store. Raises the exceptions of ``StoreConnection``."""
         return StoreConnection(self.address, self.token, _CONNECT_S)
 
 
@@ -57,11 +63,11 @@ class Builder:
     Args:
         meeting: the rendezvous store of the epoch.
         prefix: prefix of all keys; it must never have been used before.
-        connection: connection to that store, not used elsewhere meanwhile.
+        connection: connection to that store, which no other thread may use meanwhile.
 
     Attributes:
         thread: the thread that runs the jobs; it ends after ``cancel``.
-        cancelled: ``cancel`` was called.
+        cancelled: whether ``cancel`` was called.
     """
 
     def __init__(self, meeting: Meeting, prefix: str, connection: StoreConnection):
@@ -121,7 +127,7 @@ class Builder:
         with self._changed:
             self._busy = False
             if not self._jobs:
-                self._watch = None  # sockets that others open before the next job do not belong to it
+                self._watch = None  # sockets that other threads open before the next job do not belong to that job
             self._changed.wait_for(lambda: self._jobs or self.cancelled)
             if self.cancelled:
                 return None

@@ -1,4 +1,9 @@
-"""``Group``: a process group object that stays the same while its connections are remade from epoch to epoch."""
+"""``Group``: a torch process group whose connections can be aborted and remade without replacing the object.
+
+An epoch is a version of the assignment of workers (training processes) to logical ranks. When a worker fails, the epoch
+is closed: every operation of every group fails, also a blocked one. For the next epoch, the connections are remade,
+while model and optimizer keep their references to the group.
+"""
 
 import threading
 import weakref
@@ -17,8 +22,8 @@ from ft.state.groups.waiter import GRACE_S
 from ft.state.groups.work import Composed, GroupWork, Message, MessageFromAnyone
 
 _PRUNE_AT = 64
-# Texts in backend errors that mean a failed connection. All other errors at the start of an operation are the caller's
-# mistake.
+# Texts in backend errors that indicate a failed connection. All other errors at the start of an operation are bugs of
+# the caller, such as tensors of wrong shape.
 _TRANSPORT_WORDS = ("gloo/transport", "pair closure", "Connection ", "NCCL", "Broken pipe", "Socket ")
 
 
@@ -27,8 +32,8 @@ class Group(dist.ProcessGroup):
 
     ``Groups`` creates it; it can be used wherever torch expects a process group.
 
-    Every operation raises ``EpochClosed`` once the epoch is closed, even if it is blocked at that moment, and
-    ``RecoverableError`` if it failed and the epoch was not closed for it.
+    Every operation raises ``EpochClosed`` once the epoch is closed, even if the operation is blocked at that moment. It
+    raises ``RecoverableError`` if the operation failed and the control plane did not close the epoch because of it.
 
     Args:
         name: unique name of the group.
@@ -36,11 +41,12 @@ class Group(dist.ProcessGroup):
         ranks: logical ranks of the members, in group order.
         rank: group rank of this worker.
         state: the state that all groups of this worker share.
-        registry: the ``Groups`` object that connects it, and that handles ``new_group`` and ``shutdown``.
+        registry: the ``Groups`` object that connects the group, and that handles ``new_group`` and ``shutdown``.
 
     Attributes:
-        connectors: device type -> how to connect for tensors on it. The first one is connected at once.
-        interrupted: an operation failed or was aborted, so the connections cannot be used any more.
+        connectors: device type ("cpu" or "cuda") -> object that connects the group for tensors on such a device. The
+            first connector is used at once, the other one at the first operation on such a tensor.
+        interrupted: whether an operation failed or was aborted, so that the connections cannot be used any more.
     """
 
     def __init__(self, name: str, desc: str, ranks: list[int], rank: int, state: EpochState, registry):
@@ -51,8 +57,8 @@ class Group(dist.ProcessGroup):
         self._connections: dict[str, Connection] = {}
         self._inner: dist.ProcessGroup | None = None
         self._local = Local(rank, len(ranks)) if len(ranks) == 1 or state.alone else None
-        # Works that were started and have not been seen to end. An abandoned message is dropped together with its work,
-        # as gloo does.
+        # Works that were started and whose end was not observed yet. Messages (send, receive) are weakly referenced: if
+        # the program drops a message's work without waiting, it is dropped here too, as in gloo.
         self._flight: dict[int, GroupWork | weakref.ref] = {}
         self._stream_mark: torch.cuda.Event | None = None
         self.interrupted = self._used = False
@@ -72,20 +78,20 @@ class Group(dist.ProcessGroup):
     def _start(
         self, work: GroupWork, tally: tuple[list[int], int] | None, method: str, args: tuple, kwargs: dict
     ) -> dist.Work | None:
-        """Call ``method`` of the connected group.
+        """Start an operation on the connected backends, and return its work.
 
         Args:
-            work: the work to return.
-            tally: (list, index) of the count to raise if the epoch lets the operation start, or None.
-            method: name of the method.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
+            work: the work object to return.
+            tally: (list, index) of the counter to increment if the operation is started, or None.
+            method: name of the method of ``dist.ProcessGroup``.
+            args: positional arguments of the method.
+            kwargs: keyword arguments of the method.
         """
         if self._local is not None:
             return self._start_locally(method, args, kwargs)
         flight, key = self._flight, id(work)
-        # The order matters: register the work, then read the flag. ``close`` sets the flag and then reads the works, so
-        # at least one of the two sees the other.
+        # The order matters: register the work, then read the flag. ``close`` sets the flag and then reads the works. So
+        # either this thread sees the flag, or ``close`` sees the work.
         flight[key] = weakref.ref(work) if isinstance(work, Message) else work
         try:
             state = self.state
@@ -138,9 +144,9 @@ class Group(dist.ProcessGroup):
     # --- called by works --------------------------------------------------------------------------------------------
 
     def ended(self, work: GroupWork) -> None:
-        """Note that the wait for a work has ended.
+        """Record that the wait for ``work`` has ended.
 
-        With NCCL the operation may still run, and stays registered until it ends.
+        With NCCL the operation may still be running; then the work stays registered until the operation ends.
         """
         if "cuda" not in self._connections or work.inner.is_completed():
             self._flight.pop(id(work), None)
@@ -170,12 +176,12 @@ class Group(dist.ProcessGroup):
 
     @property
     def is_connected(self) -> bool:
-        """Whether all connections exist that were made, or being made, when the epoch was closed."""
+        """Whether the group has a connection, or needs none because its operations complete locally."""
         return self._local is not None or self._inner is not None
 
     @property
     def is_alone(self) -> bool:
-        """Whether its operations complete locally although it has other members."""
+        """Whether the group's operations complete locally although it has other members."""
         return self._local is not None and self._size > 1
 
     def attach(self, connection: Connection) -> None:
@@ -184,18 +190,18 @@ class Group(dist.ProcessGroup):
         self._inner = wrap(list(self._connections.values()), self._rank, self._size)
 
     def to_interrupt(self) -> list[Connection]:
-        """Return the connections to break because of an unfinished operation, none if all operations have ended."""
+        """Return all connections if an operation is unfinished, so that they must be broken; otherwise none."""
         if self._local is None and self._unfinished():
             self.interrupted = True
         return list(self._connections.values()) if self.interrupted else []
 
     def drop(self) -> None:
-        """Release the broken connections. Afterwards no operation started earlier writes into a buffer."""
+        """Release the broken connections. Afterwards no earlier operation writes into a buffer."""
         works = [entry() if isinstance(entry, weakref.ref) else entry for entry in list(self._flight.values())]
         remains = [self._inner, *(connection.backend for connection in self._connections.values())]
         for work in works:
             if work is not None and work.is_unfinished():
-                work.inner = None  # a work that the program still holds would keep the connection alive
+                work.inner = None  # the program may still reference the work, which would keep the connection alive
         self._flight.clear()
         self._inner = self._stream_mark = None
         for connection in self._connections.values():
@@ -210,7 +216,7 @@ class Group(dist.ProcessGroup):
             self._registry.ends_later(remover)
 
     def prepare_rebuild(self) -> None:
-        """Prepare to be connected anew by all members: reset the counts, and stop completing operations locally."""
+        """Drop the connections, reset the counters and stop completing operations locally, before a rebuild."""
         self.drop()
         self._reset_counts()
         if self._size > 1:
@@ -286,7 +292,7 @@ class Group(dist.ProcessGroup):
         (self._local or self._connected_for((), {}))._start_coalescing(device)
 
     def new_group(self, ranks, timeout=None, pg_options=None, group_name="", group_desc=None, backend=None):
-        """Create a group, for ``dist.new_group`` (torch >= 2.13). Return None if this worker is no member."""
+        """Create a group, for ``dist.new_group`` (torch >= 2.13). Return None if this worker is not a member."""
         return self._registry.new_group(ranks, timeout, group_name, group_desc, backend)
 
     def shutdown(self) -> None:

@@ -1,16 +1,17 @@
-"""Operations that complete locally: in groups of one member, and in all groups of a worker that joins a running job.
+"""Process-group operations that complete locally, without communication.
 
-A worker that joins builds its model, optimizer and data sets while the others wait, so its collectives find no peers.
-Each operation therefore completes at once, as if every other member had contributed what this one does:
+They are used in groups of one member, and in all groups of a worker that joins a running job as a replacement. Such a
+worker builds its model, optimizer and data sets while the other workers wait, so its collectives would find no peers.
+It only has to start up, because its state is restored from other ranks afterwards. Each operation completes at once:
 
 - a broadcast, a send, a receive and a barrier change nothing (a receive buffer keeps its content);
-- gathering operations repeat this member's own part for each member;
-- in a reduction the others add nothing: a minimum, maximum or average of equal values is that value, and a sum is
-  **not** multiplied by the number of members; the result of a reduce-scatter is this member's part of its own input;
-- scattering gives the source its own part and leaves the others' buffers alone;
-- in an all-to-all, each member is taken to send what this one sends to itself, wherever the sizes agree.
+- an all-gather and a gather repeat this member's own part for each member;
+- a reduction returns this member's own input: a minimum, maximum or average of equal values is that value, and a sum is
+  **not** multiplied by the number of members; a reduce-scatter returns this member's part of its own input;
+- a scatter copies the source's own part to its output, and changes nothing on other members;
+- an all-to-all fills every part of the output with the part that this member sends to itself, where the sizes agree.
 
-For a group of one member all of this is exact.
+For a group of one member, all these results are exact.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 
 class Ended(dist.Work):
-    """The work of a completed operation. ``source``: group rank that a message came from."""
+    """The ``dist.Work`` of a completed operation. ``source``: group rank of a received message's sender."""
 
     def __init__(self, source: int = 0):
         super().__init__()
@@ -149,7 +150,7 @@ class Local:
 
 
 def _repeat(outputs: Sequence[torch.Tensor], own: torch.Tensor) -> None:
-    own = own.clone() if len(outputs) > 1 else own  # it may alias a part of the outputs
+    own = own.clone() if len(outputs) > 1 else own  # the input may share memory with a part of the outputs
     for output in outputs:
         _copy(output, own)
 

@@ -1,4 +1,9 @@
-"""``Groups``: all process groups of one worker, with the operations that recovery needs: close, rebuild, reopen."""
+"""``Groups``: all process groups of one worker, with the operations that a recovery needs: close, rebuild, reopen.
+
+An epoch is a version of the assignment of workers (training processes) to logical ranks. After a failure, a recovery
+closes the epoch, which aborts all collectives, rebuilds the affected groups and opens the next epoch (DEADPOOL, section
+VI-D).
+"""
 
 import hashlib
 import json
@@ -39,9 +44,9 @@ def check_torch(version: str) -> None:
 
 
 class Groups:
-    """All process groups of this worker; made by ``start``.
+    """All process groups of this worker. Create it with ``start``.
 
-    Any thread may call ``close`` and ``waiting``. All other methods are for the training thread.
+    Any thread may call ``close`` and ``waiting``. Only the training thread may call the other methods.
     """
 
     def __init__(
@@ -70,24 +75,24 @@ class Groups:
         epoch: int = 0,
         timeout_s: float = _DEFAULT_TIMEOUT_S,
     ) -> "Groups":
-        """Make torch.distributed's default process group, and all groups created later, follow the epochs.
+        """Create torch.distributed's default process group such that it and all later groups can be rebuilt.
 
         Args:
             meeting: store in which members rendezvous.
-            prefix: prefix of their keys, never used before.
+            prefix: prefix of the keys in that store; it must never have been used before.
             rank: logical rank of this worker.
             world_size: number of logical ranks.
             device_backend: "gloo", or "nccl" (gloo is then connected as well when a tensor in host memory is used).
-            alone: connect nothing before ``rebuild``; until then operations complete locally
-                (``ft.state.groups.local``).
-            on_failure: ``(group name, error)``, called in the thread of an operation that failed in an open epoch; it
-                returns when the epoch is closed, or when it stops waiting for that.
+            alone: whether this worker joins a running job. Then no group is connected before ``rebuild``, and until
+                then operations complete locally (``ft.state.groups.local``).
+            on_failure: function (group name, error), called in the thread of an operation that failed in an open epoch.
+                It reports the failure, and returns when the epoch is closed or after a timeout.
             epoch: number of the present epoch.
             timeout_s: timeout in seconds for groups that specify none.
 
         Raises:
             UserError: torch is too old.
-            EpochClosed: the epoch was closed before all workers came.
+            EpochClosed: the epoch was closed before all workers had connected.
         """
         check_torch(torch.__version__)
         prepare_gloo()
@@ -110,7 +115,7 @@ class Groups:
             pg_options=groups,
         )
         world = dist.distributed_c10d._world
-        # Programs ask which backend moves their tensors, and pass its name to new groups.
+        # Programs query the default group's backend and pass its name to ``new_group``: report the device's backend.
         world.pg_map[world.default_pg] = (dist.Backend(device_backend), world.pg_map[world.default_pg][1])
         return groups
 
@@ -124,7 +129,10 @@ class Groups:
         desc: str | None = None,
         backend: str | None = None,
     ) -> Group | None:
-        """Create a group over these logical ranks, connected unless this worker is alone; None if it is no member."""
+        """Create a group over these logical ranks. Return None if this worker is not a member.
+
+        The group is connected at once, unless this worker joins a running job (``alone``).
+        """
         ranks = list(ranks)
         self._created.append((name, ranks))
         own = dist.get_rank() if dist.is_initialized() else self._default_rank
@@ -159,10 +167,10 @@ class Groups:
         self._ending = [*(thread for thread in self._ending if thread.is_alive()), remover]
 
     def settle(self) -> None:
-        """After the last group was destroyed, wait for connections that are still ending or being made.
+        """After the last group was destroyed, wait for the threads that still close or establish connections.
 
-        A thread inside torch aborts the process when the interpreter is finalised. The wait is limited to ``_SETTLE_S``
-        seconds, because such a thread may never return.
+        A thread that is inside torch while the interpreter is finalised would abort the process. The wait is limited to
+        ``_SETTLE_S`` seconds, because such a thread may never return.
         """
         if self._groups:
             return
@@ -205,9 +213,9 @@ class Groups:
     # --- the end of an epoch ------------------------------------------------------------------------------------------
 
     def close(self, epoch: int, reason: str) -> None:
-        """Make blocked operations raise ``EpochClosed`` within milliseconds, and later ones at once.
+        """Close ``epoch``: blocked operations raise ``EpochClosed`` within milliseconds, later operations at once.
 
-        Safe from any thread.
+        Safe from any thread. ``reason`` becomes part of the exceptions.
         """
         state = self._state
         with self._lock:
@@ -238,7 +246,7 @@ class Groups:
         for group in interrupted:
             group.drop()
 
-    # --- the start of the next ----------------------------------------------------------------------------------------
+    # --- the start of the next epoch ----------------------------------------------------------------------------------
 
     def rebuild(
         self, names: Iterable[str], defer: Iterable[str], prefix: str, epoch: int, meeting: Meeting | None = None
@@ -246,18 +254,20 @@ class Groups:
         """Connect groups anew for ``epoch``. All other groups keep their connections.
 
         Args:
-            names: groups to connect before this returns. Those without this worker are ignored.
-            defer: groups to connect afterwards in the background; their first use waits for that.
-            prefix: prefix of all keys in the store; never used before.
-            epoch: the new epoch.
+            names: names of groups to connect before this method returns. Groups without this worker are ignored.
+            defer: names of groups to connect afterwards in the background. The first operation of such a group waits
+                until it is connected.
+            prefix: prefix of all keys in the store; it must never have been used before.
+            epoch: number of the new epoch.
             meeting: store in which members rendezvous; None: the same as before.
 
         Returns:
-            seconds it took.
+            duration in seconds.
 
         Raises:
-            EpochClosed: ``epoch`` was closed meanwhile; raised within milliseconds, whichever member is missing.
-            RecoverableError: a member could not be reached, and the epoch was not closed for it.
+            EpochClosed: ``epoch`` was closed meanwhile. This is raised within milliseconds of the closing.
+            RecoverableError: a member could not be reached, and the control plane did not close the epoch because of
+                it.
         """
         began, state = time.monotonic(), self._state
         names, defer = set(names), set(defer)
@@ -281,17 +291,17 @@ class Groups:
         return time.monotonic() - began
 
     def _disconnect(self, groups: list[Group]) -> None:
-        # All are interrupted before the first is dropped: gloo handles the other breaks meanwhile, so that no drop has
-        # to wait.
+        # All connections are interrupted before the first group is dropped: gloo's threads then handle the broken
+        # connections meanwhile, so that no drop has to wait for them.
         interrupt_together([one for group in groups for one in group.connections()])
         for group in groups:
             group.prepare_rebuild()
 
     def reopen(self, epoch: int) -> None:
-        """Allow operations again.
+        """Open ``epoch``: allow operations again.
 
         Raises:
-            EpochClosed: ``epoch`` is over already.
+            EpochClosed: ``epoch`` was closed already.
         """
         with self._lock:
             closed = self._state.closed
@@ -299,22 +309,26 @@ class Groups:
                 raise EpochClosed(*closed)
             self._state.epoch, self._state.closed = epoch, None
 
-    # --- what others want to know -------------------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------------------------------
 
     def topology(self) -> str:
-        """Return a digest of the names and members of all groups ever created; equal on all workers (DEADPOOL, I1)."""
+        """Return a digest of the names and members of all groups ever created.
+
+        It must be equal on all workers (DEADPOOL, section V-C, invariant I1).
+        """
         return hashlib.sha256(json.dumps(self._created).encode()).hexdigest()[:16]
 
     def waiting(self) -> tuple[str, float] | None:
-        """Return the group whose operation blocks the training thread, and since when (monotonic seconds), or None."""
+        """Return (name of the group whose operation blocks the training thread, start in monotonic time), or None."""
         return self._state.waiting
 
 
 def _leave_recording_to_connections() -> None:
-    """Tell torch's flight recorder that this backend records its operations itself.
+    """Configure torch's flight recorder not to record the operations of the backend ``ft``.
 
-    The connections below a group (gloo's, NCCL's) do so. Otherwise the recorder of torch 2.15 would attach itself to
-    the group and ask for the name of a backend that is registered on it, and there is none.
+    The gloo and NCCL backends below a group record their operations themselves. Without this call, the recorder of
+    torch 2.15 would attach itself to the group and request the name of a backend that is registered on the group; none
+    is.
     """
     recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recorded is not None:

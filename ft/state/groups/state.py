@@ -1,4 +1,8 @@
-"""State that all groups of a worker share: the epoch, whether it is open, and how failed operations are reported."""
+"""State that all process groups of a worker share: the epoch, whether it is open, and how failures are reported.
+
+An epoch is a version of the assignment of workers (training processes) to logical ranks. A failure closes it, and the
+recovery opens the next one.
+"""
 
 import threading
 import time
@@ -14,12 +18,14 @@ class EpochState:
 
     Attributes:
         epoch: the epoch that operations belong to.
-        closed: (epoch, reason) once that epoch, or a later one, is over; operations then raise an exception.
-        alone: this worker sets itself up while its groups have no connections; operations complete locally, even in a
-            closed epoch.
+        closed: (number, reason) of the epoch that was closed, ``epoch`` or a later one; None while the epoch is open.
+            Operations in a closed epoch raise an exception.
+        alone: whether this worker joins a running job and its groups have no connections yet. Operations then complete
+            locally, even in a closed epoch.
         wake: functions to call after ``closed`` was set, so that waiting threads return.
-        waiting: (name of a group, monotonic time) while the training thread, which has made this object, is blocked in
-            an operation. Waits of other threads do not count, as they do not show whether training makes progress.
+        waiting: (name of a group, monotonic time) while the training thread is blocked in an operation, otherwise None.
+            The training thread is the thread that has created this object. Other threads are ignored here, because
+            their waits do not show whether training makes progress.
     """
 
     def __init__(self, epoch: int, alone: bool, on_failure: OnFailure):
@@ -40,7 +46,7 @@ class EpochState:
     def error_of(self, group: str, ranks: list[int], error: BaseException) -> Exception:
         """Return the exception for an operation that failed with ``error``.
 
-        If the epoch is open, ask for a verdict first.
+        If the epoch is open, first report the failure and wait for the control plane to close the epoch.
         """
         if self.closed is None:
             self._on_failure(group, error)

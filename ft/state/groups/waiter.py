@@ -1,14 +1,14 @@
-"""Waits for a work in such a way that the wait can be abandoned although the work never ends.
+"""Waits for a gloo operation (``dist.Work``) such that the wait can be abandoned although the operation never ends.
 
-When a connection breaks, gloo does not wake two kinds of waiters: the sender of a message of which a part is queued,
-and the receiver of a message of which a part has arrived. They wait until gloo's timeout. So no thread of the program
-blocks in gloo itself:
+When a connection breaks, gloo leaves two kinds of threads blocked until its timeout: the sender of a message that is
+partly queued, and the receiver of a message that has partly arrived. So no thread of the program blocks in gloo itself:
 
-- a collective runs in one of gloo's threads, and is waited for in short slices of time;
-- for a message, a helper thread waits in gloo, and the caller waits for the helper thread; so it is for a
-  reduce-scatter, whose work ignores the timeout of a wait.
+- a collective runs in one of gloo's threads; the caller waits for it in short slices of time;
+- for a message, a helper thread waits in gloo, and the caller waits for the helper thread; a reduce-scatter is handled
+  in the same way, because its work ignores the timeout of a wait.
 
-An abandoned waiter touches no buffer any more: the connections that it would read or write are closed.
+A wait is abandoned when the epoch (a version of the assignment of workers to ranks) is closed because of a failure. An
+abandoned operation does not access its buffers any more, because its connections are closed.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ft.state.groups.state import EpochState
 
 _SLICE = timedelta(milliseconds=20)
-# Seconds after the end of the epoch in which an operation may still end by itself, as nearly all do within 5 ms.
+# Seconds after the end of the epoch in which an operation may still end by itself; nearly all end within 5 ms.
 GRACE_S = 0.02
 _LOOK_S = 0.001
 
@@ -32,10 +32,10 @@ class LeftBehind(RuntimeError):
 
 
 def wait_for_collective(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
-    """Wait as ``work.wait(timeout)`` does, for a collective of gloo's.
+    """Wait for a gloo collective, as ``work.wait(timeout)`` does.
 
     Raises:
-        LeftBehind: the epoch was closed and the work goes on.
+        LeftBehind: the epoch was closed, and the work has not ended.
         RuntimeError: the work failed or timed out.
     """
     deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
@@ -44,7 +44,7 @@ def wait_for_collective(work: dist.Work, timeout: timedelta | None, state: Epoch
             return work.wait(_SLICE)
         except RuntimeError:
             if work.is_completed():
-                return work.wait()  # it has failed, or has ended just after the slice
+                return work.wait()  # the work has failed, or has ended just after the slice
             if deadline is not None and time.monotonic() > deadline:
                 raise
         if state.closed is not None and not ends_soon(work.is_completed):
@@ -62,9 +62,9 @@ def ends_soon(is_over: Callable[[], bool]) -> bool:
 
 
 class _Waiter:
-    """A thread that waits for one work after the other.
+    """A helper thread that waits for one work after another.
 
-    Two plain locks hand over the work and the result, because this is on the path of every message.
+    The work and the result are handed over with two plain locks, which are fast: every message passes through here.
     """
 
     def __init__(self):
@@ -75,10 +75,11 @@ class _Waiter:
         threading.Thread(target=self._run, name="ft-wait", daemon=True).start()
 
     def wait(self, work: dist.Work, timeout: timedelta | None, state: EpochState) -> list:
-        """Return the result or the exception as a list's only item, an empty list if the epoch was closed first."""
+        """Wait for ``work``. Return [its result or its exception], or [] if the epoch was closed first."""
         outcome: list[bool | Exception] = []
         self._task = (work, timeout, outcome)
-        state.wake.add(self._wake)  # registered before the flag is read; ``close`` does the reverse
+        # The order matters: register, then read the flag. ``close`` sets the flag and then calls what is registered.
+        state.wake.add(self._wake)
         self._asked.release()
         if state.closed is None:
             self._answered.acquire()
@@ -86,11 +87,11 @@ class _Waiter:
         return outcome
 
     def retire(self) -> None:
-        """Make the thread end as soon as its last wait does."""
+        """Make the thread end as soon as its present wait has ended."""
         self._asked.release()
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the result and the end of the epoch may both come
+        with contextlib.suppress(RuntimeError):  # both the result and the end of the epoch may release the lock
             self._answered.release()
 
     def _run(self) -> None:
@@ -104,7 +105,7 @@ class _Waiter:
                 outcome.append(work.wait() if timeout is None else work.wait(timeout))
             except Exception as error:
                 outcome.append(error)
-            del work  # it refers to its connection
+            del work  # it holds a reference to its connection
             self._wake()
 
 
@@ -112,10 +113,10 @@ _idle: list[_Waiter] = []
 
 
 def wait_for_message(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
-    """Wait as ``work.wait(timeout)`` does, for a work of gloo's that cannot be waited for in slices.
+    """Wait for a gloo work whose wait cannot be divided into slices, as ``work.wait(timeout)`` does.
 
     Raises:
-        LeftBehind: the epoch was closed and the work goes on.
+        LeftBehind: the epoch was closed, and the work has not ended.
         RuntimeError: the work failed or timed out.
     """
     try:
@@ -127,7 +128,7 @@ def wait_for_message(work: dist.Work, timeout: timedelta | None, state: EpochSta
         _idle.append(waiter)
     else:
         answered = outcome or ends_soon(lambda: bool(outcome))
-        waiter.retire()  # its result and the end of the epoch may have come at the same time
+        waiter.retire()  # not reused: its result and the end of the epoch may have released its lock twice
         if not answered:
             raise LeftBehind
     if isinstance(outcome[0], Exception):

@@ -1,4 +1,8 @@
-"""The works that group operations return: ``dist.Work`` objects whose ``wait`` tells an interruption from a failure."""
+"""The ``dist.Work`` objects that operations of a ``Group`` return; their ``wait`` can be aborted by a recovery.
+
+``wait`` raises ``EpochClosed`` if a recovery has closed the epoch (a version of the assignment of workers to ranks),
+and ``RecoverableError`` if the operation itself has failed.
+"""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -18,8 +22,8 @@ class GroupWork(dist.Work):
 
     Attributes:
         inner: the backend's work; None before the operation is started and after the connection was dropped.
-        on_host: its tensors are in host memory, so gloo moves them.
-        ended: a wait for it has succeeded.
+        on_host: whether the operation's tensors are in host memory, so that gloo carries it out.
+        ended: whether a wait for the operation has succeeded.
     """
 
     def __init__(self, group: "Group"):
@@ -34,7 +38,7 @@ class GroupWork(dist.Work):
 
         Raises:
             EpochClosed: the epoch was closed before the operation ended.
-            RecoverableError: the operation failed, and the epoch was not closed for it.
+            RecoverableError: the operation failed, and the control plane did not close the epoch because of it.
         """
         group, inner = self._group, self._started()
         state = group.state
@@ -103,9 +107,10 @@ class GroupWork(dist.Work):
 
 
 class Opaque(GroupWork):
-    """An operation whose state gloo reveals only in a wait, and whose wait ignores the timeout.
+    """An operation whose completion gloo reports only in ``wait``, and whose ``wait`` ignores the timeout.
 
-    These are messages, and the reductions that gloo composes of others (``Composed``).
+    Such operations are messages (sends and receives), and reductions that gloo composes of other operations
+    (``Composed``).
     """
 
     def is_unfinished(self) -> bool:

@@ -1,20 +1,22 @@
-"""Assigns peer copies: ``k`` holders for every logical rank, in ``k`` failure domains other than its own.
+"""Assigns peer copies: chooses ``k`` holders for every logical rank, in ``k`` failure domains other than its own.
 
-Goals, the most important first:
+A peer copy is a copy of one rank's training state (the owner's) in the host memory of another rank (the holder). A
+failure domain is a set of nodes that can fail together, such as a node, a rack or a power feed. Goals, the most
+important first:
 
-1.  no failure domain has two of a state and its copies (or as few such pairs as possible);
+1.  a state and its copies are all in different failure domains (or as few pairs of them as possible share a domain);
 2.  no rank holds more than its share, ``k`` copies, if possible;
 3.  holders are data-parallel peers (DEADPOOL, section V-B), and other ranks only if peers are not enough;
 4.  copies stay where they are; the initial placement is the ring: the next ``k`` ranks of the data-parallel group.
 
-A data-parallel group is left alone if its ring, or its previous placement, violates none of these. Otherwise it is
-reassigned within itself. Only groups without a valid placement within themselves are assigned together, with every rank
-of the run as a possible holder.
+If a data-parallel group's previous placement, or at first its ring, meets these goals, the group keeps it. Otherwise
+the group gets a new placement within itself. Only groups without a valid placement within themselves are assigned
+together, with every rank of the run as a possible holder.
 
-For a few ranks, an integer program finds the best assignment (:mod:`ft.state.placement.solve`). Many ranks are rotated
-(:mod:`ft.state.placement.rotate`): this achieves the first two goals wherever domains are nested, the third where
-groups and domains are alike, and ignores the ring. After a swap, valid assignments are kept, and the program assigns
-the rest.
+For a few ranks, an integer program finds the best assignment (:mod:`ft.state.placement.solve`). Many ranks are placed
+by rotation (:mod:`ft.state.placement.rotate`): this achieves the first two goals wherever domains are nested and the
+third goal where data-parallel groups are spread over the domains in the same way, but does not start from the ring.
+After a worker was replaced, valid assignments are kept, and the integer program assigns the rest.
 """
 
 import math
@@ -27,9 +29,11 @@ from ft.state.placement.solve import Domains, Request, solve_best, solve_strictl
 _MOST_PAIRS = 20_000
 """Maximum number of (owner, holder) pairs in one integer program, which then takes about a second."""
 _MOST_PROGRAMS = 3
-"""Maximum number of integer programs of that size for groups of different shapes. Further groups are rotated."""
+"""Maximum number of integer programs of that size for groups of different shapes. Further groups are placed by
+rotation.
+"""
 _FEW = 12
-"""Number of owners whose copies may be moved at first, if other owners need their holders."""
+"""Number of owners whose copies may be moved in a first attempt, if other owners need their holders."""
 
 Holders = dict[int, list[int]]
 """Owner's logical rank -> logical ranks of its holders."""
@@ -41,13 +45,13 @@ def place(
     k: int,
     before: Mapping[int, Sequence[int]] | None = None,
 ) -> Holders:
-    """Return the holders for every logical rank; fewer than ``k`` if the world is too small.
+    """Return the holders for every logical rank; fewer than ``k`` holders if the world is too small.
 
     Args:
-        where: logical rank -> kind -> name of its failure domain (with "node" among the kinds).
-        groups: data-parallel groups, each in ring order; every rank is in one.
+        where: logical rank -> kind -> name of the rank's failure domain of this kind; one of the kinds is "node".
+        groups: data-parallel groups, each in ring order; every rank is in one group.
         k: number of copies of each rank's state.
-        before: previous holders, if there were any.
+        before: previous holders of each rank, None if nothing was placed before.
     """
     each: dict[Domains, Domains] = {}  # one object for all ranks of a node
     domains = {rank: each.setdefault(found := frozenset(kinds.items()), found) for rank, kinds in where.items()}
@@ -71,7 +75,7 @@ def place(
 
 
 def ring_of(rank: int, group: Sequence[int], k: int, world: int) -> list[int]:
-    """Return the next ``k`` ranks of the data-parallel ring, or of the world's ring for a rank without peers."""
+    """Return the ``k`` ranks after ``rank`` in its data-parallel group, or in the world if it is alone in its group."""
     return _ring(group, k, world)[rank]
 
 
@@ -90,9 +94,11 @@ def are_apart(ranks: Sequence[int], domains: Mapping[int, Domains]) -> bool:
 
 
 class _Known:
-    """Cache of placements by shape of group: parallel groups mostly have the same shape.
+    """Cache of placements by the shape of a group (``_shape``), because most groups have the same shape.
 
-    ``pairs``: pairs in all programs so far.
+    Attributes:
+        found: shape of a group -> its placement by positions in the group, None if there is none.
+        pairs: number of (owner, holder) pairs in all integer programs so far.
     """
 
     def __init__(self):
@@ -103,7 +109,7 @@ class _Known:
 def _within(
     group: list[int], domains: Mapping[int, Domains], k: int, wanted: Holders, known: _Known, moves: bool
 ) -> Holders | None:
-    """Return a placement within the group, with no shared domain and ``k`` copies at each rank; None: there is none.
+    """Return a placement within one data-parallel group that meets goals 1 to 3, None if no such placement was found.
 
     Args:
         group: ranks of the group.
@@ -111,7 +117,7 @@ def _within(
         k: number of copies.
         wanted: preferred holders of each rank.
         known: cache of placements.
-        moves: copies exist already, and valid ones stay in place.
+        moves: whether copies exist already, so that valid copies should stay in place.
     """
     if len(group) <= k or _is_crowded(group, domains, k):
         return None
@@ -135,7 +141,7 @@ def _within(
 
 
 def _solved(group: list[int], domains: Mapping[int, Domains], k: int, wanted: Holders) -> Holders | None:
-    """Return the best placement within the group, by positions in it."""
+    """Return the best placement within the group by the integer program, with positions in the group for ranks."""
     place_of = {rank: i for i, rank in enumerate(group)}
     pairs = {(a, b): float(b not in wanted[a]) for a in group for b in group if a != b}
     found = solve_strictly(Request(domains, pairs, dict.fromkeys(group, k)), k)
@@ -145,16 +151,17 @@ def _solved(group: list[int], domains: Mapping[int, Domains], k: int, wanted: Ho
 
 
 def _is_crowded(group: list[int], domains: Mapping[int, Domains], k: int) -> bool:
-    """Return whether a domain has too many ranks of the group.
+    """Return whether one domain has too many ranks of the group for a placement within the group.
 
-    The domain's ``n`` ranks have to hold ``k n`` copies, of which each rank outside the domain can provide only one.
+    With even shares, the domain's ``n`` ranks hold ``k n`` copies. All of them belong to owners outside the domain, and
+    each of these owners may have only one copy in the domain. So the group needs at least ``k n`` ranks outside it.
     """
     counts = Counter(domain for rank in group for domain in domains[rank])
     return max(counts.values()) * (k + 1) > len(group)
 
 
 def _shape(group: list[int], domains: Mapping[int, Domains], wanted: Holders) -> tuple:
-    """Return the group's assignment problem without the names of ranks and domains, as a key for the cache."""
+    """Return a key for the cache: the group's assignment problem, with ranks and domains replaced by numbers."""
     place_of = {rank: i for i, rank in enumerate(group)}
     names: dict[tuple[str, str], int] = {}
     rows = []
@@ -179,7 +186,16 @@ def _is_fine(owners: Sequence[int], domains: Mapping[int, Domains], k: int, hold
 def _across(
     groups: list[list[int]], domains: Mapping[int, Domains], k: int, wanted: Holders, placed: Holders, moves: bool
 ) -> Holders:
-    """Return holders among all ranks, for the ranks of groups that have no placement within themselves."""
+    """Choose holders among all ranks of the run, for groups that have no valid placement within themselves.
+
+    Args:
+        groups: these groups.
+        domains: failure domains of each rank of the run.
+        k: number of copies.
+        wanted: preferred holders of each rank.
+        placed: holders of the ranks of all other groups.
+        moves: whether copies exist already, so that valid copies should stay in place.
+    """
     group_of = {rank: i for i, group in enumerate(groups) for rank in group}
     owners = sorted(group_of)
     load = dict.fromkeys(domains, 0)
@@ -201,7 +217,10 @@ def _across(
 
 
 def _turned(groups: list[list[int]], owners: list[int], domains: Mapping[int, Domains], k: int) -> Holders:
-    """Return the rotation with the fewest shared domains. Ranks of placed groups hold copies only if that helps."""
+    """Return the rotation with the fewest shared domains.
+
+    Ranks of other groups, which are placed already, hold further copies only if that reduces the shared domains.
+    """
     found, shared = rotate(owners, domains, k) if len(owners) > k else ({}, math.inf)
     if not shared:
         return rotate_with_peers(groups, domains, k) or found
@@ -212,9 +231,13 @@ def _turned(groups: list[list[int]], owners: list[int], domains: Mapping[int, Do
 def _costs(
     pairs: Sequence[tuple[int, int]], wanted: Holders, group_of: Mapping[int, int], k: int
 ) -> dict[tuple[int, int], float]:
-    """Return the cost of each (owner, holder) pair: high for holders that are no peers, low for moving a copy.
+    """Return the cost of each (owner, holder) pair: high for holders outside the owner's group, low for moving a copy.
 
-    ``group_of``: group of each owner.
+    Args:
+        pairs: the pairs.
+        wanted: preferred holders of each owner.
+        group_of: data-parallel group of each owner.
+        k: number of copies.
     """
     foreign = 1.0 + k * len(group_of)
     costs = {}
@@ -234,7 +257,8 @@ def _keep(
 ) -> Holders | None:
     """Keep all valid assignments and assign only the rest, so that as few copies as possible move.
 
-    If the rest finds no holders with capacity, copies of some other owners may move too. Return None if that fails.
+    If the remaining owners find no holders with capacity, copies of some other owners may move too. Return None if this
+    fails too.
 
     Args:
         owners: ranks to find holders for.
@@ -284,7 +308,19 @@ def _fill(
     wanted: Holders,
     group_of: Mapping[int, int],
 ) -> Holders | None:
-    """Return ``kept`` completed to ``k`` holders; None if free holders are not enough, or the problem is too large."""
+    """Complete ``kept`` to ``k`` holders for each owner in ``short``, and return the holders of all owners.
+
+    Return None if the ranks with capacity are not enough, or if the problem is too large.
+
+    Args:
+        short: owners with fewer than ``k`` holders.
+        domains: failure domains of each rank.
+        k: number of copies.
+        kept: holders that owners have already.
+        load: number of copies that each possible holder has.
+        wanted: preferred holders of each owner.
+        group_of: group of each owner.
+    """
     if not short:
         return kept
     free = [holder for holder, count in load.items() if count < k]
@@ -297,5 +333,5 @@ def _fill(
 
 
 def _in_order(holders: list[int], before: list[int]) -> list[int]:
-    """Return previous holders first, in their order, then new ones: the first holder is asked first for a copy."""
+    """Sort ``holders``: previous ones first, in their previous order, because a restore asks the first holder first."""
     return [rank for rank in before if rank in holders] + sorted(rank for rank in holders if rank not in before)

@@ -1,4 +1,8 @@
-"""Describes in words what a placement does not achieve: which ranks, which failure domain, which ``k`` would work."""
+"""Describes in words what a placement of peer copies does not achieve: which ranks share which failure domain.
+
+A peer copy is a copy of one rank's training state (the owner's) in the host memory of another rank (the holder); each
+rank has ``k`` copies. A failure domain is a set of nodes that can fail together, such as a rack.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,14 +16,17 @@ Where = Mapping[int, Mapping[str, str]]
 def find_problems(
     where: Where, groups: Sequence[Sequence[int]], k: int, holders: Holders, incomplete: Collection[int] = ()
 ) -> list[str]:
-    """Return sentences, none if each state and its ``k`` copies are in ``k + 1`` failure domains, evenly spread.
+    """Return one sentence for each problem.
+
+    There is no problem if each state and its ``k`` copies are in ``k + 1`` failure domains and all ranks hold equally
+    many copies.
 
     Args:
-        where: as in :func:`ft.state.placement.assign.place`.
-        groups: as in ``place``.
-        k: as in ``place``.
-        holders: the result of ``place``.
-        incomplete: ranks whose copies lack a part of the state, which only their data-parallel peers have.
+        where: logical rank -> kind -> name of the rank's failure domain of this kind; one of the kinds is "node".
+        groups: data-parallel groups, each in ring order.
+        k: number of copies of each rank's state.
+        holders: the placement, as returned by :func:`ft.state.placement.assign.place`.
+        incomplete: ranks whose copies lack the part of the state that all their data-parallel peers have too.
     """
     shared: dict[tuple[str, str, int], list[int]] = {}
     for owner, (kind, domain, count) in _worst_of_all(holders, where).items():
@@ -58,7 +65,7 @@ def _all(copies: int) -> str:
 
 
 def _worst_of_all(holders: Holders, where: Where) -> dict[int, tuple[str, str, int]]:
-    """Return :func:`_worst` for every owner with its holders. Ranks in equal positions are computed once."""
+    """Return :func:`_worst` for every owner with its holders. Equal sets of domains are computed only once."""
     number: dict[tuple, int] = {}
     place_of = {rank: number.setdefault(tuple(kinds.items()), len(number)) for rank, kinds in where.items()}
     known: dict[tuple[int, ...], tuple[str, str, int]] = {}
@@ -73,7 +80,10 @@ def _worst_of_all(holders: Holders, where: Where) -> dict[int, tuple[str, str, i
 
 
 def _worst(ranks: Sequence[int], owner: int, where: Where) -> tuple[str, str, int]:
-    """Return (kind, domain, count) of the domain with most of ``ranks``; of several, the smallest kind."""
+    """Return (kind, domain, count) of the failure domain that has most of ``ranks``.
+
+    Among domains with equal counts, a node comes first, then the kinds in the order of ``where[owner]``.
+    """
     worst = ("", "", 0)
     for kind in [NODE, *(kind for kind in where[owner] if kind != NODE)]:
         names = [where[rank][kind] for rank in ranks if kind in where[rank]]

@@ -1,11 +1,15 @@
-"""Placement by rotation, without a search: the holders of all ranks are at the same distances from them in one order.
+"""Placement of peer copies by rotation: fast, without a search, for runs with many ranks.
 
-In that order, the ranks of each failure domain are adjacent, also those of larger domains. Every rank then holds as
-many copies as it has holders. If no domain has more than one in ``k + 1`` of the ranks, distances of 1, 2, ... times
-the largest domain's size keep ``k`` copies apart from each other and from their owner. This is exact if domains are
-nested (racks of nodes). For nested domains of equal size that are too few, ``k`` distances that divide the order evenly
-share as few domains as possible. For domains that cut across each other (racks and power feeds), several orders and
-distances are tried, and possibly none of them works.
+A peer copy is a copy of one rank's training state (the owner's) in the host memory of another rank (the holder). A
+failure domain is a set of nodes that can fail together. All ranks are put into one circular order, and the holders of
+every rank are the ranks at ``k`` fixed distances after it. Every rank then holds ``k`` copies.
+
+In that order, the ranks of each failure domain are adjacent, both for small domains (nodes) and for large ones (racks).
+If no domain has more than one in ``k + 1`` of the ranks, distances of 1, 2, ... times the largest domain's size put the
+``k`` copies and their owner into different domains. This is guaranteed if domains are nested (racks of nodes). If there
+are too few nested domains, all of equal size, ``k`` distances that divide the order evenly share as few domains as
+possible. For domains that cut across each other (racks and power feeds), several orders and distances are tried, and
+possibly none of them works.
 
 All computations are array operations: 80,000 ranks take tenths of a second.
 """
@@ -17,15 +21,16 @@ import numpy
 from ft.state.placement.solve import Domains
 
 _STEPS = 64
-"""Number of distances to try beyond the largest domain's size, for domains that cut across each other."""
+"""Number of distances above the largest domain's size that are tried, for domains that cut across each other."""
 _SAMPLE = 256
+"""Number of ranks on which a distance is tested first, before it is tested on all ranks."""
 
 
 class Rotation:
-    """The ranks of some data-parallel groups, in an order along which they are rotated.
+    """Ranks in a circular order, in which the ranks of a failure domain are adjacent.
 
     Args:
-        ranks: the owners and holders.
+        ranks: the logical ranks, owners as well as holders.
         domains: failure domains of each rank.
         first: the kind of domain to sort by first; None: the kind with the largest domains.
     """
@@ -40,8 +45,8 @@ class Rotation:
         sizes = [numpy.bincount(column) for column in columns.T]
         self.largest = max(int(size.max()) for size in sizes)
         members = sizes[-1]
-        # If all of the smallest domains have one size, whole domains are shifted: the ranks of a node then have their
-        # copies on the same nodes, and fewer pairs of nodes hold a state and all its copies.
+        # If all of the smallest domains (nodes) have the same size, distances are multiples of that size: all ranks of
+        # a node then have their copies on the same nodes, so that fewer sets of nodes hold a state and all its copies.
         self._unit = int(members[0]) if (members == members[0]).all() else 1
 
     def distances(self, k: int) -> Iterator[list[int]]:
@@ -62,7 +67,7 @@ class Rotation:
         return (numpy.arange(self._count)[:, None] + numpy.array([0, *distances])) % self._count
 
     def next_distance(self, places: numpy.ndarray) -> int | None:
-        """Return the shortest distance at which each rank finds a holder outside its row's domains, or None."""
+        """Return the shortest distance that adds to each row a holder in none of the row's domains, or None."""
         sample = numpy.linspace(0, self._count - 1, min(_SAMPLE, self._count)).astype(int)
         for distance in range(self._unit, self._count, self._unit):
             for rows in (sample, numpy.arange(self._count)):
@@ -74,7 +79,10 @@ class Rotation:
         return None
 
     def shared(self, places: numpy.ndarray) -> numpy.ndarray:
-        """Return for each row the number of positions in a domain of an earlier position, summed over all kinds."""
+        """Return for each row the number of ranks that share a domain with another rank of the row.
+
+        The first rank in each domain is not counted. The numbers are summed over all kinds of domains.
+        """
         found = numpy.zeros(len(places), dtype=int)
         for column in self._table.T:
             names = numpy.sort(column[places], axis=1)
@@ -82,13 +90,13 @@ class Rotation:
         return found
 
     def holders(self, places: numpy.ndarray) -> dict[int, list[int]]:
-        """Return owner -> holders, for rows of positions."""
+        """Convert rows of positions to {owner's logical rank: logical ranks of its holders}."""
         ranks = self.ranks[places].tolist()
         return {row[0]: row[1:] for row in ranks}
 
 
 def _columns(ranks: Sequence[int], domains: Mapping[int, Domains]) -> tuple[list[str], numpy.ndarray]:
-    """Return (kinds, a column of domain numbers for each). Kinds with the largest domains come first."""
+    """Return (kinds of domains, array of domain numbers, shape [ranks, kinds]). Kinds with large domains come first."""
     number: dict[Domains, int] = {}
     place = [number.setdefault(domains[rank], len(number)) for rank in ranks]
     places = [dict(found) for found in number]
@@ -109,10 +117,10 @@ def rotate(
     """Return (``k`` holders of each owner, number of shared domains) for the best rotation found.
 
     Args:
-        ranks: more than ``k`` ranks, the possible holders.
+        ranks: the possible holders, more than ``k`` logical ranks.
         domains: failure domains of each rank.
         k: number of copies.
-        owners: some of the ranks; default: all.
+        owners: the ranks that need holders, a subset of ``ranks``; default: all ranks.
     """
     best: dict[int, list[int]] = {}
     least = None
@@ -134,9 +142,9 @@ def rotate(
 def rotate_with_peers(
     groups: Sequence[Sequence[int]], domains: Mapping[int, Domains], k: int
 ) -> dict[int, list[int]] | None:
-    """Return ``k`` holders of each rank, all in separate domains: as many peers as possible, then other ranks.
+    """Return ``k`` holders of each rank, all in different domains, with as many data-parallel peers as possible.
 
-    None: no such rotation was found, or no peer would be among the holders.
+    Return None if no such rotation was found, or if it would have no peer among the holders.
     """
     ranks = sorted(rank for group in groups for rank in group)
     rotation = Rotation(ranks, domains)
@@ -158,7 +166,10 @@ def rotate_with_peers(
 def _within_groups(
     groups: Sequence[Sequence[int]], domains: Mapping[int, Domains], peers: int, place_of: Mapping[int, int]
 ) -> numpy.ndarray | None:
-    """Return the positions of every rank and ``peers`` holders in its group; None if a group has no such rotation."""
+    """Return rows of positions: every rank with ``peers`` holders in its group, all in different domains.
+
+    Return None if no such rotation was found for some group. Shape [ranks, peers + 1].
+    """
     places = numpy.zeros((len(place_of), peers + 1), dtype=int)
     for group in groups:
         if len(group) <= peers:

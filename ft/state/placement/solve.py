@@ -1,13 +1,19 @@
 """The assignment of peer copies to holders as an integer program, solved exactly and with equal results on every rank.
 
+A peer copy is a copy of one rank's training state (the owner's) in the host memory of another rank (the holder). A
+failure domain is a set of nodes that can fail together, of some kind (node, rack, power feed).
+
 ``x[o, h]`` is 1 if holder ``h`` keeps a copy for owner ``o``:
 
     sum over h            x[o, h] = need[o]
     sum over o            x[o, h] + load[h] <= most          copies spread evenly
     sum over h in domain  x[o, h] - shared[o, domain] <= 1   (0 if o is in that domain itself)
 
-for every failure domain of every kind, so kinds may cut across each other (racks and power feeds). HiGHS solves it,
-through scipy. If the domains are nested, the linear relaxation is integral already, and one search node is enough.
+The last line applies to every failure domain of every kind, so domains of different kinds may cut across each other
+(racks and power feeds). ``need`` is the number of copies to assign for an owner, ``load`` the number of copies that a
+holder has already, ``most`` the maximum number of copies of a holder, and ``shared`` the number of copies above the
+limit in a domain. scipy's HiGHS solves the program. If the domains are nested, the solution of the linear relaxation is
+integral already, and one node of the search tree is enough.
 """
 
 from collections.abc import Mapping
@@ -29,10 +35,10 @@ class Request:
 
     Attributes:
         domains: failure domains of each rank.
-        pairs: allowed (owner, holder) pairs with their costs, whose sum is minimised.
+        pairs: allowed (owner, holder) pair -> its cost; the sum of the costs is minimised.
         need: number of copies to assign for each owner.
-        load: number of copies that a holder has from other owners.
-        kept: holders that owners have already.
+        load: number of copies that each holder has already.
+        kept: holders that each owner has already.
     """
 
     domains: Mapping[int, Domains]
@@ -43,7 +49,10 @@ class Request:
 
 
 def solve_strictly(request: Request, most: int) -> dict[int, list[int]] | None:
-    """Return holders of every owner, in separate failure domains, none with more than ``most``; None: impossible."""
+    """Return holders of every owner, in different failure domains, such that no holder has more than ``most`` copies.
+
+    Return None if that is impossible.
+    """
     strict = {pair: cost for pair, cost in request.pairs.items() if _are_apart(request, *pair)}
     model = _Model(Request(request.domains, strict, request.need, request.load, request.kept))
     if not model.offers_enough():
@@ -53,9 +62,10 @@ def solve_strictly(request: Request, most: int) -> dict[int, list[int]] | None:
 
 
 def solve_best(request: Request, share: int) -> dict[int, list[int]] | None:
-    """Return holders of every owner: fewest shared domains, then most even (``share`` copies each), then cheapest.
+    """Return the best holders of every owner, also if owner and holders cannot all be in different failure domains.
 
-    None if an owner has fewer candidates than it needs.
+    The objectives, the most important first, are: fewest shared domains, even load (``share`` copies for each holder),
+    lowest cost. Return None if an owner has fewer possible holders than it needs.
     """
     model = _Model(request)
     if not model.offers_enough():
@@ -78,10 +88,10 @@ def _are_apart(request: Request, owner: int, holder: int) -> bool:
 
 
 class _Model:
-    """The program in matrices.
+    """The integer program in matrix form.
 
-    Variables: x for each pair, shared for each row of domains, over for each holder (its copies beyond the share),
-    most.
+    The vector of variables consists of: x for each (owner, holder) pair; shared for each (owner, domain) row; over for
+    each holder (the number of its copies above its share); most.
     """
 
     def __init__(self, request: Request):
@@ -106,13 +116,13 @@ class _Model:
         return self._vector(numpy.ones(len(self._rows)), self._count)
 
     def unevenness(self, share: int) -> numpy.ndarray:
-        """Return the objective: first the maximum that a holder has, then the number of copies above the share."""
+        """Return the objective: first the maximum number of copies of a holder, then the copies above the shares."""
         vector = self._vector(numpy.ones(len(self._holders)), self._count + len(self._rows))
         vector[-1] = 1 + sum(self._request.need.values()) + sum(self._request.load.values())
         return vector
 
     def evenness(self, values: numpy.ndarray) -> tuple[int, int]:
-        """Return (most, copies above the share) of a solution."""
+        """Return (maximum number of copies of a holder, number of copies above the shares) of a solution."""
         over = values[self._count + len(self._rows) : -1]
         return round(values[-1]), round(float(over.sum()))
 
@@ -125,7 +135,15 @@ class _Model:
         share: int | None = None,
         excess: int | None = None,
     ) -> numpy.ndarray | None:
-        """Return the values of all variables that minimise ``objective``; None if the limits cannot be met."""
+        """Return the values of all variables that minimise ``objective``, None if the limits cannot be met.
+
+        Args:
+            objective: coefficient of each variable.
+            shared: upper limit for the sum of all shared variables; None: no limit.
+            most: upper limit for the number of copies of a holder; None: no limit.
+            share: number of copies of a holder above which its over variable counts; None: not used.
+            excess: upper limit for the sum of all over variables; None: no limit.
+        """
         constraints = [self._needs, self._loads, self._sharings]
         upper = numpy.full(self._size, numpy.inf)
         upper[: self._count] = 1
@@ -164,7 +182,10 @@ class _Model:
         return vector
 
     def _domain_rows(self) -> dict[tuple[int, tuple[str, str]], list[int]]:
-        """Return (owner, domain) -> indices of the pairs with holders in it, if they could exceed the limit."""
+        """Return (owner, domain) -> indices of the owner's pairs with holders in the domain.
+
+        Rows whose pairs cannot exceed the limit of the domain are left out.
+        """
         request, rows = self._request, {}
         for index, (owner, holder) in enumerate(self.pairs):
             for domain in request.domains[holder]:
@@ -172,7 +193,7 @@ class _Model:
         return {row: members for row, members in rows.items() if len(members) > self._room(*row)}
 
     def _room(self, owner: int, domain: tuple[str, str]) -> int:
-        """Return the number of copies of ``owner`` that ``domain`` can take."""
+        """Return the limit (0 or 1) for new copies of ``owner`` in ``domain``: 0 if the owner or a copy is in it."""
         taken = (owner, *self._request.kept.get(owner, ()))
         return 0 if any(domain in self._request.domains[rank] for rank in taken) else 1
 

@@ -1,4 +1,6 @@
-"""Host memory for snapshots: two alternating buffers, one of them always complete (DEADPOOL, section VI-A).
+"""Host memory for snapshots of a rank's training state: two alternating buffers (DEADPOOL, section VI-A).
+
+While one buffer (slot) is being written, the other one holds the previous complete snapshot:
 
              step 6        step 7        fault while 7 is staged
 slot A   complete 6    complete 6    complete 6    <- restored from
@@ -17,18 +19,21 @@ from ft.state.snapshot.layout import CHUNK, Table, checksum, chunk_count
 
 
 class Status(Enum):
+    """Status of a slot: without a snapshot, being written, or with a complete snapshot."""
+
     EMPTY = "empty"
     STAGING = "staging"
     COMPLETE = "complete"
 
 
 class HostBuffer:
-    """``nbytes`` of zeroed host memory, page-locked if a device copies into it.
+    """A block of zeroed host memory, page-locked if a device copies into it.
 
-    Memory that is not page-locked is hidden from forked children: otherwise, after a data loader's worker is forked,
-    the next write to each page would copy the page.
+    Memory that is not page-locked is excluded from forked children: otherwise, after a data loader has forked a worker,
+    the next write to each page would copy the page (copy-on-write).
 
     Attributes:
+        nbytes: size in bytes.
         tensor: the memory as a tensor, [nbytes] uint8.
         view: the same memory as a memoryview.
     """
@@ -48,12 +53,12 @@ class HostBuffer:
 
 
 class Part:
-    """One section of a snapshot in memory.
+    """One section of a snapshot in memory: the tensors that no other rank has, or those that peers have too.
 
     Attributes:
-        table: the tensors' layout.
+        table: layout of the tensors.
         buffer: the memory.
-        checksums: one per chunk, computed when the chunk was written.
+        checksums: one checksum per chunk (1 MiB), computed when the chunk was written.
     """
 
     def __init__(self, table: Table, pinned: bool):
@@ -69,7 +74,7 @@ class Part:
         self.checksums[index] = checksum(self.chunk(index))
 
     def damage(self) -> int | None:
-        """Return the index of the first chunk whose checksum is wrong, None if all are right."""
+        """Return the index of the first chunk whose checksum is wrong, None if all checksums are right."""
         for index, expected in enumerate(self.checksums):
             if checksum(self.chunk(index)) != expected:
                 return index
@@ -81,10 +86,14 @@ class Part:
 
 @dataclass
 class Slot:
-    """One of two buffers: memory for each section, and the owner's step and epoch that it holds.
+    """One of two buffers for the snapshots of one rank, the owner.
 
     Attributes:
-        meta: envelope and blobs (:func:`ft.state.snapshot.state.pack_meta`).
+        parts: name of a section -> its memory.
+        status: whether the slot is empty, being written, or complete.
+        step: step of the snapshot.
+        epoch: epoch (version of the assignment of workers to ranks) in which the snapshot was taken.
+        meta: everything but the tensors, encoded (:func:`ft.state.snapshot.state.pack_meta`).
         meta_checksum: checksum of ``meta``.
     """
 
@@ -100,7 +109,7 @@ class Slot:
         return sum(part.buffer.nbytes for part in self.parts.values())
 
     def fit(self, tables: Mapping[str, Table], pinned: bool) -> None:
-        """Provide memory for sections with these tables. It is reallocated only if the tables have changed."""
+        """Allocate memory for sections with these layouts, unless the present memory has the same layouts."""
         if {name: part.table for name, part in self.parts.items()} != dict(tables):
             self.parts = {}  # the old memory is freed before the new is allocated
             self.parts = {name: Part(table, pinned) for name, table in tables.items()}
@@ -109,7 +118,7 @@ class Slot:
         self.meta, self.meta_checksum = meta, checksum(meta)
 
     def damage(self, envelope_only: bool = False) -> str | None:
-        """Describe the first part that is damaged, None if there is none."""
+        """Verify all checksums. Describe the first damaged part in words, None if no part is damaged."""
         if checksum(self.meta) != self.meta_checksum:
             return "its envelope"
         for name, part in () if envelope_only else self.parts.items():
@@ -122,8 +131,10 @@ class Slot:
 class PingPong:
     """Two slots for the snapshots of one logical rank. Thread-safe.
 
-    Between ``begin`` and ``commit`` (or ``drop``), the caller of ``begin`` owns the slot. ``pinned``: page-locked
-    memory.
+    Between ``begin`` and ``commit`` (or ``drop``), only the caller of ``begin`` may access the slot.
+
+    Args:
+        pinned: whether to use page-locked memory.
     """
 
     def __init__(self, pinned: bool = False):
@@ -138,9 +149,10 @@ class PingPong:
     def begin(self, step: int, epoch: int, tables: Mapping[str, Table], *, own: bool = False) -> Slot:
         """Return the slot to write the state of ``step`` into. The other slot is kept.
 
-        Overwritten is the first of: a slot that is not complete, a step after ``step`` (a recovery has undone it), the
-        older step, the older epoch. But a worker that repeats a step overwrites its ``own`` snapshot of that same step:
-        it still has this state in memory, and the step before may be all that peers hold.
+        The slot to overwrite is chosen by these criteria, in this order: a slot that is not complete; a slot with a
+        later step than ``step``, which a recovery has undone; the slot with the older step; the slot with the older
+        epoch. But a worker that repeats a step overwrites its own snapshot of the same step (``own``): that state is
+        still in the live tensors, and the other slot has the step before, which may be the newest one that peers hold.
         """
         with self._lock:
             slot = min(

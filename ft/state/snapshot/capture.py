@@ -1,13 +1,17 @@
-"""Collects a rank's state from megatron-core's objects, and puts it back.
+"""Collects a rank's training state from megatron-core's objects for a snapshot, and writes a restored state back.
+
+A snapshot has two sections of tensors: ``owned``, which no other rank has, and ``replicated``, which all data-parallel
+peers have too. Only ``owned`` is sent to peers. Values that are no tensors are in the envelope (JSON) or in blobs (byte
+strings).
 
 ===========================  ======================================================================================
-what                         where it goes
+part of the state            where a snapshot has it
 ===========================  ======================================================================================
-main parameters and          ``owned``: the distributed optimizer's shards, experts that are spread over ranks, and
-optimizer state              everything if there is no data parallelism; else ``replicated``
+main parameters and          ``owned``: shards of the distributed optimizer, experts under expert parallelism, and
+optimizer state              everything if there is no data parallelism; otherwise ``replicated``
 frozen parameters            ``replicated`` (``owned`` without data parallelism)
-module buffers               blobs: forward passes write to them, so they are copied at once
-numbers of the optimizer     envelope: values of its groups, steps that are counted in Python
+module buffers               blobs: forward passes change them, so they are copied at once
+numbers of the optimizer     envelope: values of parameter groups, step counts that are Python numbers
 schedule, loss scaler        envelope
 random number generators     blobs
 ===========================  ======================================================================================
@@ -33,15 +37,15 @@ _BUFFER = "buffer/"
 class Capture:
     """Provides the live state of one rank as a :class:`RankState`.
 
-    Each step reads only the numbers anew, not the list of tensors.
+    The list of tensors is made once and used again until tensors are replaced; numbers are read at every step.
 
-    Allocates the optimizer's state if there is none yet, which changes no weight and no later step.
+    The constructor allocates the optimizer's state if there is none yet, which does not change training results.
 
     Args:
         chunks: model chunks.
         optimizer: an optimizer of megatron-core.
         scheduler: an object with ``state_dict`` and ``load_state_dict``, or None.
-        alone: no other rank holds the same part of the model, so the whole state has to go to peers.
+        alone: whether no other rank holds the same part of the model, so that the whole state has to be sent to peers.
     """
 
     def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None, *, alone: bool):
@@ -65,15 +69,18 @@ class Capture:
 
     @property
     def copies_are_complete(self) -> bool:
-        """Whether a peer copy holds the whole state, so that nothing has to come from data-parallel peers."""
+        """Whether a peer copy holds the whole state, so that a restore needs nothing else from data-parallel peers."""
         if self._storages is None:
             self._find()
         return not any(tensor.numel() for tensor in self._replicated.values())
 
     def state(self, extra: dict[str, Any]) -> RankState:
-        """Return the live tensors with the present numbers. ``extra``: JSON values of the trainer.
+        """Return the live tensors with the present numbers.
 
-        The mappings of tensors are the same objects as long as the tensors are the same.
+        As long as no tensor was replaced, successive results share the same mapping objects.
+
+        Args:
+            extra: further JSON values, from the trainer.
         """
         if self._storages is None or self._storages != self._find_storages():
             self._find()
@@ -91,7 +98,7 @@ class Capture:
         return RankState(self._owned, self._replicated, envelope, blobs)
 
     def apply(self, restored: RankState) -> dict[str, Any]:
-        """Put everything except the tensors back in place, and return ``extra``.
+        """Write everything except the tensors back to megatron-core's objects, and return ``extra``.
 
         Raises:
             UserError: the snapshot belongs to another model or optimizer.
@@ -120,9 +127,10 @@ class Capture:
         return envelope["extra"]
 
     def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
-        """Adopt from the envelope of another pipeline stage what all stages have in common, and return ``extra``.
+        """Take over the values that all pipeline stages have in common from another stage's envelope; return ``extra``.
 
-        The schedule and the loss scaler continue. Moments and the optimizer's step counts start at zero.
+        These are the states of the schedule and of the loss scaler. The optimizer's moments and step counts are reset
+        to zero.
         """
         for part, scaler in zip(self._parts, envelope["scalers"], strict=False):
             optimizers.set_scaler(part, scaler)
@@ -133,7 +141,9 @@ class Capture:
         return envelope["extra"]
 
     def _find(self) -> None:
-        """Classify all tensors: at the first call, or after they were replaced (a checkpoint was loaded)."""
+        """Classify all tensors as owned or replicated, at the first use and after tensors were replaced (by loading a
+        checkpoint).
+        """
         self._owned, self._replicated, self._counters = {}, {}, {}
         for number, part in enumerate(self._parts):
             sharded = isinstance(part, DistributedOptimizer)
@@ -161,7 +171,7 @@ class Capture:
 
 
 def _layout() -> dict[str, int]:
-    """Return the rank's position in the grid of parallel groups. A snapshot fits only if it is equal."""
+    """Return the rank's position in the grid of parallel groups. A snapshot fits only a rank with the same position."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_rank(),
         "tp_size": parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,7 +1,7 @@
-"""Copies live tensors into a host buffer in the background, and computes checksums on the way.
+"""Copies live tensors into a snapshot's host buffer in a background thread, and computes checksums of the data.
 
-Memory is read and written once: on a CPU, each chunk's checksum is computed while the chunk is still in the cache; on a
-device, the copies are queued on a stream of their own, and the thread computes checksums of what has arrived.
+Memory is read and written once: on a CPU, each chunk's checksum is computed while the chunk is still in the cache. On a
+device, the copies are queued on a separate stream, and the thread computes the checksums of chunks that have arrived.
 
 Live tensors must not change between ``start`` and the end of the copy. Only the optimizer's step changes them, and the
 training thread waits for the copy before it.
@@ -50,7 +50,7 @@ class Progress:
             self._changed.notify_all()
 
     def ready(self, part: Part, wanted: int) -> int:
-        """Wait until ``wanted`` chunks of ``part`` are written, and return how many are.
+        """Wait until ``wanted`` chunks of ``part`` are written, and return the number of written chunks.
 
         Raises:
             RuntimeError: the copy has failed.
@@ -70,7 +70,15 @@ class Progress:
 
 @dataclass
 class _Batch:
-    """Pieces of tensors that fill the chunks ``first`` to ``last`` (exclusive) of a part, and their destinations."""
+    """Copy operations that fill consecutive chunks of a part.
+
+    Attributes:
+        part: the section of the snapshot.
+        first: index of the first chunk.
+        last: index after the last chunk.
+        targets: pieces of the host buffer.
+        sources: pieces of live tensors, one for each target.
+    """
 
     part: Part
     first: int
@@ -80,7 +88,10 @@ class _Batch:
 
 
 class Plan:
-    """The copy operations for one slot and one set of live tensors; made once, and used every other step."""
+    """The copy operations for one slot and one set of live tensors.
+
+    A plan is made once and reused whenever the slot is written, which is every other step.
+    """
 
     def __init__(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]):
         self.parts = dict(slot.parts)
@@ -92,7 +103,7 @@ class Plan:
         self.nbytes = sum(part.table.nbytes for part in self.parts.values())
 
     def fits(self, slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> bool:
-        """Return whether the plan belongs to this slot and these tensors. Mappings are compared by identity."""
+        """Return whether the plan was made for this slot and these tensors. Mappings are compared by identity."""
         return self.sections.keys() == sections.keys() and all(
             self.parts.get(name) is slot.parts.get(name) and self.sections[name] is sections[name] for name in sections
         )
@@ -122,7 +133,7 @@ def _batches(part: Part, tensors: Sequence[torch.Tensor], size: int) -> list[_Ba
 
 
 class Copier:
-    """A background thread that fills slots. ``close`` ends it."""
+    """A background thread that fills slots with copies of live tensors. ``close`` ends it."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -131,7 +142,10 @@ class Copier:
         self._thread.start()
 
     def start(self, plan: Plan, done: Callable[[BaseException | None], None]) -> Progress:
-        """Start to fill the plan's slot. ``done(error)`` is called in the background before the progress ends."""
+        """Start to fill the plan's slot, and return the progress of the copy.
+
+        ``done(error)`` is called in the background thread before the progress ends; error is None after a success.
+        """
         progress = Progress()
         events = self._queue_on_device(plan) if plan.device is not None else [None] * len(plan.batches)
         self._jobs.put((plan, events, progress, done))

@@ -1,4 +1,7 @@
-"""All snapshots in one worker's host memory: its own, and the peer copies that it holds for other ranks."""
+"""All snapshots in one worker's host memory: its own, and the peer copies that it holds for other ranks.
+
+A worker is a training process. A peer copy is a copy of the snapshot of another rank, its owner.
+"""
 
 import threading
 
@@ -21,12 +24,12 @@ class CopyStore:
         self._lock = threading.Lock()
 
     def copies(self, owner: int) -> PingPong:
-        """Return the slots for peer copies of ``owner``. Memory is allocated with the first copy."""
+        """Return the two slots for peer copies of ``owner``. Their memory is allocated when the first copy arrives."""
         with self._lock:
             return self._copies.setdefault(owner, PingPong())
 
     def find(self, owner: int, step: int | None = None) -> Slot | None:
-        """Return a complete snapshot of ``owner``, None if this worker has none."""
+        """Return the complete snapshot of ``owner`` at ``step`` (default: the newest), None if there is none."""
         if owner == self.rank:
             return self.own.find(step)
         with self._lock:
@@ -41,7 +44,7 @@ class CopyStore:
             snapshots.drop_after(step)
 
     def forget_before(self, epoch: int) -> list[int]:
-        """Free the peer copies of owners that have sent none in ``epoch`` or later, and return these owners."""
+        """Free the peer copies of owners that have sent no copy in ``epoch`` or later. Return these owners."""
         with self._lock:
             left = [owner for owner, held in self._copies.items() if held.newest_epoch() < epoch]
             gone = [self._copies.pop(owner) for owner in left]

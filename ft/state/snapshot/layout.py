@@ -1,4 +1,6 @@
-"""The layout of named tensors in one flat buffer: a table of types, shapes and offsets that both ends compare.
+"""The layout of named tensors in one flat buffer, for snapshots and state transfers between workers.
+
+A table lists the tensors' types, shapes and offsets. Sender and receiver compare their tables before a transfer.
 
 buffer:  | tensor 0 | pad | tensor 1 | pad | ...        every tensor begins at a multiple of ALIGNMENT bytes
 chunks:  | 1 MiB        | 1 MiB        | rest |          every chunk has a checksum of its own
@@ -34,12 +36,19 @@ _DTYPES = {
 
 
 class BadTable(FallbackError):
-    """Bytes that are no table, or a table that describes an impossible buffer."""
+    """The bytes are not an encoded table, or the table describes an impossible buffer."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor. ``dtype``: torch's name of its type; ``offset``: bytes from the start of its section."""
+    """One tensor in a table.
+
+    Attributes:
+        name: name of the tensor.
+        dtype: torch's name of its type, such as "float32".
+        shape: its shape.
+        offset: its position in bytes from the start of the buffer.
+    """
 
     name: str
     dtype: str
@@ -60,11 +69,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """The tensors of one section, in the order of their offsets.
+    """The layout of one buffer.
 
     Attributes:
-        entries: the tensors.
-        nbytes: length of the section in bytes, padding included.
+        entries: the tensors, in the order of their offsets.
+        nbytes: length of the buffer in bytes, padding included.
     """
 
     entries: tuple[Entry, ...]
@@ -130,10 +139,11 @@ def chunk_count(nbytes: int) -> int:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """Return a 32-bit checksum: rows of 8 KiB are added up as 64-bit words, column by column, then CRC-32 of the sums.
+    """Return a 32-bit checksum, which is four times as fast to compute as a CRC-32 of all bytes.
 
-    It is four times as fast as CRC-32 of all bytes, which would cost more than the copy itself. Damage within one row
-    is found as by CRC-32. Damage in several rows is missed only if it cancels out in every column. Swapped rows are
+    The data is divided into rows of 8 KiB, and the rows are added as vectors of 64-bit words. The checksum is the
+    CRC-32 of the sum. (A CRC-32 of all bytes would take longer than the copy itself.) Damage within one row is detected
+    as well as by CRC-32. Damage in several rows is missed only if it cancels out in every column. Swapped rows are
     missed, but neither memory nor a connection swaps rows.
     """
     rows = len(data) // _ROW

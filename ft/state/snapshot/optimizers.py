@@ -1,4 +1,4 @@
-"""Accesses the state of torch's optimizers inside megatron-core's."""
+"""Reads and writes the state of the torch optimizers inside megatron-core's optimizers, for snapshots."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,27 +10,28 @@ from ft.base.errors import UserError
 
 
 def parts(optimizer: Any) -> list:
-    """Return the megatron-core optimizers that a chained one consists of: one for dense and one for expert parameters.
+    """Return the parts of a chained megatron-core optimizer, such as one for dense and one for expert parameters.
 
-    Stubs without tensors are left out.
+    If ``optimizer`` is not chained, it is the only part. Stubs without tensors are left out.
     """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chained if getattr(part, "optimizer", None) is not None]
 
 
 def is_torchs(part: Any) -> bool:
-    """Return whether a megatron-core optimizer wraps one of torch's own, which count steps for each parameter.
+    """Return whether a megatron-core optimizer wraps an optimizer of torch, which counts steps for each parameter.
 
-    Apex's and Transformer Engine's optimizers count steps for a group.
+    The optimizers of Apex and Transformer Engine count steps for each parameter group.
     """
     return type(part.optimizer).__module__.startswith("torch.optim")
 
 
 @torch.no_grad()
 def allocate(inner: torch.optim.Optimizer) -> None:
-    """Allocate the missing state of parameters, with all zeros, as before a first step.
+    """Allocate the missing optimizer state of parameters, with all zeros, as before the first step.
 
-    One parameter at a time, so that it needs extra memory for one gradient only. No weight changes.
+    Weights do not change. The state is allocated for one parameter at a time, so that extra memory is needed for only
+    one gradient.
     """
     everyone = [p for group in inner.param_groups for p in group["params"] if p is not None]
     fresh = [p for p in everyone if not inner.state.get(p)]
@@ -59,7 +60,7 @@ def allocate(inner: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def forget(inner: torch.optim.Optimizer) -> None:
-    """Reset all state to that before a first step. Parameters keep their values."""
+    """Reset the optimizer state to that before the first step. Parameters keep their values."""
     for _, _, of, key in entries(inner):
         if key == "main":
             continue
@@ -75,10 +76,11 @@ def forget(inner: torch.optim.Optimizer) -> None:
 
 
 def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str]]:
-    """Iterate over every value of the state and every parameter.
+    """Iterate over every parameter and every value of the optimizer state.
 
     Yields:
-        (name, parameter group, the mapping that holds the value, its key); the key of a parameter is "main".
+        (name, parameter group, the mapping that holds the value, key of the value in that mapping). The key of a
+        parameter is "main".
     """
     for number, group in enumerate(inner.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -108,7 +110,10 @@ def numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_numbers(values: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Restore what :func:`numbers` returned. Keys that were absent then are removed; tensors and parameters stay."""
+    """Restore the values that :func:`numbers` returned as ``saved``.
+
+    Keys that are not in ``saved`` are removed, except those of tensors and parameters.
+    """
     for key in [k for k, v in values.items() if k not in saved and k != "params" and not isinstance(v, torch.Tensor)]:
         del values[key]
     for key, value in saved.items():
@@ -116,7 +121,7 @@ def set_numbers(values: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def scaler_state(part: Any) -> dict[str, Any] | None:
-    """Return the state of an optimizer's loss scaler: {"scale": float, counters}, None if it has none."""
+    """Return the state of an optimizer's loss scaler ({"scale": float, counters}), None if there is no loss scaler."""
     scaler = getattr(part, "grad_scaler", None)
     if scaler is None:
         return None
@@ -130,7 +135,10 @@ def set_scaler(part: Any, saved: dict[str, Any] | None) -> None:
 
 
 def set_schedule(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Restore a schedule's state. megatron-core's own ``load_state_dict`` would add to the present count and prints."""
+    """Restore a learning-rate schedule's state.
+
+    megatron-core's own ``load_state_dict`` is not used, because it would add to the present step count, and prints.
+    """
     if all(key in vars(scheduler) for key in saved):
         vars(scheduler).update(saved)
     else:

@@ -1,4 +1,8 @@
-"""Finds a valid snapshot: the rank's own, else its peers' copies, one after the other (DEADPOOL, section VI-E)."""
+"""Finds a valid snapshot for a restore: the rank's own, otherwise copies on peers (DEADPOOL, section VI-E).
+
+A snapshot has two sections: ``owned`` (tensors that no other rank has; copies are held by a few other ranks) and
+``replicated`` (tensors that all data-parallel peers have in their own snapshots).
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,9 +17,15 @@ from ft.state.snapshot.transport import Cancelled, CopyUnusable, PeerLost, Trans
 class Restorer:
     """Finds snapshots for one logical rank.
 
+    Args:
+        transport: this worker's end of the transport.
+        rank: the logical rank.
+        holders: see Attributes.
+        replicas: see Attributes.
+
     Attributes:
-        holders: ranks that are asked for a peer copy after the given source.
-        replicas: ranks that are asked for the replicated state after the given source.
+        holders: ranks that hold copies of this rank's snapshots; tried in order after the source given to ``find``.
+        replicas: ranks whose snapshots have the same replicated section; tried in order after that source.
     """
 
     def __init__(self, transport: Transport, rank: int, holders: Sequence[int], replicas: Sequence[int]):
@@ -25,10 +35,17 @@ class Restorer:
     def find(
         self, tables: Mapping[str, Table], step: int, source: Source, envelope_only: bool, epoch: int
     ) -> tuple[Slot | None, dict[str, str]]:
-        """Return a verified snapshot of ``step`` in an own slot, fetched from a peer if necessary.
+        """Return a verified snapshot of ``step`` in one of this worker's own slots, fetched from a peer if necessary.
+
+        Args:
+            tables: name of a section -> layout of its tensors.
+            step: step of the snapshot.
+            source: the ranks to try first, for each section.
+            envelope_only: whether only the envelope of an own snapshot is needed, so that its tensors are not verified.
+            epoch: epoch in which the restore takes place; a cancellation of this epoch ends the search.
 
         Returns:
-            (the slot, where each section came from); (None, {}) if ``epoch`` was cancelled meanwhile.
+            (the slot, {section: where it came from}); (None, {}) if ``epoch`` was cancelled meanwhile.
 
         Raises:
             FallbackError: no source has a usable snapshot.
@@ -80,7 +97,10 @@ class Restorer:
     def _fetch(
         self, slot: Slot, section: str, first: int, owner: int | None, step: int, epoch: int, problems: list[str]
     ) -> tuple[int, bytes]:
-        """Fetch one section from the first holder that has it. ``owner`` None: from the holder's own snapshot."""
+        """Fetch one section from the first holder that has it, trying ``first`` and then the other holders.
+
+        ``owner`` is the rank whose snapshot is fetched; None: each holder's own snapshot.
+        """
         others = self.replicas if owner is None else self.holders
         holders = [holder for holder in dict.fromkeys((first, *others)) if holder != self._rank]
         for holder in holders:

@@ -1,4 +1,4 @@
-"""A rank's random number generators as byte strings: those of Python, numpy, torch, the device and megatron-core."""
+"""Saves and restores a rank's random number generators: those of Python, numpy, torch, the device and megatron-core."""
 
 import random
 import struct
@@ -15,10 +15,10 @@ _TRACKER = "rng/tracker/"
 
 
 def blobs() -> dict[str, bytes]:
-    """Return the states of all generators.
+    """Return the states of all generators as byte strings, by name.
 
     Raises:
-        UserError: numpy's global generator is not of numpy's default kind.
+        UserError: numpy's global generator is not of numpy's default type (MT19937).
     """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state()

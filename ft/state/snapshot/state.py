@@ -1,4 +1,4 @@
-"""The parts of a snapshot, and the encoding of the small part that is not tensors."""
+"""The content of a snapshot of a rank's training state, and the encoding of the small part that is not tensors."""
 
 import json
 import struct
@@ -11,14 +11,16 @@ import torch
 from ft.base.errors import FallbackError
 
 OWNED, REPLICATED = "owned", "replicated"
-"""The two sections of a snapshot. Only the first one is sent to peers."""
+"""Names of the two sections of a snapshot's tensors. Only the section ``OWNED`` is sent to peers."""
 
 _LENGTH = struct.Struct("<I")
 
 
 @dataclass
 class RankState:
-    """One rank's state at a committed step (DEADPOOL, section V-B). The tensors are the live ones.
+    """One rank's state at a committed step (DEADPOOL, section V-B).
+
+    The tensors are not copies but the live ones. A step is committed when all ranks have finished its optimizer update.
 
     Attributes:
         owned: tensors that no other rank has, by name.
@@ -45,7 +47,7 @@ def pack_meta(envelope: dict[str, Any], blobs: dict[str, bytes]) -> bytes:
 
 
 def unpack_meta(data: bytes) -> RankState:
-    """Decode what :func:`pack_meta` returned, as a state without tensors.
+    """Decode the result of :func:`pack_meta`, and return it as a state without tensors.
 
     Raises:
         FallbackError: the bytes are malformed.

@@ -1,4 +1,10 @@
-"""A worker's snapshots over a run: taken after every step, and held by peers before the next optimizer step."""
+"""``Snapshots``: takes snapshots of a worker's training state, replicates them to peers, and restores them.
+
+A worker is a training process. A snapshot is taken after every step, in the background; peers hold copies of it before
+the next optimizer step changes the tensors. A snapshot has two sections of tensors: ``owned``, which no other rank has
+and which is sent to peers, and ``replicated``, which all data-parallel peers have too. The rest is the envelope. An
+epoch is a version of the assignment of workers to logical ranks; a failure closes it.
+"""
 
 import threading
 import time
@@ -23,10 +29,10 @@ class TakeStats:
         step: step of the snapshot.
         bytes_d2h: bytes copied into host memory on this worker.
         bytes_h2h: bytes sent to all peers together.
-        take_s: time in ``take``, on the training thread.
-        copy_s: background time until the own copy was complete.
-        transfer_s: time from ``take`` to the last peer's answer.
-        wait_s: exposed time: how long ``wait`` blocked the training thread.
+        take_s: duration of ``take``, on the training thread.
+        copy_s: duration of the copy into host memory, in the background.
+        transfer_s: time from ``take`` to the last peer's acknowledgement.
+        wait_s: time for which ``wait`` blocked the training thread (exposed time).
     """
 
     step: int
@@ -41,21 +47,22 @@ class TakeStats:
 class Snapshots:
     """Takes, replicates and restores snapshots (DEADPOOL, sections V-B, VI-A and VI-E).
 
-    All methods except ``interrupt`` are for the training thread.
+    Only the training thread may call the methods, except ``interrupt``.
 
     Args:
         transport: this worker's end of the transport; its creator closes it.
-        rank: own logical rank.
-        peers: logical ranks that hold its copies (:func:`ft.state.placement.assign.place`).
-        replicas: logical ranks that have the same replicated state; default: the peers.
+        rank: logical rank of this worker.
+        peers: logical ranks that hold copies of its snapshots (:func:`ft.state.placement.assign.place`).
+        replicas: logical ranks that have the same replicated section; default: the peers.
         timeout_s: longest wait for the peers, in seconds.
-        on_failure: called in ``wait`` with (what failed, the error) before it raises; it may block until the epoch is
-            over.
+        on_failure: function (what failed, the exception), called in ``wait`` before it raises. The function may block
+            until the epoch is closed.
 
     Attributes:
-        peers: may be changed between a restore and the next ``take``, which uses the new ones.
+        rank: logical rank of this worker.
+        peers: the ranks that get the next copies; may be changed between a restore and the next ``take``.
         stats: cost of the last ``take``.
-        restored_envelope: rest of the snapshot of the last ``restore``, as a state without tensors.
+        restored_envelope: envelope and blobs of the last restored snapshot, as a state without tensors.
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class Snapshots:
 
     @property
     def lag(self) -> int:
-        """Number of steps between the last snapshot taken and the newest that all peers hold."""
+        """Number of steps between the last snapshot taken and the newest snapshot that all peers hold."""
         return self._taken - self._safe
 
     @property
@@ -101,23 +108,21 @@ class Snapshots:
         self._transport.place(addresses)
 
     def held_by(self, holders: Sequence[int]) -> None:
-        """Set the ranks that have received this worker's copies so far; a restore asks them."""
+        """Set the ranks that hold copies of this worker's snapshots; a restore fetches from them."""
         self._restorer.holders = list(holders)
 
     def forget_before(self, epoch: int) -> list[int]:
-        """Free copies of owners that have sent none in ``epoch``, because their copies go elsewhere now.
+        """Free the copies held for owners that have sent no copy in ``epoch``, because other ranks hold theirs now.
 
-        Return these owners.
-
-        Call it only when peers hold every worker's first snapshot of ``epoch``: until then these copies are the
-        protection.
+        Return these owners. Call this only when peers hold every worker's first snapshot of ``epoch``: until then, a
+        restore may need the old copies.
         """
         return self._stock.forget_before(epoch)
 
     def take(self, state: RankState, step: int, epoch: int) -> None:
         """Start to copy ``state`` into host memory and to send its owned section to the peers; return at once.
 
-        The tensors must not change until ``wait`` has returned. An unfinished earlier snapshot is waited for first.
+        The tensors must not change until ``wait`` has returned. An unfinished earlier snapshot is completed first.
         """
         self.wait()
         began = time.perf_counter()
@@ -141,11 +146,11 @@ class Snapshots:
         stats.take_s = time.perf_counter() - began
 
     def wait(self) -> None:
-        """Wait until this worker and all peers have the last snapshot: the one wait before the optimizer step.
+        """Wait until this worker and all peers have the last snapshot. Call this before the optimizer step.
 
         Raises:
-            EpochClosed: ``interrupt`` was called for its epoch.
-            PeerLost: a peer does not accept its copy, or not within ``timeout_s``.
+            EpochClosed: ``interrupt`` was called for the snapshot's epoch.
+            PeerLost: a peer does not accept its copy, or did not acknowledge it within ``timeout_s``.
         """
         if self._progress is None:
             return
@@ -175,7 +180,10 @@ class Snapshots:
         self._progress = None
 
     def interrupt(self, epoch: int, reason: str) -> None:
-        """End ``epoch``: a blocked ``wait`` or ``restore`` raises EpochClosed; transfers end. Safe from any thread."""
+        """Abort all operations of ``epoch``: a blocked ``wait`` or ``restore`` raises EpochClosed, and transfers end.
+
+        Safe from any thread.
+        """
         with self._changed:
             if epoch > self._closed:
                 self._closed, self._reason = epoch, reason
@@ -183,9 +191,9 @@ class Snapshots:
         self._transport.cancel(epoch)
 
     def settle(self) -> None:
-        """After an interruption, let the own copy finish and cancel all transfers of the epoch.
+        """After an interruption, cancel all transfers of the epoch, and wait for the copy into host memory to end.
 
-        Afterwards the held snapshots do not change until the next epoch's snapshots.
+        Afterwards the snapshots on this worker do not change until the next epoch.
         """
         self._transport.cancel(self._epoch)
         if self._progress is not None:
@@ -204,15 +212,16 @@ class Snapshots:
     ) -> dict[str, str]:
         """Write the snapshot of ``step`` into the live tensors of ``state``; ``restored_envelope`` holds the rest.
 
-        Own snapshots are verified first. If a source is unusable, the next one is tried: own snapshot, then peers.
-        Snapshots of later steps are dropped, because their steps are undone.
+        The snapshot is verified by its checksums. If a source is unusable, the next one is tried: first this worker's
+        own snapshot, then the copies on peers. Snapshots of later steps are dropped, because their steps are undone.
 
         Args:
             state: the live state.
             step: step of the snapshot.
             source: the ranks to fetch each section from first.
-            keep_tensors: the live tensors are still those of ``step``; only the envelope is read.
-            epoch: epoch of the restore, whose ``interrupt`` ends it. Default: the one after the last snapshot's.
+            keep_tensors: whether the live tensors are still those of ``step``, so that only the envelope is needed.
+            epoch: epoch of the restore; ``interrupt`` for this epoch aborts the restore. Default: the epoch after that
+                of the last snapshot.
 
         Returns:
             {"owned": "own" or "copy:RANK", "replicated": "own", "peer:RANK" or "none"}.
@@ -235,10 +244,10 @@ class Snapshots:
         return how
 
     def begin_at(self, step: int, epoch: int) -> None:
-        """Note that the live state of ``step`` did not come from a snapshot, and drop snapshots of later steps.
+        """Continue from a live state of ``step`` that did not come from a snapshot; drop snapshots of later steps.
 
         Raises:
-            EpochClosed: ``epoch`` is over.
+            EpochClosed: ``epoch`` was closed.
         """
         self._leave_what_was(epoch)
         self._stock.drop_after(step)
@@ -248,8 +257,8 @@ class Snapshots:
         """Flip one bit of a held snapshot, as failing memory would, for fault injection.
 
         Args:
-            owner: owner of the snapshot; default: this rank.
-            byte: index of the byte in its owned section.
+            owner: logical rank of the snapshot's owner; default: this worker's rank.
+            byte: index of the byte in the snapshot's owned section.
             step: step of the snapshot; default: the newest.
 
         Returns:
@@ -281,7 +290,7 @@ class Snapshots:
             step of that snapshot.
 
         Raises:
-            FallbackError: there is no snapshot other than that of the live state.
+            FallbackError: there is no snapshot of an earlier step.
         """
         if self._progress is not None:
             self._progress.wait()
@@ -298,7 +307,7 @@ class Snapshots:
         self._plans.clear()
 
     def _leave_what_was(self, epoch: int) -> None:
-        """Before a state is put in place in ``epoch``, end all transfers and copies of the previous epoch."""
+        """Before a state is restored in ``epoch``, end all transfers and copies of the previous epoch."""
         if epoch <= self._closed:
             raise EpochClosed(self._closed, self._reason)
         if epoch > self._epoch:
@@ -326,7 +335,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def _tables_of(self, sections: Mapping[str, Mapping]) -> dict[str, Table]:
-        """Return the tables of the live tensors; computed once for the same mappings."""
+        """Return the layouts of the live tensors, from a cache if the mappings are the same objects as last time."""
         mappings = list(sections.values())
         if self._tables is None or not all(a is b for a, b in zip(self._tables[0], mappings, strict=True)):
             self._tables = (mappings, tables_of(sections))

@@ -1,9 +1,10 @@
-"""The interface of a transport, which moves snapshots between workers (implemented by :mod:`ft.state.snapshot.tcp`).
+"""The interface of a transport, which moves snapshots of training state between workers (training processes).
 
-A transport is one worker's end. It delivers this worker's snapshots to peers, receives peers' copies into the
-:class:`ft.state.snapshot.copy_store.CopyStore`, and serves fetches from that store. It
+:mod:`ft.state.snapshot.tcp` implements it. A transport object is one worker's end. It sends this worker's snapshots to
+peers, receives peers' copies into the :class:`ft.state.snapshot.copy_store.CopyStore`, and serves fetches from that
+store. An epoch is a version of the assignment of workers to logical ranks; a failure closes it. A transport
 
-* owns no buffers: they belong to the store, and are allocated once;
+* owns no buffers: the buffers belong to the store, and are allocated once;
 * commits a copy only when every chunk has arrived with the right checksum, so that a transfer that ends in any other
 way leaves the previous complete copy intact;
 * refuses data of an epoch that is closed or older than the current one;
@@ -22,11 +23,11 @@ from ft.state.snapshot.layout import Table
 
 
 class PeerLost(RecoverableError):
-    """A peer accepted no copy: it cannot be reached, does not answer, or refuses."""
+    """A peer cannot be reached, does not answer, or refuses a copy."""
 
 
 class Cancelled(RecoverableError):
-    """The operation was cancelled on purpose."""
+    """The operation was cancelled by :meth:`Transport.cancel`."""
 
 
 class CopyUnusable(FallbackError):
@@ -35,15 +36,15 @@ class CopyUnusable(FallbackError):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A snapshot on its way to the peers.
+    """A snapshot that is being sent to the peers.
 
     Attributes:
         owner: logical rank whose state it is.
-        step: its step.
-        epoch: its epoch.
-        part: the section to send.
-        meta: envelope and blobs.
-        progress: which chunks of the section are written already.
+        step: step of the snapshot.
+        epoch: epoch in which the snapshot was taken.
+        part: the section of the snapshot to send.
+        meta: everything but the tensors, encoded.
+        progress: progress of the copy into ``part``: chunks can be sent once they are written.
     """
 
     owner: int
@@ -56,7 +57,15 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A section of ``owner``'s snapshot of ``step``, held by logical rank ``holder`` and fetched in ``epoch``."""
+    """A request for a section of a snapshot on another worker.
+
+    Attributes:
+        holder: logical rank that holds the snapshot.
+        owner: logical rank whose state it is.
+        step: step of the snapshot.
+        section: name of the section.
+        epoch: epoch in which the section is fetched.
+    """
 
     holder: int
     owner: int
@@ -66,10 +75,10 @@ class Wanted:
 
 
 class Transport(ABC):
-    """One worker's end of the transport; see the module's docstring.
+    """One worker's end of the transport: sends snapshots to peers, receives peers' copies and serves fetches.
 
     Attributes:
-        address: where other workers reach this end; only this kind of transport can interpret it.
+        address: address at which other workers reach this end; its format depends on the kind of transport.
         stock: the snapshots that this worker holds.
     """
 
@@ -78,15 +87,15 @@ class Transport(ABC):
 
     @abstractmethod
     def place(self, addresses: Mapping[int, str]) -> None:
-        """Set the addresses of the logical ranks. Connections to ranks that have moved are dropped."""
+        """Set the addresses of the logical ranks. Connections to ranks with another address than before are closed."""
 
     @abstractmethod
     def send(self, peer: int, outgoing: Outgoing, ended: Callable[[Exception | None], None]) -> None:
-        """Start to deliver ``outgoing`` to ``peer``, and return at once. Chunks are sent as soon as they are written.
+        """Start to send ``outgoing`` to ``peer``, and return at once. Chunks are sent as soon as they are written.
 
-        A lost connection is remade and the transfer repeated, a few times. ``ended`` is called once, from some thread:
-        with None when the peer has verified and committed the copy, else with the error (:class:`PeerLost`,
-        :class:`Cancelled`).
+        If the connection is lost, the transfer is repeated over a new one, a few times. ``ended`` is called once, from
+        any thread: with None when the peer has verified and committed the copy, otherwise with the exception
+        (:class:`PeerLost` or :class:`Cancelled`).
         """
 
     @abstractmethod
@@ -94,9 +103,9 @@ class Transport(ABC):
         """Fill ``part`` with a section of a snapshot that another worker holds, and return the snapshot's ``meta``.
 
         Raises:
-            CopyUnusable: there is no such snapshot, it is damaged, or its table is not that of ``part``.
+            CopyUnusable: there is no such snapshot, it is damaged, or its layout differs from that of ``part``.
             PeerLost: the holder cannot be reached or stops answering.
-            Cancelled: its epoch was cancelled.
+            Cancelled: the epoch of the request was cancelled.
         """
 
     @abstractmethod
@@ -104,19 +113,20 @@ class Transport(ABC):
         """Pass the chunks of the next snapshot to each peer through ``how``, for fault injection.
 
         Args:
-            how: (index, number of chunks, pieces that the chunk is sent in) -> pieces to send in its place.
+            how: function (index of the chunk, number of chunks, pieces of data in which the chunk would be sent) ->
+                pieces of data to send instead.
         """
 
     @abstractmethod
     def cancel(self, epoch: int) -> None:
-        """Cancel the operations of ``epoch`` and before, and refuse further ones.
+        """Cancel the operations of ``epoch`` and of earlier epochs, and refuse new ones.
 
         Safe from any thread; returns at once.
         """
 
     @abstractmethod
     def quiesce(self) -> None:
-        """After ``cancel``, wait until no thread writes into the store any more."""
+        """After ``cancel``, wait until no thread of the transport writes into the store any more."""
 
     @abstractmethod
     def close(self) -> None:
@@ -124,10 +134,15 @@ class Transport(ABC):
 
 
 def check_table(part: Part, theirs: bytes, whose: str) -> None:
-    """Check that an encoded table is that of ``part``.
+    """Check that a received table describes the same layout as ``part``.
+
+    Args:
+        part: section of this worker's snapshot.
+        theirs: the other worker's table, encoded.
+        whose: name of the other worker's snapshot, for the message.
 
     Raises:
-        CopyUnusable: it is not; the message names the first difference.
+        CopyUnusable: the layouts differ; the message names the first difference.
     """
     if theirs != part.table.encoded:
         difference = Table.decode(theirs).difference(part.table)
