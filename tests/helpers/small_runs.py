@@ -25,15 +25,19 @@ def make_corpus(folder: Path, name: str = "corpus", documents: int = 60) -> str:
 
 
 def run(flags: str) -> dict:
-    """Train in an initialized process group; return the train state at the end."""
+    """Train in an initialized process group, outside of ``ft run``; return the train state at the end."""
     import torch.distributed as dist
 
+    from ft.protection.stack import Protections
     from megatron.training.arguments import check, parse
     from megatron.training.pretrain import pretrain
 
     options = parse(flags)
     layout = check(options, dist.get_world_size(), has_te=False)
-    state = pretrain(options, layout)
+    asked = Protections.of(options.fault_tolerance, {})
+    protections = Protections([each for each in asked if not each.joins_run])
+    protections.connected(None)
+    state = pretrain(options, layout, protections)
     return {"step": state.step, "consumed": state.consumed_train_samples}
 
 
