@@ -45,3 +45,16 @@ def test_every_subcommand_is_found_by_its_name(capsys):
             with pytest.raises(SystemExit) as end:
                 cli.main([name, "--help"])
             assert end.value.code == 0
+
+
+def test_the_command_finds_its_own_trainer_wherever_it_is_called(tmp_path):
+    """The wheel of megatron-core has a ``megatron.training`` of its own from 0.19 on."""
+    script = (
+        f"import sys; sys.path.append({str(ROOT)!r})\n"
+        "from ft.cli import main\n"
+        "main(['protections'])\n"
+        "import megatron.training.arguments\n"
+        "print(megatron.training.arguments.__file__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines()[-1] == str(ROOT / "megatron" / "training" / "arguments" / "__init__.py")
