@@ -1,4 +1,4 @@
-"""The command ``ft``: each subcommand lives with the system it belongs to."""
+"""The command ``ft``. Each subcommand is defined in the package that implements it."""
 
 import importlib
 import os
@@ -20,16 +20,16 @@ _SUBCOMMANDS = (
     (("diagnose",), "ft.observe.diagnose.commands", "add_parser"),
     (("simulate",), "ft.lab.simulate.commands", "add_parser"),
 )
-"""(names, module, function). Only the module of the subcommand that is asked for is imported: simulations and planners
-bring libraries that a launcher should not wait for."""
+"""(names, module, function). Only the module of the requested subcommand is imported, because simulations and planners
+import libraries that would delay the start of a run."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit code: its own, 2 where the input cannot work."""
+    """Run one subcommand and return its exit code, which is 2 if the input is invalid."""
     parser = Parser(
         prog="ft",
-        description="Training that goes on through faults: starts runs, shows them, and reports on them.",
-        epilog="ft SUBCOMMAND --help tells about each.",
+        description="Start fault-tolerant training runs, show their state, report on them, and plan for failures.",
+        epilog="Run ft SUBCOMMAND --help for the flags of a subcommand.",
     )
     subparsers = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
     argv = sys.argv[1:] if argv is None else argv
@@ -65,11 +65,14 @@ def _prefer_this_checkout() -> None:
 
 
 def _nobody_reads() -> bool:
-    """Whoever reads the output has seen enough, as ``head`` has; another broken pipe is no such thing."""
+    """Return whether the reader of the standard output has closed it, as ``head`` does.
+
+    Any other broken pipe is an error.
+    """
     output = sys.stdout.fileno()
     watch = select.poll()
     watch.register(output, 0)
     if not any(event & select.POLLERR for _, event in watch.poll(0)):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # at exit Python flushes once more
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python flushes the output once more at exit
     return True

@@ -103,7 +103,9 @@ class Parser(argparse.ArgumentParser):
                 problems += error.problems
         rest = list(args[at + (at < len(args) and args[at] == "--") :])
         if not rest:
-            problems.append(("no script is given", f"{self.prog} [FLAGS] SCRIPT [ITS ARGUMENTS]"))
+            problems.append(
+                ("the command line names no training script", f"{self.prog} [FLAGS] SCRIPT [ITS ARGUMENTS]")
+            )
         super().parse_known_args([*rest[:1]] or ["script"], namespace)
         namespace.script, namespace.script_args = (rest[0] if rest else None), rest[1:]
         namespace.problems = problems
@@ -119,14 +121,14 @@ class Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(meant)
             fix = f"did you mean {meant}?" if meant else f"see {self.prog} --help"
             if flag in self._scripts_flags():
-                action, fix = None, "it is a flag of the script: give it behind the script's name"
+                action, fix = None, f"{flag} is a flag of the script: give it after the script's name"
             problem = f"unknown flag {flag}", fix
         takes_value = not equals and (action.nargs != 0 if action is not None else _is_value(words[1:2]))
         if not takes_value:
             return list(words[:1]), problem
         is_number = action is not None and action.type in (int, float)
         if not words[1:] or words[1].startswith("--") or (is_number and _is_script(words[1])):
-            return list(words[:1]), problem or (f"{flag} is given without a value", f"see {self.prog} --help")
+            return list(words[:1]), problem or (f"{flag} has no value", f"see {self.prog} --help")
         return list(words[:2]), problem
 
 

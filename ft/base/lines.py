@@ -73,7 +73,7 @@ class Lines:
         self._waiting.clear()
         if self.lost:
             why = f" ({self._trouble.strerror})" if self._trouble else ""
-            self._tell(f"warning: {self._path} lacks {self.lost} lines for good: there was no room for them{why}")
+            self._tell(f"warning: {self._path} has lost {self.lost} lines, because the disk had no space for them{why}")
 
     def _open(self) -> None:
         self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -91,12 +91,14 @@ class Lines:
             if self._trouble is None:
                 most = "its lines wait" if self._most is None else f"up to {self._most} lines of it wait"
                 problem = f"{self._path} cannot be written ({error.strerror})"
-                self._tell(f"warning: {problem}: {most} in memory until it can; make room on its disk")
+                self._tell(f"warning: {problem}: {most} in memory until they can be written; free space on its disk")
             self._trouble = error
             return
         if self._trouble is not None:
             self._trouble = None
-            self._tell(f"{self._path} can be written again: {waited} lines had waited, {self.lost} are lost")
+            self._tell(
+                f"{self._path} can be written again: {waited} lines that waited were written, {self.lost} are lost"
+            )
 
     def _put(self, line: bytes) -> None:
         """Write a whole line.

@@ -19,7 +19,7 @@ _SIZES = {"b": 1} | {
 }
 _AMOUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _LARGEST_IN_A_LIST = 10**6
-TIMES = "a time has a unit: ms, s, m (or min), h or d, such as 250ms, 30s, 2.5m, 12h, 90d"
+TIMES = "give a time with a unit: ms, s, m (or min), h or d, such as 250ms, 30s, 2.5m, 12h, 90d"
 
 Value = TypeVar("Value")
 
@@ -41,7 +41,7 @@ def seconds(value: Any, least: float = 1e-3, bare: float | None = None) -> float
         raise ValueError(f"not a time; {TIMES}")
     number = float(match[1])
     if not match[2] and bare is None and number:
-        raise ValueError(f"a number without a unit; {TIMES}")
+        raise ValueError(f"this number has no unit; {TIMES}")
     found = number * (_TIMES[match[2]] if match[2] else bare or 1.0)
     if not least <= found < math.inf:
         raise ValueError(f"less than {least:g} s" if found < least else "for ever")
@@ -62,7 +62,7 @@ def size(value: Any, bare: float | None = 1.0) -> float:
     unit = match and (_SIZES.get(match[2].lower()) if match[2] else bare)
     found = float(match[1]) * unit if unit else 0.0
     if not 0 < found < math.inf:
-        raise ValueError("no size like 80GB or 512MiB" + ("" if bare else ": a size has a unit"))
+        raise ValueError("not a size like 80GB or 512MiB" + ("" if bare else ": a size has a unit"))
     return found
 
 
@@ -81,7 +81,7 @@ def positive(value: Any) -> float:
     Raises:
         ValueError: the value is not such a number.
     """
-    return between(math.ulp(0.0), math.nextafter(math.inf, 0))(value, "no number above 0")
+    return between(math.ulp(0.0), math.nextafter(math.inf, 0))(value, "not a number above 0")
 
 
 def between(least: float, most: float) -> Callable[..., float]:
@@ -106,10 +106,10 @@ def whole(least: int, most: int = 10**9) -> Callable[[Any], int]:
         text = str(value).strip()
         digits = text.removeprefix("-")
         if not re.fullmatch(r"\d+|\d{1,3}(,\d{3})+", digits) or len(digits) > 30:
-            raise ValueError("no whole number")
+            raise ValueError("not a whole number")
         found = int(text.replace(",", ""))
         if not least <= found <= most:
-            raise ValueError(f"no whole number from {least:,} to {most:,}")
+            raise ValueError(f"not a whole number from {least:,} to {most:,}")
         return found
 
     return read
@@ -124,7 +124,7 @@ def amount(value: Any) -> float:
     match = re.fullmatch(_NUMBER + r"([KMBT]?)", str(value).strip())
     found = float(match[1]) * _AMOUNTS[match[2]] if match else 0.0
     if not 0 < found < math.inf:
-        raise ValueError("no number such as 350M or 70B")
+        raise ValueError("not a number such as 350M or 70B")
     return found
 
 

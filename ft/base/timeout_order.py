@@ -29,6 +29,6 @@ def check(table: Any, noun: str, ladder: Iterable[tuple[str, str]], may_be_zero:
         if not getattr(table, shorter) < getattr(table, longer):
             raise UserError(
                 f"{noun} {longer} = {getattr(table, longer):g} s is not longer than "
-                f"{shorter} = {getattr(table, shorter):g} s, which has to run out first",
+                f"{shorter} = {getattr(table, shorter):g} s, which must expire first",
                 f"make {longer} longer or {shorter} shorter",
             )

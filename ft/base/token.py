@@ -48,7 +48,7 @@ def find(run_dir: Path, patience_s: float, environment: Mapping[str, str] = os.e
             return (run_dir / _FILE).read_text()
         if time.monotonic() > deadline:
             raise UserError(
-                f"no token in {run_dir} within {patience_s:g} s: node 0 has not started, or has another directory",
-                f"start ft run there, or give all nodes the same {VARIABLE}",
+                f"no token in {run_dir} within {patience_s:g} s: node 0 has not started, or uses another directory",
+                f"start ft run on node 0 with the same --run-dir, or set {VARIABLE} to the same value on all nodes",
             )
         time.sleep(_PERIOD_S)

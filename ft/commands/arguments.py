@@ -14,8 +14,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag to ``parser``, and the positional arguments for the training script and its own arguments."""
     _torchrun(parser.add_argument_group("as torchrun"))
     _ours(parser.add_argument_group("fault tolerance"))
-    hsdp.add_flags(_Flags(parser.add_argument_group("FT-HSDP: replicas that train on without one another")))
-    parser.add_argument("script", help="Python file to run on every worker; with -m a module's name")
+    hsdp.add_flags(
+        _Flags(parser.add_argument_group("FT-HSDP: replicas of the model that continue when another replica fails"))
+    )
+    parser.add_argument("script", help="Python file that every worker runs; with -m, the name of a module")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     parser.set_defaults(problems=[])
 
@@ -29,76 +31,112 @@ def launchers_flags() -> set[str]:
 
 def _torchrun(group) -> None:
     flag = _Flags(group)
-    flag("nnodes", metavar="N", help="nodes of the run, one ft run on each (default: that of Slurm or mpirun, else 1)")
+    flag(
+        "nnodes",
+        metavar="N",
+        help="number of nodes of the run; start ft run once on each (default: the number "
+        "that Slurm or mpirun gives, else 1)",
+    )
     flag(
         "node-rank",
         type=int,
         metavar="I",
-        help="this node's number, 0 to N-1 (default: that of Slurm or mpirun, else 0)",
+        help="number of this node, from 0 to N-1 (default: the number that Slurm or mpirun gives, else 0)",
     )
     flag(
         "nproc-per-node",
         default="1",
         metavar="N|gpu|cpu|auto",
-        help="workers per node; auto: one per GPU, without GPUs one per CPU core (default: 1)",
+        help="number of workers per node; auto: one per GPU, or one per CPU core if there is no GPU (default: 1)",
     )
-    flag("rdzv-endpoint", metavar="HOST[:PORT]", help="where the control plane of node 0 listens")
-    flag("master-addr", metavar="HOST", help="the host of --rdzv-endpoint")
-    flag("master-port", type=int, metavar="PORT", help="the port of --rdzv-endpoint")
-    flag("rdzv-id", metavar="NAME", help="name of the run (default: that of its directory)")
-    flag("rdzv-backend", choices=["c10d", "static"], help="accepted for torchrun's sake; both mean the same here")
-    flag("standalone", action="store_true", help="one node at a free port, as without any of the above")
-    flag("local-addr", metavar="HOST", help="the address other nodes reach this one at (default: found out)")
+    flag("rdzv-endpoint", metavar="HOST[:PORT]", help="address at which the control plane on node 0 listens")
+    flag("master-addr", metavar="HOST", help="host of --rdzv-endpoint")
+    flag("master-port", type=int, metavar="PORT", help="port of --rdzv-endpoint")
+    flag("rdzv-id", metavar="NAME", help="name of the run (default: the name of its directory)")
+    flag(
+        "rdzv-backend",
+        choices=["c10d", "static"],
+        help="accepted for compatibility with torchrun; both values have the same effect",
+    )
+    flag(
+        "standalone",
+        action="store_true",
+        help="run on one node with a free port; this is the default without the flags above",
+    )
+    flag("local-addr", metavar="HOST", help="address at which other nodes reach this node (default: detected)")
     flag(
         "max-restarts",
         type=int,
         metavar="N",
-        help="warm restarts, from the checkpoint or for a replica from the others (default: 3; 1000 for each replica)",
+        help="maximum number of warm restarts, from the checkpoint or, for a replica, from the other replicas "
+        "(default: 3; 1000 for each replica)",
     )
-    group.add_argument("-m", "--module", action="store_true", help="the script is a module's name, as python -m")
+    group.add_argument("-m", "--module", action="store_true", help="run the script as a module, as python -m does")
     flag("no-python", action="store_true", help=argparse.SUPPRESS)
 
 
 def _ours(group) -> None:
     flag = _Flags(group)
-    flag("standby", type=int, default=0, metavar="N", help="standbys on this node (default: 0)")
-    flag("standby-nodes", type=int, default=0, metavar="N", help="the last N nodes carry standbys only (default: 0)")
+    flag(
+        "standby",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of standbys (warm spare workers) on this node (default: 0)",
+    )
+    flag(
+        "standby-nodes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of nodes that run only standbys: the last N nodes (default: 0)",
+    )
     flag(
         "control",
         metavar="tcpstore|etcd://HOST:PORT,...",
-        help="what the control plane talks to agents over (default: a TCPStore of its own)",
+        help="store through which the control plane and the agents communicate (default: a TCPStore that ft run "
+        "starts)",
     )
     flag(
         "topology",
         metavar="FILE",
-        help="which hosts fail together, so that peer copies are kept apart: lines HOSTS rack=NAME ..., or Slurm's "
-        "topology.conf (default: each node is by itself)",
+        help="file that says which hosts fail together, so that peer copies are placed apart: lines HOSTS rack=NAME "
+        "..., or Slurm's topology.conf (default: every node fails independently)",
     )
     flag(
         "ft-transport",
         choices=["tcp", "mpi"],
-        help="what snapshots, and gradients between replicas, go over; mpi: start with mpirun --with-ft ulfm, or srun "
-        "(default: the script's, else tcp)",
+        help="transport of snapshots and of gradients between replicas; for mpi, start with mpirun --with-ft ulfm or "
+        "srun (default: the script's choice, else tcp)",
     )
-    flag("run-dir", metavar="DIR", help="events, metrics and logs go here (default: runs/<date-time>)")
+    flag("run-dir", metavar="DIR", help="directory for events, metrics and logs (default: runs/<date-time>)")
     flag(
         "inject",
         action="append",
         default=[],
         metavar="SPEC",
-        help="a fault on purpose: kill@step=20:rank=3, of a replica kill@replica=1:step=20; repeatable; ft faults "
-        "lists the kinds",
+        help="inject a fault, such as kill@step=20:rank=3, or kill@replica=1:step=20 in a run with replicas; may be "
+        "repeated; ft faults lists the kinds",
     )
-    flag("scenario", metavar="FILE", help="a file of faults and their seed: YAML, TOML or JSON (ft faults)")
-    flag("seed", type=int, metavar="N", help="seed of what faults leave open (default: the scenario's, else 0)")
+    flag(
+        "scenario",
+        metavar="FILE",
+        help="file with a list of faults and a seed: YAML, TOML or JSON; ft faults shows an example",
+    )
+    flag(
+        "seed",
+        type=int,
+        metavar="N",
+        help="seed of the random choices of faults (default: the scenario's seed, else 0)",
+    )
     flag(
         "preload",
         action="append",
         default=[],
         metavar="MODULE",
-        help="import this into the warm pool too; none: import nothing there; repeatable",
+        help="also import this module into the warm pool; none: import nothing; may be repeated",
     )
-    group.add_argument("--quiet", action="store_true", help="only the script's output and errors")
+    group.add_argument("--quiet", action="store_true", help="print only the script's output and errors")
 
 
 class _Flags:

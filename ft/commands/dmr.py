@@ -17,8 +17,9 @@ _SUBCOMMANDS = (
 """Modules with an ``add_parser`` function each, in the order in which the help text lists their subcommands."""
 
 _DESCRIPTION = """\
-DMR (SpareTrain): every operator is executed twice and compared, so that silent data corruption is caught. A plan says
-for each operator when: with activation checkpointing's recomputation, in a window that is idle anyway, or at once."""
+DMR (SpareTrain) executes every operator twice and compares the results, which detects silent data corruption. A plan
+says when each operator is executed the second time: with the recomputation of activation checkpointing, in a window in
+which the device is idle, or at once."""
 
 
 def add_parser(subparsers) -> None:
@@ -28,7 +29,7 @@ def add_parser(subparsers) -> None:
     """
     parser = subparsers.add_parser(
         "dmr",
-        help="operators executed twice and compared: plans, and what they cost",
+        help="plan double execution of operators (DMR), and estimate what it costs",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

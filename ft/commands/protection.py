@@ -109,15 +109,18 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
 def announcement(protection: Protection, nodes: int) -> str:
     """Return the sentence that ``ft run`` prints at the start of a run on ``nodes`` nodes about its protection."""
     if protection.by == NOTHING:
-        return "nothing protects this run: if a worker dies, it ends (--ft-hot-swap behind pretrain_gpt.py protects it)"
+        return (
+            "nothing protects this run: it ends if a worker dies (add --ft-hot-swap after pretrain_gpt.py to protect "
+            "it)"
+        )
     if protection.by == UNKNOWN:
         return (
-            "nothing protects this run before its script has joined it (ft.attach, ft.protect): until then it ends if "
-            "a worker dies"
+            "nothing protects this run until its script calls ft.attach or ft.protect: until then the run ends if a "
+            "worker dies"
         )
     if protection.by == REPLICAS:
         lone = "with one replica, nothing protects this run"
-        text = "protected by replicas: if one loses a worker, the others train on"
+        text = "protected by replicas: if one replica loses a worker, the others continue training"
         text = lone if protection.copies == 0 else text
     else:
         text = f"protected by hot-swap: {protection.copies} other worker(s) hold a copy of each worker's state"
@@ -126,16 +129,15 @@ def announcement(protection: Protection, nodes: int) -> str:
 
 def has_joined(nodes: int) -> str:
     """Return the sentence that is printed once a script of unknown protection has enabled hot-swap at run time."""
-    return f"the script has joined the run: protected by hot-swap from here on{_where(nodes)}"
+    return f"the script has joined the run: from now on it is protected by hot-swap{_where(nodes)}"
 
 
 def _where(nodes: int) -> str:
-    return "" if nodes > 1 else "; all copies are on this host, and only a checkpoint outlives it"
+    return "" if nodes > 1 else "; all copies are on this host, so only a checkpoint survives the loss of this host"
 
 
 def _belongs_before(problem: str) -> Problem | None:
-    """Return the error for a flag of ``ft run`` that was given to the trainer by mistake, or None for another problem.
-    """
+    """Return the error for a flag of ``ft run`` that was given to the trainer by mistake; None for other problems."""
     flag = problem.removeprefix("unknown flag ")
     if flag == problem or flag not in launchers_flags():
         return None
@@ -145,9 +147,9 @@ def _belongs_before(problem: str) -> Problem | None:
 def _never_act(flags: Sequence[str]) -> list[Problem]:
     if not flags:
         return []
-    problem = f"{', '.join(flags)} can never act: nothing protects a run of pretrain_gpt.py without --ft-hot-swap"
+    problem = f"{', '.join(flags)} has no effect: nothing protects a run of pretrain_gpt.py without --ft-hot-swap"
     names = ", ".join(dict.fromkeys(flag.split()[0] for flag in flags))
-    return [(problem, f"add --ft-hot-swap behind pretrain_gpt.py, or drop {names}")]
+    return [(problem, f"add --ft-hot-swap after pretrain_gpt.py, or remove {names}")]
 
 
 def _cannot_act(fault: Fault, options: "Options") -> list[Problem]:
@@ -155,12 +157,12 @@ def _cannot_act(fault: Fault, options: "Options") -> list[Problem]:
     row, last = row_of(fault), options.training.train_iters
     found = []
     if row.needs == DMR and options.fault_tolerance.ft_dmr is None and options.fault_tolerance.ft_dmr_plan is None:
-        problem = f"the fault {fault} can never act: bits are flipped by DMR, which is off"
-        found.append((problem, "add --ft-dmr piggyback behind pretrain_gpt.py, or drop the fault"))
+        problem = f"the fault {fault} has no effect: DMR injects bit flips, and DMR is off"
+        found.append((problem, "add --ft-dmr piggyback after pretrain_gpt.py, or remove the fault"))
     if row.where == FILES and not options.checkpoint.save:
-        problem = f"the fault {fault} can never act: there is no checkpoint to damage"
-        found.append((problem, "add --save FOLDER behind pretrain_gpt.py, or drop the fault"))
+        problem = f"the fault {fault} has no effect: there is no checkpoint to damage"
+        found.append((problem, "add --save FOLDER after pretrain_gpt.py, or remove the fault"))
     if fault.step is not None and last is not None and fault.step > last:
-        problem = f"the fault {fault} can never act: the run ends with step {last} (--train-iters)"
-        found.append((problem, f"a step from 1 to {last}, or drop the fault"))
+        problem = f"the fault {fault} has no effect: the run ends with step {last} (--train-iters)"
+        found.append((problem, f"give a step from 1 to {last}, or remove the fault"))
     return found

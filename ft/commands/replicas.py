@@ -170,7 +170,10 @@ def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
 def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list) -> Setup:
     own = replica_options(part, whole)
     if asked.only is not None and not part.node_rank and election.is_kept(own.run_dir):
-        raise UserError(f"replica {part.replica} is at work already in {own.run_dir}", "choose another one, or end it")
+        raise UserError(
+            f"replica {part.replica} is running already in {own.run_dir}",
+            "choose another --run-dir, or end the running replica",
+        )
     environment = _environment(part, whole, asked, os.environ)
     return Setup(part, own, planned, environment, is_late=asked.only is not None)
 

@@ -29,12 +29,12 @@ def add_parsers(subparsers) -> None:
     Each subcommand sets the parser default ``main``, a function that takes the parsed arguments and returns the exit
     code.
     """
-    parser = subparsers.add_parser("status", help="who is in a run, at which step and epoch")
+    parser = subparsers.add_parser("status", help="show the workers of a run, its step and its epoch")
     _run_argument(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--watch", action="store_true", help="again every second, until the run ends")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--watch", action="store_true", help="print the status again every second until the run ends")
     parser.set_defaults(main=run_status)
-    parser = subparsers.add_parser("report", help="write report.html and timeline.png of a run")
+    parser = subparsers.add_parser("report", help="write report.html and timeline.png for a run")
     _run_argument(parser)
     parser.set_defaults(main=run_report)
 
@@ -118,4 +118,4 @@ def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", help="the folder that ft run got as --run-dir")
+    parser.add_argument("folder", metavar="RUN", help="the folder that was given to ft run as --run-dir")

@@ -23,8 +23,8 @@ from ft.platform import allocation
 from ft.record.run import read_status
 
 _EPILOG = """
-Start it once on every node, as torchrun. A plain torchrun script simply runs; one that joins the run (with
-pretrain_gpt.py: --ft-hot-swap; in a script of your own: ft.attach) survives the death of its workers.
+Start ft run once on every node, like torchrun. A plain torchrun script runs unchanged. A script that joins the run
+(with pretrain_gpt.py: --ft-hot-swap; in a script of your own: ft.attach) continues when workers die.
 
   ft run --nproc-per-node 4 --standby 1 pretrain_gpt.py ... --ft-hot-swap
   ft run --nproc-per-node 4 --standby 1 --inject kill@step=20:rank=3 pretrain_gpt.py ... --ft-hot-swap
@@ -38,8 +38,8 @@ def add_parser(subparsers) -> None:
     """Add ``run`` to the command ``ft``."""
     parser = subparsers.add_parser(
         "run",
-        help="run a script on this node's workers, as torchrun, and carry it through faults",
-        description="Runs a script on this node's workers, as torchrun does, and carries it through faults.",
+        help="run a script on this node's workers, like torchrun, and recover from failures",
+        description="Run a script on this node's workers, like torchrun, and recover from failures.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -67,7 +67,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     joined = protection.has_joined(nodes) if protected.by == protection.UNKNOWN else ""
     code = carry_out(options, faults, _announcement(options, faults, protected), joined=joined)
     if protected.by == protection.UNKNOWN and code == 0 and read_status(options.run_dir).get("protected") is False:
-        console.say("no worker has ever joined the run (ft.attach, ft.protect): nothing protected it")
+        console.say("no worker called ft.attach or ft.protect, so nothing protected this run")
     is_first_lost = allocation.lost_first_node(read_status(options.run_dir))
     allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
     console.close()

@@ -23,7 +23,7 @@ _ERRORS = {
     "timeout": TimeoutError,
     "software": RuntimeError,
     "node": ReplaceNodeError,
-    "user": lambda text: UserError(text, "leave the injected fault out"),
+    "user": lambda text: UserError(text, "remove the injected fault"),
 }
 _FOR_EVER_S = 3600.0
 # Program of a helper process: it sends SIGCONT to a stopped process (argv[1]) after argv[2] seconds. If the stopped

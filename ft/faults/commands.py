@@ -11,7 +11,7 @@ from ft.faults.table import GROUPS
 _EPILOG = """examples:
   ft faults                                        the table
   ft faults --markdown > docs/what_happens_when.md
-  ft run --inject hang@step=20:rank=3 ...          makes one of them happen
+  ft run --inject hang@step=20:rank=3 ...          injects one of them
 """
 
 
@@ -19,12 +19,14 @@ def add_parser(subparsers) -> None:
     """Add the command ``faults`` to the parser of ``ft``."""
     parser = subparsers.add_parser(
         "faults",
-        help="every kind of fault: how it is injected, what it is taken for, what comes of it",
-        description="Prints every kind of fault: how it is injected, what it is taken for, what comes of it.",
+        help="list every kind of fault: how it is injected, how it is classified, and what happens then",
+        description="List every kind of fault: how it is injected, how it is classified, and what happens then.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--markdown", action="store_true", help="print the page 'what happens when X fails' instead")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the page 'What happens when X fails' as Markdown"
+    )
     parser.set_defaults(main=main)
 
 

@@ -49,7 +49,7 @@ def parse_distribution(value: Any) -> Distribution:
     """
     match = re.fullmatch(r"\s*(\w+)\s*\((.*)\)\s*", str(value))
     if match is None or match[1] not in _PARAMETERS:
-        raise ValueError("no such distribution")
+        raise ValueError("there is no such distribution")
     family, pairs = match[1], [part.partition("=") for part in match[2].split(",")]
     given = {name.strip(): text.strip() for name, _, text in pairs}
     expected = _PARAMETERS[family]

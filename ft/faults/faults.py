@@ -125,7 +125,9 @@ def from_json(text: str) -> list[Fault]:
     try:
         return [_fault(values) for values in json.loads(text)]
     except (ValueError, TypeError) as error:
-        raise UserError(f"this is not a list of planned faults: {error}", "leave it to ft run to write it") from error
+        raise UserError(
+            f"this is not a list of planned faults: {error}", "unset FT_FAULTS: ft run writes this file"
+        ) from error
 
 
 def write(path: Path, faults: Sequence[Fault]) -> None:
@@ -151,7 +153,7 @@ def planned(environment: Mapping[str, str] = os.environ) -> list[Fault]:
     try:
         return from_json(Path(path).read_text())
     except OSError as error:
-        raise UserError(f"the planned faults cannot be read: {error}", "leave FT_FAULTS to ft run") from error
+        raise UserError(f"the planned faults cannot be read: {error}", "unset FT_FAULTS: ft run sets it") from error
 
 
 def _fault(values: dict[str, Any]) -> Fault:

@@ -96,12 +96,14 @@ def read_flip(values: Mapping[str, Any], text: str) -> Flip:
     flip = Flip(**read)
     if flip.is_payload and flip.execution != ANY:
         raise UserError(
-            f"{text!r}: {flip.operator} is sent once, there is no {flip.execution} of it", "leave execution out"
+            f"{text!r}: {flip.operator} is sent once and has no {flip.execution} execution", "remove execution"
         )
     if flip.mode == STUCK and flip.execution != ANY:
-        raise UserError(f"{text!r}: a stuck bit meets either execution", "leave execution out, or give mode=repeat")
+        raise UserError(
+            f"{text!r}: a stuck bit hits one of the two executions at random", "remove execution, or give mode=repeat"
+        )
     if flip.mode == STUCK and flip.probability != 1.0:
-        raise UserError(f"{text!r}: a stuck bit is always stuck", "leave probability out, or give mode=repeat")
+        raise UserError(f"{text!r}: a stuck bit is stuck in every execution", "remove probability, or give mode=repeat")
     return flip
 
 
@@ -114,7 +116,7 @@ def _word(value: Any) -> str:
 def _one_of(*choices: str):
     def read(value: Any) -> str:
         if value not in choices:
-            raise ValueError("no such value")
+            raise ValueError("this is not a valid value")
         return value
 
     return read
@@ -125,7 +127,7 @@ def _bit(value: Any) -> int | None:
         return None
     number = int(str(value))
     if not 0 <= number < 64:
-        raise ValueError("no bit has that number")
+        raise ValueError("there is no bit with this number")
     return number
 
 
@@ -153,7 +155,7 @@ _READERS = {
     "probability": _share,
 }
 _ALLOWED = {
-    "operator": f"a name of torch's, such as mm, add_ or *norm*, or one of: {ANY}, {', '.join(PAYLOADS)}",
+    "operator": f"an operator name of torch, such as mm, add_ or *norm*, or one of: {ANY}, {', '.join(PAYLOADS)}",
     "phase": f"one of: {ANY}, {', '.join(PHASES)}",
     "execution": f"one of: {ANY}, {PRIMARY}, {CHECKER}",
     "bit": f"a number from 0, the lowest, or {ANY}",

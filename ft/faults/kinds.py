@@ -9,15 +9,15 @@ from ft.faults.verdict import Verdict
 HARMLESS, IN_PLACE, REPLACED, RESTARTED = "harmless", "recovered in place", "replaced", "warm restart"
 STOPPED, UNNOTICED = "stopped with a message", "not noticed"
 MEANING = {
-    HARMLESS: "Training goes on, and its losses are those of a run without the fault.",
-    IN_PLACE: "The epoch ends; every worker keeps its seat, broken groups are rebuilt, and all go back to the last "
-    "committed step, which is in memory: at most one step is redone.",
-    REPLACED: "The worker is killed if it still lives. A standby takes its logical rank, its state comes from a peer "
-    "copy, and all go back to the last committed step: at most one step is redone.",
-    RESTARTED: "All workers are started anew from the warm pool and go on from the newest sound checkpoint of --save "
-    "(without one: from the start).",
-    STOPPED: "The run ends on all nodes, and says why.",
-    UNNOTICED: "Nothing in a plain hot-swap run can see it; the losses differ from then on.",
+    HARMLESS: "Training continues, and its losses equal those of a run without the fault.",
+    IN_PLACE: "The epoch ends. Every worker keeps its seat, broken groups are rebuilt, and all workers return to the "
+    "last committed step, which is in memory: at most one step is repeated.",
+    REPLACED: "The worker is killed if it is still alive. A standby takes its logical rank and restores the state "
+    "from a peer copy. All workers return to the last committed step: at most one step is repeated.",
+    RESTARTED: "All workers are started again from the warm pool and continue from the newest valid checkpoint of "
+    "--save (without one, from the first step).",
+    STOPPED: "The run ends on all nodes with a message that says why.",
+    UNNOTICED: "Nothing in a hot-swap run without DMR detects the fault; the losses differ from then on.",
 }
 """Outcome of a fault if nothing else fails -> what it means, from the mildest to the worst."""
 

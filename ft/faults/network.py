@@ -12,7 +12,7 @@ _NET_ADMIN = 12
 _NAMED = Path("/run/netns")
 _NEEDS = (
     "run every agent in a network namespace of its own, as root: ip netns add n1; ip netns exec n1 ft run ... "
-    "(tests on one machine), or leave partition out"
+    "(tests on one machine), or remove the partition fault"
 )
 
 
@@ -84,7 +84,7 @@ def _ip(*arguments: str) -> str:
     try:
         done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=10, check=True)
     except FileNotFoundError as error:
-        raise UserError("partition: there is no command ip", "install iproute2") from error
+        raise UserError("partition: the command ip is not installed", "install iproute2") from error
     except subprocess.CalledProcessError as error:
         raise UserError(f"partition: ip {' '.join(arguments)}: {error.stderr.strip()}", _NEEDS) from error
     return done.stdout

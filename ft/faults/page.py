@@ -20,23 +20,25 @@ TIMES = "tools/experiments/results/fault_campaign.json"
 _NEEDS = {ROOT: "root", GPU: "a GPU", DMR: "--ft-dmr or --ft-dmr-plan"}
 _HEAD = """# What happens when X fails
 
-Made by `ft faults --markdown` from `ft/faults/table.py`, the table that also drives `ft run --inject` and the tests.
-Words are those of the design: a *worker* is a process that holds a *logical rank*, a *standby* one that holds none, an
-*agent* the supervisor of a node. Under `--ft-hot-swap`, every committed step is in host memory twice.
+`ft faults --markdown` generates this page from `ft/faults/table.py`, which `ft run --inject` and the tests use, too.
+A *worker* is a process that holds a *logical rank*, a *standby* is a worker that holds none, and an *agent* is the
+supervisor process of a node. Under `--ft-hot-swap`, two copies of every committed step are in host memory.
 
-## What can come of a fault
+## Possible outcomes of a fault
 
 | outcome | what it means |
 |---|---|
 """
 _TIMES_HEAD = """
-How long: from the fault to the beginning of the next step on every worker. Median and worst case of the fault campaign,
+The last column is the time from the fault to the beginning of the next step on every worker: median and worst case of
+the fault campaign,
 {command}
-Detection limits are in `ft/job/control/timeouts.py`; a stall or a standstill is told from a slow step by waiting for
-it. Where an outcome differs from the table, something else had failed before: the second copy of a snapshot is gone, no
-node is left to start a worker on, or the same failure has come back. Then the next rung serves: an earlier step that
-all still hold, a warm restart from the newest sound checkpoint, and at last the end of the run with a message. At no
-rung does training go on with a state that is not verified.
+Detection limits are in `ft/job/control/timeouts.py`; a stall or a standstill is
+distinguished from a slow step by a timeout. An outcome differs from the table only if something else has failed before:
+the second copy of a snapshot is lost, no node is left on which a worker can be started, or the same failure has
+repeated. Then the run uses the next kind of recovery: an earlier step of which all ranks still have a state, a warm
+restart from the newest valid checkpoint, and finally the end of the run with a message. Training never continues with a
+state that is not verified.
 """
 
 
@@ -50,7 +52,7 @@ def page(times: Mapping[str, Mapping]) -> str:
     lines.append(_TIMES_HEAD.format(command=_command(times)))
     for heading, rows in GROUPS.items():
         lines.append(f"## {heading}\n")
-        lines.append("| fault | what the operator sees | taken for | what the system does | how long |")
+        lines.append("| fault | what the operator sees | classified as | what the system does | how long |")
         lines.append("|---|---|---|---|---|")
         lines += [_line(row, times.get(row.name)) for row in rows]
         lines.append("")
@@ -59,12 +61,12 @@ def page(times: Mapping[str, Mapping]) -> str:
 
 def _how_to_ask() -> list[str]:
     """Return the lines about the syntax of ``--inject``, about the seed, and about scenario files."""
-    lines = ["## How to ask for faults\n", "`--inject KIND@KEY=VALUE[:KEY=VALUE...][,...]`, as often as you like.\n"]
+    lines = ["## How to inject faults\n", "`--inject KIND@KEY=VALUE[:KEY=VALUE...][,...]` may be repeated.\n"]
     lines += ["| key | what it says |", "|---|---|"]
     for heading, sayings in keys.MEANING.items():
         lines.append(f"| | **{heading}** |")
         lines += [f"| `{key}` | {saying} |" for key, saying in sayings.items()]
-    lines += ["", "### What a seed fixes\n", *textwrap.wrap(keys.SEED, 118)]
+    lines += ["", "### What a seed determines\n", *textwrap.wrap(keys.SEED, 118)]
     return [*lines, "", "### Scenario files\n", "```yaml", *keys.SCENARIO.splitlines(), "```", ""]
 
 
@@ -77,7 +79,7 @@ def read_times(root: Path) -> dict[str, dict]:
 def _command(times: Mapping) -> str:
     command = times.get("command")
     if command is None:
-        return "which has not been run."
+        return "which has no results here."
     return f"{times['faults']} faults in {times['runs']} runs of a tiny model on two cores (`{command}`)."
 
 

@@ -36,7 +36,7 @@ def read_scenario(path: str | Path) -> Scenario:
         values = {"faults": values}
     faults = values.get("faults") if isinstance(values, dict) else None
     if not isinstance(faults, list) or set(values) - {"faults", "seed"}:
-        raise UserError(f"scenario {path} is no list of faults with a seed", 'keys: "faults" (a list), "seed"')
+        raise UserError(f"scenario {path} is not a list of faults with a seed", 'keys: "faults" (a list), "seed"')
     seed = values.get("seed")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise UserError(f"scenario {path}: seed {seed!r} is no whole number", "for example: seed = 7")
@@ -86,7 +86,7 @@ def _load(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"scenario {path} cannot be read: {error}", "give a readable file") from error
     except ValueError as error:  # also raised for bytes that are not valid text
-        fix = "correct the file; formats by ending: .yaml, .yml, .toml, .json"
+        fix = "correct the file; its format follows from the suffix: .yaml, .yml, .toml or .json"
         raise UserError(f"scenario {path} is not {name}: {error}", fix) from error
 
 

@@ -41,7 +41,7 @@ def schedule(
     faults = []
     for spec in specs:
         if spec.replica is not None:
-            raise UserError(f"{spec.text!r}: the run has no replicas", "add --ft-hsdp-replicas R, or leave replica out")
+            raise UserError(f"{spec.text!r}: the run has no replicas", "add --ft-hsdp-replicas R, or remove replica")
     for index, spec in enumerate(specs):
         rng = random.Random(f"{seed}/{index}")
         faults += [_seat(one, world_size, nodes, rng) for one in _moments(spec, rng, horizon_s)]

@@ -161,31 +161,36 @@ def _check_combination(kind: str, keys: Mapping[str, Any], text: str) -> None:
     given = [key for key in _WHEN if key in keys]
     if len(given) != 1:
         says = " and ".join(given) or "nothing"
-        raise UserError(f"{text!r}: when is it to happen? {says} is given", f"exactly one of: {', '.join(_WHEN)}")
+        raise UserError(
+            f"{text!r}: exactly one key must say when the fault happens, and there is {says}",
+            f"exactly one of: {', '.join(_WHEN)}",
+        )
     for key, kinds in ONLY_FOR.items():
         if key in keys and kind not in kinds:
-            raise UserError(f"{text!r}: {key} means nothing for {kind}", f"{key} goes with: {', '.join(kinds)}")
+            raise UserError(f"{text!r}: {key} has no meaning for {kind}", f"{key} goes with: {', '.join(kinds)}")
     for key in ("count", "until"):
         if key in keys and given[0] not in ("every", "trace"):
-            raise UserError(f"{text!r}: {key} means nothing with {given[0]}", f"{key} goes with every and trace")
+            raise UserError(f"{text!r}: {key} has no meaning with {given[0]}", f"use {key} only with every or trace")
     if "until" in keys and "steps" in str(keys.get("every")):
-        raise UserError(f"{text!r}: until is a time, and every counts steps", "give count, or every by the clock")
+        raise UserError(f"{text!r}: until is a time, but every counts steps", "give count, or every with a time")
     if "rank" in keys and "node" in keys:
         raise UserError(f"{text!r}: it can hit a rank or a node, not both", "give rank or node")
     if "phase" in keys and given[0] != "step":
-        raise UserError(f"{text!r}: a phase needs a step", "give step=NUMBER, or leave phase out")
+        raise UserError(f"{text!r}: a phase needs a step", "give step=NUMBER, or remove phase")
     if "phase" in keys and ("node" in keys or kind == "partition"):
-        raise UserError(f"{text!r}: only the fault of one rank can happen inside a phase", "leave phase out")
+        raise UserError(f"{text!r}: only the fault of one rank can happen inside a phase", "remove phase")
     if kind == "partition" and "rank" in keys:
         raise UserError(f"{text!r}: a network belongs to a node", "give node=NAME or node=random")
     if kind in (*OF_CONTROL, *OF_NODE) and "rank" in keys and keys.get("phase") not in RECOVERY_PHASES:
         what = "there is one control plane" if kind in OF_CONTROL else "an agent belongs to a node"
-        fix = f"leave rank out, or give the phase of a recovery, in which rank's worker does it: {_RECOVERY}"
+        fix = f"remove rank, or give the phase of a recovery in which the worker of that rank kills it: {_RECOVERY}"
         raise UserError(f"{text!r}: {what}", fix)
     if kind in (*OF_CONTROL, *OF_NODE) and "phase" in keys and "rank" not in keys:
-        raise UserError(f"{text!r}: a phase is one worker's", "give the rank of the worker that is to do it")
+        raise UserError(
+            f"{text!r}: a phase belongs to one worker", "give the rank of the worker that carries the fault out"
+        )
     if kind in OF_CONTROL and "node" in keys:
-        raise UserError(f"{text!r}: there is one control plane", "leave node out")
+        raise UserError(f"{text!r}: there is one control plane", "remove node")
 
 
 _RECOVERY = ", ".join(RECOVERY_PHASES)
@@ -204,7 +209,7 @@ def _read(key: str, value: Any, text: str) -> Any:
 
 def _one_of(choices: tuple[str, ...], value: Any) -> str:
     if value not in choices:
-        raise ValueError("no such value")
+        raise ValueError("this is not a valid value")
     return value
 
 
@@ -212,7 +217,7 @@ def _whole(least: int):
     def read(value: Any) -> int:
         text = str(value)
         if not text.removeprefix("-").isdecimal():
-            raise ValueError("no whole number")
+            raise ValueError("not a whole number")
         number = int(text)
         if number < least:
             raise ValueError(f"less than {least}")

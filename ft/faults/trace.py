@@ -52,7 +52,9 @@ def _values(line: str, place: str) -> dict[str, Any]:
 
 def _with_defaults(values: dict[str, Any], spec: FaultSpec, place: str) -> FaultSpec:
     if "time" not in values or {"step", "every", "trace"} & values.keys():
-        raise UserError(f"{place}: a line of a trace has a time", "TIME [KIND] [RANK], or a JSON object with time")
+        raise UserError(
+            f"{place}: this line of the trace has no time", "TIME [KIND] [RANK], or a JSON object with time"
+        )
     if values.setdefault("kind", spec.kind) == spec.kind:
         defaults = {"for": spec.seconds, "factor": spec.factor, "error": spec.error, "copies": spec.copies}
         defaults["value"] = spec.value

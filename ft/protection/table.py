@@ -64,7 +64,7 @@ class Conflict:
     one: str
     other: str
     why: str
-    fix: str = "drop one of the two"
+    fix: str = "use only one of the two"
 
 
 HOT_SWAP, REPLICAS, STACKS = "hot-swap", "replicas", "stacked shards"
@@ -74,7 +74,7 @@ DOUBLE, PROFILE = "double execution", "profile"
 TABLE: list[Entry] = [
     Entry(
         HOT_SWAP,
-        "a standby takes a dead worker's place, with its state from memory",
+        "a standby replaces a dead worker and restores the state from peers' memory",
         "DEADPOOL",
         "ft.systems.hot_swap.layer:HotSwap",
         asked_by="--ft-hot-swap",
@@ -83,7 +83,7 @@ TABLE: list[Entry] = [
     ),
     Entry(
         REPLICAS,
-        "when a replica fails the others train on, and it catches up",
+        "when a replica fails, the other replicas continue training, and the failed one catches up later",
         "FT-HSDP",
         "ft.systems.hsdp.layer:Replicas",
         asked_by="--ft-hsdp-replicas",
@@ -92,7 +92,7 @@ TABLE: list[Entry] = [
     ),
     Entry(
         STACKS,
-        "what lost groups would have computed the others compute in the same step",
+        "the other groups compute the data of lost groups in the same step",
         "SPARe",
         "ft.systems.spare.layer:StackedShards",
         asked_by="--ft-spare-redundancy",
@@ -111,7 +111,8 @@ TABLE: list[Entry] = [
     ),
     Entry(
         SWAPPED,
-        "half of the microbatches swap the stages at both ends, so that these can be rebuilt, too",
+        "half of the microbatches pass the first two and the last two stages in swapped order, so that these can be "
+        "rebuilt, too",
         "CheckFree+",
         "ft.systems.checkfree.layer:SwappedEnds",
         asked_by="--ft-checkfree-plus",
@@ -120,7 +121,7 @@ TABLE: list[Entry] = [
     ),
     Entry(
         DOUBLE,
-        "every operator is executed twice and compared; a mismatch redoes the step",
+        "every operator is executed twice and the results are compared; after a mismatch the step is repeated",
         "SpareTrain",
         "ft.systems.dmr.layer:DoubleExecution",
         asked_by="--ft-dmr, --ft-dmr-plan",
@@ -129,7 +130,7 @@ TABLE: list[Entry] = [
     ),
     Entry(
         PROFILE,
-        "a few steps are measured for a plan of double execution, and the run ends",
+        "a few steps are measured to plan double execution, and then the run ends",
         "SpareTrain",
         "ft.systems.dmr.layer:Profile",
         asked_by="--ft-dmr-profile",
@@ -140,13 +141,17 @@ TABLE: list[Entry] = [
 
 CONFLICTS: list[Conflict] = [
     Conflict(
-        HOT_SWAP, REPLICAS, "a replica that has lost a worker is rebuilt as a whole, from the state of the others"
+        HOT_SWAP,
+        REPLICAS,
+        "a replica that has lost a worker is rebuilt as a whole from the state of the other replicas",
     ),
-    Conflict(STAGES, REPLICAS, "a replica that has lost a stage takes it from the others, exactly"),
-    Conflict(DOUBLE, REPLICAS, "the other replicas wait in the exchange for a step that is done once more"),
-    Conflict(PROFILE, REPLICAS, "a profile is one run's, and replicas wait for one another"),
-    Conflict(DOUBLE, SWAPPED, "it follows megatron-core's own schedules, and swapped ends have another"),
-    Conflict(PROFILE, SWAPPED, "it follows megatron-core's own schedules, and swapped ends have another"),
+    Conflict(STAGES, REPLICAS, "a replica that has lost a stage fetches an exact copy from the other replicas"),
+    Conflict(
+        DOUBLE, REPLICAS, "while one replica repeats a step, the other replicas would wait in the gradient exchange"
+    ),
+    Conflict(PROFILE, REPLICAS, "a profile describes one world, and replicas wait for one another"),
+    Conflict(DOUBLE, SWAPPED, "DMR follows megatron-core's own schedules, and swapped ends need another schedule"),
+    Conflict(PROFILE, SWAPPED, "DMR follows megatron-core's own schedules, and swapped ends need another schedule"),
     Conflict(DOUBLE, PROFILE, "a profile measures a run without double execution"),
 ]
 
@@ -177,7 +182,7 @@ def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, s
     for conflict in CONFLICTS:
         if conflict.one in entries and conflict.other in entries:
             pair = [f"{name} ({entries[name].asked_by})" for name in (conflict.one, conflict.other)]
-            yield f"{pair[0]} does not go with {pair[1]}: {conflict.why}", conflict.fix
+            yield f"{pair[0]} cannot be combined with {pair[1]}: {conflict.why}", conflict.fix
     for entry in TABLE:
         if entry.checks:
             yield from import_module(entry.checks).check(options, grid, replicas)
@@ -185,10 +190,16 @@ def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, s
 
 def text() -> str:
     """Return the table as text for a terminal and for ``docs/protections.md``."""
-    lines = ["| | protection | asked for by | needs | what it does | paper |", "|---|---|---|---|---|---|"]
+    lines = ["| | protection | enabled by | needs | what it does | paper |", "|---|---|---|---|---|---|"]
     for number, entry in enumerate(TABLE, 1):
         needs = ", ".join(entry.needs)
         lines.append(f"| {number} | {entry.name} | `{entry.asked_by}` | {needs} | {entry.does} | {entry.paper} |")
-    lines += ["", "Each layer wraps what those below it do in a step.", "", "Not in one run:", ""]
+    lines += [
+        "",
+        "Each layer wraps the work of the layers below it in a step.",
+        "",
+        "These protections exclude each other:",
+        "",
+    ]
     lines += [f"- {each.one} and {each.other}: {each.why}." for each in CONFLICTS]
     return "\n".join(lines) + "\n"

@@ -47,7 +47,7 @@ class Undo:
             self._progress.wait()
             self._progress = None
         if self._error is not None:
-            raise RuntimeError("the state before the iteration could not be kept") from self._error
+            raise RuntimeError("the state before the iteration could not be copied") from self._error
 
     def back(self) -> None:
         """Restore the state that the last ``begin`` copied. Collective."""

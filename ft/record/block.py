@@ -13,11 +13,11 @@ from ft.show.text import count, seconds, shortened
 
 _WIDTH, _BAR = 100, 31
 _PHASE_WORDS = {
-    "detect": "fault until it was seen",
+    "detect": "from the fault until its detection",
     "release": "until the last survivor had left the epoch",
-    "assemble": "until the joiners were there as well",
-    "rebuild": "until groups were connected anew",
-    "restore": "until state was in place everywhere",
+    "assemble": "until the replacement workers had arrived",
+    "rebuild": "until the process groups were rebuilt",
+    "restore": "until every worker had restored its state",
     "resume": "until the next step had begun",
 }
 
@@ -72,7 +72,7 @@ def what_failed(recovery: Recovery) -> str:
     for event in recovery.detected:
         where = [f"logical rank {event.rank}"] if event.rank is not None else []
         where += [f"node {event.node}"] if event.node is not None else []
-        who = f"worker {event.worker}" if event.worker is not None else "no worker in particular"
+        who = f"worker {event.worker}" if event.worker is not None else "no particular worker"
         who += f" ({', '.join(where)})" if where else ""
         text = f"{who}: {event.detail.get('signal') or 'no signal on record'}"
         if text not in seen:
@@ -85,7 +85,7 @@ def what_failed(recovery: Recovery) -> str:
 def seat_changes(recovery: Recovery) -> str:
     """Return which ranks changed workers, such as "rank 3: n0.w3 -> n0.w4", or "" where there is nothing to say."""
     if recovery.outcome == found.RESTART:
-        return "every worker was started anew"
+        return "every worker was restarted"
     changes = [f"rank {c.rank}: {c.before or '?'} -> {c.after}" for c in recovery.seats]
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
     return ", ".join(changes[:3]) + more or ("as they were" if recovery.outcome == found.IN_PLACE else "")

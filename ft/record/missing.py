@@ -32,7 +32,7 @@ def lacking(run: Run, step: int = 0) -> list[str]:
         run: the run's folder as read.
         step: a step that the caller knows to be committed.
     """
-    found = [f"{name} has {count} damaged line(s), left out" for name, count in run.damaged.items() if count]
+    found = [f"{name} has {count} damaged line(s), which are ignored" for name, count in run.damaged.items() if count]
     missing = missing_steps(run, step)
     if missing:
         count = sum(map(len, missing))

@@ -14,7 +14,7 @@ from ft.base.events import Event
 
 EVENTS, METRICS, STATUS, JOURNAL = "events.jsonl", "metrics.jsonl", "status.json", "journal.jsonl"
 FINISHED = "finished"
-_FIX = "give the folder that ft run got as --run-dir"
+_FIX = "give the folder that was given to ft run as --run-dir"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def load(folder: str | Path) -> Run:
         damaged = {METRICS: metrics[1], EVENTS: _json_lines(folder / EVENTS)[1], JOURNAL: journal[1]}
         steps = {m["step"]: m for m in metrics[0] if isinstance(m.get("step"), int)}
         if not (found or steps or any((folder / name).is_file() for name in (EVENTS, STATUS))):
-            raise UserError(f"{folder} holds no run: {METRICS} has no step of one", _FIX)
+            raise UserError(f"{folder} contains no run: {METRICS} has no step", _FIX)
         ordered, has_metrics = [steps[step] for step in sorted(steps)], (folder / METRICS).exists()
         return Run(folder, found, ordered, read_status(folder), len(journal[0]), damaged, has_metrics)
     except OSError as error:

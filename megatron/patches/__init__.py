@@ -65,7 +65,10 @@ class Platform:
             ft.base.errors.UserError: the user chose NCCL, and there is no GPU.
         """
         if asked_for == "nccl" and self.name != "cuda":
-            raise UserError("--distributed-backend nccl needs GPUs, and there is none here", "drop it or use gloo")
+            raise UserError(
+                "--distributed-backend nccl needs GPUs, and there is none here",
+                "remove --distributed-backend, or use gloo",
+            )
         return asked_for or self.backend
 
 

@@ -28,7 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command with `argv` (default: the process's arguments), and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron.patches", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--wheel", type=Path, metavar="FILE", help="check against this wheel or source archive, not the installed core"
+        "--wheel",
+        type=Path,
+        metavar="FILE",
+        help="check against this wheel or source archive instead of the installed core",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
@@ -108,7 +111,7 @@ def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> st
 
 def calls_table(calls: Found) -> str:
     """Return a table of the places in this project's sources that do not fit core, followed by a line with counts."""
-    lines = ["OUR USES OF MEGATRON-CORE THAT DO NOT FIT IT"] if calls.misfits else []
+    lines = ["USES OF MEGATRON-CORE THAT DO NOT FIT IT"] if calls.misfits else []
     for misfit in calls.misfits:
         lines += [f"{misfit.file}:{misfit.line}", f"    {misfit.callee}: {misfit.problem}"]
     return "\n".join([*lines, f"{calls.calls} calls: {len(calls.misfits)} misfits"])
@@ -116,9 +119,11 @@ def calls_table(calls: Found) -> str:
 
 def once_table(once: list[OnceOnly]) -> str:
     """Return a table of the collectives that nobody has reviewed yet, followed by their number."""
-    lines = ["COLLECTIVES THAT MEGATRON-CORE DOES ONCE PER PROCESS AND THAT A RECOVERY DOES NOT REPEAT"] if once else []
+    lines = (
+        ["COLLECTIVES THAT MEGATRON-CORE CALLS ONCE PER PROCESS AND THAT A RECOVERY DOES NOT REPEAT"] if once else []
+    )
     lines += [f"{each.name}, line {each.line}: depends on {', '.join(each.state)}" for each in once]
-    return "\n".join([*lines, f"collectives done once per process: {len(once)} not looked at"])
+    return "\n".join([*lines, f"collectives called once per process: {len(once)} not reviewed"])
 
 
 def _all_fits(findings: list[Finding], calls: Found, once: list[OnceOnly]) -> bool:

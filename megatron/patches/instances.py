@@ -30,7 +30,7 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         KeyError: :data:`SEAMS` lists no such attribute.
     """
     if not any(seam.endswith(f".{name}") for seam in SEAMS):
-        raise KeyError(f"{name} is no seam that megatron.patches.instances lists")
+        raise KeyError(f"megatron.patches.instances does not list the attribute {name}")
     original = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -71,79 +71,90 @@ _CPU_CORE = (
     Patch(
         "megatron.core.jit",
         "jit_fuser",
-        "core marks functions for torch.compile, which on CPU costs minutes of start-up and gains nothing",
+        "core decorates functions with torch.compile, which on CPU takes minutes at the start and saves no time",
     ),
     Patch(
         "megatron.core.tensor_parallel.random",
         "_set_cuda_rng_state",
-        "it queues the state until CUDA starts, which never happens; here it is the CPU generator's state",
+        "the original queues the state until CUDA is initialized, which never happens; the replacement sets the CPU "
+        "generator's state",
         signatures=("(new_state, device=-1, graph_safe=False)",),
     ),
     Patch(
         "megatron.core.tensor_parallel.random",
         "CudaRNGStatesTracker.fork",
-        "its warning that the CPU generator moved inside is dropped: both generators are one here",
+        "core warns that the CPU generator's state changed, which is expected here because both generators are the "
+        "same",
         signatures=("(self, name=_MODEL_PARALLEL_RNG_TRACKER_NAME)",),
     ),
     Patch(
         "megatron.core.tensor_parallel.mappings",
         "_gather_along_first_dim",
-        "gloo gathers parts of one size only; unequal ones (MoE under tensor parallelism) go as an all-to-all",
+        "gloo gathers only parts of equal size; unequal parts (MoE with tensor parallelism) are gathered by an "
+        "all-to-all",
         signatures=("(input_, group, output_split_sizes=None, use_global_buffer=False)",),
     ),
     Patch(
         "megatron.core.tensor_parallel.mappings",
         "_reduce_scatter_along_first_dim",
-        "gloo scatters parts of one size only; unequal ones go as an all-to-all and a sum",
+        "gloo scatters only parts of equal size; unequal parts are scattered by an all-to-all and a sum",
         signatures=("(input_, group, input_split_sizes=None, use_global_buffer=False)",),
     ),
     Patch(
         "megatron.core.transformer.torch_norm",
         "WrappedTorchNorm.__new__",
-        "torch's norms refuse sequence parallelism only because nothing marks their parameters for its all-reduce",
+        "core rejects torch's norms with sequence parallelism only because nothing marks their parameters for the "
+        "all-reduce",
         signatures=_NORM_SIGNATURE,
     ),
     Patch(
         "megatron.core.transformer.moe.moe_utils",
         "maybe_move_tensor_to_cpu",
-        "split sizes become numpy arrays only on their way off a GPU, but the all-to-all needs them so here too",
+        "core converts split sizes to numpy arrays only when it moves them off a GPU, but the all-to-all needs numpy "
+        "arrays here, too",
         signatures=("(tensor, as_numpy=False, record_stream=False)",),
     ),
     Patch(
         "megatron.core.transformer.moe.token_dispatcher",
         "maybe_move_tensor_to_cpu",
-        "the same function under the name by which the dispatcher imported it",
+        "the token dispatcher imported the same function under another name",
     ),
     Patch(
         "megatron.core.transformer.moe.moe_utils",
         "te_general_gemm",
-        "0.16.1 forgets to define it where Transformer Engine is absent, and the router asks for it",
+        "core 0.16.1 does not define this name without Transformer Engine, but the router reads it",
         added=True,
     ),
 )
 
 _CPU_TORCH = (
     *_torch("torch", TENSOR_MAKERS, 'core makes tensors with device="cuda" and pin_memory=True'),
-    *_torch("torch", ("Tensor.to", "Tensor.cuda"), "core moves tensors to the GPU; here they are where they belong"),
-    *_torch("torch", ("Tensor.pin_memory", "Tensor.record_stream"), "aids of GPU copies; without a GPU they raise"),
+    *_torch("torch", ("Tensor.to", "Tensor.cuda"), "core moves tensors to the GPU; here they stay on the CPU"),
+    *_torch(
+        "torch",
+        ("Tensor.pin_memory", "Tensor.record_stream"),
+        "these functions support copies to the GPU, and raise an error without one",
+    ),
     *_torch("torch", ("Tensor.type",), 'core\'s optimizers sort parameters by names like "torch.cuda.FloatTensor"'),
     *_torch(
         "torch.cuda",
         ("Stream", "Event", "StreamContext", "stream", "set_stream", "current_stream", "default_stream"),
-        "core orders communication and computation by streams and events; here program order does",
+        "core orders communication and computation by streams and events; here the program order does",
     ),
     *_torch(
         "torch.cuda",
         ("synchronize", "empty_cache", "reset_peak_memory_stats", "is_current_stream_capturing"),
         "without a GPU there is nothing to wait for, to free or to capture, and the originals raise",
     ),
-    *_torch("torch.cuda", ("current_device", "set_device"), "core asks where to put tensors: on the CPU"),
-    *_torch("torch.cuda.nvtx", ("range_push", "range_pop", "mark", "range"), "profiler marks need CUDA's library"),
+    *_torch("torch.cuda", ("current_device", "set_device"), "core asks for the current device; the answer is the CPU"),
+    *_torch("torch.cuda.nvtx", ("range_push", "range_pop", "mark", "range"), "profiler marks need a CUDA library"),
     *(
         entry
         for module in ("torch.distributed", "torch.distributed.distributed_c10d")
         for entry in _torch(
-            module, ("isend",), "core frees a sent activation at once, while gloo still reads it: it gets an alias"
+            module,
+            ("isend",),
+            "core frees a sent activation at once while gloo still reads it, so gloo gets an alias of the tensor",
         )
     ),
     *_torch(
@@ -152,12 +163,12 @@ _CPU_TORCH = (
             *("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"),
             *("manual_seed", "manual_seed_all"),
         ),
-        "the generator that core's random states belong to is the CPU's",
+        "core's random states belong to the CUDA generator; here this is the CPU's generator",
     ),
     *_torch(
         "torch.cuda.random",
         ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"),
-        "the same functions under the module that core imports them from",
+        "core imports the same functions from another module",
     ),
 )
 
@@ -171,8 +182,14 @@ _REPLICAS = tuple(
         signatures=("(self, force_all_reduce=False)",),
     )
     for name, why in (
-        ("start_grad_sync", "gradients that are reduced inside a replica go on to the other replicas (FT-HSDP)"),
-        ("finish_grad_sync", "before core uses the gradients it waits for those of the other replicas (FT-HSDP)"),
+        (
+            "start_grad_sync",
+            "gradients that are reduced inside a replica are then exchanged with the other replicas (FT-HSDP)",
+        ),
+        (
+            "finish_grad_sync",
+            "core waits for the gradients of the other replicas before it uses the gradients (FT-HSDP)",
+        ),
     )
 )
 
@@ -186,7 +203,7 @@ _DMR_CORE = tuple(
         (
             "pipeline_parallel.schedules",
             "forward_step",
-            "DMR follows the forward of every microbatch, and digests what a stage gets and hands on",
+            "DMR follows the forward of every microbatch, and computes digests of what a stage receives and sends",
             (
                 "(forward_step_func, data_iterator, model, num_microbatches, input_tensor, forward_data_store, config, "
                 "cp_group_size, collect_non_loss_data=False, checkpoint_activations_microbatch=None, "
@@ -205,13 +222,13 @@ _DMR_CORE = tuple(
         (
             "pipeline_parallel.p2p_communication",
             "_batched_p2p_ops",
-            "what waits for a window is verified while tensors are on their way to other stages (D-DMR)",
+            "deferred operators are verified while tensors are sent to other stages (D-DMR)",
             (_P2P_SIGNATURE,),
         ),
         (
             "pipeline_parallel.p2p_communication",
             "_p2p_ops",
-            "what waits for a window is verified while tensors are on their way to other stages (D-DMR)",
+            "deferred operators are verified while tensors are sent to other stages (D-DMR)",
             (_P2P_SIGNATURE,),
         ),
         (
@@ -229,7 +246,7 @@ _DMR_CORE = tuple(
         (
             "distributed.distributed_data_parallel",
             "DistributedDataParallel.finish_grad_sync",
-            "what waits for a window is verified while gradients are being reduced (D-DMR)",
+            "deferred operators are verified while gradients are reduced (D-DMR)",
             ("(self, force_all_reduce=False)",),
         ),
     )
@@ -237,8 +254,8 @@ _DMR_CORE = tuple(
 _DMR_TORCH = tuple(
     Patch("torch.distributed", name, why, "double_execution", WITH_DMR, kind="torch", checked_on=_TORCH_CHECKED)
     for name, why in (
-        ("all_reduce", "all ranks of a group must have come to the same result (DMR)"),
-        ("all_to_all_single", "while tokens are on their way to experts, what waits for a window is verified (D-DMR)"),
+        ("all_reduce", "DMR checks that all ranks of a group have the same result of an all-reduce"),
+        ("all_to_all_single", "deferred operators are verified while tokens are sent to experts (D-DMR)"),
     )
 )
 
@@ -246,7 +263,8 @@ _PLAIN_KERNELS = tuple(
     Patch(
         f"megatron.core.{module}",
         symbol,
-        "Transformer Engine's or Apex's where they are installed, whose kernels DMR cannot see into; torch's with DMR",
+        "core uses the kernels of Transformer Engine or Apex where installed, which DMR cannot intercept; with DMR, "
+        "torch's kernels are used",
         file="plain_kernels",
         when=WITH_DMR,
         signatures=_NORM_SIGNATURE if symbol.endswith("__new__") else (),
@@ -270,7 +288,7 @@ _SWAPPED_ENDS = (
     Patch(
         "megatron.core.pipeline_parallel.schedules",
         "forward_backward_pipelining_without_interleaving",
-        "half of the microbatches take the first two and the last two stages in the other order (CheckFree+)",
+        "half of the microbatches pass the first two and the last two stages in swapped order (CheckFree+)",
         file="swapped_pipeline",
         when=WITH_SWAPPED_ENDS,
         signatures=(
@@ -287,13 +305,15 @@ _CHECKFREE = tuple(
         (
             "clip_grads",
             "multi_tensor_applier",
-            "what this rank's gradients add to a norm is kept: a lost stage's neighbours are weighted by theirs",
+            "CheckFree records this rank's part of a gradient norm, because it weights the neighbours of a lost "
+            "stage by their norms",
             (),
         ),
         (
             "optimizer",
             "get_grad_norm_fp32",
-            "once a global norm of gradients is taken, the pipeline stages' own are summed from the same parts",
+            "after core computes the global gradient norm, CheckFree sums the norms of the pipeline stages from the "
+            "same parts",
             (),
         ),
     )

@@ -30,11 +30,11 @@ _ANYTHING = frozenset(
     )
 )
 
-_SET_UP = "every worker does it while it builds its model"
-_STEP_STATE = "state of one step: step_state.abandon_step resets it on all workers"
-_ASKED_AGAIN = "releases.forget_answers_agreed_on_once makes all workers ask again"
-_NOT_STATE = "depends on arguments and configuration, which all workers have alike"
-_NOT_USED = "no trainer here calls it"
+_SET_UP = "every worker calls it while it builds its model"
+_STEP_STATE = "its state belongs to one step: step_state.abandon_step resets it on all workers"
+_ASKED_AGAIN = "releases.forget_answers_agreed_on_once makes all workers call it again"
+_NOT_STATE = "it depends on arguments and configuration, which are equal on all workers"
+_NOT_USED = "no trainer of this project calls it"
 _BUCKETS = "distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 
 KNOWN = {
@@ -43,10 +43,10 @@ KNOWN = {
     "dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.schedule_async_call": _NOT_USED,
     "dist_checkpointing.strategies.async_utils.PersistentAsyncCaller._get_process": _NOT_USED,
     "dist_checkpointing.strategies.fully_parallel.FullyParallelSaveStrategyWrapper.apply_saving_parallelization": (
-        "checkpointing.plan.SavePlanning.forget drops it on all workers"
+        "checkpointing.plan.SavePlanning.forget drops its state on all workers"
     ),
     "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper.apply_loading_parallelization": (
-        "made anew for each load"
+        "its object is created again for each load"
     ),
     f"{_BUCKETS}.start_param_sync": _STEP_STATE,
     f"{_BUCKETS}.finish_param_sync": _STEP_STATE,
@@ -64,7 +64,7 @@ KNOWN = {
     "optimizer.optimizer.MegatronOptimizer.has_grad_norm_group": _ASKED_AGAIN,
     "optimizer.optimizer.ChainedOptimizer.has_grad_norm_group": _ASKED_AGAIN,
     "optimizer.optimizer_cuda_graph.OptimizerCudaGraphWrapper.__call__": (
-        "hot-swap refuses such an optimizer: releases.refuse_captured_update"
+        "hot-swap rejects such an optimizer: releases.refuse_captured_update"
     ),
     "parallel_state.initialize_model_parallel": _SET_UP,
     "pipeline_parallel.bridge_communicator.BridgeCommunicator._get_or_create_broadcast_pg": _SET_UP,

@@ -42,7 +42,7 @@ class Signature:
         keywords = [keyword.arg for keyword in call.keywords if keyword.arg is not None]
         takes_by_name = {*self.positional[self.only_positional :], *self.only_keyword}
         if len(plain) > len(self.positional) and not self.more_positional:
-            return f"takes {len(self.positional)} positional arguments, is given {len(plain)}"
+            return f"takes {len(self.positional)} positional arguments, but gets {len(plain)}"
         if not self.more_keywords and (unknown := [name for name in keywords if name not in takes_by_name]):
             return f"takes no {_listed(unknown)}"
         placed = self.positional[: len(plain)]

@@ -59,10 +59,10 @@ def test_specs(keys, flip):
         ("bit-flip@step=3:mode=often", ["mode=often", "stuck"]),
         ("bit-flip@step=3:nth=0", ["nth=0", "from 1"]),
         ("bit-flip@step=3:probability=0", ["probability=0", "above 0"]),
-        ("bit-flip@step=3:operator=p2p:execution=primary", ["p2p", "leave execution out"]),
+        ("bit-flip@step=3:operator=p2p:execution=primary", ["p2p", "remove execution"]),
         ("bit-flip@step=3:mode=stuck:execution=primary", ["stuck", "mode=repeat"]),
         ("bit-flip@step=3:mode=stuck:probability=0.5", ["stuck", "mode=repeat"]),
-        ("kill@step=3:operator=mm", ["operator means nothing for kill", "bit-flip"]),
+        ("kill@step=3:operator=mm", ["operator has no meaning for kill", "bit-flip"]),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(text, words):

@@ -194,7 +194,7 @@ def test_a_replica_that_fails_for_ever_is_given_up_and_can_be_brought_back_alone
         run.wait_for(lambda: run.logs(1).count("FT_HSDP_LIFE=1") == EACH, "replica 1")
         monkeypatch.chdir(tmp_path)
         assert cli.main(["run", *map(str, flags), "script.py"]) == 2
-        assert "replica 1 is at work already" in capsys.readouterr().err
+        assert "replica 1 is running already" in capsys.readouterr().err
         run.stop()
         assert back.wait() == 0, back.text()
         assert run.wait() == 0, run.text()

@@ -238,4 +238,4 @@ def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp
 def test_hot_swap_inside_replicas_is_refused(corpus, tmp_path):
     flags = replica_runs.flags(corpus, "--ft-hot-swap", 4)
     done = train(tmp_path / "run", flags, replicas=2, nproc=2)
-    assert done.code == 2 and "hot-swap (--ft-hot-swap) does not go with replicas" in done.output, done.explain()
+    assert done.code == 2 and "hot-swap (--ft-hot-swap) cannot be combined with replicas" in done.output, done.explain()

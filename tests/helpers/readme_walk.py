@@ -95,7 +95,7 @@ HOT_SWAP = (
         ("recovery 1: replaced in", "step 5: loss"),
         long=True,
     ),
-    Walk("protections", "ft protections", says=("hot-swap", "Not in one run", "replicas")),
+    Walk("protections", "ft protections", says=("hot-swap", "These protections exclude each other", "replicas")),
     Walk("faults", "ft faults", says=("SIGKILL", "corrupt-checkpoint", "phase")),
     Walk("faults-markdown", "ft faults --markdown", says=("# What happens when X fails",)),
 )

@@ -61,7 +61,7 @@ def test_the_loss_curve_is_drawn(trained):
     [
         (["pretrain_gpt.py", "--hiden-size", "3"], "did you mean --hidden-size?"),
         (["pretrain_gpt.py", "--num-layers", "2"], "--hidden-size is missing"),
-        (["tools/generate_text.py", "--load", "nowhere"], "no complete checkpoint"),
+        (["tools/generate_text.py", "--load", "nowhere"], "not a complete checkpoint"),
         (["tools/plot_loss.py", "--metrics", "nowhere", "--output", "x.png"], "nowhere"),
     ],
 )

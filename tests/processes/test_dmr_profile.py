@@ -105,10 +105,10 @@ def _is_as_planned(coverage: dict, plan, stage: int, exactly: bool) -> None:
             "microbatches: planned for 1, the run has 4",
         ),
         (lambda values: values["fingerprint"].update(model="another"), "the DMR plan was made for another run: model"),
-        (lambda values: values.pop("assign"), "is a profile and no plan"),
+        (lambda values: values.pop("assign"), "is a profile, not a plan"),
         (lambda values: values.update(version=99), "has version 99"),
         (lambda values: values["ops"].pop(0), "cannot be followed"),
-        (None, "is no JSON"),
+        (None, "is not JSON"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused_before_training(spoil, said, ranks, corpus, tmp_path, a_plan):

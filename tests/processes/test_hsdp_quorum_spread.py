@@ -126,7 +126,7 @@ def test_the_emulation_says_what_is_real(capsys):
 @pytest.mark.parametrize(
     "words, problem",
     [
-        ("--ranks 100 --replicas 12", "100 ranks cannot be shared out to 12"),
+        ("--ranks 100 --replicas 12", "100 ranks cannot be divided into 12"),
         ("--ranks 0", "--ranks 0"),
         ("--rounds 8 --deaths 2", "2 deaths in 8 rounds"),
         ("--ranks 8 --replicas 1 --deaths 1 --rounds 8", "one replica"),

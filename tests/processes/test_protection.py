@@ -23,7 +23,7 @@ def test_what_needs_protection_is_refused_where_the_trainer_has_none():
     found, problems = examined(asked=Asked(2, 1, ["--inject kill@step=3", "--standby 1"]))
     assert found.by == NOTHING
     ((problem, fix),) = problems
-    assert problem.startswith("--inject kill@step=3, --standby 1 can never act") and "--ft-hot-swap" in fix
+    assert problem.startswith("--inject kill@step=3, --standby 1 has no effect") and "--ft-hot-swap" in fix
     assert examined() == (Protection(NOTHING), [])
     assert examined("--ft-hot-swap", asked=Asked(2, 1, ["--standby 1"])) == (Protection(HOT_SWAP, 1), [])
     assert examined("--global-batch-size 12", asked=Asked(2, 1, replicas=3)) == (Protection(REPLICAS, 2), [])
@@ -33,7 +33,7 @@ def test_what_needs_protection_is_refused_where_the_trainer_has_none():
     ("fault", "flags", "why"),
     [
         ("kill@step=5:rank=1", "", "the run ends with step 4"),
-        ("bit-flip@step=3", "", "DMR, which is off"),
+        ("bit-flip@step=3", "", "DMR is off"),
         ("corrupt-checkpoint@step=3", "", "no checkpoint to damage"),
         ("kill@step=4", "", ""),
         ("bit-flip@step=3", "--ft-dmr naive", ""),
@@ -44,7 +44,7 @@ def test_what_needs_protection_is_refused_where_the_trainer_has_none():
 def test_a_fault_that_finds_nothing_to_break_is_refused(fault, flags, why):
     _, problems = examined(f"--ft-hot-swap {flags}", inject_text=fault)
     assert len(problems) == bool(why)
-    assert all(why in problem and "can never act" in problem and fix for problem, fix in problems)
+    assert all(why in problem and "has no effect" in problem and fix for problem, fix in problems)
 
 
 def test_the_trainers_own_flags_are_refused_before_it_starts():
@@ -59,7 +59,7 @@ def test_the_trainers_own_flags_are_refused_before_it_starts():
 def test_what_does_not_go_with_replicas_is_refused_before_it_starts():
     _, problems = examined("--ft-dmr piggyback", asked=Asked(1, 1, replicas=3))
     assert [problem for problem, _ in problems] == [
-        "double execution (--ft-dmr, --ft-dmr-plan) does not go with replicas (--ft-hsdp-replicas): the other "
+        "double execution (--ft-dmr, --ft-dmr-plan) cannot be combined with replicas (--ft-hsdp-replicas): the other "
         "replicas wait in the exchange for a step that is done once more",
         "global batch 8 is not a multiple of 3 replicas x micro batch 2 x DP 1 of a replica = 6",
     ]
@@ -75,7 +75,7 @@ def test_another_script_is_not_judged(tmp_path):
 
 def test_the_announcement_says_what_protects_and_that_one_host_holds_all_copies():
     assert "nothing protects this run" in protection.announcement(Protection(NOTHING), 1)
-    assert "before its script has joined" in protection.announcement(Protection(UNKNOWN), 1)
+    assert "until its script calls ft.attach" in protection.announcement(Protection(UNKNOWN), 1)
     for found in (Protection(HOT_SWAP, 1), Protection(REPLICAS, 1)):
         assert "on this host" in protection.announcement(found, 1)
         assert "on this host" not in protection.announcement(found, 2)

@@ -101,7 +101,7 @@ def test_4096_ranks_are_laid_out_and_nothing_of_them_stays():
 
 @pytest.mark.parametrize("sizes", [Sizes(8, tp=3), Sizes(8, pp=16), Sizes(8, tp=2, ep=8), Sizes(12, cp=5)])
 def test_an_impossible_layout_is_refused(sizes):
-    with pytest.raises(UserError, match="are no multiple of"):
+    with pytest.raises(UserError, match="are not a multiple of"):
         groups_of(sizes)
 
 
@@ -222,7 +222,7 @@ def test_the_recorded_measurements_cover_8_16_and_32_ranks_and_are_fitted():
         ("", "0 measured rebuilds, which are too few"),
         ("{", "line 1 of"),
         ('{"bench": "rebuild", "ranks": 8}', "line 1 of"),
-        (json.dumps({**row(8, 5, 9, 1.0), "wall_s": -1}), "make no sense"),
+        (json.dumps({**row(8, 5, 9, 1.0), "wall_s": -1}), "missing or invalid"),
         ("[1]", "line 1 of"),
     ],
 )

@@ -94,10 +94,13 @@ def test_what_cannot_work_is_refused_with_a_fix(line, says, script):
     ("line", "says"),
     [
         ("--nproc 2 --standby -1 train.py", ["unknown flag --nproc", "--standby -1 is negative"]),
-        ("--standby --seed x missing.py", ["--standby is given without a value", "--seed: invalid int", "missing.py"]),
-        ("--standby train.py", ["--standby is given without a value"]),
+        ("--standby --seed x missing.py", ["--standby has no value", "--seed: invalid int", "missing.py"]),
+        ("--standby train.py", ["--standby has no value"]),
         ("--hidden-size 8 train.py", ["unknown flag --hidden-size"]),
-        ("--nnodes 2 --control x", ["no script is given", "needs this node's number", "--control x is neither"]),
+        (
+            "--nnodes 2 --control x",
+            ["the command line names no training script", "needs this node's number", "--control x is neither"],
+        ),
         ("-m no_such_module", ["there is no module no_such_module"]),
         (
             "--rdzv-backend etcd --quiet --preload none --preload json train.py",
@@ -118,7 +121,7 @@ def test_a_flag_in_the_wrong_place_is_told_where_it_belongs():
     arguments.add_flags(parser)
     given = parser.parse_args(["--ft-hot-swap", "--nproc-per-node", "2", "pretrain_gpt.py", "--lr", "1"])
     assert given.problems == [
-        ("unknown flag --ft-hot-swap", "it is a flag of the script: give it behind the script's name")
+        ("unknown flag --ft-hot-swap", "--ft-hot-swap is a flag of the script: give it after the script's name")
     ]
     assert (given.script, given.script_args, given.nproc_per_node) == ("pretrain_gpt.py", ["--lr", "1"], "2")
 

@@ -32,10 +32,10 @@ def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_
 @pytest.mark.parametrize(
     ("change", "world", "problem"),
     [
-        (("--ft-hot-swap", ""), 4, "a rung of hot-swap's recoveries"),
+        (("--ft-hot-swap", ""), 4, "--ft-checkfree needs hot-swap"),
         (("size 4", "size 2"), 2, "with 2 pipeline stage(s): none has two neighbours"),
         (("size 4", "size 4 --num-layers-per-virtual-pipeline-stage 1"), 4, "the interleaved schedule"),
-        (("size 4", "size 4 --decoder-first-pipeline-num-layers 2"), 4, "all need as many layers"),
+        (("size 4", "size 4 --decoder-first-pipeline-num-layers 2"), 4, "the same number of layers"),
         (("size 4", "size 4 --ft-checkfree-lr-factor 0"), 4, "--ft-checkfree-lr-factor is 0"),
         (("size 4", "size 4 --ft-checkfree-lr-decay-iters -1"), 4, "--ft-checkfree-lr-decay-iters is -1"),
         (("size 4", "size 4 --ft-checkfree-most-in-flight 4"), 4, "the schedule of --ft-checkfree-plus"),

@@ -90,16 +90,16 @@ def misfits(tmp_path, source: str, files=CORE) -> list[str]:
         ("utils.batch(1, True)", None),
         ("utils.batch(1, True, cp_group=2)", None),
         ("utils.batch(1, True, group=2)", "takes no 'group'"),
-        ("utils.batch(1, True, 2, 3)", "takes 3 positional arguments, is given 4"),
+        ("utils.batch(1, True, 2, 3)", "takes 3 positional arguments, but gets 4"),
         ("utils.batch(1, True, batch=2)", "is given 'batch' twice"),
         ("utils.batch(*given)", None),
         ("utils.batch(1, **given)", None),
         ("utils.batch(*given, group=2)", "takes no 'group'"),
         ("utils.many(1, 2, 3, 4, last=5, more=6)", None),
         ("utils.many(1, 2, 3)", "lacks 'last'"),
-        ("utils.other(1, 2, 3)", "takes 2 positional arguments, is given 3"),
+        ("utils.other(1, 2, 3)", "takes 2 positional arguments, but gets 3"),
         ("utils.either(1)", None),
-        ("utils.either(1, 2, 3)", "takes 1 positional arguments, is given 3"),
+        ("utils.either(1, 2, 3)", "takes 1 positional arguments, but gets 3"),
         ("utils.fused(1, 2, 3)", None),
         ("utils.gone(1)", "no such name"),
         ("utils.LATER", None),
@@ -107,7 +107,7 @@ def misfits(tmp_path, source: str, files=CORE) -> list[str]:
         ("functools.partial(utils.batch, group=1)", "takes no 'group'"),
         ("again(1)", "lacks 'is_hybrid_cp'"),
         ("things.Base()", "lacks 'size'"),
-        ("things.Heir(1, 2)", "takes 1 positional arguments, is given 2"),
+        ("things.Heir(1, 2)", "takes 1 positional arguments, but gets 2"),
         ("things.Module(1, 2, 3)", None),
         ("things.Base.free()", "lacks 'x'"),
         ("things.Base.make()", "lacks 'x'"),
@@ -118,7 +118,7 @@ def misfits(tmp_path, source: str, files=CORE) -> list[str]:
         ("TheConfig(1, heads=2)", None),
         ("TheConfig(1, 2, heads=3, made=[])", None),
         ("TheConfig(heads=2)", "lacks 'width'"),
-        ("TheConfig(1, 2, 3)", "takes 2 positional arguments, is given 3"),
+        ("TheConfig(1, 2, 3)", "takes 2 positional arguments, but gets 3"),
         ("TheConfig(1, heads=2, later=3)", "takes no 'later'"),
         ("TheConfig(1, heads=2, shared=3)", "takes no 'shared'"),
         ("megatron.core.utils.batch(1)", "lacks 'is_hybrid_cp'"),
@@ -156,10 +156,10 @@ def test_classes_of_ours_and_objects_of_core_are_followed(tmp_path):
     """
     assert misfits(tmp_path, source) == [
         "5: lacks 'size'",
-        "7: takes 1 positional arguments, is given 2",
+        "7: takes 1 positional arguments, but gets 2",
         "9: lacks 'size'",
         "11: lacks 'by'",
-        "12: takes 1 positional arguments, is given 2",
+        "12: takes 1 positional arguments, but gets 2",
         "15: takes no 'to'",
     ]
 
@@ -212,10 +212,10 @@ RELEASES = """
 @pytest.mark.parametrize(
     ("minor", "parameters", "found"),
     [
-        (16, "batch, cp_group=None", ["11: takes 2 positional arguments, is given 4"]),
+        (16, "batch, cp_group=None", ["11: takes 2 positional arguments, but gets 4"]),
         (17, "batch, cp_group=None", []),
         (18, "batch, is_hybrid_cp", ["17: lacks 'is_hybrid_cp'"]),
-        (19, "batch, is_hybrid_cp", ["11: takes 2 positional arguments, is given 4", "17: lacks 'is_hybrid_cp'"]),
+        (19, "batch, is_hybrid_cp", ["11: takes 2 positional arguments, but gets 4", "17: lacks 'is_hybrid_cp'"]),
     ],
 )
 def test_a_branch_on_the_release_is_looked_at_for_that_release_only(tmp_path, minor, parameters, found):

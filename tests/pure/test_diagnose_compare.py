@@ -91,7 +91,7 @@ def test_parameters_that_others_computed_leave_their_ranks_suspect(capsys, three
     for run in three:
         resign(at(run, 1), optimizer="fully_reshardable")
     assert compared(capsys, three)["suspects"] == {str(three[1]): [2, 3]}
-    assert "with --no-dist-ckpt-optim-fully-reshardable each is where its rank is known" in printed(capsys, three)
+    assert "With --no-dist-ckpt-optim-fully-reshardable, the rank of each state is known" in printed(capsys, three)
 
 
 def test_any_single_bit_is_found_wherever_it_flips(capsys, three):
@@ -130,7 +130,9 @@ def test_the_first_step_counts_and_shards_of_one_parameter_are_one_line(capsys, 
     assert sorted(lines) == [FC1.replace("layers", f"layers.{layer}") for layer in (2, 3)]
     two = lines[FC1.replace("layers", "layers.2")]
     assert (two["differing"], two["consecutive"], two["first"], two["elements"]) == (2, True, [0, 7], 128 * 32)
-    assert "(rank 2's are also on 3)" in printed(capsys, three) or "(rank 3's are also on 2)" in printed(capsys, three)
+    assert "(those of rank 2 are also on 3)" in printed(capsys, three) or "(those of rank 3 are also on 2)" in printed(
+        capsys, three
+    )
 
 
 def test_nan_is_equal_to_itself_and_to_no_other(capsys, three):
@@ -148,7 +150,7 @@ def test_nan_is_equal_to_itself_and_to_no_other(capsys, three):
 def test_without_a_majority_no_run_is_accused(capsys, three, saved, tmp_path):
     flip(at(three[1], 1), FC1, (0, 0, 0), 5, 1)
     assert compared(capsys, three[:2])["outliers"] == []
-    assert "two runs have no majority; a third one tells which of them is wrong" in printed(capsys, three[:2])
+    assert "two runs have no majority; a third run would show which of them is wrong" in printed(capsys, three[:2])
     flip(at(three[2], 1), FC1, (0, 0, 0), 5, 2)
     found = compared(capsys, three)
     assert found["outliers"] == [] and not found["majority"] and len(found["differences"]) == 2
@@ -221,7 +223,7 @@ def test_what_was_started_otherwise_is_said(capsys, three):
     options["training"]["seed"], options["kernels"]["deterministic_mode"] = 99, False
     resign(at(three[1], 1), run=manifest["run"])
     notes = compared(capsys, three)["notes"]
-    assert f"without --deterministic-mode what differs may be rounding: {three[1]}" in notes
+    assert f"without --deterministic-mode, differences may be due to rounding: {three[1]}" in notes
     assert any(note.startswith(f"--seed differs: 1234 in {three[0]}, 99 in {three[1]}") for note in notes)
 
 
@@ -250,7 +252,10 @@ BAD = {
     "corrupt": (lambda c: _corrupt(c / "__1_0.distcp"), "__1_0.distcp is corrupt: checksum "),
     "corrupt-common": (lambda c: _corrupt(c / "common.pt"), "common.pt is corrupt: checksum "),
     "corrupt-metadata": (lambda c: _corrupt(c / ".metadata"), ".metadata is corrupt: checksum "),
-    "no-manifest": (lambda c: (c / "manifest.json").unlink(), "no complete checkpoint: manifest.json: there is none"),
+    "no-manifest": (
+        lambda c: (c / "manifest.json").unlink(),
+        "not a complete checkpoint: manifest.json: there is none",
+    ),
     "metadata-of-another-kind": (lambda c: (_garbage(c / ".metadata"), resign(c)), ".metadata is not of this torch's"),
     "other-layout": (lambda c: _other(c, layout={"tp": 2, "dp": 1}), "different layouts:\n    dp: 2 and 1\n    tp: 1"),
     "other-model": (lambda c: _other(c, run={"model": {"num_layers": 8}}), "are of different models:"),
@@ -275,7 +280,7 @@ def test_folders_that_are_no_runs_are_refused(capsys, three, tmp_path):
     (lone := tmp_path / "lone").mkdir()
     shutil.copytree(at(three[0], 3), at(lone, 30))
     for words, said in {
-        (three[0],): "one run has nothing to be compared with",
+        (three[0],): "a comparison needs at least two runs",
         (three[0], three[0]): "are the same folder",
         (three[0], tmp_path / "nowhere"): "nowhere: No such file",
         (three[0], tmp_path / "empty"): "empty holds no checkpoints",

@@ -173,11 +173,11 @@ def test_layers_that_do_not_divide_go_where_there_is_room():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tp": 16}, "leaves a node"),
+        ({"tp": 16}, "does not fit into a node"),
         ({"tp": 3}, "do not divide by TP 3"),
         ({"pp": 100}, "stages for 80 layers"),
         ({"pp": 8, "chunks": 11}, "8 stages of 11 chunks for 80"),
-        ({"dp": 9}, "take 72 GPUs and there are 64"),
+        ({"dp": 9}, "take 72 GPUs, and there are 64"),
         ({"ep": 2}, "EP 2 does not divide"),
         ({"batch": 15, "dp": 2}, "does not divide into microbatches"),
         ({"micro": 0}, "micro is 0"),

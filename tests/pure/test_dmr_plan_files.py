@@ -136,7 +136,7 @@ def _cycle(values):
         (lambda values: values["memory"]["timeline"][0].update(live=-5), "live = -5"),
         (lambda values: values["schedule"].update(stages=0), "stages = 0"),
         (lambda values: values["schedule"].update(microbatches=10**12), "has more than 10000000 forwards"),
-        (lambda values: values["ops"][3].update(t_us=10**400), "which is no time or size"),
+        (lambda values: values["ops"][3].update(t_us=10**400), "which is not a time or size"),
     ],
 )
 def test_profiles_and_plans_that_cannot_be_are_refused_with_what_is_wrong(change, said, files, capsys):
@@ -179,7 +179,7 @@ def _index(values) -> int:
         (lambda values: values["agc_segments"][0].update(window="door"), "a window 'door' that"),
         (lambda values: values["agc_segments"].append(_empty_segment(values)), "'empty' has no operators"),
         (lambda values: values["agc_segments"].append(values["agc_segments"][0]), "lists AGC segment"),
-        (lambda values: values.pop("assign"), "is a profile and no plan"),
+        (lambda values: values.pop("assign"), "is a profile, not a plan"),
         (lambda values: values["predicted"].pop("t_plan"), "has no 't_plan'"),
     ],
 )
@@ -207,7 +207,7 @@ def test_the_beginning_of_a_file_is_refused(share, files, capsys):
     for command, path in zip(("plan", "explain"), files, strict=True):
         whole = path.read_text()
         path.write_text(whole[: int(share * len(whole))])
-        assert "no JSON, or only the beginning of one" in refused(capsys, command, str(path))
+        assert "not JSON, or is truncated" in refused(capsys, command, str(path))
 
 
 def test_files_that_are_not_there_or_cannot_be_written_are_named(files, tmp_path, capsys):
@@ -224,10 +224,10 @@ def test_a_budget_has_to_be_given_and_to_be_enough(files, capsys):
     assert "no memory budget" in refused(capsys, "plan", profile)
     assert "without any verification" in refused(capsys, "plan", profile, "--memory-budget", "10")
     for wrong in ("80XB", "-3GB", "0", "much"):
-        assert "no size like 80GB" in refused(capsys, "plan", profile, f"--memory-budget={wrong}")
+        assert "not a size like 80GB" in refused(capsys, "plan", profile, f"--memory-budget={wrong}")
     assert "none was asked" in refused(capsys)
     known = ("--known", str(files[1]), "--phases", "1")
-    assert "fewer are asked for" in refused(capsys, "plan", profile, "--memory-budget", "80GB", *known)
+    assert "fewer phases are requested" in refused(capsys, "plan", profile, "--memory-budget", "80GB", *known)
 
 
 def test_sizes_are_read_and_written():

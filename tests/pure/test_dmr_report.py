@@ -131,7 +131,7 @@ def test_a_run_without_a_mismatch(tmp_path, capsys):
     history.covered(1.2, naive=100)
     history.finish(11.0, 90)
     said, page = report(write(tmp_path / "a", history, steps=90), capsys)
-    assert "Every operator came out the same twice." in page.texts
+    assert "Both executions of every operator gave the same result." in page.texts
     assert "piggyback: 0 mismatches; operators: 400 at once" in said
 
 

@@ -35,11 +35,11 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     said, page = report(tmp_path, capsys)
     text = " ".join(page.texts)
     for words in (
-        *("every sample once", "0 duplicates, 0 gaps", "rebuilding", "catching up", "failure", "rejoin"),
+        *("each sample trained once", "0 duplicates, 0 gaps", "rebuilding", "catching up", "failure", "rejoin"),
         *("its leader's connection broke", "80.1 %", "44.4 %", "quorum_formed", "caught_up", "tokens"),
     ):
         assert words in text, words
-    assert "every sample once: 332 trained, 0 duplicates, 0 gaps" in said
+    assert "each sample trained once: 332 trained, 0 duplicates, 0 gaps" in said
     assert "1 quorum came to nothing" in text
     assert f"wrote      {tmp_path / 'report.html'}" in said
     assert page.tags.count("svg") == 1
@@ -50,7 +50,7 @@ def test_a_replicas_own_folder_is_reported_as_ever(tmp_path, capsys):
     run.finish()
     said, page = report(tmp_path / "replica-0", capsys)
     assert "goodput" in said
-    assert "every sample once" not in " ".join(page.texts)
+    assert "each sample trained once" not in " ".join(page.texts)
     assert cli.main(["status", str(tmp_path / "replica-0")]) == 0
 
 
@@ -78,7 +78,7 @@ def test_a_run_that_has_only_begun(tmp_path, capsys):
     run = Run(tmp_path)
     run.close()
     _, page = report(tmp_path, capsys)
-    assert "No losses are on record." in page.texts
+    assert "The run has recorded no losses." in page.texts
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "starting" in capsys.readouterr().out
     (tmp_path / "bare" / "replica-3").mkdir(parents=True)
@@ -143,4 +143,4 @@ def test_status_ends_with_1_where_the_launcher_is_dead(tmp_path, capsys, monkeyp
     election.renew(tmp_path / "launchers", election.LeaseRecord(0, 0, "", "n0", 1, launcher=gone))
     assert cli.main(["status", str(tmp_path), "--watch"]) == 1
     said = capsys.readouterr().out
-    assert "gone (it was training)" in said and "its ft run on this host is gone" in said
+    assert "gone (it was training)" in said and "the process ft run on this host has disappeared" in said

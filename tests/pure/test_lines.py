@@ -38,12 +38,12 @@ def test_what_finds_no_room_is_written_once_there_is_some(tmp_path, full):
     assert (tmp_path / "a").read_bytes() == b"one\n"
     file.write(b"three\n")
     assert len(told) == 1
-    assert "a cannot be written (No space left on device)" in told[0] and "make room" in told[0]
+    assert "a cannot be written (No space left on device)" in told[0] and "free space" in told[0]
     full["bytes"] = None
     file.write(b"four\n")
     file.close()
     assert (tmp_path / "a").read_bytes() == b"one\ntwo, long\nthree\nfour\n"
-    assert told[1:] == [f"{tmp_path / 'a'} can be written again: 2 lines had waited, 0 are lost"]
+    assert told[1:] == [f"{tmp_path / 'a'} can be written again: 2 lines that waited were written, 0 are lost"]
 
 
 def test_lines_wait_in_bounded_memory(tmp_path, full):
@@ -55,7 +55,7 @@ def test_lines_wait_in_bounded_memory(tmp_path, full):
     full["bytes"] = None
     file.close()
     assert (tmp_path / "a").read_bytes() == b"line 6\nline 7\nline 8\n"
-    assert file.lost == 6 and "lacks 6 lines for good" in told[-1]
+    assert file.lost == 6 and "has lost 6 lines" in told[-1]
 
 
 def test_lines_that_never_find_room_are_told_at_the_end(tmp_path, full, capsys):
@@ -66,7 +66,9 @@ def test_lines_that_never_find_room_are_told_at_the_end(tmp_path, full, capsys):
     file.write(b"three\n")
     file.close()
     assert (tmp_path / "a").read_bytes() == b"one\n"
-    assert "lacks 2 lines for good: there was no room for them (No space left on device)" in capsys.readouterr().err
+    assert (
+        "has lost 2 lines, because the disk had no space for them (No space left on device)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

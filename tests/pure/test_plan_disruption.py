@@ -230,21 +230,21 @@ def test_times_are_taken_from_a_run(tmp_path, capsys):
 
 
 def test_a_run_without_a_hot_swap_has_no_times(tmp_path):
-    with pytest.raises(UserError, match="holds no completed hot-swap: 0 recoveries"):
+    with pytest.raises(UserError, match="contains no completed hot-swap: 0 recoveries"):
         measured(load(a_run(tmp_path, swaps=0)))
 
 
 @pytest.mark.parametrize(
     ("extra", "part"),
     [
-        ("--gpus 100", "no multiple of --gpus-per-node"),
-        ("--mtbf-gpu 50d", "both --mttf and --mtbf-gpu"),
-        ("--detect 3s", "--hot-swap-time is there, and --detect"),
+        ("--gpus 100", "not a multiple of --gpus-per-node"),
+        ("--mtbf-gpu 50d", "--mttf cannot be combined with --mtbf-gpu"),
+        ("--detect 3s", "--hot-swap-time already includes --detect"),
         ("--failure-steps 18,x", "neither steps nor a readable file"),
         ("--failure-steps {folder}/empty", "is empty"),
         ("--failure-steps {folder}/words", "holds 'twelve'"),
         ("--from-run {folder}/nowhere", "is no folder"),
-        ("--from-run {folder}", "holds no run"),
+        ("--from-run {folder}", "contains no run"),
         ("--standbys 0 --fallback-interval 0", "with probability 1"),
         ("--repair-time 900d", "nodes would be away at any time, and there are 64"),
         ("--plot {folder}/none/p.png", "the picture cannot be written"),
@@ -281,6 +281,6 @@ def test_a_flag_that_makes_no_sense_is_refused_by_name(words, capsys):
 def test_what_is_missing_is_named(capsys):
     words = FT_HSDP.replace("--mttf 18m", "").split()
     assert cli.main(["plan", "disruption", *words, "--hot-swap-time", "30s"]) == 2
-    assert "how often something fails is not said" in capsys.readouterr().err
+    assert "the rate of failures is missing" in capsys.readouterr().err
     assert cli.main(["plan", "disruption", *FT_HSDP.split(), "--detect", "1s"]) == 2
     assert "--rebuild is missing" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_what_crosses_messages_is_shown_and_refused(capsys, tmp_path):
         "NO  message order per pair" in out
         and "0 -> 1: message 4 sent is the result of F6, received as that of B1" in out
     )
-    assert "may not run" in err and "--kind best" in err and not path.exists()
+    assert "cannot run" in err and "--kind best" in err and not path.exists()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "alternate"])
@@ -99,10 +99,10 @@ def test_the_picture_is_a_png_and_a_bad_path_is_said(capsys, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--pp 3 --microbatches 8", "first two and last two"),
-        ("--pp 4 --microbatches 1", "no half"),
+        ("--pp 3 --microbatches 8", "the first two and the last two stages overlap"),
+        ("--pp 4 --microbatches 1", "half of the microbatches"),
         ("--pp 0 --microbatches 4 --kind 1f1b", "at least one stage"),
-        ("--pp 4 --microbatches 4 --forward 0", "units take time"),
+        ("--pp 4 --microbatches 4 --forward 0", "the times of units must be above 0"),
         ("--pp 6 --microbatches 7 --kind interleaved", "interleaved schedule cannot run"),
         ("--pp 6 --microbatches 24 --most-in-flight 1", "no schedule that swaps"),
         ("--pp 6 --microbatches 24 --kind woven --most-in-flight 6", "memory (stage 0 holds 8 microbatches at once"),

@@ -86,7 +86,7 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     for words in (
         *("interruptions", "recovered", "goodput", "median recovery", "steps redone", "66.7 %"),
         *("worker n0.w3 (logical rank 3, node n0): SIGKILL", "rank 3: n0.w3 -> n0.w4", "9 of 54", "release 70 ms"),
-        *("replaced", "in place", "restart", "every worker was started anew", "2 faults injected"),
+        *("replaced", "in place", "restart", "every worker was restarted", "2 faults injected"),
         *("pretrain_gpt.py", "<b>&", "<script>alert(1)</script>", "epoch_opened", "finished"),
     ):
         assert words in text, words
@@ -117,7 +117,7 @@ def test_a_run_that_has_not_ended_with_torn_lines_everywhere(tmp_path, capsys):
     assert "under way" in said
     assert "not ended" in " ".join(page.texts)
     for name in ("events.jsonl", "metrics.jsonl", "journal.jsonl"):
-        assert f"{name} has 1 damaged line(s), left out" in said
+        assert f"{name} has 1 damaged line(s), which are ignored" in said
 
 
 def test_steps_that_found_no_room_are_named(tmp_path, capsys):
@@ -294,7 +294,7 @@ def test_a_file_of_metrics_of_something_else_is_no_run(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"accuracy": 0.9}\n')
     for command in ("status", "report"):
         assert cli.main([command, str(tmp_path)]) == 2
-        assert "holds no run" in capsys.readouterr().err
+        assert "contains no run" in capsys.readouterr().err
 
 
 def dead_process() -> str:
@@ -314,7 +314,7 @@ def test_status_ends_with_1_where_the_launcher_is_dead(extra, tmp_path, capsys):
     assert cli.main(["status", str(folder)]) == 0
     election.renew(folder, election.LeaseRecord(0, 0, "", "n0", 1, launcher=dead_process()))
     assert cli.main(["status", str(folder), *extra]) == 1
-    assert "its ft run on this host is gone" in capsys.readouterr().out
+    assert "the process ft run on this host has disappeared" in capsys.readouterr().out
 
 
 def test_who_has_the_lease_elsewhere_is_gone_after_a_while_without_a_renewal(tmp_path, monkeypatch):
@@ -322,8 +322,8 @@ def test_who_has_the_lease_elsewhere_is_gone_after_a_while_without_a_renewal(tmp
     elsewhere = "another-boot 7 99"
     election.renew(tmp_path, election.LeaseRecord(0, 0, "", "n0", 1, launcher=elsewhere))
     assert presence.gone(tmp_path, 10.0, 2) == "", "another one may be taking over"
-    assert "nobody renews its lease" in presence.gone(tmp_path, presence.GONE_S + 1, 2)
-    assert "nobody renews its lease" in presence.gone(tmp_path, None, 2, is_steady=True)
+    assert "no process renews the lease" in presence.gone(tmp_path, presence.GONE_S + 1, 2)
+    assert "no process renews the lease" in presence.gone(tmp_path, None, 2, is_steady=True)
     assert presence.gone(tmp_path / "nowhere", 1000.0, 1) == "", "no lease was ever taken"
 
 

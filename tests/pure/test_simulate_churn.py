@@ -391,7 +391,7 @@ def asked_for(words, capsys):
 def test_the_table_has_the_papers_numbers_beside_ours(capsys):
     text = asked_for([str(TABLE2), "--seeds", "5"], capsys)
     [line] = [line for line in text.splitlines() if line.startswith("16 %") and "CheckFree+" in line]
-    assert "460.6 h" in line and "What is taken for granted" in text
+    assert "460.6 h" in line and "Assumptions of the model" in text
 
 
 def test_other_rates_than_the_papers_have_none_of_its_numbers(capsys):

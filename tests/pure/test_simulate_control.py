@@ -106,10 +106,10 @@ def test_many_seeds_are_summed_up_alike_by_one_process_and_by_two(capsys):
     ("given", "words"),
     [
         (["--plant", "none such"], "no bug is called 'none such'"),
-        (["--kinds", "kill,typo"], "no kind of fault is called 'typo'"),
+        (["--kinds", "kill,typo"], "there is no kind of fault 'typo'"),
         (["--ranks", "1"], "--ranks 1"),
         (["--seeds", "0"], "--seeds 0"),
-        (["--seed", "1", "--plant", "all"], "one seed with all bugs"),
+        (["--seed", "1", "--plant", "all"], "a single seed cannot be simulated with all bugs"),
     ],
 )
 def test_what_cannot_be_simulated(given, words, capsys):

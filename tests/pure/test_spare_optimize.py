@@ -73,7 +73,7 @@ def test_a_redundancy_that_never_trains_is_not_recommended():
     assert (found.argmin_theory, found.recommended) == (2, 3)
     found = optimum(ASKED, [of(2, 2.0, math.inf, None), of(3, 2.9, math.inf, None)], of(1, 9.0, math.inf, None))
     assert (found.argmin_simulated, found.recommended) == (None, 2)
-    assert "no simulated run with redundancy keeps a step" in found.reason
+    assert "no simulated run with redundancy makes progress" in found.reason
 
 
 def test_checkpoints_alone_are_recommended_where_no_redundancy_trains_faster(capsys):
@@ -114,14 +114,14 @@ def test_the_picture_is_drawn(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("--mtbf 5m", "how many groups"),
-        ("--groups 24", "the time between two failures is not said"),
+        ("--mtbf 5m", "the number of groups"),
+        ("--groups 24", "the mean time between two failures is missing"),
         ("--groups 24 --mtbf=-5m", "--mtbf -5m"),
         ("--groups 24 --mtbf 5m --save 0", "--save 0"),
         ("--groups 24 --mtbf 5m --redundancy 9..4", "is empty"),
         ("--groups 24 --mtbf 5m --redundancy 2..12", "cannot be placed"),
-        ("--groups 2 --mtbf 5m", "no room"),
-        ("--groups 24,30 --mtbf 5m --plot p.png", "a picture shows one number of groups"),
+        ("--groups 2 --mtbf 5m", "too few"),
+        ("--groups 24,30 --mtbf 5m --plot p.png", "a picture shows a single number of groups"),
         ("--groups 24 --law none", "nothing to optimize"),
         ("--groups 24 --mtbf 5m --steps 5 --seeds 1 --plot {folder}/none/p.png", "the picture cannot be written"),
     ],

@@ -110,7 +110,7 @@ def test_people_get_text(words, capsys):
         ("place --groups 13 --redundancy 4 --ruler 0,1,3", "3 marks"),
         ("place --groups 13 --redundancy 3 --ruler 0,1,14", "mark 14"),
         ("place --groups 13 --redundancy 3 --out /nowhere/at/all", "cannot be written"),
-        ("place --groups 13 --redundancy 2..3 --out layout", "one layout"),
+        ("place --groups 13 --redundancy 2..3 --out layout", "a single layout"),
         ("reorder --groups 13 --redundancy 4 --failed 13", "group 13"),
         ("reorder --groups 13 --redundancy 4 --failed -1", "group -1"),
         ("reorder --groups 13 --redundancy 4 --failed 1,2,1", "group 1 is named more than once"),
@@ -119,7 +119,7 @@ def test_people_get_text(words, capsys):
         ("montecarlo --groups 13 --redundancy 5", "is 4"),
         ("montecarlo --groups 13 --redundancy 4 --trials 0", "0 trials"),
         ("montecarlo --groups 13 --redundancy 4 --seed -1", "negative"),
-        ("montecarlo --groups 13 --redundancy 4 --trials 1.5", "no whole number"),
+        ("montecarlo --groups 13 --redundancy 4 --trials 1.5", "not a whole number"),
     ],
 )
 def test_input_that_cannot_work_is_refused(words, said, capsys):

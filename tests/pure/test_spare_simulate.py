@@ -197,8 +197,8 @@ def test_the_examples_are_table_1(groups):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("", "how many groups there are is not said"),
-        ("--groups 24", "the time between two failures is not said"),
+        ("", "the number of groups is missing"),
+        ("--groups 24", "the mean time between two failures is missing"),
         ("--groups 1 --mtbf 5m", "--groups 1"),
         ("--groups 30..24 --mtbf 5m", "is empty"),
         ("--groups many --mtbf 5m", "neither a number nor a range"),
@@ -220,13 +220,13 @@ def test_the_examples_are_table_1(groups):
         ("--groups 24 --mtbf 5m --law trace --trace {folder}/none", "cannot be read"),
         ("--groups 24 --mtbf 5m --law trace --trace {folder}/words", "line 2 of"),
         ("--groups 24 --mtbf 5m --law trace --trace {folder}/far", "names group 24"),
-        ("--groups 24 --mtbf 5m --law trace --trace {folder}/empty", "holds no failure"),
-        ("--groups 24 --mtbf 5m --jitter 2", "no number from 0 to 0.3"),
+        ("--groups 24 --mtbf 5m --law trace --trace {folder}/empty", "contains no failure"),
+        ("--groups 24 --mtbf 5m --jitter 2", "not a number from 0 to 0.3"),
         ("--groups 24 --mtbf 5m --seeds 0", "--seeds 0"),
         ("{folder}/nowhere.toml", "cannot be read"),
         ("{folder}/words", "cannot be read"),
         ("{folder}/key.toml", "[job] has no 'group'"),
-        ("{folder}/section.toml", "'jobs' is no section"),
+        ("{folder}/section.toml", "'jobs' is not a section"),
         ("{folder}/value.toml", "steps = -3"),
     ],
 )

@@ -28,25 +28,25 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "drop",
             "one TCP connection of a process group breaks",
             outcome=IN_PLACE,
-            seen="the group that lost a connection, and that nobody has died",
-            answer="Where gloo does not notice, all wait, which is noticed after 15 s. The third time within a minute, "
-            "or within ten steps, the worker is replaced.",
+            seen="the group that lost a connection, and that no process has died",
+            answer="If gloo does not notice the loss, all workers wait, which is detected after 15 s. The third time "
+            "within a minute, or within ten steps, the worker is replaced.",
             sign=Sign(TRANSIENT, "connection", partial(verdict.of_suspicion, "dp", "Connection closed by peer")),
         ),
         Row(
             "out-of-step",
-            "a worker starts a collective operation that no other one does",
+            "a worker starts a collective operation that no other worker starts",
             outcome=REPLACED,
             seen="gloo ends the process in which operations of different sizes meet: killed by SIGABRT",
-            answer="No step is committed while ranks disagree, so what was computed out of step is thrown away. "
-            "Operations of one size do not fail but stand still: they are recovered in place after 15 s.",
+            answer="No step is committed while ranks disagree, so wrong results are discarded. Operations of equal "
+            "size do not fail but block: they are recovered in place after 15 s.",
             sign=Sign(HOST, "SIGABRT", ended(-6)),
         ),
         Row(
             "lose-frame",
             "a chunk of a snapshot on its way to a peer is lost",
             outcome=IN_PLACE,
-            seen="that all workers wait, one of them in which group and for how long",
+            seen="that all workers wait, with one of them: in which group, and for how long",
             sign=Sign(TRANSIENT, "standstill", partial(verdict.of_standstill, "snapshot", 15.1, 15.0)),
         ),
         Row(
@@ -54,14 +54,14 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "a chunk of a snapshot reaches the peer twice",
             outcome=HARMLESS,
             seen="nothing",
-            answer="The peer takes no chunk out of its turn; the snapshot is sent again.",
+            answer="The peer rejects a chunk that is out of order; the snapshot is sent again.",
         ),
         Row(
             "reorder-frames",
-            "two chunks of a snapshot change places on their way",
+            "two chunks of a snapshot arrive in swapped order",
             outcome=HARMLESS,
             seen="nothing",
-            answer="The peer takes no chunk out of its turn; the snapshot is sent again.",
+            answer="The peer rejects a chunk that is out of order; the snapshot is sent again.",
         ),
         Row(
             "delay-frames",
@@ -79,14 +79,14 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "lose-reports",
-            "what a worker tells its agent is lost for half a second",
+            "the reports of a worker to its agent are lost for half a second",
             outcome=HARMLESS,
             seen="nothing",
             answer="Heartbeats may be missing for up to a second.",
         ),
         Row(
             "lose-reports",
-            "what a worker tells its agent is lost for five seconds",
+            "the reports of a worker to its agent are lost for five seconds",
             how="for=5s",
             outcome=REPLACED,
             seen=f"{SILENT} 1.0 s, its process is alive but silent",
@@ -94,18 +94,20 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "duplicate-reports",
-            "each report of a worker comes twice for a while",
+            "each report of a worker arrives twice for a while",
             outcome=HARMLESS,
             seen="nothing",
-            answer="A report that was taken before is ignored; the journal says so.",
+            answer="A report that was processed before is ignored; the journal records this.",
         ),
         Row(
             "reorder-reports",
-            "each two reports of a worker change places for a while",
+            "each two reports of a worker arrive in swapped order for a while",
             outcome=HARMLESS,
             seen="nothing",
         ),
-        Row("delay-reports", "each report of a worker comes 0.3 s late for a while", outcome=HARMLESS, seen="nothing"),
+        Row(
+            "delay-reports", "each report of a worker arrives 0.3 s late for a while", outcome=HARMLESS, seen="nothing"
+        ),
     ),
     "Checkpoints": (
         Row(
@@ -114,7 +116,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             where=FILES,
             outcome=HARMLESS,
             seen="nothing; at the next warm restart, the file with the wrong checksum and which checkpoint is loaded",
-            answer="Every file is verified before a checkpoint is loaded; the one before it is loaded instead.",
+            answer="Every file is verified before a checkpoint is loaded; the previous checkpoint is loaded instead.",
         ),
         Row(
             "truncate-checkpoint",
@@ -126,7 +128,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "remove-checkpoint",
-            "a file of the newest checkpoint is gone",
+            "a file of the newest checkpoint is missing",
             where=FILES,
             outcome=HARMLESS,
             seen="nothing; at the next warm restart, the file that is missing and which checkpoint is loaded",
@@ -141,8 +143,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             where=AGENT,
             outcome=REPLACED,
             seen="node n1 is lost, and each of its workers that a standby replaces",
-            answer="As many standbys as it had workers are needed; a node whose peers hold all its copies loses "
-            "nothing.",
+            answer="The run needs as many standbys as the node had workers. No state is lost if peers on other nodes "
+            "hold copies of it.",
             sign=Sign(HOST, "node lost", LOST),
         ),
         Row(
@@ -169,8 +171,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "SIGKILL for the control plane",
             where=CONTROL,
             outcome=HARMLESS,
-            seen="that the control plane was started again",
-            answer="Its agent starts it again from the journal; training does not stop for it.",
+            seen="that the control plane was restarted",
+            answer="Its agent restarts it from the journal; training does not stop.",
         ),
     ),
     "Before training": (
@@ -180,7 +182,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             where=START,
             outcome=STOPPED,
             seen="each setting that differs, with both values; exit code 2",
-            answer="Workers say how they are set up before they get a logical rank; no step is trained.",
+            answer="Workers report their settings before they get a logical rank; no step is trained.",
             sign=Sign(USER, "drift", partial(verdict.of_drift, ["--lr: 0.01 here, 0.02 there"])),
         ),
     ),

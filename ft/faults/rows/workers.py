@@ -36,18 +36,18 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "exit",
-            "a worker ends with exit code 1 without a word",
+            "a worker ends with exit code 1 without a message",
             outcome=RESTARTED,
             seen="exited with code 1, with the last lines of its log",
             sign=Sign(SOFTWARE, "exit 1", ended(1)),
         ),
         Row(
             "terminate",
-            "SIGTERM for one worker, not by its agent",
+            "SIGTERM for one worker from outside, not from its agent",
             outcome=STOPPED,
             seen="SIGTERM received, the step it ended after, and the checkpoint that was saved",
-            answer="All workers finish the step, save if there is --save, and end with code 0: whoever sends "
-            "SIGTERM wants the run to end.",
+            answer="All workers finish the step, save a checkpoint if --save is given, and end with code 0, because "
+            "SIGTERM requests the end of the run.",
         ),
         Row(
             "hang",
@@ -60,7 +60,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "gil",
             "a C call in a worker keeps Python's interpreter lock and does not return",
             outcome=REPLACED,
-            seen=f"{SILENT} 1.0 s, its process is alive but silent; where its threads are is in its log",
+            seen=f"{SILENT} 1.0 s, its process is alive but silent; its log has the stacks of its threads",
             answer="In a worker's first step the limit is 30 s: imports and compilation hold the lock as well.",
             sign=Sign(HOST, "hang", partial(verdict.of_silence, 1.0, "S")),
         ),
@@ -76,7 +76,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "slow",
             "a worker's steps take longer for a while",
             outcome=HARMLESS,
-            seen="steps that take longer, and in ft status the worker that all wait for",
+            seen="steps that take longer; ft status names the worker for which all wait",
         ),
     ),
     "Resources and devices": (
@@ -85,7 +85,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "a worker's address space is used up: an allocation fails",
             outcome=REPLACED,
             seen="MemoryError, or torch's: Cannot allocate memory",
-            answer="The memory is the process's own limit: the one in its place begins with a fresh one.",
+            answer="The limit belongs to the process; the worker that replaces it has a new limit.",
             sign=Sign(HOST, "exception", error("MemoryError", "Exception")),
         ),
         Row(
@@ -99,25 +99,25 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "disk-full",
-            "nothing that a worker writes finds room for a while",
+            "a worker cannot write to any file for a while, as on a full disk",
             outcome=HARMLESS,
             seen="that the checkpoint was not saved, by which rank and why",
-            answer="The save is given up as a whole, older checkpoints stay, the next one is tried when it is due. "
-            "Lines of the worker's log are left out, those of the metrics file wait in memory. Which are lost for "
-            "good is said at the end, and by `ft status` and `ft report`.",
+            answer="The whole save is abandoned, older checkpoints are kept, and the next save happens when it is "
+            "due. Lines of the worker's log are dropped; lines of the metrics file wait in memory. The end of "
+            "the run, `ft status` and `ft report` say which lines were lost.",
         ),
         Row(
             "io-error",
             "a worker's read fails in the kernel (EIO)",
             outcome=REPLACED,
             seen="OSError: Input/output error",
-            answer="The node counts as suspect: standbys of other nodes come first, and no further worker is "
-            "started there while there is another node.",
+            answer="The node counts as suspect: standbys of other nodes are preferred, and no new worker is started "
+            "there while there is another node.",
             sign=Sign(NETWORK, "exception", error("OSError", "Exception", says="[Errno 5] Input/output error")),
         ),
         Row(
             "lose-device",
-            "a worker's device is gone: what CUDA says then is raised",
+            "a worker's device is lost: the error that CUDA reports then is raised",
             outcome=REPLACED,
             seen="RuntimeError: CUDA error: no CUDA-capable device is detected",
             answer="The node counts as suspect.",
@@ -132,7 +132,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "a kernel reads beyond its tensor: the CUDA context is lost",
             outcome=RESTARTED,
             seen="AcceleratorError: CUDA error: device-side assert triggered",
-            answer="The same input would trip the same assertion on any device, so no standby is spent on it.",
+            answer="The same input would trigger the same assertion on any device, so no standby is used.",
             sign=Sign(
                 SOFTWARE,
                 "exception",
@@ -144,7 +144,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "Errors that a worker catches": (
         Row(
             "exception",
-            "a worker catches what is known to be transient",
+            "a worker catches an exception that is known to be transient",
             how="error=recoverable",
             outcome=IN_PLACE,
             seen="RecoverableError with its text",
@@ -157,7 +157,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             how="error=timeout",
             outcome=IN_PLACE,
             seen="TimeoutError with its text",
-            answer="As any transient fault: the third time the worker is replaced.",
+            answer="As for any transient fault, the worker is replaced the third time.",
             sign=Sign(TRANSIENT, "exception", error("TimeoutError", "OSError", "Exception")),
         ),
         Row(
@@ -171,16 +171,17 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "exception",
-            "a worker catches what nothing is known about",
+            "a worker catches an exception of an unknown kind",
             how="error=software",
             outcome=RESTARTED,
             seen="the exception, with its trace in the worker's log",
-            answer="The same error again at the same step ends the run: a restart leads there again.",
+            answer="If the same error occurs again at the same step, the run ends, because a restart would lead to "
+            "it again.",
             sign=Sign(SOFTWARE, "exception", error("RuntimeError", "Exception", says="a bug")),
         ),
         Row(
             "exception",
-            "a worker finds that its input cannot work (UserError)",
+            "a worker finds that its input is invalid (UserError)",
             how="error=user",
             outcome=STOPPED,
             seen="the problem and how to fix it; exit code 2",
@@ -194,8 +195,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             how="value=nan",
             outcome=RESTARTED,
             seen="NonFiniteLossError: the loss of a microbatch is nan",
-            answer="What is in memory may have it already, so all state comes from the checkpoint. One that is in the "
-            "checkpoint too comes back at the same step, and ends the run.",
+            answer="Snapshots in memory may contain the NaN, so all state is loaded from the checkpoint. If the "
+            "checkpoint contains it, too, it recurs at the same step and ends the run.",
             sign=Sign(
                 SOFTWARE, "exception", error("NonFiniteLossError", "FtError", says="the loss of a microbatch is nan")
             ),
@@ -205,32 +206,33 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "one bit of a worker's parameters flips",
             how="value=bit",
             outcome=UNNOTICED,
-            seen="nothing but, perhaps, a loss curve that moves",
-            answer="The loss differs from there on. Only computing twice finds it: see DMR.",
+            seen="nothing, except perhaps a change in the loss curve",
+            answer="The loss differs from then on. Only double execution (DMR) detects the fault.",
         ),
         Row(
             "stale-state",
-            "a worker goes on with its optimizer shard of an earlier step",
+            "a worker continues with its optimizer shard of an earlier step",
             outcome=UNNOTICED,
-            seen="nothing but, perhaps, a loss curve that moves",
-            answer="The loss differs from there on. A shard has no second owner to be compared with: see DMR.",
+            seen="nothing, except perhaps a change in the loss curve",
+            answer="The loss differs from then on. No other worker owns the shard, so there is nothing to compare it "
+            "with.",
         ),
         Row(
             "bit-flip",
-            "one bit of what an operator computes flips, or of what a rank receives",
+            "one bit flips in the result of an operator, or in a received message",
             how="mode=once",
             outcome=HARMLESS,
             seen="DMR: step, rank, host, device, operator, layer, microbatch, and how many elements differ",
-            answer="Before its result is kept, every rank takes the step once more.",
+            answer="All ranks repeat the step before its result is used.",
             needs=DMR,
         ),
         Row(
             "bit-flip",
-            "results of a worker have a flipped bit again and again",
+            "results of a worker have a flipped bit repeatedly",
             how="mode=repeat",
             outcome=REPLACED,
             seen="DMR: rank N is suspected of computing wrongly",
-            answer="After --ft-dmr-retries further attempts; the node counts as suspect.",
+            answer="The worker is replaced after --ft-dmr-retries further attempts; the node counts as suspect.",
             sign=Sign(HOST, "exception", error("SuspectError", "ReplaceNodeError", "FtError", "Exception")),
             needs=DMR,
         ),
@@ -240,7 +242,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             how="mode=stuck",
             outcome=REPLACED,
             seen="DMR: rank N is suspected of computing wrongly",
-            answer="Where the bit happens to be right nothing differs. Otherwise as for flips again and again.",
+            answer="Where the bit happens to be right, nothing differs. Otherwise the outcome is that of repeated "
+            "flips.",
             sign=Sign(HOST, "exception", error("SuspectError", "ReplaceNodeError", "FtError", "Exception")),
             needs=DMR,
         ),
@@ -249,23 +252,25 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "one byte of a worker's own snapshot flips",
             how="copies=own",
             outcome=HARMLESS,
-            seen="nothing; in the next recovery, that the state came from a peer's copy",
-            answer="Every snapshot is verified before it is used, and the next source takes its place: a peer's copy.",
+            seen="nothing; the next recovery reports that the state came from a peer's copy",
+            answer="Every snapshot is verified before it is used; a peer's copy is used instead.",
         ),
         Row(
             "corrupt-snapshot",
             "one byte of each copy that a worker holds for peers flips",
             how="copies=peer",
             outcome=HARMLESS,
-            seen="nothing; in the recovery that would need it, that the copy is damaged",
-            answer="A damaged copy is never used: another peer's copy serves, or an earlier step, or the checkpoint.",
+            seen="nothing; the recovery that would need the copy reports that it is damaged",
+            answer="A damaged copy is never used: another peer's copy, an earlier step or the checkpoint is used "
+            "instead.",
         ),
         Row(
             "stale-snapshot",
             "a worker has lost the newest copies that it held for peers",
             outcome=HARMLESS,
-            seen="nothing; in the recovery that would need one, a step more is redone",
-            answer="Workers say which steps they hold; the newest step that all can be given is gone back to.",
+            seen="nothing; the recovery that would need one repeats one more step",
+            answer="Workers report which steps they hold; all return to the newest step of which every rank can get "
+            "its state.",
         ),
     ),
 }

@@ -81,7 +81,7 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
         reach = [getattr(_shares(units, pipeline, each), target) for each in (low, high)]
         raise UserError(
             f"{target} = {share:g} cannot be reached: transfers of any speed give {min(reach):.2f} to {max(reach):.2f}",
-            "give a share between these, or leave calibration out",
+            "give a share between these values, or remove the calibration",
         )
     for _ in range(STEPS):
         middle = (low * high) ** 0.5

@@ -77,7 +77,7 @@ class Cluster:
         if self.gpus < 1 or self.per_node < 1:
             raise UserError(f"{self.gpus} GPUs, {self.per_node} in a node", "give at least one of each")
         if self.network <= 0 or self.slowdown <= 0:
-            raise UserError("a network without bandwidth carries nothing", "give a positive one")
+            raise UserError("the bandwidth of the network must be above 0", "give a positive one")
 
 
 DEVICES = {
@@ -104,5 +104,5 @@ def device_named(name: str) -> Device:
         UserError: no device has this name.
     """
     if name not in DEVICES:
-        raise UserError(f"no device is called {name!r}", f"one of: {', '.join(DEVICES)}")
+        raise UserError(f"there is no device {name!r}", f"one of: {', '.join(DEVICES)}")
     return DEVICES[name]

@@ -12,24 +12,28 @@ from ft.lab.estimate.text import as_text, as_values
 from ft.systems.dmr.plan.trace_file import write_trace
 
 _DESCRIPTION = """\
-What DMR will cost before any machine exists: the iteration is put together from published model shapes, data sheets and
-assumed efficiencies, and planned by the planner that plans real runs. Overheads are shares of an iteration without DMR.
-A scenario file (examples/dmr) holds the same as the flags, which override it."""
+Estimate what DMR will cost on a cluster that need not exist. The iteration is computed from published model shapes,
+data sheets and assumed efficiencies, and planned by the planner of real runs. Overheads are shares of an iteration
+without DMR. A scenario file (examples/dmr) has a key for each flag; flags override the file."""
 
 
 def add_parser(subparsers) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "estimate",
-        help="what DMR will cost a model on a cluster, before any machine exists",
+        help="estimate what DMR will cost a model on a cluster, without hardware",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("scenario", nargs="?", metavar="SCENARIO", help="a TOML file")
     for name, field in FIELDS.items():
         parser.add_argument(f"--{name}", metavar=field.metavar, help=field.help.replace("%", "%%"))
-    parser.add_argument("--out", metavar="FILE", help="the profile, for ft dmr plan; of one batch")
-    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write the computed profile to this file, for ft dmr plan; needs a single batch size",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(main=run)
 
 
@@ -46,7 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
             values.pop(other, None)
     asked = question(values | given)
     if arguments.out and len(asked.layouts) > 1:
-        raise UserError("a profile is of one batch, and there are several", "give one --batch, or no --out")
+        raise UserError(
+            "a profile needs a single batch size, and there are several", "give one --batch, or remove --out"
+        )
     cluster = cluster_of(asked)
     found = [estimate(asked, layout, cluster) for layout in asked.layouts]
     if arguments.out:

@@ -110,11 +110,11 @@ class Layout:
             raise UserError(f"recomputation {self.recompute!r} is unknown", f"one of: {', '.join(RECOMPUTE)}")
         if self.gpus > cluster.gpus:
             raise UserError(
-                f"TP {self.tp} x PP {self.pp} x DP {self.dp} take {self.gpus} GPUs and there are {cluster.gpus}",
+                f"TP {self.tp} x PP {self.pp} x DP {self.dp} take {self.gpus} GPUs, and there are {cluster.gpus}",
                 "give more --gpus, or a smaller layout",
             )
         if self.tp > cluster.per_node:
-            raise UserError(f"TP {self.tp} leaves a node of {cluster.per_node} GPUs", "give a smaller --tp")
+            raise UserError(f"TP {self.tp} does not fit into a node of {cluster.per_node} GPUs", "give a smaller --tp")
         self._check_shape(model)
         if self.batch % (self.micro * self.dp):
             raise UserError(

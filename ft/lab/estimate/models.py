@@ -211,5 +211,5 @@ def model_named(name: str) -> Model:
         UserError: no model has this name.
     """
     if name not in MODELS:
-        raise UserError(f"no model is called {name!r}", f"one of: {', '.join(MODELS)}")
+        raise UserError(f"there is no model {name!r}", f"one of: {', '.join(MODELS)}")
     return MODELS[name]

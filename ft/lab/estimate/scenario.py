@@ -83,32 +83,41 @@ def _flag(value: Any) -> bool:
 _DEVICES = f"of {', '.join(DEVICES)} (default: h200)"
 FIELDS = {
     "model": Field("model", str, None, "NAME", f"of {', '.join(MODELS)}"),
-    "sequence": Field("model", _COUNT, None, "N", "tokens of a sequence (default: the model's)"),
+    "sequence": Field("model", _COUNT, None, "N", "number of tokens of a sequence (default: that of the model)"),
     "device": Field("cluster", str, "h200", "NAME", _DEVICES),
-    "gpus": Field("cluster", _COUNT, None, "N", "in all; those that make no whole copy of the model stay unused"),
+    "gpus": Field("cluster", _COUNT, None, "N", "number of GPUs in all; GPUs that do not suffice for a whole copy of "
+                                                "the model stay unused"),
     "per-node": Field("cluster", _COUNT, 8, "N", "GPUs in a node (default: 8)"),
-    "network": Field("cluster", gigabytes_per_second, None, "GB/S", "between nodes for each GPU, one way (default: as "
-                     "NVIDIA builds them in)"),
-    "memory": Field("cluster", size, None, "SIZE", "budget of each GPU, like 80GB (default: "
-                    "the device's)"),
+    "network": Field("cluster", gigabytes_per_second, None, "GB/S", "bandwidth between nodes for each GPU, one way "
+                                                                    "(default: that of NVIDIA's own systems)"),
+    "memory": Field("cluster", size, None, "SIZE", "memory budget of each GPU, such as 80GB (default: the memory of "
+                                                   "the device)"),
     "pp": Field("layout", _COUNT, 1, "N", "pipeline stages (default: 1)"),
-    "chunks": Field("layout", _COUNT, 1, "N", "model chunks of each stage; more: interleaved (default: 1)"),
-    "tp": Field("layout", _COUNT, None, "N", "tensor parallel, with sequence parallel (default: a node)"),
-    "ep": Field("layout", _COUNT, None, "N", "expert parallel, within TP (default: TP)"),
-    "dp": Field("layout", _COUNT, None, "N", "copies (default: as many as there are GPUs for)"),
-    "batch": Field("layout", _wholes, (16,), "N[,N]", "sequences of an iteration, over all copies (default: 16)"),
+    "chunks": Field("layout", _COUNT, 1, "N", "number of model chunks of each stage; more than 1: interleaved "
+                                              "schedule (default: 1)"),
+    "tp": Field("layout", _COUNT, None, "N", "tensor-parallel size, with sequence parallelism (default: the GPUs of "
+                                             "a node)"),
+    "ep": Field("layout", _COUNT, None, "N", "expert-parallel size, within the tensor-parallel group (default: the "
+                                             "tensor-parallel size)"),
+    "dp": Field("layout", _COUNT, None, "N", "data-parallel size (default: as large as the number of GPUs allows)"),
+    "batch": Field("layout", _wholes, (16,), "N[,N]", "number of sequences of an iteration, over all data-parallel "
+                                                      "copies (default: 16)"),
     "micro": Field("layout", _COUNT, 1, "N", "sequences of a microbatch (default: 1)"),
-    "recompute": Field("layout", _one_of(RECOMPUTE), "full", "HOW", "full: every layer is a segment; or none"),
-    "early-stop": Field("layout", _flag, False, "BOOL", "recomputation leaves a segment's last operator out, as "
-                        "torch's own checkpoints do and Megatron's do not (default: false)"),
-    "fused-gate": Field("layout", _flag, True, "BOOL", "gate and up matrices of an MLP are one product, as in Megatron "
-                        "(default: true)"),
-    "state": Field("layout", _one_of(tuple(STATES)), "megatron", "NAME", "bytes of a parameter: megatron (18, of which "
-                   "12 shared by the copies) or titan (16)"),
-    "idle": Field("calibration", _SHARE, None, "SHARE", "transfers are slowed down until stages compute nothing for "
-                  "this share of the time"),
-    "naive-overhead": Field("calibration", _SHARE, None, "SHARE", "... until naive DMR costs this"),
-    "bubbles": Field("plan", _flag, True, "BOOL", "pipeline bubbles are windows too (default: true)"),
+    "recompute": Field("layout", _one_of(RECOMPUTE), "full", "HOW", "activation recomputation: full (every layer is "
+                                                                    "a segment) or none"),
+    "early-stop": Field("layout", _flag, False, "BOOL", "whether recomputation omits the last operator of a segment, "
+                                                        "as torch's own checkpointing does and Megatron's does not "
+                                                        "(default: false)"),
+    "fused-gate": Field("layout", _flag, True, "BOOL", "whether the gate and up matrices of an MLP are one matrix "
+                                                       "product, as in Megatron (default: true)"),
+    "state": Field("layout", _one_of(tuple(STATES)), "megatron", "NAME", "bytes of training state per parameter: "
+                                                                         "megatron (18, of which 12 are sharded over "
+                                                                         "the copies) or titan (16)"),
+    "idle": Field("calibration", _SHARE, None, "SHARE", "slow all transfers down until stages are idle for this "
+                                                        "share of the time"),
+    "naive-overhead": Field("calibration", _SHARE, None, "SHARE", "slow all transfers down until naive DMR has this "
+                                                                  "overhead"),
+    "bubbles": Field("plan", _flag, True, "BOOL", "whether pipeline bubbles are used as windows, too (default: true)"),
 }  # fmt: skip
 """Name of the flag -> field. In files, names contain "_" instead of "-"."""
 
@@ -128,7 +137,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         there = [name for name, field in FIELDS.items() if field.section == section]
         if not there or not isinstance(entries, dict):
             sections = ", ".join(f"[{name}]" for name in dict.fromkeys(field.section for field in FIELDS.values()))
-            raise UserError(f"{path}: {section!r} is no section of a scenario", f"there are: {sections}")
+            raise UserError(f"{path}: {section!r} is not a section of a scenario", f"there are: {sections}")
         for key, value in entries.items():
             name = key.replace("_", "-")
             if name not in there:

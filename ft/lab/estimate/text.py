@@ -22,7 +22,7 @@ SAID = {
     "D_inter": "executed again between units of work: while messages travel, and in bubbles",
     "D_intra": "executed again inside units: while tensor- or expert-parallel ranks exchange",
     "naive": "executed again at once",
-    "unchecked": "gives other bits when executed again: not verified",
+    "unchecked": "not reproducible bit for bit: not verified",
 }
 
 

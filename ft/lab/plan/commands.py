@@ -21,7 +21,7 @@ _SUBCOMMANDS = (
 def add_parser(subparsers) -> None:
     """Add ``plan`` with its subcommands; each of them sets the parser default ``main``, a function that runs it."""
     parser = subparsers.add_parser(
-        "plan", help="what failures cost a run, what its memory can hold, how stages and groups share work"
+        "plan", help="plan recovery, snapshots, pipeline schedules and redundancy before a run"
     )
     parser.set_defaults(main=_ask)
     questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")

@@ -13,27 +13,37 @@ from pathlib import Path
 from ft.base.errors import UserError
 
 _DESCRIPTION = """\
-Trains small models of every kind for two steps on this machine's device, executes every operator again and again on the
-inputs that it comes with, and lists those that do not come out the same bit for bit. About these DMR would raise false
-alarms. Exit code 0: all are stable; 1: some are not; 2: the flags make no sense."""
+Train small models of every kind for two steps on this machine's device, execute every operator repeatedly on its actual
+inputs, and list the operators whose results are not equal bit for bit. DMR would raise false alarms about them.
+Exit code 0: all operators are stable; 1: some are not; 2: the flags are invalid."""
 
 
 def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "selftest",
-        help="which operators here are not reproducible",
+        help="find the operators that are not reproducible on this machine",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    own = "the model to train instead, as the trainer's flags say: on one rank, with made-up data"
+    own = "flags of the trainer for the model to train instead; it is trained on one rank with mock data"
     parser.add_argument("--flags", metavar="FLAGS", help=own)
-    parser.add_argument("--layers", type=int, default=0, metavar="N", help="(with --flags) at most N layers; 0: all")
-    parser.add_argument("--runs", type=int, default=10, metavar="N", help="second executions of a call; default: 10")
-    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU; default: torch's")
-    parser.add_argument("--deterministic", action="store_true", help="as training with --deterministic-mode does")
-    parser.add_argument("--out", metavar="FILE", help="names of the unstable ones, for --ft-dmr-unstable")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument(
+        "--layers", type=int, default=0, metavar="N", help="(with --flags) train at most N layers; 0: all layers"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=10, metavar="N", help="number of repetitions of a call; default: 10"
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads; default: that of torch")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="use torch's deterministic algorithms, as training with --deterministic-mode does",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the names of the unstable operators to this file, for --ft-dmr-unstable"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(main=run)
 
 
@@ -111,10 +121,10 @@ def _refuse(arguments: argparse.Namespace) -> None:
     if arguments.layers < 0:
         raise UserError(f"--layers is {arguments.layers}", "give 0 or more")
     if arguments.layers and arguments.flags is None:
-        raise UserError("--layers without --flags: the built-in models have 2", "drop it, or give --flags")
+        raise UserError("--layers without --flags: the built-in models have 2", "remove --layers, or give --flags")
     if arguments.out and not Path(arguments.out).parent.is_dir():
-        raise UserError(f"there is no folder {Path(arguments.out).parent}", "name a file in one that exists")
+        raise UserError(f"there is no folder {Path(arguments.out).parent}", "give --out a file in an existing folder")
     try:
         shlex.split(arguments.flags or "")
     except ValueError as error:
-        raise UserError(f"--flags cannot be read: {error}", "quote it as a shell would") from error
+        raise UserError(f"--flags cannot be read: {error}", "quote the value of --flags as for a shell") from error

@@ -66,7 +66,7 @@ def as_text(outcome: Outcome) -> str:
         f"{watched}, {count(len(outcome.findings), 'kind')} of calls, executed {runs} times again",
     ]
     if not outcome.unstable:
-        return "\n".join([*lines, "all came out the same each time, bit for bit"])
+        return "\n".join([*lines, "all results were equal each time, bit for bit"])
     rows = [_row(one, deterministic=outcome.deterministic) for one in outcome.unstable]
     return "\n".join([*lines, "", table(_HEAD, rows, right=(2, 3, 4)), "", *_advice(outcome)])
 
@@ -116,7 +116,8 @@ def _advice(outcome: Outcome) -> list[str]:
         )
     if helped < len(worst):
         lines.append(
-            "or have DMR leave them unchecked: --out unstable.json here, --ft-dmr-unstable unstable.json there"
+            "or exclude them from DMR: give --out unstable.json here, and --ft-dmr-unstable unstable.json to the "
+            "trainer"
         )
     return lines
 

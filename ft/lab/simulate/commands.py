@@ -14,7 +14,7 @@ _SIMULATIONS = (
 
 def add_parser(subparsers) -> None:
     """Add the command ``simulate``, with one subcommand for each simulation package that is installed."""
-    parser = subparsers.add_parser("simulate", help="simulated clusters, larger and unluckier than the one at hand")
+    parser = subparsers.add_parser("simulate", help="simulate large clusters and rare failures")
     simulations = parser.add_subparsers(title="simulations", metavar="SIMULATION", required=True)
     for module in _SIMULATIONS:
         if importlib.util.find_spec(module.rpartition(".")[0]) is not None:

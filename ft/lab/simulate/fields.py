@@ -73,7 +73,7 @@ def several(read: Callable[[Any], Any], what: str) -> Callable[[Any], tuple]:
     def read_all(value: Any) -> tuple:
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, list | tuple) or not parts:
-            raise ValueError(f"no list of {what}")
+            raise ValueError(f"not a list of {what}")
         return tuple(dict.fromkeys(read(part.strip() if isinstance(part, str) else part) for part in parts))
 
     return read_all
@@ -103,7 +103,7 @@ def read_file(path: str | Path, fields: Mapping[str, Field], others: Sequence[st
     for section, entries in text.items():
         if section not in (*sections, *others) or not isinstance(entries, dict):
             there = ", ".join(f"[{name}]" for name in (*sections, *others))
-            raise UserError(f"{path}: {section!r} is no section of a scenario", f"there are: {there}")
+            raise UserError(f"{path}: {section!r} is not a section of a scenario", f"there are: {there}")
         if section in others:
             values[section] = entries
             continue

@@ -100,14 +100,24 @@ def add_arguments(parser: argparse.ArgumentParser, faults: int) -> None:
     """
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=1000, metavar="N", help="N histories (default: 1000)")
-    which.add_argument("--seed", type=int, metavar="N", help="one history, told line by line")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="the first of the seeds (default: 0)")
+    which.add_argument("--seed", type=int, metavar="N", help="simulate one history and print its event log")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="first seed (default: 0)")
     parser.add_argument(
-        "--faults", type=int, default=faults, metavar="N", help=f"at most N faults in a history (default: {faults})"
+        "--faults",
+        type=int,
+        default=faults,
+        metavar="N",
+        help=f"maximum number of faults in a history (default: {faults})",
     )
-    parser.add_argument("--kinds", metavar="NAME,...", help="only these kinds of faults")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes; 0: one for each core (default: 1)")
-    parser.add_argument("--plant", metavar="BUG", help="plant a bug that has to be found; all: one after the other")
+    parser.add_argument("--kinds", metavar="NAME,...", help="inject only these kinds of faults")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="number of processes; 0: one for each core (default: 1)"
+    )
+    parser.add_argument(
+        "--plant",
+        metavar="BUG",
+        help="inject a known bug, which the simulation has to find; all: one bug after the other",
+    )
 
 
 def check_arguments(simulation: Simulation, arguments: argparse.Namespace) -> tuple[str, ...] | None:
@@ -118,7 +128,7 @@ def check_arguments(simulation: Simulation, arguments: argparse.Namespace) -> tu
     """
     kinds = tuple(arguments.kinds.split(",")) if arguments.kinds else None
     if unknown := [name for name in kinds or () if name not in simulation.kinds]:
-        raise UserError(f"no kind of fault is called {unknown[0]!r}", f"there are: {', '.join(simulation.kinds)}")
+        raise UserError(f"there is no kind of fault {unknown[0]!r}", f"there are: {', '.join(simulation.kinds)}")
     for name, least in (("seeds", 1), ("faults", 0), ("jobs", 0)):
         if getattr(arguments, name) < least:
             raise UserError(f"--{name} {getattr(arguments, name)}", f"give {least} or more")
@@ -143,7 +153,7 @@ def run(simulation: Simulation, arguments: argparse.Namespace, wish: Any) -> int
     if arguments.seed is not None:
         plants = simulation.find(arguments.plant) if arguments.plant else [None]
         if len(plants) > 1:
-            raise UserError("one seed with all bugs, one after the other", "name one bug, or give --seeds")
+            raise UserError("a single seed cannot be simulated with all bugs", "name one bug, or give --seeds")
         return _tell(simulation, arguments.seed, wish, plants[0])
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     if arguments.plant:

@@ -9,16 +9,17 @@ import json
 from pathlib import Path
 
 _DESCRIPTION = """\
-Compares the checkpoints of several runs of one training with --deterministic-mode, step by step and bit for bit (NaN
-is equal to itself), and stops at the first step at which they differ: which parameters, optimizer states and generators
-do, by how much, and which logical ranks wrote them. With three runs or more the majority says which run is the outlier
-(FT-HSDP, section 2.2: the same training on several hosts finds the one that corrupts data)."""
+Compare the checkpoints of several runs of one training with --deterministic-mode, step by step and bit for bit (NaN
+equals NaN), up to the first step at which they differ. The output says which parameters, optimizer states and random
+generators differ, by how much, and which logical ranks wrote them. With three or more runs, the majority shows which
+run is the outlier (FT-HSDP, section 2.2: the same training on several hosts finds the host that corrupts data)."""
 
 _EPILOG = """\
 exit code: 0 all steps are equal, 1 they differ, 2 the runs cannot be compared
 
-With --save-interval 1 the faulty step is told exactly; a step or two later everything differs. With the distributed
-optimizer, --no-dist-ckpt-optim-fully-reshardable stores the shard of every rank as it is, so that its rank is known."""
+With --save-interval 1 the faulty step is known exactly; a step or two later everything differs. With the distributed
+optimizer, --no-dist-ckpt-optim-fully-reshardable stores the shard of every rank separately, so that its rank is
+known."""
 
 _SHOWN = 20
 
@@ -27,20 +28,27 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "compare",
-        help="the first step, parameter and rank that differ among runs that should be equal, and the outlier",
+        help="find the first step, parameter and rank at which equal runs differ, and the run that deviates",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a --save folder; two or more")
-    parser.add_argument("--step", type=int, action="append", help="only this step; may be repeated (default: all)")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="folder that was given to a run as --save; give two or more"
+    )
+    parser.add_argument(
+        "--step", type=int, action="append", help="compare only this step; may be repeated (default: all steps)"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="take files for equal whose sizes and CRC-32 are, by the manifests: reads the first differing step only",
+        help="treat files as equal if their sizes and CRC-32 in the manifests are equal; then only the first "
+        "differing step is read",
     )
-    parser.add_argument("--show", type=int, default=_SHOWN, metavar="N", help=f"lines of the table (default: {_SHOWN})")
-    parser.add_argument("--json", action="store_true", help="JSON, with everything that differs, instead of tables")
+    parser.add_argument(
+        "--show", type=int, default=_SHOWN, metavar="N", help=f"number of lines of the table (default: {_SHOWN})"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON with everything that differs instead of tables")
     parser.set_defaults(main=run)
 
 

@@ -13,8 +13,8 @@ def add_parser(subparsers) -> None:
     """Add ``diagnose`` with its subcommands; each of them sets the parser default ``main``, a function that runs it."""
     parser = subparsers.add_parser(
         "diagnose",
-        help="where runs of the same training come apart: step, parameter, rank",
-        description="Looks for what went wrong in runs that should have been equal.",
+        help="find where runs of the same training start to differ: step, parameter, rank",
+        description="Find the cause of differences between runs that should be equal.",
     )
     parser.set_defaults(main=_ask)
     questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")

@@ -49,7 +49,7 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
         UserError: there are fewer than two folders, one is given twice, is missing, or holds no checkpoint.
     """
     if len(folders) < 2:
-        raise UserError("one run has nothing to be compared with", "give two --save folders or more")
+        raise UserError("a comparison needs at least two runs", "give two --save folders or more")
     seen: dict[Path, Path] = {}
     for folder in folders:
         if (same := seen.setdefault(folder.resolve(), folder)) is not folder:
@@ -113,7 +113,7 @@ def check_alike(runs: Sequence[Run], stored: Sequence[Stored]) -> None:
             raise UserError(f"{pair} were trained on different inputs:{lines}", "compare runs with the same data")
         content = [{"optimizer": m.optimizer, "generators": m.rng_grid} for m in (first, other)]
         if lines := _differences(*content):
-            raise UserError(f"{pair} hold different things:{lines}", "save both with the same checkpoint flags")
+            raise UserError(f"{pair} contain different data:{lines}", "save both with the same checkpoint flags")
         _check_pieces(pair, stored[0], each)
 
 
@@ -121,7 +121,7 @@ def _check_pieces(pair: str, first: Stored, other: Stored) -> None:
     fix = "compare runs with the same flags and versions"
     if lone := first.pieces.keys() ^ other.pieces.keys():
         name = min(key[0] for key in lone)
-        raise UserError(f"{pair} hold different shards: {len(lone)} are only in one of them, as of {name}", fix)
+        raise UserError(f"{pair} contain different shards: {len(lone)} are only in one of them, such as {name}", fix)
     for key, piece in first.pieces.items():
         if piece.shape != other.pieces[key].shape:
             shapes = " and ".join(f"{list(p.sizes)} {p.dtype}" for p in (piece, other.pieces[key]))
@@ -129,8 +129,7 @@ def _check_pieces(pair: str, first: Stored, other: Stored) -> None:
 
 
 def notes(runs: Sequence[Run], stored: Sequence[Stored]) -> list[str]:
-    """Return caveats about the comparison: steps only some runs have, flags and versions that differ, no determinism.
-    """
+    """Return caveats about the comparison: steps that only some runs have, differing flags, missing determinism."""
     found = []
     for run in runs:
         if lone := set(run.steps) - _common(runs):
@@ -138,7 +137,7 @@ def notes(runs: Sequence[Run], stored: Sequence[Stored]) -> list[str]:
     flags = [dict(_flags(each.manifest.run.get("options", {}))) for each in stored]
     unsafe = [run.name for run, given in zip(runs, flags, strict=True) if given.get("deterministic_mode") is False]
     if unsafe:
-        found.append(f"without --deterministic-mode what differs may be rounding: {', '.join(unsafe)}")
+        found.append(f"without --deterministic-mode, differences may be due to rounding: {', '.join(unsafe)}")
     for name in sorted(set().union(*flags)):
         found += _different(f"--{name.replace('_', '-')}", runs, [given.get(name) for given in flags])
     for name in sorted(stored[0].manifest.versions):

@@ -32,7 +32,7 @@ BLOCK = 1 << 20
 _METADATA = ".metadata"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")
 _OTHER_VERSION = "compare with the versions that the manifest names"
-_RESTORE = "restore a sound copy of that checkpoint, or leave it out with --step"
+_RESTORE = "restore an undamaged copy of this checkpoint, or select other steps with --step"
 
 _ALLOWED = [argparse.Namespace, numpy.ndarray, numpy.dtype, numpy.empty(0).__reduce__()[0]]
 _ALLOWED += [kind for name in dir(numpy.dtypes) if isinstance(kind := getattr(numpy.dtypes, name), type)]
@@ -125,7 +125,7 @@ class Stored:
         bad = verify.problems(self.path, self.manifest.files, [file])
         if bad:
             raise UserError(
-                f"{self.path}: {bad[0]}; the disk has it wrong, which says nothing about training", _RESTORE
+                f"{self.path}: {bad[0]}; the file was damaged on disk, which says nothing about the training", _RESTORE
             )
 
 
@@ -190,7 +190,7 @@ def read(path: Path) -> Stored:
         try:
             manifest = verify.read_manifest(path)
         except ManifestError as error:
-            raise UserError(f"{path} is no complete checkpoint: {naming.MANIFEST}: {error}", _RESTORE) from error
+            raise UserError(f"{path} is not a complete checkpoint: {naming.MANIFEST}: {error}", _RESTORE) from error
     for name, record in manifest.files.items():
         with _named(path / name):
             size = (path / name).stat().st_size
@@ -205,7 +205,9 @@ def read(path: Path) -> Stored:
         with open(path / _METADATA, "rb") as stream:
             stored.pieces |= {piece.key: piece for piece in _pieces(pickle.load(stream))}
     except (AttributeError, ImportError, KeyError, TypeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path / _METADATA} is not of this torch's format: {error}", _OTHER_VERSION) from error
+        raise UserError(
+            f"{path / _METADATA} does not have the format of the installed torch: {error}", _OTHER_VERSION
+        ) from error
     return stored
 
 

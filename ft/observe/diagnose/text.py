@@ -44,7 +44,9 @@ def _verdict(found: Comparison, made: Sequence[Row]) -> list[str]:
         agree = "the others agree where each deviates" if rest < 2 or lone else f"the other {rest} agree on all of it"
         lines.append(f"outlier: {', '.join(names[run] for run in guilty)} ({agree})")
     if len(names) == 2:
-        lines.append("outlier: two runs have no majority; a third one tells which of them is wrong")
+        lines.append(
+            "outlier: unknown, because two runs have no majority; a third run would show which of them is wrong"
+        )
     elif lone:
         lines.append(f"no majority: {count(lone, 'line')} below, in which no more than half of the runs agree")
     return lines + [line for run in sorted({row.run for row in made}) if (line := _accused(found, run))]
@@ -123,16 +125,18 @@ def _where(found: Comparison, wrote: Sequence[RankShare]) -> list[str]:
         one = copied[0]
         others = ", ".join(map(str, one.copies[:8])) + (", ..." if len(one.copies) > 8 else "")
         lines.append(
-            "rank in tables: that which wrote the shard; of parameters that several hold, one copy is stored "
-            f"(rank {one.rank}'s are also on {others})"
+            "The rank in the tables is the rank that wrote the shard. Of parameters that several ranks hold, only one "
+            f"copy is stored (those of rank {one.rank} are also on {others})."
         )
     if found.stored[0].manifest.optimizer == _GATHERED and found.stored[0].manifest.layout.get("dp", 1) > 1:
         lines.append(
-            "optimizer states were gathered over data-parallel ranks to be stored: with "
-            "--no-dist-ckpt-optim-fully-reshardable each is where its rank is known"
+            "The optimizer states were gathered over data-parallel ranks for the checkpoint. With "
+            "--no-dist-ckpt-optim-fully-reshardable, the rank of each state is known."
         )
     if len(found.steps) > 1 and found.steps[-1] > found.steps[-2] + 1:
-        lines.append(f"what differs spreads with every step: repeat from step {found.steps[-2]} with --save-interval 1")
+        lines.append(
+            f"Differences spread with every step: repeat the runs from step {found.steps[-2]} with --save-interval 1."
+        )
     return lines
 
 

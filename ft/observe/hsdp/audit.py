@@ -78,7 +78,7 @@ def audit(found: Lineage) -> Audit:
             unproven.append(_minus(deal.taken(before), last.deal.taken(last.positions)))
         problems += _misread(step, before)
         strangers = [replica for replica in commit.streams if replica >= deal.replicas]
-        problems += [f"step {commit.step}: replica {replica} has no samples, and trained" for replica in strangers]
+        problems += [f"step {commit.step}: replica {replica} trained, but has no samples" for replica in strangers]
         for replica, stream, begin in _read(step, before):
             if stream not in strangers:
                 reads.add(commit, stream, begin)
@@ -161,7 +161,7 @@ def _contradictions(last: Commit, commit: Commit, before: Mapping[int, int]) -> 
         expected, _ = last.deal.after(last.positions, last.step, commit.deal.replicas, commit.deal.block)
         if expected != commit.deal:
             found.append(
-                f"step {commit.step}: samples are dealt anew, and not as the positions of step {last.step} say"
+                f"step {commit.step}: samples are divided anew, but not from the positions after step {last.step}"
             )
     for replica, position in sorted(_carried(last, commit).items()):
         if before.get(replica, 0) != position:

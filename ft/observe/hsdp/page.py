@@ -35,7 +35,7 @@ def page(story: Story, timeline: bytes) -> str:
         section("Samples", _samples(story)),
         section("Timeline", picture(timeline, "replicas over time, time of steps, loss")),
         section("Replicas", _wide(table(text.REPLICA_HEAD, text.replica_rows(story)))),
-        section("Failures and returns", _incidents(story)),
+        section("Failures and rejoins", _incidents(story)),
         section("Effective training time", _effective(story)),
         section("Loss", _loss(story)),
         section("Steps that did not survive", _superseded(story)),
@@ -55,11 +55,15 @@ def _headlines(story: Story) -> list[tuple[str, str, str]]:
     found, failures, rejoins = story.audit, story.of_kind(FAILURE), story.of_kind(REJOIN)
     rebuilt = sum(len(one.away_s) for one in rejoins)
     return [
-        ("samples twice or lost", str(found.duplicates + found.gaps + found.unaccounted), f"of {found.trained}"),
+        (
+            "samples trained twice or lost",
+            str(found.duplicates + found.gaps + found.unaccounted),
+            f"of {found.trained}",
+        ),
         ("effective", percent(story.effective.measured), f"{len(story.steps)} steps"),
-        ("failures", str(len(failures)), f"{rebuilt} replicas came back"),
+        ("failures", str(len(failures)), f"{rebuilt} replicas rejoined"),
         ("stall per failure", _mean([one.stall_s for one in failures]), "mean, of the others"),
-        ("stall per return", _mean([one.stall_s for one in rejoins]), "mean, of the others"),
+        ("stall per rejoin", _mean([one.stall_s for one in rejoins]), "mean, of the others"),
     ]
 
 
@@ -71,8 +75,9 @@ def _samples(story: Story) -> str:
     wrong = "".join(f"<li>{safe(each)}</li>" for each in text.problems(story))
     verdict = f"<p><b>{safe(text.audit_told(story))}</b></p>"
     how = (
-        "<p><small>Read by healthy replicas in the surviving steps, against what the last positions stand "
-        "for: a duplicate was trained twice, a gap counts as taken and was never trained.</small></p>"
+        "<p><small>The audit compares the samples that healthy replicas read in the surviving steps with the samples "
+        "before the last positions. A duplicate was trained twice. A gap counts as consumed but was never "
+        "trained.</small></p>"
     )
     return verdict + how + (f"<ul>{wrong}</ul>" if wrong else "")
 
@@ -85,15 +90,21 @@ def _incidents(story: Story) -> str:
     if not story.incidents:
         return "<p>All replicas were in every step.</p>"
     note = (
-        "<p><small>Stall: time of its steps beyond the median of normal steps around. Away: from the last step of the "
-        "replica before to the beginning of its first one after.</small></p>"
+        "<p><small>Stall: duration of the steps of the incident in excess of the median of normal steps around it. "
+        "Away: time from the replica's last step before the incident to the beginning of its first step after "
+        "it.</small></p>"
     )
     return _wide(table(text.INCIDENT_HEAD, text.incident_rows(story))) + note
 
 
 def _effective(story: Story) -> str:
     found, replicas = story.effective, story.record.count
-    rows = [("measured: normal time of the steps x share of healthy replicas, of all time", percent(found.measured))]
+    rows = [
+        (
+            "measured: normal time of the steps x share of healthy replicas, divided by the total time",
+            percent(found.measured),
+        )
+    ]
     if found.formula is not None:
         means = f"stall {seconds(found.stall_s)}, away {seconds(found.repair_s)}, {replicas} replicas"
         rows += [
@@ -111,7 +122,7 @@ def _effective(story: Story) -> str:
 
 def _loss(story: Story) -> str:
     if not story.losses.points:
-        return "<p>No losses are on record.</p>"
+        return "<p>The run has recorded no losses.</p>"
     marks = [
         Mark(story.losses.at[one.first], colours.INCIDENT[FAILURE], f"step {one.first}: {one.reason or 'a failure'}")
         for one in story.of_kind(FAILURE)
@@ -137,6 +148,6 @@ def _events(story: Story) -> str:
         detail = shortened(json.dumps(event.detail, ensure_ascii=False), 400) if event.detail else ""
         rows.append((f"{event.wall - story.zero:+.3f} s", about, event.name, places, detail))
     left = len(history) - len(rows)
-    note = f"<p>{left} more are in the files events.jsonl.</p>" if left else ""
+    note = f"<p>{left} more events are in the files events.jsonl.</p>" if left else ""
     shown = table(("since the beginning", "by", "event", "about", "detail"), rows)
     return f'<details><summary>{len(history)} events</summary><div class="wide events">{shown}</div>{note}</details>'

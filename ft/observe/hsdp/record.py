@@ -20,7 +20,7 @@ from ft.systems.hsdp.loader_state import LoaderState
 
 _FOLDER = re.compile(r"replica-(\d+)")
 NOTHING = "nothing on record"
-_FIX = "give the folder that ft run got as --run-dir"
+_FIX = "give the folder that was given to ft run as --run-dir"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def load(folder: str | Path, most: int | None = None) -> Record:
     folder = Path(folder)
     found = _folders(folder)
     if not found:
-        raise UserError(f"{folder} holds no folder replica-0, replica-1, ...", _FIX)
+        raise UserError(f"{folder} contains no folder replica-0, replica-1, ...", _FIX)
     try:
         replicas = {number: _replica(path, most) for number, path in sorted(found.items())}
         history = sorted(events.read(folder / run.EVENTS), key=lambda event: event.wall)

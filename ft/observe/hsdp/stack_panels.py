@@ -42,7 +42,7 @@ def draw_depth(axes, story: Story) -> None:
 
 def draw_owners(axes, story: Story) -> None:
     """Draw a row for each shard type over time, in the colour of the group that computed the type in each step."""
-    plain(axes, "Who computed which shard type")
+    plain(axes, "Group that computed each shard type")
     steps, types = story.steps, story.record.count
     owners = numpy.full((types, steps[-1].number - steps[0].number + 1), numpy.nan)
     for step in steps:
@@ -54,4 +54,4 @@ def draw_owners(axes, story: Story) -> None:
     )
     every = max(1, -(-types // _MOST_LABELS))
     axes.set_yticks(range(0, types, every), [f"type {kind}" for kind in range(0, types, every)])
-    axes.set_xlabel("step; in the colour of the group that owned the type in the first step", **STYLE)
+    axes.set_xlabel("step; the colour is that of the group that owned the type in the first step", **STYLE)

@@ -75,11 +75,11 @@ def audit_told(story: Story) -> str:
     """Return the audit as one line that begins with its verdict."""
     found = story.audit
     parts = [f"{found.trained} trained", f"{found.duplicates} duplicates", f"{found.gaps} gaps"]
-    parts += [f"{found.unaccounted} trained that the state does not know of"] if found.unaccounted else []
-    parts += [f"{found.unproven} in steps that nobody has on record"] if found.unproven else []
+    parts += [f"{found.unaccounted} trained that the state does not count"] if found.unaccounted else []
+    parts += [f"{found.unproven} in steps without a record"] if found.unproven else []
     parts += [f"{found.earlier} before step {story.steps[0].number}"] if found.earlier else []
-    parts += [f"{found.waiting} still to come of replicas that were away"] if found.waiting else []
-    return ("every sample once: " if found.is_clean else "AUDIT NOT CLEAN: ") + ", ".join(parts)
+    parts += [f"{found.waiting} still to be trained by replicas that were absent"] if found.waiting else []
+    return ("each sample trained once: " if found.is_clean else "AUDIT NOT CLEAN: ") + ", ".join(parts)
 
 
 def problems(story: Story) -> list[str]:
@@ -88,7 +88,7 @@ def problems(story: Story) -> list[str]:
     more = [f"and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
     unread = [f"loader_state: {story.record.problem}"] if story.record.problem else []
     absent = sorted(set(range(story.record.count)) - set(story.record.replicas))
-    names = [f"replica {number} has no folder here: known from the others only" for number in absent]
+    names = [f"replica {number} has no folder here: its figures come from the other replicas" for number in absent]
     return [*found[:_MOST_PROBLEMS], *more, *unread, *names]
 
 
@@ -172,7 +172,7 @@ def superseded(story: Story) -> list[str]:
 def _superseded(steps: Sequence) -> str:
     first, last, members = steps[0], steps[-1], ", ".join(map(str, sorted(steps[0].by)))
     which = f"step {first.number}" if len(steps) == 1 else f"steps {first.number} to {last.number}"
-    return f"superseded: {which}, committed in quorum {last.commit.quorum} by replica {members} and done again later"
+    return f"superseded: {which}, committed in quorum {last.commit.quorum} by replica {members} and repeated later"
 
 
 def _why(one: Incident) -> str:

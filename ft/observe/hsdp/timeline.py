@@ -41,7 +41,7 @@ def draw(story: Story, path: str | Path) -> None:
 
 def _title(story: Story) -> str:
     name = shortened(story.record.folder.resolve().name, 40)
-    verdict = "every sample once" if story.audit.is_clean else "AUDIT NOT CLEAN"
+    verdict = "each sample trained once" if story.audit.is_clean else "AUDIT NOT CLEAN"
     failures = count(len(story.of_kind(FAILURE)), "failure")
     return f"{name}   {failures}, effective {percent(story.effective.measured)}, {verdict}   {story.record.state}"
 
@@ -49,7 +49,7 @@ def _title(story: Story) -> str:
 def _draw_lanes(axes, story: Story) -> None:
     plain(axes, "Replicas")
     if not story.lanes:
-        empty(axes, "nothing is on record yet")
+        empty(axes, "the run has recorded nothing yet")
         return
     end = max(lane.end for lane in story.lanes)
     for lane in sorted(story.lanes, key=lambda lane: lane.state != STATES[0]):
@@ -69,7 +69,7 @@ def _draw_steps(axes, story: Story) -> None:
     """Draw the duration of every step, with the steps of incidents in colour."""
     plain(axes, "Time of steps")
     if not story.steps:
-        empty(axes, "no step is on record")
+        empty(axes, "the run has recorded no step")
         return
     times = [step.when - story.zero for step in story.steps]
     axes.step(times, story.pace.took, where="pre", color=palette.QUIET, linewidth=0.9, zorder=2)
@@ -93,7 +93,7 @@ def _draw_steps(axes, story: Story) -> None:
 def _draw_loss(axes, story: Story) -> None:
     plain(axes, "Loss")
     if not story.losses.points:
-        empty(axes, "no losses are on record")
+        empty(axes, "the run has recorded no losses")
         return
     amounts, losses = zip(*story.losses.points, strict=True)
     axes.plot(amounts, losses, color=palette.LOSS, linewidth=1.5, marker="." if len(amounts) < 3 else None)

@@ -30,9 +30,9 @@ backward pass of one microbatch on one pipeline stage.
 
 BESIDE = {
     "in windows": "verified in their window",
-    "early": "before it, for their memory was needed",
+    "early": "before it, because their memory was needed",
     "late": "after the last one",
-    "unverified": "held against nothing",
+    "unverified": "not compared",
     "not in the plan": "not found in the plan",
 }
 """Display names of further counts (``ft.systems.dmr.runtime.engine.Engine.coverage``).

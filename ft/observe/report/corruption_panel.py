@@ -15,8 +15,7 @@ _HEAD = ("step", "where", "operator", "phase", "layer", "microbatch", "compared"
 
 
 def summary_of(found: Corruption) -> str:
-    """Return one line such as "piggyback: 3 mismatches, 1 attempt redone, rank 3 evicted; operators: 120 at once, ...".
-    """
+    """Return one line such as "piggyback: 3 mismatches, 1 attempt redone; operators: 120 at once, ..."."""
     what = [count(len(found.mismatches), "mismatch").replace("mismatchs", "mismatches")]
     what += [f"{count(found.redone, 'attempt')} redone"] if found.redone else []
     if found.evicted:
@@ -51,11 +50,11 @@ def panel(found: Corruption) -> str:
     told = f"{safe(found.strategy)}; operators of a step, {of} together: {safe(coverage(found))}."
     lines = [f"<p>{told if found.covered else 'How operators were verified is not on record.'}</p>"]
     if not found.mismatches:
-        return "".join([*lines, "<p>Every operator came out the same twice.</p>"])
+        return "".join([*lines, "<p>Both executions of every operator gave the same result.</p>"])
     shown = found.mismatches[:_MOST_ROWS]
     left = len(found.mismatches) - len(shown)
     lines.append(f'<div class="wide">{html_table(_HEAD, [_row(one) for one in shown])}</div>')
-    lines += [f"<p>{left} more are in events.jsonl.</p>"] if left else []
+    lines += [f"<p>{left} more mismatches are in events.jsonl.</p>"] if left else []
     return "".join(lines)
 
 

@@ -40,7 +40,7 @@ def loss_svg(metrics: Sequence[dict[str, Any]], found: Sequence[Recovery]) -> st
         for r in found
         if r.step is not None
     ]
-    return curve(points, "step", marks) if points else "<p>No losses are on record (metrics.jsonl).</p>"
+    return curve(points, "step", marks) if points else "<p>The run has recorded no losses (metrics.jsonl).</p>"
 
 
 def curve(points: Sequence[tuple[float, float]], over: str, marks: Sequence[Mark]) -> str:

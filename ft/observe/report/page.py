@@ -41,7 +41,9 @@ def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -
         *([] if checked is None else [section("Operators executed twice (DMR)", panel(checked))]),
         *([section("Other protections", table(actions.HEAD, actions.rows(acted)))] if acted else []),
         section("Loss", loss_svg(run.metrics, found) + _rebuilds(run)),
-        section("Timeline", picture(timeline, "who held which logical rank when, phases of the recoveries, loss")),
+        section(
+            "Timeline", picture(timeline, "which worker held which logical rank when, phases of the recoveries, loss")
+        ),
         section("Where the time went", _time_table(times)),
         section("Run", _run_table(run)),
         section("Events", _events(run.events)),
@@ -134,7 +136,7 @@ def _rebuilds(run: Run) -> str:
     made = rebuilds.rebuilds(run)
     if not made:
         return ""
-    title = "<p>Pipeline stages that were rebuilt from their neighbours (CheckFree), and what the loss did:</p>"
+    title = "<p>Pipeline stages that were rebuilt from their neighbours (CheckFree), and the effect on the loss:</p>"
     return title + table(rebuilds.HEAD, rebuilds.rows(made))
 
 
@@ -142,7 +144,7 @@ def _time_table(times: Goodput) -> str:
     rows = [
         ("steps that counted", times.productive),
         ("recoveries", times.recovering),
-        ("all else: work that was redone, evaluations, saves, waiting", times.other),
+        ("the rest: repeated steps, evaluations, saves, waiting", times.other),
     ]
     whole = times.wall
     body = [(name, seconds(took), percent(min(1.0, took / whole)) if whole > 0 else "-") for name, took in rows]
@@ -179,7 +181,7 @@ def _events(history: Sequence[Event]) -> str:
         detail = shortened(json.dumps(event.detail, ensure_ascii=False), 400) if event.detail else ""
         rows.append((f"{event.wall - zero:+.3f} s", event.name, about, detail))
     left = len(history) - len(shown)
-    note = f"<p>{left} more are in events.jsonl.</p>" if left else ""
+    note = f"<p>{left} more events are in events.jsonl.</p>" if left else ""
     shown_rows = table(("since the first epoch", "event", "about", "detail"), rows)
     return (
         f'<details><summary>{len(history)} events</summary><div class="wide events">{shown_rows}</div>{note}</details>'

@@ -37,7 +37,10 @@ def gone(folder: Path, age: float | None, nodes: int, *, is_steady: bool = False
     if lives or election.is_kept(folder, _RENEWAL_S if nodes == 1 and lives is False else _SUCCESSION_S):
         return ""
     if lives is False:
-        return "its ft run on this host is gone, and it has not said that it ends: killed, perhaps"
+        return (
+            "the process ft run on this host has disappeared without reporting the end of the run; it may have been "
+            "killed"
+        )
     if is_steady or (age is not None and age > GONE_S):
-        return "nobody renews its lease: its ft run has been killed, or its host is lost"
+        return "no process renews the lease of the control plane: ft run has been killed, or its host is lost"
     return ""

@@ -28,7 +28,7 @@ class StageBlocks:
         if len(chunks) != 1:
             raise UserError(
                 f"{len(chunks)} model chunks on a pipeline stage: its neighbours hold no layers next to each of them",
-                "drop the interleaved schedule (--num-layers-per-virtual-pipeline-stage), or --ft-checkfree",
+                "remove --num-layers-per-virtual-pipeline-stage (the interleaved schedule), or --ft-checkfree",
             )
         found: dict[int, dict[str, torch.Tensor]] = {}
         others = []
@@ -41,7 +41,7 @@ class StageBlocks:
         if whole and others:
             raise UserError(
                 f"a stage in the middle holds parameters of no transformer block: {', '.join(others[:3])}",
-                "drop --ft-checkfree: nothing could rebuild them",
+                "remove --ft-checkfree, because nothing could rebuild these parameters",
             )
         self._blocks = [found[number] for number in sorted(found)]
 
@@ -69,8 +69,8 @@ class StageBlocks:
         told, own = [_shapes(block) for block in blocks], [_shapes(block) for block in self._blocks]
         if told != own:
             raise UserError(
-                f"the neighbours' {len(told)} blocks are not as the lost stage's {len(own)}",
-                "give all stages as many layers of one kind",
+                f"the {len(told)} blocks of the neighbours differ from the {len(own)} blocks of the lost stage",
+                "give all stages the same number of layers of the same kind",
             )
         for block, new in zip(self._blocks, blocks, strict=True):
             for name, held in block.items():

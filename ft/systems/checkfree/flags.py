@@ -18,7 +18,7 @@ def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
     if not asked.rebuilds_stages:
         return
     if not asked.ft_hot_swap:
-        yield "--ft-checkfree is a rung of hot-swap's recoveries", "add --ft-hot-swap and start with ft run"
+        yield "--ft-checkfree needs hot-swap", "add --ft-hot-swap and start with ft run"
     if grid.pp < 3:
         yield f"--ft-checkfree with {grid.pp} pipeline stage(s): none has two neighbours", "use PP 3 or more"
     if grid.vpp:
@@ -32,7 +32,7 @@ def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
         or p.account_for_embedding_in_pipeline_split
         or p.account_for_loss_in_pipeline_split
     ):
-        yield "--ft-checkfree averages stages block by block: all need as many layers", "split the layers evenly"
+        yield "--ft-checkfree needs stages with the same number of layers", "split the layers evenly"
     yield from _check_numbers(options)
 
 
@@ -51,7 +51,7 @@ def _check_swapped(options: Any, grid: Any) -> Iterator[Problem]:
         problem = f"--ft-checkfree-plus swaps the first two and the last two of {grid.pp} pipeline stage(s)"
         yield problem, f"--pipeline-model-parallel-size {LEAST_STAGES} or more"
     if training.global_batch_size < 2 * per_rank:
-        yield "one microbatch has no half that could be swapped (--ft-checkfree-plus)", "2 microbatches or more"
+        yield "--ft-checkfree-plus swaps half of the microbatches: there is only one", "2 microbatches or more"
     if training.rampup_batch_size is not None and training.rampup_batch_size[0] < 2 * per_rank:
         yield "a step of the ramp-up has one microbatch (--ft-checkfree-plus)", "begin with 2 microbatches or more"
 

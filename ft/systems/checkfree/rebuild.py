@@ -19,7 +19,7 @@ WEIGHTED, UNIFORM, COPY, RANDOM = STRATEGIES = ("weighted", "uniform", "copy", "
 LEAST_WEIGHT = 1e-4
 """Added to each norm, as in the code of CheckFree's authors, so that two norms of zero give a uniform average."""
 
-LEFT_TO_TRY = "what is left: a peer copy of the stage (--ft-hot-swap), then the last persistent checkpoint (--load)"
+LEFT_TO_TRY = "use a peer copy of the stage (--ft-hot-swap) or the last persistent checkpoint (--load)"
 
 Block = Mapping[str, torch.Tensor]
 """The parameters of a transformer block by their names within the block."""
@@ -115,7 +115,7 @@ def weights(norm_previous: float | None, norm_following: float | None) -> tuple[
         if norm is None or not math.isfinite(norm)
     ]
     if unusable:
-        return (0.5, 0.5), f"averaged uniformly, for a gradient norm cannot be a weight: {', '.join(unusable)}"
+        return (0.5, 0.5), f"averaged uniformly: a gradient norm cannot be a weight: {', '.join(unusable)}"
     before, after = (float(norm) + LEAST_WEIGHT for norm in norms)
     largest = max(before, after)  # normalised first, because the sum of two large norms may overflow
     before, after = before / largest, after / largest
@@ -141,10 +141,10 @@ def fresh(name: str, like: torch.Tensor, generator: torch.Generator | None) -> t
 def _sources(previous: Sequence[Block] | None, following: Sequence[Block] | None, strategy: str):
     """Return the neighbours that the strategy reads, after checking them."""
     if strategy not in STRATEGIES:
-        raise UserError(f"{strategy!r} is no way to rebuild a stage", f"there are: {', '.join(STRATEGIES)}")
+        raise UserError(f"{strategy!r} is not a strategy to rebuild a stage", f"there are: {', '.join(STRATEGIES)}")
     there = [stage for stage in (previous, following) if stage is not None]
     if not there:
-        raise UserError("a stage is lost, and no neighbour of it is left to rebuild it from", LEFT_TO_TRY)
+        raise UserError("a stage and all its neighbours are lost, so it cannot be rebuilt", LEFT_TO_TRY)
     if len(there) == 2:
         _check_alike(previous, following)
     if strategy in (COPY, RANDOM):
@@ -163,7 +163,7 @@ def _check_alike(previous: Sequence[Block], following: Sequence[Block]) -> None:
         raise UserError(
             f"the neighbours of the lost stage hold {len(previous)} and {len(following)} transformer blocks: they "
             "cannot be averaged block by block",
-            f"give every stage as many layers; {LEFT_TO_TRY}",
+            f"give every stage the same number of layers; {LEFT_TO_TRY}",
         )
     for place, (before, after) in enumerate(zip(previous, following, strict=True)):
         if before.keys() != after.keys():

@@ -179,7 +179,7 @@ class CheckFreeRebuilder:
         given = lent.get(self._doubles.twin, {})
         own = dict(self._doubles.params(self._subject.chunks[0]))
         if {name: held.shape for name, held in given.items()} != {name: param.shape for name, param in own.items()}:
-            raise FallbackError("the stage next door does not keep this one's embedding or head")
+            raise FallbackError("the neighbour stage has no copy of this stage's embedding or head")
         for name, param in own.items():
             param.data.copy_(given[name])
 

@@ -82,4 +82,6 @@ def _read(head: torch.Tensor, body: torch.Tensor) -> tuple[Blocks, dict]:
             blocks.append(block)
         return blocks, told["envelope"]
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise FallbackError(f"not what a stage lends ({type(error).__name__}: {error})") from error
+        raise FallbackError(
+            f"the received parameters of a neighbour stage cannot be decoded ({type(error).__name__}: {error})"
+        ) from error

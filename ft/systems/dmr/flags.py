@@ -11,13 +11,13 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     asked = options.fault_tolerance
     if not asked.follows_operators:
         if asked.ft_dmr_unstable is not None:
-            yield "--ft-dmr-unstable says what DMR leaves out, and there is none", "add --ft-dmr piggyback"
+            yield "--ft-dmr-unstable has no effect, because DMR is off", "add --ft-dmr piggyback"
         if asked.ft_dmr_inject:
-            yield "--ft-dmr-inject flips bits of what DMR executes, and DMR is off", "add --ft-dmr naive|piggyback"
+            yield "--ft-dmr-inject has no effect, because DMR is off", "add --ft-dmr naive|piggyback"
         return
     if asked.ft_dmr is not None and asked.ft_dmr_plan is not None:
-        yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan say two things about one operator", "drop one of them"
+        yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan contradict each other", "remove one of them"
     if asked.ft_dmr_profile is not None and asked.ft_dmr_inject:
-        yield "--ft-dmr-profile measures a run, and --ft-dmr-inject flips bits to be found in one", "drop one of them"
+        yield "--ft-dmr-profile measures a run, and --ft-dmr-inject flips bits to be found in one", "remove one of them"
     if asked.ft_dmr_retries < 0:
         yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"

@@ -58,10 +58,10 @@ def read_unstable(path: Path) -> Unstable:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", _FIX) from error
     except ValueError as error:
-        raise UserError(f"{path} is no JSON: {error}", _FIX) from error
+        raise UserError(f"{path} is not JSON: {error}", _FIX) from error
     operators = values.get("operators") if isinstance(values, dict) else None
     if not isinstance(operators, list) or not all(isinstance(name, str) for name in operators):
         raise UserError(f'{path} has no list of names under "operators"', _FIX)
     if values.get("version") != _VERSION:
-        raise UserError(f"{path} is of version {values.get('version')!r}, and {_VERSION} is known", _FIX)
+        raise UserError(f"{path} has version {values.get('version')!r}, but only version {_VERSION} can be read", _FIX)
     return Unstable(tuple(operators), str(values.get("torch", "")), str(values.get("device", "")))

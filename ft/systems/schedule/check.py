@@ -48,7 +48,7 @@ def _units(program: Program):
     routes = program.routes
     wanted = Counter(unit for microbatch in range(len(routes.ways)) for unit in routes.units(microbatch))
     for unit in (Counter(unit for s in range(len(program.stages)) for unit in program.order(s)) - wanted).elements():
-        yield f"{named(unit)} runs on stage {unit.stage} though it should not, or not again"
+        yield f"{named(unit)} must not run on stage {unit.stage}, or runs there twice"
     there: set[tuple[int, Unit]] = set()
     for stage, steps in enumerate(program.stages):
         for step in steps:

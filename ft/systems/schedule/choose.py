@@ -70,7 +70,9 @@ class Shape:
         if min(self.stages, self.microbatches, self.chunks) < 1:
             raise UserError("a pipeline has at least one stage, microbatch and chunk", "give positive numbers")
         if not (self.f > 0 and self.b > 0 and self.comm >= 0):
-            raise UserError("units take time, and messages no less than none", "give positive times")
+            raise UserError(
+                "the times of units must be above 0, and the time of messages not below 0", "give positive times"
+            )
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def best(planned: Iterable[Planned]) -> Planned:
     """
     valid = [each for each in planned if each.valid]
     if not valid:
-        raise UserError("no schedule that swaps half of the microbatches may run here", "allow more in flight")
+        raise UserError("no schedule that swaps half of the microbatches can run here", "allow more in flight")
     return min(valid, key=lambda each: (round(each.ran.end, 9), max(each.in_flight), sum(each.in_flight)))
 
 
@@ -207,7 +209,7 @@ def _programs(kind: str, shape: Shape) -> Iterator[Program]:
     elif kind == "woven":
         yield from _woven(shape)
     else:
-        raise UserError(f"there is no schedule {kind!r}", f"give one of {', '.join((*KINDS, BEST))}")
+        raise UserError(f"there is no kind of schedule {kind!r}", f"give one of {', '.join((*KINDS, BEST))}")
 
 
 def _woven(shape: Shape) -> Iterator[Program]:

@@ -97,7 +97,7 @@ def write(values: Mapping[str, Any], path: Path) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise UserError(f"the schedule cannot be written: {error}", "give --out a path that can be") from error
+        raise UserError(f"the schedule cannot be written: {error}", "give --out a path that can be written") from error
 
 
 def read(path: Path) -> Program:

@@ -81,7 +81,9 @@ def half_swapped(stages: int, microbatches: int) -> Routes:
         UserError: too few stages or microbatches to swap.
     """
     if microbatches < 2:
-        raise UserError("one microbatch has no half that could be swapped", "give at least 2 microbatches")
+        raise UserError(
+            "CheckFree+ swaps half of the microbatches, and there is only one", "give at least 2 microbatches"
+        )
     return Routes.of(stages, [SWAPPED if microbatch % 2 else NORMAL for microbatch in range(microbatches)])
 
 

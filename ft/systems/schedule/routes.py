@@ -36,7 +36,7 @@ def swapped(stages: int) -> tuple[Place, ...]:
         UserError: there are too few stages.
     """
     if stages < LEAST_STAGES:
-        problem = f"{stages} stages have no first two and last two that are apart"
+        problem = f"with {stages} stages, the first two and the last two stages overlap"
         raise UserError(problem, f"give CheckFree+ at least {LEAST_STAGES} stages")
     way = list(straight(stages))
     way[:2], way[-2:] = way[1::-1], way[:-3:-1]

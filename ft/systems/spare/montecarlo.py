@@ -50,7 +50,7 @@ def run_trials(placement: Placement, trials: int, seed: int, accelerate: bool | 
         UserError: ``trials`` is less than 1, or the seed is negative.
     """
     if trials < 1:
-        raise UserError(f"{trials} trials tell nothing", "give 1 trial or more")
+        raise UserError(f"{trials} trials give no result", "give 1 trial or more")
     if seed < 0:
         raise UserError(f"seed {seed} is negative", "give a seed of 0 or more")
     found = played(placement, trials, seed, accelerate)

@@ -32,7 +32,7 @@ class Placement:
         object.__setattr__(self, "ruler", tuple(int(mark) for mark in self.ruler))
         if self.groups < 2 or len(self.ruler) < 2:
             raise UserError(
-                f"{self.groups} groups and redundancy {len(self.ruler)}: no loss can be made up for",
+                f"{self.groups} groups and redundancy {len(self.ruler)}: no loss can be compensated",
                 "give 2 groups or more, and a redundancy of 2 or more",
             )
         if len({mark % self.groups for mark in self.ruler}) < len(self.ruler):

@@ -75,7 +75,7 @@ def check(marks: Sequence[int], groups: int) -> tuple[int, ...]:
                 raise UserError(
                     f"the ruler's differences {a} - {b} and {c} - {d} are both {difference} mod {groups}: "
                     "two types would share two groups",
-                    f"leave a mark out, or leave the ruler to ft plan spare place --groups {groups}",
+                    f"remove a mark, or let ft plan spare place --groups {groups} compute the ruler",
                 )
             seen[difference] = (a, b)
     if len(set(marks)) < len(marks):

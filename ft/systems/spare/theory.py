@@ -64,9 +64,7 @@ def capacity(groups: int, failures: int) -> int:
         UserError: ``failures`` is not in 0..groups - 1.
     """
     if not 0 <= failures < groups:
-        raise UserError(
-            f"{failures} failures among {groups} groups leave no stack to speak of", f"give 0 to {groups - 1} failures"
-        )
+        raise UserError(f"{failures} failures among {groups} groups leave no group", f"give 0 to {groups - 1} failures")
     return -(-groups // (groups - failures))
 
 
@@ -149,9 +147,9 @@ def check_size(groups: int, redundancy: int | None = None) -> None:
         UserError: there are fewer than 2 groups, or the redundancy is not in 2..groups.
     """
     if groups < 2:
-        raise UserError(f"{groups} groups: nobody survives the loss of one", "give 2 groups or more")
+        raise UserError(f"with {groups} groups, no group survives the loss of one", "give 2 groups or more")
     if redundancy is not None and redundancy < 2:
-        raise UserError(f"redundancy {redundancy}: every type that is lost is lost for good", "give 2 or more")
+        raise UserError(f"with redundancy {redundancy}, a lost type has no other host", "give 2 or more")
     if redundancy is not None and redundancy > groups:
         raise UserError(
             f"redundancy {redundancy} with {groups} groups: a type has at most one host in each group",

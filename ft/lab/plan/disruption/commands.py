@@ -13,8 +13,8 @@ from ft.lab.plan.disruption.flags import add_flags, plan_of
 from ft.lab.plan.disruption.table import as_text, as_values
 
 _DESCRIPTION = """\
-What failures cost a run: restarts from a checkpoint, at the interval given and at Young's, beside hot-swap.
-Per failure, per day, as the share of time that the run gets on, in GPU hours and in money.
+Compare what failures cost a run with restarts from a checkpoint (at the given interval, and at Young's) and with
+hot-swap: per failure, per day, as effective training time, in GPU hours and in money.
 Times have a unit (ms, s, m or min, h, d): 45ms, 2.5m, 90d."""
 
 
@@ -22,7 +22,7 @@ def add_parser(subparsers) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "disruption",
-        help="what failures cost: hot-swap beside restarts from checkpoints",
+        help="compare the cost of failures with hot-swap and with restarts from checkpoints",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -46,14 +46,24 @@ class Plan:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag to ``parser``."""
     group = parser.add_argument_group("cluster")
-    group.add_argument("--gpus", type=count(), required=True, metavar="N", help="that train, standbys not counted")
-    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
-    group.add_argument("--mtbf-gpu", type=duration(1e-6), metavar="TIME", help="between two failures of one GPU")
     group.add_argument(
-        "--mtbf-node", type=duration(1e-6), metavar="TIME", help="between two failures of one node's other parts"
+        "--gpus", type=count(), required=True, metavar="N", help="number of GPUs that train, without standbys"
+    )
+    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
+    group.add_argument(
+        "--mtbf-gpu", type=duration(1e-6), metavar="TIME", help="mean time between two failures of one GPU"
     )
     group.add_argument(
-        "--mttf", type=duration(1e-6), metavar="TIME", help="between two failures of the run, in place of both"
+        "--mtbf-node",
+        type=duration(1e-6),
+        metavar="TIME",
+        help="mean time between two failures of the other parts of one node",
+    )
+    group.add_argument(
+        "--mttf",
+        type=duration(1e-6),
+        metavar="TIME",
+        help="mean time between two failures of the run, instead of the two flags above",
     )
     group.add_argument("--standbys", type=count(0), default=1, metavar="N", help="standby nodes (default: 1)")
     group.add_argument(
@@ -61,51 +71,77 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=duration(0.0),
         default=0.0,
         metavar="TIME",
-        help="until a failed node is back as a standby (default: 0, standbys never run out)",
+        help="time until a failed node is available again as a standby (default: 0: a standby is always available)",
     )
     group = parser.add_argument_group("training")
     group.add_argument("--step-time", type=duration(1e-6), metavar="TIME")
-    group.add_argument("--steps", type=count(), metavar="N", help="of the whole run, to tell how long it lasts")
+    group.add_argument(
+        "--steps", type=count(), metavar="N", help="number of steps of the whole run, to compute its duration"
+    )
     group.add_argument("--interrupted", type=argument(between(0.0, 1.0)), default=0.5, metavar="PHI", help=_INTERRUPTED)
     group.add_argument("--failure-steps", metavar="N,N,...|FILE", help=_FAILURE_STEPS)
     group = parser.add_argument_group("restart from a checkpoint")
     group.add_argument("--checkpoint-interval", type=count(), required=True, metavar="STEPS")
     group.add_argument(
-        "--checkpoint-cost", type=duration(0.0), required=True, metavar="TIME", help="training stands still"
+        "--checkpoint-cost",
+        type=duration(0.0),
+        required=True,
+        metavar="TIME",
+        help="time for which one checkpoint stops training",
     )
     group.add_argument(
-        "--restart-time", type=duration(0.0), metavar="TIME", help="from a failure to the first step, no replay"
+        "--restart-time",
+        type=duration(0.0),
+        metavar="TIME",
+        help="time from a failure to the first step, without replay",
     )
     group = parser.add_argument_group("hot-swap")
     group.add_argument(
-        "--detect", type=duration(0.0), metavar="TIME", help="until survivors are released, the standby there"
+        "--detect",
+        type=duration(0.0),
+        metavar="TIME",
+        help="time until the survivors have left the step and the standby has arrived",
     )
     group.add_argument(
-        "--rebuild", type=duration(0.0), metavar="TIME", help="of process groups: see ft simulate recovery"
+        "--rebuild",
+        type=duration(0.0),
+        metavar="TIME",
+        help="time to rebuild the process groups: see ft simulate recovery",
     )
-    group.add_argument("--restore", type=duration(0.0), metavar="TIME", help="of the state, up to the first new step")
     group.add_argument(
-        "--hot-swap-time", type=argument(_mean_time), metavar="TIME,...", help="all of it, in place of the parts; mean"
+        "--restore", type=duration(0.0), metavar="TIME", help="time to restore the state, up to the first new step"
     )
     group.add_argument(
-        "--protect", type=duration(0.0), default=0.0, metavar="TIME", help="snapshots prolong a step by this"
+        "--hot-swap-time",
+        type=argument(_mean_time),
+        metavar="TIME,...",
+        help="mean time of a whole hot-swap, instead of its parts",
+    )
+    group.add_argument(
+        "--protect", type=duration(0.0), default=0.0, metavar="TIME", help="time by which snapshots prolong a step"
     )
     group.add_argument("--fallback-interval", type=count(0), metavar="STEPS", help=_FALLBACK)
-    group.add_argument("--from-run", metavar="DIR", help="times that are not given here, from this run's events")
+    group.add_argument(
+        "--from-run", metavar="DIR", help="take the times that are not given here from the events of this run"
+    )
     group = parser.add_argument_group("output")
     group.add_argument(
         "--price",
         type=argument(between(0.0, 1e6)),
         metavar="DOLLARS",
-        help="of one GPU hour: money beside the GPU hours",
+        help="price of a GPU hour; the output then also shows money",
     )
-    group.add_argument("--json", action="store_true", help="one JSON object instead of text, times in seconds")
+    group.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text; times are in seconds"
+    )
     group.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
 
 
-_INTERRUPTED = "expected part of the interrupted step that was done (default: 0.5)"
-_FAILURE_STEPS = "steps at which failures struck: the empirical replay model in place of the uniform one"
-_FALLBACK = "steps between checkpoints of a hot-swapping run (default: --checkpoint-interval; 0: none)"
+_INTERRUPTED = "expected share of the interrupted step that was already computed (default: 0.5)"
+_FAILURE_STEPS = "steps at which recorded failures struck: use the empirical replay model instead of the uniform one"
+_FALLBACK = (
+    "number of steps between checkpoints in a run with hot-swap (default: --checkpoint-interval; 0: no checkpoints)"
+)
 
 
 def plan_of(given: argparse.Namespace) -> Plan:
@@ -122,8 +158,9 @@ def plan_of(given: argparse.Namespace) -> Plan:
     fallback = given.checkpoint_interval if given.fallback_interval is None else given.fallback_interval
     if fallback == 0 and cluster.no_standby > 0:
         raise UserError(
-            f"--fallback-interval 0, and a failure finds no standby with probability {cluster.no_standby:.2g}",
-            "give checkpoints to go back to, or more --standbys, or a shorter --repair-time",
+            "--fallback-interval 0 means no checkpoints, but a failure finds no standby with probability "
+            f"{cluster.no_standby:.2g}",
+            "give a --fallback-interval above 0, or more --standbys, or a shorter --repair-time",
         )
     swap = HotSwap(_parts(given, run), given.protect)
     return Plan(cluster, training, fallback, _replay(given.failure_steps), swap, given.price, given.steps, run)
@@ -132,13 +169,11 @@ def plan_of(given: argparse.Namespace) -> Plan:
 def _cluster(given: argparse.Namespace) -> Cluster:
     if given.gpus % given.gpus_per_node:
         raise UserError(
-            f"--gpus {given.gpus} is no multiple of --gpus-per-node {given.gpus_per_node}", "give whole nodes"
+            f"--gpus {given.gpus} is not a multiple of --gpus-per-node {given.gpus_per_node}", "give whole nodes"
         )
     each = given.mtbf_gpu or given.mtbf_node
     if bool(given.mttf) == bool(each):
-        said = (
-            "both --mttf and --mtbf-gpu or --mtbf-node are there" if each else "how often something fails is not said"
-        )
+        said = "--mttf cannot be combined with --mtbf-gpu or --mtbf-node" if each else "the rate of failures is missing"
         raise UserError(said, "give --mttf of the run, or --mtbf-gpu and --mtbf-node of its parts")
     between = given.mttf or mttf(given.gpus, given.gpus_per_node, given.mtbf_gpu, given.mtbf_node)
     cluster = Cluster(given.gpus, given.gpus_per_node, between, given.standbys, given.repair_time)
@@ -146,7 +181,7 @@ def _cluster(given: argparse.Namespace) -> Cluster:
         raise UserError(
             f"a failure every {between:.4g} s and {given.repair_time:.4g} s to repair a node: "
             f"{cluster.in_repair:.0f} nodes would be away at any time, and there are {cluster.nodes}",
-            "check --repair-time, and what fails how often",
+            "check --repair-time and the failure rates",
         )
     return cluster
 
@@ -155,9 +190,7 @@ def _parts(given: argparse.Namespace, run: Measured | None) -> dict[str, float]:
     single = [name for name in _PARTS if getattr(given, name) is not None]
     if given.hot_swap_time is not None:
         if single:
-            raise UserError(
-                f"--hot-swap-time is there, and --{single[0]}, which is part of it", "give one or the other"
-            )
+            raise UserError(f"--hot-swap-time already includes --{single[0]}", "give one or the other")
         return {"hot-swap": given.hot_swap_time}
     known = run.parts if run is not None else {}
     what = "how long that part of a hot-swap takes"
@@ -189,7 +222,7 @@ def _replay(text: str | None) -> Replay:
             ) from error
     wrong = next((word for word in words if not word.strip().isdecimal()), None)
     if wrong is not None or not words:
-        problem = "is empty" if wrong is None else f"holds {wrong[:40]!r}, which is no step"
+        problem = "is empty" if wrong is None else f"contains {wrong[:40]!r}, which is not a step"
         raise UserError(f"--failure-steps {text} {problem}", _STEPS_FIX)
     return Empirical([int(word) for word in words])
 

@@ -50,7 +50,8 @@ def measured(run: Run) -> Measured:
     swaps = [recovery for recovery in found if recovery.outcome == REPLACED and recovery.phases]
     if not swaps:
         raise UserError(
-            f"{run.folder} holds no completed hot-swap: {len(found)} recoveries, in none of them a standby took over",
+            f"{run.folder} contains no completed hot-swap: it has {len(found)} recoveries, and in none of them a "
+            "standby took over",
             "give a run in which one did, or its times as --detect, --rebuild and --restore",
         )
     parts = dict.fromkeys(_PART_OF.values(), 0.0)

@@ -27,7 +27,7 @@ class Uniform:
         return (interval - 1) / 2
 
     def describe(self) -> str:
-        return "uniform: a failure strikes at any time alike, E[R] = (K - 1) / 2"
+        return "uniform: a failure is equally probable at any time, E[R] = (K - 1) / 2"
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,4 @@ class Empirical:
         return sum(step % interval for step in self.steps) / len(self.steps)
 
     def describe(self) -> str:
-        return f"empirical: {len(self.steps)} failures on record, E[R] = their mean of s mod K"
+        return f"empirical: {len(self.steps)} recorded failures, E[R] = their mean of s mod K"

@@ -97,11 +97,11 @@ def _conclusions(plan: Plan, found: Answer) -> list[str]:
     ]
     step = plan.training.step_s
     lines.append(
-        f"Cheapest interval where failures strike at any time alike: {found.young_s / step:,.1f} steps (Young), "
+        f"Cheapest interval if failures are equally probable at any time: {found.young_s / step:,.1f} steps (Young), "
         f"{found.daly_s / step:,.1f} (Daly)."
     )
     if plan.cluster.standby_nodes:
-        lines.append("GPU hours are all that are paid for: those of standbys count as lost, for hot-swap only.")
+        lines.append("GPU hours include the hours of standbys, which count as lost for hot-swap only.")
     if plan.cluster.repair_s:
         lines.append(
             f"A failure finds no standby with probability {found.no_standby:.2g}, and the run restarts then; "

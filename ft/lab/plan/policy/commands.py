@@ -15,8 +15,8 @@ from ft.lab.plan.policy.failure import failure
 from ft.show.text import table
 
 _DESCRIPTION = """\
-The rungs of recovery in their order, and which of them serves after which failure: the control plane's own decision.
-With --lost, it answers for one failure."""
+Show the kinds of recovery in order of preference, and which one follows which failure, as the control plane decides.
+With --lost, show the decision for one failure."""
 
 OFF = "off"
 _MOST_STAGES = 1024
@@ -32,15 +32,21 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "policy",
-        help="the order of recovery rungs, and which serves after which failure",
+        help="show the order of the kinds of recovery, and which one follows which failure",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--pp", type=int, metavar="P", help="pipeline stages; default: those of --blocks, or 6")
-    parser.add_argument("--blocks", metavar="N,N,...", help="transformer blocks of each stage; default: all the same")
-    parser.add_argument("--lost", metavar="S,S,...", help="stages whose state nobody holds; '' for none")
+    parser.add_argument(
+        "--pp", type=int, metavar="P", help="number of pipeline stages; default: those of --blocks, or 6"
+    )
+    parser.add_argument(
+        "--blocks",
+        metavar="N,N,...",
+        help="number of transformer blocks of each stage, such as 4,4,4; default: all the same",
+    )
+    parser.add_argument("--lost", metavar="S,S,...", help="stages of whose state no rank holds a copy; '' for none")
     parser.add_argument("--checkfree", choices=(OFF, MIDDLE, PLUS), help=f"with --lost; default: {OFF}")
-    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(main=run)
 
 
@@ -78,7 +84,7 @@ def _blocks(given: argparse.Namespace) -> tuple[int, ...]:
 def _lost(text: str, stages: int) -> frozenset[int]:
     lost = frozenset(_numbers(text)) if text.strip() else frozenset()
     if any(not 0 <= stage < stages for stage in lost):
-        raise UserError(f"--lost {text}: stages are 0 to {stages - 1}", "give stages that there are")
+        raise UserError(f"--lost {text}: stages are 0 to {stages - 1}", "give stages that exist")
     return lost
 
 
@@ -86,7 +92,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UserError(f"{text!r} are no whole numbers", "give them with commas between, as 4,4,4") from None
+        raise UserError(
+            f"{text!r} is not a list of whole numbers", "give whole numbers with commas between them, such as 4,4,4"
+        ) from None
 
 
 def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, Rung]]:

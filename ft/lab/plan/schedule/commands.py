@@ -16,16 +16,16 @@ from ft.systems.schedule.file import as_values as program_values
 from ft.systems.schedule.file import write
 
 _DESCRIPTION = """\
-The order in which each pipeline stage runs the forwards and backwards of its microbatches, the bubbles it leaves, and
-whether it may run: each input there in time, messages of every pair of stages received as they are sent (NCCL has no
-tags), no deadlock with sends that wait for their receivers, memory.
+Plan the order in which each pipeline stage runs the forwards and backwards of its microbatches, compute the bubbles,
+and check that the schedule can run: inputs arrive in time, every pair of stages receives messages in the order in which
+they are sent (NCCL has no tags), nothing deadlocks if sends wait for their receivers, and memory suffices.
 
-1f1b, interleaved   megatron-core's, nothing swapped: to compare with
+1f1b, interleaved   megatron-core's schedules without swapped microbatches, for comparison
 two-pass            normal microbatches, a flush, and those with the first two and the last two stages swapped
-half-half           the same without the flush, each stage as soon as it can: none holds more than 1F1B's first
+half-half           the same without the flush: each stage starts as soon as it can, and holds no more than in 1F1B
 woven               normal and swapped in turn, so that no stage waits once all have begun: holds two more
-alternate           1F1B's order with every second microbatch swapped: refused, because messages cross
-best                the cheapest of those that may run (CheckFree+)"""
+alternate           1F1B's order with every second microbatch swapped: invalid, because messages cross
+best                the cheapest valid schedule (CheckFree+)"""
 
 
 _MOST_UNITS = 100_000
@@ -36,26 +36,37 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "schedule",
-        help="order per stage, bubbles and message order of pipeline schedules, those of CheckFree+ too",
+        help="plan and check pipeline schedules, including those of CheckFree+",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="of one iteration")
+    parser.add_argument(
+        "--microbatches", type=int, required=True, metavar="M", help="number of microbatches of one iteration"
+    )
     parser.add_argument("--kind", choices=(*KINDS, BEST), default=BEST, help=f"default: {BEST}")
     parser.add_argument(
         "--forward", type=_NUMBER, default=1.0, metavar="X", help="time of a stage's forward; default: 1"
     )
     parser.add_argument(
-        "--backward", type=_NUMBER, metavar="X", help="of its backward, in the same unit; default: twice the forward"
+        "--backward",
+        type=_NUMBER,
+        metavar="X",
+        help="time of a stage's backward, in the same unit; default: twice the forward",
     )
     parser.add_argument("--comm", type=_NUMBER, default=0.0, metavar="X", help="of a message; default: 0")
-    parser.add_argument("--chunks", type=int, default=2, metavar="N", help="model chunks of interleaved; default: 2")
-    most = "microbatches whose activations a stage may hold; default: as many as it takes"
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        default=2,
+        metavar="N",
+        help="number of model chunks per stage for interleaved; default: 2",
+    )
+    most = "number of microbatches whose activations a stage may hold; default: no limit"
     parser.add_argument("--most-in-flight", type=int, metavar="N", help=most)
-    parser.add_argument("--out", metavar="FILE", help="where to write the steps of every stage, JSON")
-    parser.add_argument("--plot", metavar="FILE", help="a picture of the stages over time, PNG")
-    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.add_argument("--out", metavar="FILE", help="write the steps of every stage to this file, as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture of the stages over time to this file, as PNG")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(main=run)
 
 
@@ -69,7 +80,7 @@ def run(given: argparse.Namespace) -> int:
     if units > _MOST_UNITS:
         raise UserError(
             f"{given.pp} stages with {given.microbatches} microbatches in {given.chunks} chunks are {units:,} units",
-            f"give up to {_MOST_UNITS:,} of them",
+            f"give sizes with at most {_MOST_UNITS:,} units",
         )
     backward = 2 * given.forward if given.backward is None else given.backward
     shape = Shape(given.pp, given.microbatches, given.forward, backward, given.comm, given.chunks, given.most_in_flight)
@@ -100,4 +111,4 @@ def _refuse(found: Planned) -> None:
     broken = [finding for finding in found.findings if finding.faults]
     if broken:
         fault = "; ".join(f"{finding.rule} ({finding.faults[0]})" for finding in broken)
-        raise UserError(f"the schedule {found.kind} may not run: {fault}", f"take --kind {BEST}")
+        raise UserError(f"the schedule {found.kind} cannot run: {fault}", f"take --kind {BEST}")

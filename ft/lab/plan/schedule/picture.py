@@ -40,7 +40,7 @@ def draw(found: Planned, path: Path) -> None:
 
 
 def _lanes(axes, found: Planned) -> None:
-    look.plain(axes, "units of each stage, with their microbatches; what is left white is idle", pad=22)
+    look.plain(axes, "units of each stage with the numbers of their microbatches; white is idle time", pad=22)
     normal = straight(found.shape.stages, found.chunks)
     ways = found.program.routes.ways
     end = max((end for _, end in found.ran.times.values()), default=1.0)
@@ -57,7 +57,7 @@ def _lanes(axes, found: Planned) -> None:
     axes.set_xlim(0, end)
     axes.set_yticks(range(found.shape.stages), [f"stage {stage}" for stage in range(found.shape.stages)])
     axes.invert_yaxis()
-    axes.set_xlabel("time, in the unit of --forward", **look.STYLE)
+    axes.set_xlabel("time in the unit of --forward", **look.STYLE)
     seen = {ways[unit.microbatch] != normal for unit in found.ran.times}
     look.legend(
         axes, [Patch(color=colour, label=label) for (way, _), (colour, label) in _COLOURS.items() if way in seen]

@@ -31,7 +31,7 @@ def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_ra
     names = list(hosts) or list(topology.hosts)
     if len(names) < count:
         raise UserError(
-            f"{count} nodes, but {len(names)} host(s) to put them on", "give more --hosts, or fewer --nodes"
+            f"there are {count} nodes, but only {len(names)} host(s)", "give more --hosts, or fewer --nodes"
         )
     return [{NODE: name, **topology.find([name], name)[1]} for name in names[:count]]
 

@@ -8,9 +8,9 @@ from ft.lab.plan.snapshot.flags import add_flags, plan_of
 from ft.lab.plan.snapshot.table import as_text, as_values
 
 _DESCRIPTION = """\
-What snapshots with k peer copies of each state ask of a cluster, and what risk they leave, for k = 1, 2, 3: host
-memory, bytes of each step and whether they hide behind it, the probability that a failure loses state.
-Give the trainer's own flags after its name; its size may be given with --params instead.
+Compute the cost and the remaining risk of snapshots with k peer copies of each state, for k = 1, 2, 3: host memory,
+bytes sent in each step and whether the step hides them, and the probability that a failure loses state. Give the
+trainer's flags after the name of its script, or the size of the model with --params.
 
   ft plan snapshot --nodes 64 --nodes-per-rack 4 --step-time 10s --params 70B pretrain_gpt.py \\
       --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --use-distributed-optimizer"""
@@ -20,7 +20,7 @@ def add_parser(subparsers) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "snapshot",
-        help="what peer copies cost in memory and bandwidth, and what risk they leave",
+        help="compute what peer copies cost in memory and bandwidth, and the remaining risk",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -50,73 +50,90 @@ class Plan:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag to ``parser``; the trainer's own flags follow the name of its script, as with ``ft run``."""
     group = parser.add_argument_group("cluster")
-    group.add_argument("--nodes", type=count(), required=True, metavar="N", help="that train, standbys not counted")
-    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
-    group.add_argument("--topology", metavar="FILE", help="as for ft run; its hosts, in order, are the nodes")
     group.add_argument(
-        "--hosts", default="", metavar="LIST", help="the nodes among them: a[1-4],b7 (default: the first)"
+        "--nodes", type=count(), required=True, metavar="N", help="number of nodes that train, without standbys"
     )
-    group.add_argument("--nodes-per-rack", type=count(), metavar="N", help="in place of --topology")
+    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
+    group.add_argument(
+        "--topology", metavar="FILE", help="topology file as for ft run; its hosts, in order, are the nodes"
+    )
+    group.add_argument(
+        "--hosts",
+        default="",
+        metavar="LIST",
+        help="hosts of the topology that are the nodes: a[1-4],b7 (default: the first ones)",
+    )
+    group.add_argument(
+        "--nodes-per-rack", type=count(), metavar="N", help="number of nodes of a rack, instead of --topology"
+    )
     group.add_argument(
         "--host-memory",
         type=argument(lambda text: size(text, bare=None)),
         metavar="SIZE",
-        help="of a node, as 2TB, to tell what does not fit",
+        help="host memory of a node, such as 2TB, to find out what does not fit",
     )
     group.add_argument(
         "--pcie",
         type=argument(gigabytes_per_second),
         default=25.0,
         metavar="GB/S",
-        help="each GPU to its host (default: 25)",
+        help="bandwidth of each GPU to its host (default: 25)",
     )
     group.add_argument(
         "--network",
         type=argument(gigabytes_per_second),
         default=25.0,
         metavar="GB/S",
-        help="of a node each way (default: 25)",
+        help="network bandwidth of a node in each direction (default: 25)",
     )
     group = parser.add_argument_group("state")
     group.add_argument(
-        "--params", type=argument(amount), metavar="N", help="of the model, as 70B, in place of its flags"
+        "--params",
+        type=argument(amount),
+        metavar="N",
+        help="number of parameters of the model, such as 70B, instead of the trainer's flags",
     )
     group.add_argument(
-        "--expert-params", type=argument(amount), metavar="N", help="of these in experts (default: none)"
+        "--expert-params",
+        type=argument(amount),
+        metavar="N",
+        help="number of these parameters that belong to experts (default: none)",
     )
     group.add_argument(
         "--bytes-per-parameter",
         type=argument(positive),
         metavar="N",
-        help="main copy and optimizer state (default: 4 + 8 with Adam, 4 + 4 with SGD)",
+        help="bytes of main copy and optimizer state per parameter (default: 4 + 8 with Adam, 4 + 4 with SGD)",
     )
     group.add_argument("--copies", type=argument(_copies), default=[1, 2, 3], metavar="K,...", help="default: 1,2,3")
     group = parser.add_argument_group("time")
-    group.add_argument("--step-time", type=duration(), metavar="TIME", help="of one step")
+    group.add_argument("--step-time", type=duration(), metavar="TIME", help="duration of one step")
     group.add_argument("--optimizer-time", type=duration(0.0), default=0.0, metavar="TIME", help="in it (default: 0)")
     group.add_argument(
         "--node-mtbf",
         type=duration(),
         metavar="TIME",
-        help=f"of one node (default: {_GPU_MTBF_S / 86400:g}d by the number of its GPUs)",
+        help=f"mean time between failures of one node (default: {_GPU_MTBF_S / 86400:g}d by the number of its GPUs)",
     )
     group.add_argument(
         "--domain-mtbf",
         type=duration(),
         default=_DOMAIN_MTBF,
         metavar="TIME",
-        help=f"of one rack, switch, ... (default: {_DOMAIN_MTBF})",
+        help=f"mean time between failures of one rack, switch, ... (default: {_DOMAIN_MTBF})",
     )
     group.add_argument(
         "--recovery-time",
         type=duration(0.0),
         default=_RECOVERY,
         metavar="TIME",
-        help=f"until a lost node is replaced (default: {_RECOVERY})",
+        help=f"time until a lost node is replaced (default: {_RECOVERY})",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table; bytes and seconds")
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="pretrain_gpt.py and the flags of the run"
+        "--json", action="store_true", help="print one JSON object instead of a table, with bytes and seconds"
+    )
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="pretrain_gpt.py with the flags of the run"
     )
 
 
@@ -169,15 +186,19 @@ def _check(given: argparse.Namespace) -> None:
     if given.expert_params is not None and (given.params is None or given.expert_params > given.params):
         raise UserError("--expert-params is a part of --params", "give the number of all parameters with --params")
     if given.topology and given.nodes_per_rack:
-        raise UserError("--topology and --nodes-per-rack say the same thing", "give one of them")
+        raise UserError("--topology and --nodes-per-rack define the same thing", "give one of them")
     if given.hosts and not given.topology:
-        raise UserError("--hosts names hosts of a topology, and there is none", "add --topology FILE")
+        raise UserError("--hosts names hosts of a topology, and no --topology is given", "add --topology FILE")
     if given.recovery_time + (given.step_time or 0.0) <= 0:
-        raise UserError("--recovery-time 0 without a --step-time leaves no time to fail in", "give one of them")
+        raise UserError(
+            "--recovery-time 0 without a --step-time leaves no time in which failures could coincide",
+            "give one of them",
+        )
     world = given.nodes * given.gpus_per_node
     if max(given.copies) >= world:
         raise UserError(
-            f"{max(given.copies)} copies with {world - 1} other rank(s) to hold them", "give fewer --copies"
+            f"{max(given.copies)} copies are requested, but only {world - 1} other rank(s) can hold them",
+            "give fewer --copies",
         )
 
 

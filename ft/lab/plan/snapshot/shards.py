@@ -119,7 +119,7 @@ def _check(options: "Options", grid: Layout) -> None:
         missing.append("seq_length")
     if missing:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        raise UserError(f"the size of the model follows from {names}, which is missing", "add it, or give --params N")
+        raise UserError(f"the size of the model depends on {names}, which is missing", "add it, or give --params N")
     for what, count, parts, by in (
         ("attention heads", model.num_attention_heads, grid.tp, "TP"),
         ("experts", options.moe.num_experts or grid.ep, grid.ep, "EP"),

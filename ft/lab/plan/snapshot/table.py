@@ -45,8 +45,7 @@ def as_values(plan: Plan, answers: list[Answer]) -> dict[str, Any]:
 
 
 def as_text(plan: Plan, answers: list[Answer]) -> str:
-    """Return a table with a column for a run without snapshots and one for each number of copies, followed by problems.
-    """
+    """Return a table with a column for a run without snapshots and one per number of copies, followed by problems."""
     rows = [("", [f"k = {found.k}" for found in answers]), *_memory(plan, answers), *_traffic(plan, answers)]
     rows += _losses(plan, answers)
     without = _without(plan, answers)
@@ -89,7 +88,8 @@ def _head(plan: Plan, answers: list[Answer]) -> list[str]:
     lines = [
         f"{plan.nodes} nodes, {plan.grid}",
         f"{plan.parameters / 1e9:.4g} B parameters, a rank's snapshot of up to {_size(shard)}",
-        f"failures: {rates}; {often:.3g} a month; {_duration(question.failures.window)} until copies are whole again",
+        f"failures: {rates}; {often:.3g} a month; {_duration(question.failures.window)} until all copies are "
+        "complete again",
     ]
     if not plan.has_flags and plan.grid.world_size > 1:
         lines.append(
@@ -98,7 +98,10 @@ def _head(plan: Plan, answers: list[Answer]) -> list[str]:
         )
     if not question.copies_complete:
         much = "little of it" if question.copies_carry else "nothing"
-        lines.append(f"without --use-distributed-optimizer peers hold each other's state, and copies carry {much}")
+        lines.append(
+            "without --use-distributed-optimizer data-parallel peers already hold the same state, and "
+            f"copies contain {much}"
+        )
     return lines
 
 
@@ -130,7 +133,7 @@ def _traffic(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
         f"yes, {found.transfer_s / window:.0%}" if found.fits else f"NO, {found.transfer_s / window:.0%}"
         for found in answers
     ]
-    return [*rows, (f"  fits into the window of {_duration(window)}", told)]
+    return [*rows, (f"  fit into the window of {_duration(window)}", told)]
 
 
 def _losses(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:

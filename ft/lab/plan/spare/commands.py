@@ -21,16 +21,17 @@ _SUBCOMMANDS = (
 """Modules with an ``add_parser`` function each, in the order in which help lists them."""
 
 _DESCRIPTION = """\
-SPARe: each of N shard types is hosted by r of N groups (the redundancy), and the survivors of failures reorder their
-stacks so that all types are collected in as few stacks as possible.
-Numbers of groups and redundancies may be ranges (2..12) and lists (200,600): there is one answer for each pair."""
+In SPARe, each of N shard types is hosted by r of N groups (r is the redundancy), and the survivors of failures reorder
+their stacks so that all types are computed in as few stacks as possible.
+Numbers of groups and redundancies may be ranges (2..12) and lists (200,600); the output then has one answer per
+pair."""
 
 
 def add_parser(subparsers) -> None:
     """Add ``spare`` with its subcommands; each of them sets the parser default ``main``, a function that runs it."""
     parser = subparsers.add_parser(
         "spare",
-        help="redundancy for SPARe: failures endured, stacks computed, placement, reordering",
+        help="plan the redundancy of SPARe: failures endured, stacks computed, placement, reordering",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

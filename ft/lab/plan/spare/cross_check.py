@@ -14,8 +14,8 @@ from ft.lab.simulate.spare.scenario import FIELDS
 from ft.show.text import seconds, table
 
 _DESCRIPTION = """\
-The step-level simulation beside a model of the same scenario in SimGrid, of its own processes and events: the same
-failures, no jitter. Exit code 1 if they do not agree. For small scenarios, where SimGrid is installed ([simgrid])."""
+Compare the step-level simulation with an independent model of the same scenario in SimGrid, with the same failures and
+without jitter. The exit code is 1 if they do not agree. Needs SimGrid (the extra [simgrid]) and a small scenario."""
 _NAMES = tuple(name for name in FIELDS if name not in ("jitter", "jitter-per"))
 _HEAD = ("N", "scheme", "R", "seed", "step level", "SimGrid", "restarts", "failures", "patches", "stacks", "agree")
 
@@ -24,13 +24,13 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "cross-check",
-        help="a small scenario against SimGrid",
+        help="compare the simulation of a small scenario with SimGrid",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("scenario", nargs="?", metavar="FILE", help="a scenario file (TOML)")
     add_flags(parser, _NAMES)
-    parser.add_argument("--json", action="store_true", help="a JSON list with an object for each case and seed")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each case and seed")
     parser.set_defaults(main=run)
 
 

@@ -1,7 +1,7 @@
 """Flags and JSON output that the subcommands of ``ft plan spare`` share.
 
 In SPARe each part (shard type) of a step's data is hosted by several of N groups of ranks; the redundancy is the number
-of hosts of each type.
+of number of hosts of each shard type.
 """
 
 import argparse
@@ -15,9 +15,19 @@ from ft.base.quantities import several
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
     """Add ``--groups``, ``--redundancy`` and ``--json``."""
-    parser.add_argument("--groups", type=several, required=True, metavar="N", help="of groups, and of shard types")
-    parser.add_argument("--redundancy", type=several, required=True, metavar="R", help="hosts of each type")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table: one object, or a list of them")
+    parser.add_argument(
+        "--groups",
+        type=several,
+        required=True,
+        metavar="N",
+        help="number of groups, which is also the number of shard types",
+    )
+    parser.add_argument(
+        "--redundancy", type=several, required=True, metavar="R", help="number of hosts of each shard type"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of a table: one object, or a list of objects"
+    )
 
 
 def sizes(given: argparse.Namespace) -> list[tuple[int, int]]:
@@ -26,6 +36,5 @@ def sizes(given: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def as_json(given: argparse.Namespace, answers: Sequence[dict[str, Any]]) -> str:
-    """Return the answers as JSON text: an object for a single pair of sizes, else a list in the order of ``sizes``.
-    """
+    """Return the answers as JSON text: an object for a single pair of sizes, else a list in the order of ``sizes``."""
     return json.dumps(answers[0] if len(sizes(given)) == 1 else list(answers))

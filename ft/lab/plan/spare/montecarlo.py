@@ -17,9 +17,10 @@ from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 
 _DESCRIPTION = """\
-Runs the controller through random failures up to the first wipe-out, as the paper's appendix C does: the failures with
-the fatal one, the mean stack S before each, and the share of failures that needed a patch compute.
-With numba installed (pip install 'megatron-ft[fast]') the same trials take a fiftieth of the time."""
+Simulate random failures with the controller up to the first wipe-out, as in appendix C of the SPARe paper. The
+output has the number of failures including the fatal one, the mean stack S before each failure, and the share of
+failures that needed a patch compute. With numba (pip install 'megatron-ft[fast]') the same trials take a fiftieth of
+the time."""
 
 _number = argument(whole(-(10**18), 10**18))
 
@@ -28,13 +29,13 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "montecarlo",
-        help="failures endured and stacks by random trials of the controller",
+        help="failures endured and stacks computed, from random trials of the controller",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_sizes(parser)
     parser.add_argument("--trials", type=_number, default=1000, metavar="T", help="default: 1000")
-    parser.add_argument("--seed", type=_number, default=0, metavar="S", help="of the failures (default: 0)")
+    parser.add_argument("--seed", type=_number, default=0, metavar="S", help="seed of the random failures (default: 0)")
     parser.set_defaults(main=run)
 
 

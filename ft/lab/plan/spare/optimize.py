@@ -19,9 +19,11 @@ from ft.systems.spare import theory
 from ft.systems.spare.ruler import largest_redundancy, ruler
 
 _DESCRIPTION = """\
-The redundancy that trains fastest: the rule of thumb (8), the least of formula (7), and the least of simulated runs,
-which meet what the formulas leave out (bursts of failures, failures in restarts, jitter); beside them checkpoints
-alone, which are recommended where no redundancy is worth its computing. Times as in simulate."""
+Recommend the redundancy with which training is fastest: by the rule of thumb (8), by the minimum of formula (7), and by
+the minimum of simulated runs, which include what the formulas neglect (bursts of failures, failures during restarts,
+jitter). Checkpoints alone are compared, too, and recommended if no redundancy pays off. Times are given as for
+simulate."""
+
 _FLAGS = (
     *("groups", "mtbf", "restart", "save", "redundancy", "steps", "stack", "all-reduce", "law", "shape", "trace"),
     *("clocks", "shrink", "controller", "jitter", "jitter-per", "seeds", "seed", "limit"),
@@ -32,14 +34,16 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "optimize",
-        help="the redundancy that trains fastest, and its checkpoint period",
+        help="recommend a redundancy and its checkpoint period",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser, _FLAGS)
     parser.add_argument("--no-simulation", action="store_true", help="formulas only")
     parser.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
-    parser.add_argument("--json", action="store_true", help="JSON: an object, or a list for several --groups")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: an object, or a list of objects for several --groups"
+    )
     parser.set_defaults(main=run)
 
 
@@ -52,9 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.scheme = None
     several = asked_for(arguments, _FLAGS)
     if math.isinf(several[0].mtbf_s):
-        raise UserError("without failures there is nothing to optimize", "choose another law, and give --mtbf")
+        raise UserError("without failures there is nothing to optimize", "choose another --law, and give --mtbf")
     if arguments.plot is not None and len(several) > 1:
-        raise UserError("a picture shows one number of groups, and there are several", "give one, or no --plot")
+        raise UserError(
+            "a picture shows a single number of groups, and there are several", "give one --groups, or remove --plot"
+        )
     found = [(asked, _answer(asked, not arguments.no_simulation)) for asked in several]
     if arguments.json:
         values = [as_values(*each) for each in found]
@@ -78,7 +84,7 @@ def _answer(asked: Scenario, simulated: bool) -> Optimum:
     if not candidates:
         candidates = range(2, min(largest_redundancy(groups), 2 * theory.r_star(groups) + 2) + 1)
     if not candidates:
-        raise UserError(f"{groups} groups have no room for a redundancy of 2", "give more --groups")
+        raise UserError(f"{groups} groups are too few for a redundancy of 2", "give more --groups")
     for redundancy in candidates:
         ruler(groups, redundancy)
     law = asked.failures()

@@ -88,7 +88,7 @@ def optimum(asked: Scenario, choices: Sequence[Choice], without: Choice) -> Opti
         least = by_simulation.redundancy
         found, reason = _recommended(choices, by_simulation, star, by_theory.redundancy)
     else:
-        none = None if by_simulation.simulated is None else "no simulated run with redundancy keeps a step"
+        none = None if by_simulation.simulated is None else "no simulated run with redundancy makes progress"
         least = None
         found, reason = by_theory.redundancy, f"{none or 'nothing was simulated'}; formula (7) is least there"
     said = _better_without(by_theory, by_simulation, without)
@@ -110,7 +110,7 @@ def _better_without(by_theory: Choice, by_simulation: Choice, without: Choice) -
     means = "simulated" if simulated else "by the formulas"
     return (
         f"{means}, checkpoints alone train in {alone:.2f} times the time without failures, and the best redundancy, "
-        f"R = {best.redundancy}, in {_times(other)}: no redundancy is worth what it computes more"
+        f"R = {best.redundancy}, in {_times(other)}: no redundancy is worth its additional computation"
     )
 
 

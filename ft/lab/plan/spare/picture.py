@@ -36,8 +36,8 @@ def draw(asked: Scenario, found: Optimum, path: Path) -> None:
     title = f"SPARe with {asked.job.groups} groups, a failure every {seconds(asked.mtbf_s)}"
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
     times, shares = figure.subplots(1, 2)
-    _curves(times, found, "ttt_norm", "time to train, times that without failures")
-    _curves(shares, found, "availability", "share of the time in steps that were kept")
+    _curves(times, found, "ttt_norm", "time to train, relative to a run without failures")
+    _curves(shares, found, "availability", "share of the time that advances training")
     shares.yaxis.set_major_formatter(Percents())
     low = min(min(one.ttt_norm, _simulated(one)) for one in (found.without, *found.choices))
     times.set_ylim(0.95 * low, _HIGHEST * low)

@@ -15,21 +15,21 @@ from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import check, largest_redundancy, ruler
 
 _DESCRIPTION = """\
-A ruler, group w holding type (w + mark) mod N for each of its marks, with which two types share at most one group.
-The optimal Golomb ruler where it fits, else a modular one made or searched for exactly this number of groups."""
+Compute a ruler with which two types share at most one group: group w hosts type (w + mark) mod N for each mark. The
+ruler is the optimal Golomb ruler if it fits, else a modular ruler for exactly this number of groups."""
 
 
 def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "place",
-        help="a ruler that places the types, and the layout that it makes",
+        help="compute the ruler that places the types, and the resulting layout",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_sizes(parser)
-    parser.add_argument("--ruler", type=several, metavar="0,A,B,...", help="use this one, after a check")
-    parser.add_argument("--out", metavar="FILE", help="every group's order, as JSON")
+    parser.add_argument("--ruler", type=several, metavar="0,A,B,...", help="use these marks, after a check")
+    parser.add_argument("--out", metavar="FILE", help="write the initial order of every group to this file, as JSON")
     parser.set_defaults(main=run)
 
 
@@ -40,7 +40,9 @@ def run(given: argparse.Namespace) -> int:
         UserError: a size cannot be placed, the given ruler is invalid, or the file cannot be written.
     """
     if given.out is not None and len(sizes(given)) > 1:
-        raise UserError("--out holds one layout, and several sizes are asked for", "give one --groups and --redundancy")
+        raise UserError(
+            "--out stores a single layout, and several sizes are given", "give one --groups and --redundancy"
+        )
     placements = [_placement(groups, redundancy, given.ruler) for groups, redundancy in sizes(given)]
     if given.out is not None:
         _write(placements[0], Path(given.out))
@@ -69,7 +71,7 @@ def _write(placement: Placement, path: Path) -> None:
     try:
         path.write_text(json.dumps(layout) + "\n")
     except OSError as error:
-        raise UserError(f"the layout cannot be written: {error}", "give --out a path that can be") from error
+        raise UserError(f"the layout cannot be written: {error}", "give --out a path that can be written") from error
 
 
 def _as_text(placements: list[Placement]) -> str:

@@ -21,10 +21,11 @@ from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 
 _DESCRIPTION = """\
-What the controller decides when, out of the initial layout, some groups are lost at once: the stack S after which the
-all-reduce fires, the types that move among the first S of a group, and those that the interrupted step has to patch."""
+Show what the controller decides when some groups of the initial layout are lost at once: the stack S after which groups
+take part in the all-reduce, the types that move into the first S positions of a group, and the types that have to be
+computed additionally in the interrupted step."""
 
-_PHASES = ("0, the committed orders held", "1, a deeper stack was enough", "2, types were moved")
+_PHASES = ("0, the orders remain valid", "1, a deeper stack was enough", "2, types were moved")
 _WIDTH = 100
 
 
@@ -32,13 +33,15 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "reorder",
-        help="stack, moves and patch computes after a loss of groups",
+        help="show stack, moves and patch computes after a loss of groups",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_sizes(parser)
     parser.add_argument("--failed", type=several, required=True, metavar="A,B,...", help="groups, from 0, or ranges")
-    parser.add_argument("--check", action="store_true", help="solve it with SciPy's flows as well, and compare")
+    parser.add_argument(
+        "--check", action="store_true", help="also solve the problem with SciPy's flow algorithms, and compare"
+    )
     parser.set_defaults(main=run)
 
 

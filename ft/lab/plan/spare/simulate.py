@@ -15,8 +15,8 @@ from ft.lab.simulate.spare.study import study
 from ft.lab.simulate.spare.table import as_text, as_values
 
 _DESCRIPTION = """\
-Trains step by step under failures, as a simulation: SPARe, replication, or checkpoints alone.
-The question is a scenario file, or flags, or both: flags count more. Times have a unit (ms, s, m
+Simulate training step by step under failures, with SPARe, replication, or checkpoints alone.
+The scenario is a file, or flags, or both; flags override the file. Times have a unit (ms, s, m
 or min, h, d); groups and redundancies are numbers, lists and ranges: 9, 2..12, 2..4,8."""
 _TITLES = {
     "job": "what is trained",
@@ -31,15 +31,15 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "simulate",
-        help="time-to-train of SPARe, replication and checkpoints alone, step by step",
+        help="simulate the time to train with SPARe, replication and checkpoints alone",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "scenario", nargs="?", metavar="FILE", help="a scenario file (TOML), such as those in examples/"
-    )
+    parser.add_argument("scenario", nargs="?", metavar="FILE", help="scenario file (TOML), such as those in examples/")
     add_flags(parser, FIELDS)
-    parser.add_argument("--json", action="store_true", help="JSON: an object, or a list of them for several cases")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: an object, or a list of objects for several cases"
+    )
     parser.set_defaults(main=run)
 
 

@@ -14,8 +14,9 @@ from ft.show.text import table
 from ft.systems.spare import theory
 
 _DESCRIPTION = """\
-The paper's closed forms: failures up to the first wipe-out (3), stacks per step by (5) and by its lower bound (6),
-the probability rho that a failure after k others needs a patch compute, and the rule of thumb r* (8)."""
+Evaluate the closed forms of the SPARe paper: failures up to the first wipe-out (3), stacks per step by (5) and by its
+lower bound (6), the probability rho that a failure after k others needs a patch compute, and the rule of thumb r*
+(8)."""
 
 _number = argument(whole(-(10**18), 10**18))
 
@@ -24,12 +25,12 @@ def add_parser(questions) -> None:
     """Add the subcommand."""
     parser = questions.add_parser(
         "theory",
-        help="failures endured and stacks per step by the paper's formulas",
+        help="failures endured and stacks per step, by the formulas of the paper",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_sizes(parser)
-    parser.add_argument("--failures", type=_number, metavar="K", help="so far, for rho")
+    parser.add_argument("--failures", type=_number, metavar="K", help="number of earlier failures, for rho")
     parser.set_defaults(main=run)
 
 

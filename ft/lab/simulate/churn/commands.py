@@ -12,9 +12,9 @@ from ft.lab.simulate.churn.table import as_text, as_values
 from ft.lab.simulate.fields import add_flags
 
 _DESCRIPTION = """\
-How long a pipeline that loses whole stages trains to a loss: by checkpointing, redundant computation, CheckFree and
-CheckFree+. The question is a scenario file, or flags, or both: flags count more. Times have a
-unit (ms, s, m or min, h, d). Without any, it is the training of CheckFree's Table 2."""
+Simulate how long a pipeline that loses whole stages trains until a target loss, with checkpointing, redundant
+computation, CheckFree and CheckFree+. The scenario is a file, or flags, or both; flags override the file. Times have a
+unit (ms, s, m or min, h, d). The default is the training of CheckFree, table 2."""
 
 
 def add_parser(simulations) -> None:
@@ -25,21 +25,25 @@ def add_parser(simulations) -> None:
     """
     parser = simulations.add_parser(
         "churn",
-        help="time to train of CheckFree and its rivals under stage failures, beside its paper's",
+        help="simulate the time to train under stage failures with CheckFree and other strategies",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("scenario", nargs="?", metavar="FILE", help="a scenario file, such as those in examples/")
+    parser.add_argument("scenario", nargs="?", metavar="FILE", help="scenario file, such as those in examples/")
     add_flags(parser, FIELDS, TITLES)
     parser.add_argument("--fit", metavar="RATE", help=_FIT)
     parser.add_argument("--match", action="store_true", help=_MATCH)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--plot", metavar="PNG", help="a picture: time by rate, and the loss of one run of each")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--plot",
+        metavar="PNG",
+        help="write a picture to this file: time by failure rate, and the loss of one run of each strategy",
+    )
     parser.set_defaults(main=run)
 
 
-_FIT = "fit the jump and the slowdown to the hours published at RATE first; the other rates are then predicted"
-_MATCH = "also the rates at which the published hours would be ours; some seconds"
+_FIT = "first fit the jump and the slowdown to the hours published at RATE; the other rates are then predictions"
+_MATCH = "also compute the failure rates at which the simulation takes the published hours; takes some seconds"
 
 
 def run(arguments: argparse.Namespace) -> int:

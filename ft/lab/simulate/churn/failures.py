@@ -107,7 +107,7 @@ def read_trace(path: str | Path, stages: int) -> Trace:
         if any(cells) and (found or cells != ["time_s", "stage"]):
             found.append(_failure(cells, stages, f"line {place} of {path}"))
     if not found:
-        raise UserError(f"the trace {path} holds no failure", _FIX)
+        raise UserError(f"the trace {path} contains no failure", _FIX)
     found.sort()
     times, places = zip(*found, strict=True)
     return Trace(times, places)

@@ -50,7 +50,8 @@ def fit(values: Mapping[str, Any], rate: float) -> Fit:
     for key in (CHECKFREE, PLUS):
         if (key, rate) not in asked.published:
             raise UserError(
-                f"nothing to fit {key} to at {100 * rate:.4g} % an hour", "name a rate of the scenario's [published]"
+                f"there are no published hours to fit {key} to at {100 * rate:.4g} % an hour",
+                "name a rate of the scenario's [published]",
             )
     jump = _solve(values, "jump", CHECKFREE, rate, asked.law.above)
     slowdown = _solve({**values, "jump": jump}, "slowdown", PLUS, rate, 10.0)

@@ -35,7 +35,7 @@ class Scenario:
         rates: hourly failure probabilities of a stage to simulate; empty if there is a ``trace``.
         trace: path of a file with recorded failures, or None.
         strategies: strategies to compare, from ``STRATEGIES``.
-        seeds: number of runs of each case; 1 with a trace.
+        seeds: number of number of runs of each case; 1 with a trace.
         seed: the first seed.
         limit: multiple of the duration without failures after which a run is given up.
         published: (strategy, rate) -> published hours to the target loss.
@@ -79,44 +79,56 @@ def probability(value: Any) -> float:
     except ValueError:
         found = math.nan
     if isinstance(value, bool) or not 0.0 <= found <= 0.9:
-        raise ValueError("no probability within an hour from 0 to 90 %, such as 5% or 0.05")
+        raise ValueError("not a probability from 0 to 90 %, such as 5% or 0.05")
     return found
 
 
 FIELDS = {
-    "stages": Field("job", whole(2, 10_000), 6, "N", "stages that can fail, each with transformer blocks"),
-    "iterations": Field("job", whole(1, 10**8), 10_000, "N", "to the target loss without failures"),
-    "iteration": Field("job", duration(1e-3), 91.3, "TIME", "one iteration, without checkpoints and redundancy"),
+    "stages": Field("job", whole(2, 10_000), 6, "N", "number of stages that can fail, each with transformer blocks"),
+    "iterations": Field("job", whole(1, 10**8), 10_000, "N", "number of iterations to the target loss without "
+                                                             "failures"),
+    "iteration": Field("job", duration(1e-3), 91.3, "TIME", "duration of one iteration, without checkpoints and "
+                                                            "redundancy"),
     "rates": Field("failures", several(probability, "probabilities"), (0.05, 0.10, 0.16), "P,...",
-                   "probability of each stage to fail within an hour"),
-    "trace": Field("failures", str, None, "FILE", "CSV of time_s,stage instead: stages from 0 on"),
-    "recovery": Field("failures", duration(0.0), 30.0, "TIME", "until a new node stands in for a lost stage"),
-    "floor": Field("loss", between(0.0, 1e3), 2.138, "L", "of the loss, which training does not go below"),
-    "above": Field("loss", between(1e-6, 1e3), 0.949, "L", "the target lies so far above the floor"),
+                   "probability that a stage fails within an hour"),
+    "trace": Field("failures", str, None, "FILE", "CSV file of recorded failures instead: lines time_s,stage; stages "
+                                                  "count from 0"),
+    "recovery": Field("failures", duration(0.0), 30.0, "TIME", "time until a new node replaces the node of a lost "
+                                                               "stage"),
+    "floor": Field("loss", between(0.0, 1e3), 2.138, "L", "limit of the loss for infinitely many iterations"),
+    "above": Field("loss", between(1e-6, 1e3), 0.949, "L", "target loss minus the floor"),
     "exponent": Field("loss", between(0.01, 10.0), 0.28, "A", "loss(n) = floor + above (n / iterations)^-A"),
-    "evaluate": Field("loss", whole(1, 10**8), 500, "N", "iterations between two measurements of the loss"),
-    "made-good": Field("loss", between(1e-3, 1e9), 500.0, "N", "iterations in which a jump shrinks to 1/e"),
-    "interval": Field("checkpoint", whole(1, 10**8), 100, "N", "iterations between two checkpoints"),
-    "save": Field("checkpoint", duration(0.0), 10.0, "TIME", "that the run waits for a checkpoint"),
-    "load": Field("checkpoint", duration(0.0), 60.0, "TIME", "to read one back, after the recovery"),
-    "fallback": Field("checkpoint", whole(0, 10**8), 1000, "N", "the same for the strategies that need one only when "
-                      "two adjacent stages are lost at once; 0: that never happens"),
+    "evaluate": Field("loss", whole(1, 10**8), 500, "N", "number of iterations between two evaluations of the loss"),
+    "made-good": Field("loss", between(1e-3, 1e9), 500.0, "N", "number of iterations in which a jump decays to 1/e"),
+    "interval": Field("checkpoint", whole(1, 10**8), 100, "N", "number of iterations between two checkpoints"),
+    "save": Field("checkpoint", duration(0.0), 10.0, "TIME", "time for which the run waits for a checkpoint to be "
+                                                             "written"),
+    "load": Field("checkpoint", duration(0.0), 60.0, "TIME", "time to load a checkpoint, after the recovery"),
+    "fallback": Field("checkpoint", whole(0, 10**8), 1000, "N", "number of iterations between checkpoints of the "
+                                                                "strategies that need one only when two adjacent "
+                                                                "stages are lost at once; 0: that never happens"),
     "redundant-overhead": Field("redundant", between(0.0, 100.0), 0.654, "X", "of an iteration"),
-    "redundant-pause": Field("redundant", duration(0.0), 0.0, "TIME", "until the neighbour stands in"),
-    "jump": Field("checkfree", between(0.0, 1e3), 0.0164, "L", "of the loss when a stage is rebuilt from both "
-                  "neighbours"),
-    "ends": Field("checkfree", one_of(ENDS), "copy", "HOW", "CheckFree and its first and last stage: copy the "
-                  "neighbour, fall to the checkpoint, or safe: they never fail"),
-    "ends-jump": Field("checkfree", between(0.0, 1e3), None, "L", "when first or last is copied (default: as --jump)"),
-    "swapped-jump": Field("checkfree_plus", between(0.0, 1e3), None, "L", "when first or last is copied after swap "
-                          f"training (default: {SWAPPED_PART} of --ends-jump)"),
-    "slowdown": Field("checkfree_plus", between(0.0, 100.0), 0.045, "X", "so many more iterations by swap training"),
-    "bubbles": Field("checkfree_plus", between(0.0, 0.99), 0.172, "X", "idle share of an iteration"),
-    "swapped-bubbles": Field("checkfree_plus", between(0.0, 0.99), 0.242, "X", "and where its schedule swaps stages"),
+    "redundant-pause": Field("redundant", duration(0.0), 0.0, "TIME", "time until the neighbour takes over a lost "
+                                                                      "stage"),
+    "jump": Field("checkfree", between(0.0, 1e3), 0.0164, "L", "increase of the loss when a stage is rebuilt from "
+                                                               "both neighbours"),
+    "ends": Field("checkfree", one_of(ENDS), "copy", "HOW", "what CheckFree does when the first or last stage is "
+                                                            "lost: copy (the neighbour), fall (back to the "
+                                                            "checkpoint), or safe (these stages never fail)"),
+    "ends-jump": Field("checkfree", between(0.0, 1e3), None, "L", "increase of the loss when the first or last stage "
+                                                                  "is copied (default: as --jump)"),
+    "swapped-jump": Field("checkfree_plus", between(0.0, 1e3), None, "L", "increase of the loss when the first or "
+                                                                          "last stage is copied after swap training "
+                                                                          "(default: {SWAPPED_PART} of --ends-jump)"),
+    "slowdown": Field("checkfree_plus", between(0.0, 100.0), 0.045, "X", "fraction of additional iterations due to "
+                                                                         "swap training"),
+    "bubbles": Field("checkfree_plus", between(0.0, 0.99), 0.172, "X", "idle fraction of an iteration"),
+    "swapped-bubbles": Field("checkfree_plus", between(0.0, 0.99), 0.242, "X", "idle fraction of an iteration with "
+                                                                               "swap training"),
     "strategies": Field("run", several(one_of(STRATEGIES), "strategies"), STRATEGIES, "NAME,...", "to compare"),
-    "seeds": Field("run", whole(1, 10_000), 200, "N", "runs of each case"),
-    "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
-    "limit": Field("run", between(1.0, 1e4), 20.0, "X", "give a run up after X times what it takes without failures"),
+    "seeds": Field("run", whole(1, 10_000), 200, "N", "number of runs of each case"),
+    "seed": Field("run", whole(0), 0, "N", "first seed"),
+    "limit": Field("run", between(1.0, 1e4), 20.0, "X", "give a run up after X times its duration without failures"),
 }  # fmt: skip
 """Flag name -> field of the scenario file; a "-" in a flag name is a "_" in the file."""
 
@@ -177,11 +189,14 @@ def scenario(values: Mapping[str, Any]) -> Scenario:
     if traced and "rates" in values:
         raise UserError("both rates and a trace of failures", "give --rates or --trace")
     if traced and "seeds" in values:
-        raise UserError("several seeds of one trace: nothing in it is left to chance", "leave --seeds out")
+        raise UserError("--seeds has no effect with a trace, because nothing in it is random", "leave --seeds out")
     if has["ends"] == CHECKPOINT and not has["fallback"]:
-        raise UserError("ends that fall to a checkpoint, and no checkpoint", "give --fallback 1 or more")
+        raise UserError(
+            "the first and last stage fall back to a checkpoint, but there are no checkpoints",
+            "give --fallback 1 or more",
+        )
     if has["evaluate"] > has["iterations"]:
-        problem = f"the loss is measured every {has['evaluate']} iterations, and there are {has['iterations']}"
+        problem = f"the loss is evaluated every {has['evaluate']} iterations, but there are only {has['iterations']}"
         raise UserError(problem, "give an --evaluate that is no more than --iterations")
     law = Convergence(has["floor"], has["above"], has["exponent"], has["iterations"], has["made-good"], has["evaluate"])
     return Scenario(

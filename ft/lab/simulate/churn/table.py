@@ -95,18 +95,19 @@ def _question(asked: Scenario) -> list[str]:
     return [
         f"{costs.stages} stages that can fail, iterations of {seconds(costs.iteration_s)}, {asked.law.iterations} of "
         f"them to the target without failures; {failing}",
-        "failures: each stage by itself, with the probability of the rate within an hour"
+        "failures: each stage fails independently, with the given probability within an hour"
         if not asked.trace
-        else "failures: as recorded, and none after the last",
+        else "failures: as recorded; none follows the last recorded one",
     ]
 
 
 def _model(asked: Scenario, fitted: Fit | None) -> list[str]:
     costs, law = asked.costs, asked.law
     paces = {key: seconds(strategy(key, costs).iteration_s) for key in NAMES}
-    ends = {"copy": "are copied", "checkpoint": "fall to the checkpoint", "safe": "are never lost"}[costs.ends]
+    ends = {"copy": "are copied", "checkpoint": "fall back to the checkpoint", "safe": "are never lost"}[costs.ends]
     adjacent = (
-        f"two adjacent stages within that: back to a checkpoint of every {costs.fallback} iterations"
+        "if two adjacent stages are lost within that time, the run returns to a checkpoint, of which there is one "
+        f"every {costs.fallback} iterations"
         if costs.fallback
         else "two adjacent stages are never lost at once (--fallback N: they may be)"
     )
@@ -118,8 +119,8 @@ def _model(asked: Scenario, fitted: Fit | None) -> list[str]:
         ],
         "a lost stage": [f"all wait {seconds(costs.recovery_s)}; {adjacent}"],
         NAMES[CHECKPOINT]: [
-            f"iteration {paces[CHECKPOINT]}; every {costs.interval} iterations a save of {seconds(costs.save_s)}; a "
-            f"loss goes back to it: {seconds(costs.load_s)} more;",
+            f"iteration {paces[CHECKPOINT]}; every {costs.interval} iterations a save of {seconds(costs.save_s)}; "
+            f"after a loss the run returns to it: {seconds(costs.load_s)} more;",
             "the best interval is by Daly's formula",
         ],
         "redundant": [f"iteration {paces[REDUNDANT]}; nothing is lost, all wait {seconds(costs.redundant_pause_s)}"],
@@ -133,7 +134,7 @@ def _model(asked: Scenario, fitted: Fit | None) -> list[str]:
             f"{percent(costs.slowdown)} more iterations by swap training{source}",
         ],
     }
-    shown = ["What is taken for granted."]
+    shown = ["Assumptions of the model."]
     for name, (first, *others) in lines.items():
         shown += [f"  {name:13s}  {first}", *(f"  {'':13s}  {other}" for other in others)]
     return shown

@@ -101,7 +101,7 @@ def read(path: str) -> Stalls:
                 stall, longest, step = (value / 1e3 for value in found)
                 kills.append((stall, max(0.0, longest - step)))
     if not kills:
-        raise UserError(f"--results {path} holds no line of {BENCH} with the stalls of a kill", _FIX)
+        raise UserError(f"--results {path} contains no line of {BENCH} with the stalls of a kill", _FIX)
     killed, rejoin = (statistics.median(values) for values in zip(*kills, strict=True))
     return Stalls(killed, rejoin, None, f"measured: {Path(path).name}")
 

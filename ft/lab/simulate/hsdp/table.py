@@ -53,9 +53,9 @@ def _question(job: Job, ours: Stalls, means: Means) -> list[str]:
     return [
         f"job        {job.gpus:,} GPUs in {job.replicas} replicas, steps of {seconds(job.step_s)}, a failure somewhere "
         f"every {seconds(job.interval_s)},",
-        f"           a failed replica asks to be let in again after {seconds(job.rebuild_s)}",
+        f"           a failed replica asks to rejoin after {seconds(job.rebuild_s)}",
         f"ours       others wait beyond their normal step: {seconds(ours.killed_s)} for a kill, {hang}",
-        f"           for a hang, {seconds(ours.rejoin_s)} at a return ({ours.source}); the step done again is added",
+        f"           for a hang, {seconds(ours.rejoin_s)} at a rejoin ({ours.source}); the repeated step is added",
         f"simulated  {means.days:,.4g} days for each figure (a quarter of that in sweeps), seed {means.seed}, "
         f"at least {count(means.rules.minimum, 'replica')} in a step",
     ]
@@ -70,7 +70,7 @@ def _cases(job: Job, means: Means, rows: list[Found]) -> str:
 
     lines = [
         line("all wait after a failure", lambda row: seconds(row.case.stall_s)),
-        line("all wait at a return", lambda row: seconds(row.case.rejoin_s)),
+        line("all wait at a rejoin", lambda row: seconds(row.case.rejoin_s)),
         ["effective training time:"] + [""] * len(rows),
         line("  paper's formula", lambda row: percent(row.formula)),
         line("  simulated, every interval", lambda row: percent(row.simulated[PERIODIC].effective)),
@@ -82,8 +82,8 @@ def _cases(job: Job, means: Means, rows: list[Found]) -> str:
         line("  with one less", lambda row: percent(_with(row, usual(row), 1))),
         line("  with fewer", lambda row: percent(_fewer(row, usual(row)))),
         line("  all wait", lambda row: percent((usual(row).stalled + usual(row).too_few) / usual(row).lasted)),
-        line("  strike while one is out", lambda row: percent(_share(usual(row).overlapping, usual(row)))),
-        line("  strike the one that is out", lambda row: percent(_share(usual(row).during_rebuild, usual(row)))),
+        line("  strike while one is absent", lambda row: percent(_share(usual(row).overlapping, usual(row)))),
+        line("  strike the absent one", lambda row: percent(_share(usual(row).during_rebuild, usual(row)))),
         line("GPU hours lost per day", lambda row: f"{lost_gpu_hours(job, usual(row).effective):,.0f}"),
     ]
     return table(["", *(row.case.name for row in rows)], lines, right=range(1, len(rows) + 1))
@@ -108,7 +108,7 @@ def _sweep(unit: str, names: list[str], rows: dict[Any, dict[str, float]]) -> st
 
 def _meaning(means: Means) -> list[str]:
     return [
-        "What the figures mean.",
+        "Meaning of the figures.",
         "  all restart       Synchronous recovery; the steps done again since its checkpoint are left out, as in the",
         "                    paper (ft plan disruption has them).",
         "  paper: 3 min      The stall in the paper's formula. Its text measures 3 minutes at the failure and 100 s",

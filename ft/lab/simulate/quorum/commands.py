@@ -9,8 +9,8 @@ from ft.lab.simulate.quorum.shape import Job, processes
 from ft.lab.simulate.quorum.table import as_text, as_values
 
 _DESCRIPTION = """\
-How long a quorum of FT-HSDP takes at scale (its paper, section 5): the real quorum server, clients and relays, on this
-machine's loopback network, from the last replica's report until its last logical rank has the quorum."""
+Measure the latency of FT-HSDP's quorum at scale (section 5 of its paper) with the real quorum server, clients and
+relays on this machine's loopback network: from the last replica's report until the last logical rank has the quorum."""
 
 
 def add_parser(simulations) -> None:
@@ -21,18 +21,24 @@ def add_parser(simulations) -> None:
     """
     parser = simulations.add_parser(
         "quorum",
-        help="latency of FT-HSDP's quorum with the real server and clients, for any number of ranks",
+        help="measure the latency of FT-HSDP's quorum for any number of ranks",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=98304, metavar="N", help="logical ranks (default: 98304)")
-    parser.add_argument("--replicas", type=int, default=12, metavar="N", help="that they are in (default: 12)")
+    parser.add_argument(
+        "--replicas", type=int, default=12, metavar="N", help="number of replicas that the ranks form (default: 12)"
+    )
     parser.add_argument("--node", type=int, default=8, metavar="N", help="ranks on a node (default: 8)")
     parser.add_argument("--fan-out", type=int, default=FAN_OUT, metavar="N", help=f"of relays (default: {FAN_OUT})")
-    parser.add_argument("--rounds", type=int, default=100, metavar="N", help="quorums that count (default: 100)")
-    parser.add_argument("--deaths", type=int, default=0, metavar="N", help="leaders lost on the way (default: 0)")
+    parser.add_argument(
+        "--rounds", type=int, default=100, metavar="N", help="number of quorums to measure (default: 100)"
+    )
+    parser.add_argument(
+        "--deaths", type=int, default=0, metavar="N", help="number of leaders that are lost during the run (default: 0)"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(main=run)
 
 

@@ -61,11 +61,11 @@ class Job:
                 raise UserError(f"{name} {value}", f"give {least} or more")
         if self.ranks % self.replicas:
             raise UserError(
-                f"{self.ranks} ranks cannot be shared out to {self.replicas} equal replicas",
+                f"{self.ranks} ranks cannot be divided into {self.replicas} equal replicas",
                 f"give --ranks {self.ranks - self.ranks % self.replicas or self.replicas}",
             )
         if self.deaths and self.replicas < 2:
-            raise UserError("--deaths with one replica: nobody is left to be in a quorum", "give 2 replicas or more")
+            raise UserError("--deaths with one replica leaves no replica for a quorum", "give 2 replicas or more")
         if self.deaths * _BETWEEN_DEATHS > self.rounds:
             raise UserError(
                 f"{self.deaths} deaths in {self.rounds} rounds", f"give {self.deaths * _BETWEEN_DEATHS} rounds or more"

@@ -8,9 +8,9 @@ from ft.base.errors import UserError
 from ft.base.quantities import argument, count, whole
 
 _DESCRIPTION = """\
-What a hot-swap has to rebuild at any number of ranks: megatron-core lays the groups out, the production code decides
-which of them are rebuilt after the loss of a rank or of a node, and they are counted. With measurements (--results of
-tools/bench/rebuild.py, or --measure) also how long that takes; beyond the ranks measured that is extrapolated."""
+Compute which process groups a hot-swap rebuilds at any number of ranks. megatron-core lays the groups out, and the
+production code decides which groups are rebuilt after the loss of a rank or of a node. With measurements (--results of
+tools/bench/rebuild.py, or --measure), the time is predicted, too; beyond the measured ranks it is extrapolated."""
 _MOST_RANKS = 16384
 
 
@@ -22,7 +22,7 @@ def add_parser(subparsers) -> None:
     """
     parser = subparsers.add_parser(
         "recovery",
-        help="which groups a recovery rebuilds, with how many connections, on 8 to thousands of ranks",
+        help="compute which groups a recovery rebuilds, with how many connections, on 8 to thousands of ranks",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -31,18 +31,22 @@ def add_parser(subparsers) -> None:
         parser.add_argument(f"--{name}", type=count(), metavar="N", help=f"{what} parallel size")
     parser.add_argument("--cp", type=count(), default=1, metavar="N", help="context parallel size (default: 1)")
     parser.add_argument("--ep", type=count(), default=1, metavar="N", help="expert parallel size (default: 1)")
-    parser.add_argument("--experts", action="store_true", help="the model has experts (so it has with --ep)")
+    parser.add_argument("--experts", action="store_true", help="the model has experts (implied by --ep)")
     parser.add_argument("--ranks-per-node", type=count(), default=8, metavar="N", help="default: 8")
-    parser.add_argument("--lost", type=count(0), default=0, metavar="RANK", help="the rank that is lost (default: 0)")
+    parser.add_argument(
+        "--lost", type=count(0), default=0, metavar="RANK", help="logical rank that is lost (default: 0)"
+    )
     times = parser.add_mutually_exclusive_group()
     times.add_argument("--results", metavar="FILE", help="lines of tools/bench/rebuild.py")
-    times.add_argument("--measure", action="store_true", help="measure on 8, 16 and 32 ranks here first; minutes")
-    parser.add_argument("--json", action="store_true", help="a JSON array instead of text")
+    times.add_argument(
+        "--measure", action="store_true", help="first measure on 8, 16 and 32 ranks on this machine; takes minutes"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON array instead of text")
     parser.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
     parser.set_defaults(main=run)
 
 
-_RANKS = "one number, several with commas, or A..B: A, 2A, 4A up to B (default: 8..4096)"
+_RANKS = "number of ranks: one number, several with commas, or A..B for A, 2A, 4A up to B (default: 8..4096)"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.lost >= min(arguments.ranks):
         raise UserError(
             f"--lost {arguments.lost} with {min(arguments.ranks)} ranks: they are 0 to {min(arguments.ranks) - 1}",
-            "give a rank that there is, or more --ranks",
+            "give a rank that exists, or more --ranks",
         )
     found = layouts(arguments.ranks, arguments.tp, arguments.pp, arguments.dp, arguments.cp, arguments.ep)
     fitted = _fit(arguments)
@@ -99,5 +103,5 @@ def _ranks(text: str) -> list[int]:
         found.append(at)
         at *= 2
     if not found:
-        raise ValueError(f"holds no number: {first} is more than {last}")
+        raise ValueError(f"is empty: {first} is more than {last}")
     return found

@@ -25,7 +25,7 @@ from ft.lab.simulate.recovery.loss import Work
 
 _NUMBERS = ("ranks", "groups", "memberships", "connections", "most_groups", "most_connections")
 _TIMES = ("wall_s", "busiest_cpu_s", "store_cpu_s")
-_FIX = "make it with: python tools/bench/rebuild.py --all, or leave --results out and give --measure"
+_FIX = "make it with: python tools/bench/rebuild.py --all, or give --measure instead of --results"
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 def _sound(row: dict[str, Any]) -> dict[str, Any]:
     whole = all(isinstance(row[name], int) and row[name] >= 0 for name in _NUMBERS)
     if not whole or not all(row[name] > 0 for name in _TIMES) or not isinstance(row["kind"], str):
-        raise ValueError("numbers are missing or make no sense")
+        raise ValueError("numbers are missing or invalid")
     return row
 
 

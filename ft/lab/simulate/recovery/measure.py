@@ -169,5 +169,5 @@ class _Ranks:
             except dist.DistStoreError:
                 ended = [rank for rank, process in self._processes.items() if not process.is_alive()]
                 if ended or time.monotonic() > deadline:
-                    said = f"rank {ended[0]} ended" if ended else f"not all came to {what!r} in time"
+                    said = f"rank {ended[0]} ended" if ended else f"not all ranks reached {what!r} in time"
                     raise FtError(f"the measurement of {self._sizes} failed: {said}") from None

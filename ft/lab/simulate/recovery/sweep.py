@@ -77,7 +77,7 @@ def layouts(ranks: Sequence[int], tp: int | None, pp: int | None, dp: int | None
         counts = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
         raise UserError(
             f"no layout of {counts} ranks has {said}",
-            "ranks are tp x cp x pp x dp, and a multiple of tp x ep x pp; leave one of --tp, --pp, --dp out",
+            "ranks are tp x cp x pp x dp, and a multiple of tp x ep x pp; remove one of --tp, --pp, --dp",
         )
     return found
 

@@ -22,14 +22,26 @@ def as_text(entries: Sequence[Entry], fitted: Fit | None) -> str:
         entries: results, one per layout.
         fitted: the fitted model of the rebuild time; None: times are left out.
     """
-    parts = ["Groups to rebuild. Between two numbers: nobody else in an operation - everybody blocked in one.", ""]
+    parts = [
+        "Groups to rebuild. A range is from the case that no other rank is in an operation to the case that all "
+        "ranks are blocked in one.",
+        "",
+    ]
     parts += [_what(entries), "", *_what_notes(entries), ""]
     if fitted is not None:
-        parts += ["Time to rebuild them, everybody blocked.", "", _times(entries, fitted), "", *_fit_notes(fitted), ""]
+        parts += [
+            "Time to rebuild them if all ranks are blocked.",
+            "",
+            _times(entries, fitted),
+            "",
+            *_fit_notes(fitted),
+            "",
+        ]
     else:
-        parts += ["How long that takes is said with --results (of tools/bench/rebuild.py) or --measure.", ""]
+        parts += ["Give --results (of tools/bench/rebuild.py) or --measure to predict how long this takes.", ""]
     parts += [
-        "Deciding what, by the production code on a core of this machine (reading: of one report, times their number).",
+        "Time of the decision by the production code on one core of this machine (reading: one report, times the "
+        "number of reports).",
         "",
     ]
     parts.append(_decisions(entries))
@@ -120,7 +132,9 @@ def _fit_notes(fitted: Fit) -> list[str]:
         f"fit: {len(fitted.rows)} measurements on up to {most} ranks and {_cores(fitted)} cores, over loopback, gloo"
     ]
     lines += [f"  {_formula(one)}" for one in (fitted.here, fitted.busiest, fitted.store)]
-    lines.append("  a core per rank: busiest_cpu_s + store_cpu_s; it leaves the network out, and so is a lower bound")
+    lines.append(
+        "  a core per rank: busiest_cpu_s + store_cpu_s; it does not include the network, so it is a lower bound"
+    )
     if fitted.checked is not None:
         lines.append(f"  a fit to fewer ranks only is {percent(fitted.checked)} off on the rows of {most} ranks (rms)")
     lines.append(

@@ -56,7 +56,8 @@ class Sizes:
         ):
             if self.ranks % factor:
                 raise UserError(
-                    f"{self.ranks} ranks are no multiple of {names} = {factor}", "give sizes whose product divides them"
+                    f"{self.ranks} ranks are not a multiple of {names} = {factor}",
+                    "give sizes whose product divides them",
                 )
 
     def __str__(self) -> str:

@@ -89,7 +89,7 @@ def read_trace(path: str | Path, groups: int) -> Trace:
         if words:
             failures.append(_failure(words, groups, f"line {number} of {path}"))
     if not failures:
-        raise UserError(f"the trace {path} holds no failure", "give lines of: seconds group")
+        raise UserError(f"the trace {path} contains no failure", "give lines of: seconds group")
     return Trace(failures)
 
 

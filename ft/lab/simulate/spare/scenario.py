@@ -34,14 +34,14 @@ class Scenario:
 
     Attributes:
         job: the simulated job.
-        mtbf_s: mean seconds between two group failures anywhere in the system; infinite: no failures.
+        mtbf_s: mean seconds mean time between two group failures anywhere in the system; infinite: no failures.
         law: distribution of the failures, one of :data:`LAWS`.
         shape: shape of the Weibull distribution.
         trace: path of a file with recorded failures, or None.
         schemes: schemes to compare, from :data:`SCHEMES`.
         redundancy: redundancies of SPARe to simulate; empty: the optimum by SPARe, formula (8).
         degree: replication degrees to simulate; empty: the optimum by SPARe, formula (8).
-        seeds: number of runs of each case.
+        seeds: number of number of runs of each case.
         seed: the first seed.
     """
 
@@ -81,29 +81,36 @@ def numbers(value: Any) -> tuple[int, ...]:
 
 
 FIELDS = {
-    "groups": Field("job", whole(2, 20_000), None, "N", "groups, and shard types"),
-    "steps": Field("job", whole(1, 10_000_000), 10_000, "N", "steps of the training"),
-    "stack": Field("job", duration(1e-3), 64.0, "TIME", "compute of one stack"),
-    "all-reduce": Field("job", duration(0.0), None, "TIME", "between the groups (default: N / 100 seconds, a ring)"),
-    "mtbf": Field("failures", duration(1e-3), None, "TIME", "between two group failures anywhere"),
-    "law": Field("failures", one_of(LAWS), "weibull", "LAW", f"of each group's failures: {', '.join(LAWS)}"),
-    "shape": Field("failures", between(0.2, 20.0), 0.78, "K", "of the Weibull law"),
-    "trace": Field("failures", str, None, "FILE", "lines of: seconds group; with --law trace"),
-    "clocks": Field("failures", one_of(tuple(SEMANTICS)), "extend", "HOW", "failure clocks in a restart: "
-                    "extend (they run on), replace (who fails is replaced at the end) or ignore (they stand still)"),
-    "restart": Field("costs", duration(0.0), 3600.0, "TIME", "of a global restart"),
+    "groups": Field("job", whole(2, 20_000), None, "N", "number of groups, which is also the number of shard types"),
+    "steps": Field("job", whole(1, 10_000_000), 10_000, "N", "number of training steps"),
+    "stack": Field("job", duration(1e-3), 64.0, "TIME", "compute time of one stack"),
+    "all-reduce": Field("job", duration(0.0), None, "TIME", "duration of an all-reduce between the groups (default: "
+                                                            "N / 100 seconds, as of a ring)"),
+    "mtbf": Field("failures", duration(1e-3), None, "TIME", "mean time between two group failures anywhere"),
+    "law": Field("failures", one_of(LAWS), "weibull", "LAW", "distribution of each group's failures: "
+                                                             f"{', '.join(LAWS)}"),
+    "shape": Field("failures", between(0.2, 20.0), 0.78, "K", "shape of the Weibull distribution"),
+    "trace": Field("failures", str, None, "FILE", "file of recorded failures with lines: seconds group; for --law "
+                                                  "trace"),
+    "clocks": Field("failures", one_of(tuple(SEMANTICS)), "extend", "HOW", "failure clocks during a restart: extend "
+                                                                           "(they continue), replace (groups that "
+                                                                           "fail are replaced at the end) or ignore "
+                                                                           "(they stop)"),
+    "restart": Field("costs", duration(0.0), 3600.0, "TIME", "duration of a global restart"),
     "save": Field("costs", duration(1e-3), 60.0, "TIME", "of a checkpoint"),
-    "shrink": Field("costs", duration(0.0), 0.1, "TIME", "of the communicator, after a loss"),
-    "controller": Field("costs", duration(0.0), 0.1, "TIME", "of SPARe's controller, after a loss"),
-    "jitter": Field("costs", between(0.0, 0.3), 0.05, "SIGMA", "each event lasts N(1, SIGMA^2) times as long"),
-    "jitter-per": Field("costs", one_of(JITTERED), "stack", "WHAT", "one draw for each stack that a group computes, "
-                        "or for its whole compute of a step: stack or step"),
+    "shrink": Field("costs", duration(0.0), 0.1, "TIME", "time to shrink the communicator after a loss"),
+    "controller": Field("costs", duration(0.0), 0.1, "TIME", "time of SPARe's controller after a loss"),
+    "jitter": Field("costs", between(0.0, 0.3), 0.05, "SIGMA", "multiply the duration of each event by a factor "
+                                                               "drawn from N(1, SIGMA^2)"),
+    "jitter-per": Field("costs", one_of(JITTERED), "stack", "WHAT", "draw one factor for each stack that a group "
+                                                                    "computes, or for all stacks of a step: stack or "
+                                                                    "step"),
     "scheme": Field("schemes", several(one_of(SCHEMES), "schemes"), ("spare",), "NAME,...", f"of {', '.join(SCHEMES)}"),
     "redundancy": Field("schemes", numbers, None, "R[..R2]", "of SPARe (default: formula 8)"),
     "degree": Field("schemes", numbers, None, "R[..R2]", "of replication (default: as --redundancy)"),
-    "seeds": Field("run", whole(1, 10_000), 5, "N", "runs of each case"),
-    "seed": Field("run", whole(0), 0, "N", "the first of the seeds"),
-    "limit": Field("run", between(1.0, 1e6), 50.0, "X", "give a run up after X times what it takes without failures"),
+    "seeds": Field("run", whole(1, 10_000), 5, "N", "number of runs of each case"),
+    "seed": Field("run", whole(0), 0, "N", "first seed"),
+    "limit": Field("run", between(1.0, 1e6), 50.0, "X", "give a run up after X times its duration without failures"),
 }  # fmt: skip
 """Flag name -> field of the scenario file; a "-" in a flag name is a "_" in the file."""
 
@@ -136,7 +143,7 @@ def scenario(values: Mapping[str, Any]) -> Scenario:
     """
     has = {name: values.get(name, field.default) for name, field in FIELDS.items()}
     if has["groups"] is None:
-        raise UserError("how many groups there are is not said", "give --groups, or groups in [job] of a scenario file")
+        raise UserError("the number of groups is missing", "give --groups, or groups in [job] of a scenario file")
     reduce_s = has["groups"] / 100 if has["all-reduce"] is None else has["all-reduce"]
     costs = {f"{name}_s": has[name] for name in ("restart", "save", "shrink", "controller")}
     spread = {"jitter": has["jitter"], "jitter_per": has["jitter-per"]}
@@ -162,16 +169,18 @@ def scenario(values: Mapping[str, Any]) -> Scenario:
 def _mtbf(has: Mapping[str, Any], shaped: bool) -> tuple[float, float]:
     law, mtbf = has["law"], has["mtbf"]
     if (law == "trace") != (has["trace"] is not None):
-        raise UserError("a trace belongs to law trace, and law trace needs one", "give --law trace and --trace FILE")
+        raise UserError("--trace and --law trace need each other", "give --law trace and --trace FILE")
     if shaped and law != "weibull":
-        raise UserError(f"the {law} law has no shape", "leave it out, or choose weibull")
+        raise UserError(f"the {law} law has no shape", "remove shape, or choose --law weibull")
     if law == "none":
         if mtbf is not None:
-            raise UserError("a time between failures, and no failures", "leave mtbf out, or choose another law")
+            raise UserError(
+                "mtbf is given, but the law says that there are no failures", "remove mtbf, or choose another law"
+            )
         return math.inf, 1.0
     if mtbf is None:
         reason = ", which the checkpoint period follows from" if law == "trace" else ""
-        raise UserError(f"the time between two failures is not said{reason}", "give --mtbf, such as 5m")
+        raise UserError(f"the mean time between two failures is missing{reason}", "give --mtbf, such as 5m")
     return mtbf, has["shape"] if law == "weibull" else 1.0
 
 

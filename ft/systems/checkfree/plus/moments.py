@@ -23,7 +23,7 @@ def refuse_common_steps(optimizer: Any) -> None:
         if not optimizers.is_torchs(part):
             kind = type(part.optimizer).__name__
             raise UserError(
-                f"{kind} counts steps for all parameters together: after a rebuild CheckFree+'s copies would part",
+                f"{kind} counts steps for all parameters together: after a rebuild, CheckFree+'s copies would diverge",
                 "use --ft-checkfree, or an optimizer of torch's own (without Apex and Transformer Engine)",
             )
 

@@ -128,7 +128,7 @@ def _all_pairs(pipeline: dist.ProcessGroup, stages: tuple[int, int]) -> list[lis
     """
     lines = groups_like(dist.get_process_group_ranks(pipeline), "pp")
     if any(len(line) != dist.get_world_size(pipeline) for line in lines):
-        raise UserError("CheckFree+ does not know this order of ranks", "drop it, or --ft-checkfree-plus")
+        raise UserError("CheckFree+ does not support this order of ranks", "drop it, or --ft-checkfree-plus")
     return [[line[stage] for stage in stages] for line in lines]
 
 

@@ -44,5 +44,5 @@ def pairs(stages: int) -> tuple[tuple[int, int], tuple[int, int]]:
         ValueError: there are too few stages.
     """
     if stages < LEAST_STAGES:
-        raise ValueError(f"{stages} stages have no first two and last two that are apart")
+        raise ValueError(f"with {stages} stages, the first two and the last two stages overlap")
     return (0, 1), (stages - 1, stages - 2)

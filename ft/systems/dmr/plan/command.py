@@ -21,33 +21,36 @@ from ft.systems.dmr.plan.trace_file import read_trace
 from ft.systems.dmr.unstable import read_unstable
 
 _DESCRIPTION = """\
-Assigns every operator of a profile to one way of verifying it, in three phases (SpareTrain): with the recomputation of
-activation checkpointing; one segment of each block in windows between a stage's units; single operators in what windows
-have left. What finds no place is verified at once. No window and no memory is used beyond what there is."""
+Decide for every operator of a profile how it is verified, in three phases (SpareTrain): with the recomputation of
+activation checkpointing; one segment of each block in windows between a stage's units; single operators in the
+remaining time of windows. All other operators are verified at once. The plan exceeds neither the windows nor the
+memory budget."""
 
 
 def add_parser(questions) -> None:
     """Add the subcommand ``plan`` to ``questions``, the argparse subparsers of ``ft dmr``."""
     parser = questions.add_parser(
         "plan",
-        help="which operator is verified when, from a profile",
+        help="plan from a profile when each operator is verified",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("profile", metavar="PROFILE", help="from ft dmr profile")
+    parser.add_argument("profile", metavar="PROFILE", help="profile that ft dmr profile has written")
     parser.add_argument(
         "--memory-budget",
         type=argument(size),
         metavar="SIZE",
-        help="of one device, 80GB, or bytes; default: the profile's",
+        help="memory budget of one device, such as 80GB, or bytes; default: that of the profile",
     )
-    parser.add_argument("--out", metavar="FILE", help="where to write the plan")
+    parser.add_argument("--out", metavar="FILE", help="write the plan to this file")
     parser.add_argument("--phases", type=int, default=PHASES, choices=range(PHASES + 1), help="phases; 0: naive alone")
     windows = INTER + INTRA
-    parser.add_argument("--no-windows", action="append", default=[], choices=windows, help="a kind of windows to leave")
-    known = "an earlier plan of this model: the new one is never worse, if that can still be followed"
+    parser.add_argument(
+        "--no-windows", action="append", default=[], choices=windows, help="kind of windows that the plan must not use"
+    )
+    known = "earlier plan of this model: the new plan is not worse, if the earlier one can still be followed"
     parser.add_argument("--known", action="append", default=[], metavar="PLAN", help=known)
-    unstable = "of ft dmr selftest --out: operators that are not reproducible, and are left unchecked"
+    unstable = "file of ft dmr selftest --out with operators that are not reproducible; they are not verified"
     parser.add_argument("--unstable", metavar="FILE", help=unstable)
     add_answer_flags(parser)
     parser.set_defaults(main=run)
@@ -55,8 +58,10 @@ def add_parser(questions) -> None:
 
 def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--plot`` and ``--json``."""
-    parser.add_argument("--plot", metavar="FILE", help="a picture of windows and memory over time, PNG")
-    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="write a picture of windows and memory over time to this file, as PNG"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(given: argparse.Namespace) -> int:
@@ -73,7 +78,7 @@ def run(given: argparse.Namespace) -> int:
     if budget is None:
         raise UserError(f"{given.profile} has no memory budget, and none is given", "give --memory-budget, as 80GB")
     if given.known and given.phases < PHASES:
-        raise UserError("an earlier plan has all phases, and fewer are asked for", "leave --known or --phases out")
+        raise UserError("an earlier plan has all phases, but fewer phases are requested", "remove --known or --phases")
     kinds = tuple(kind for kind in INTER + INTRA if kind not in given.no_windows)
     known = [read_plan(Path(each)) for each in given.known]
     found = plan(trace, budget, Options(given.phases, kinds), known)

@@ -21,11 +21,14 @@ def add_parser(questions) -> None:
     """Add the subcommand ``explain`` to ``questions``, the argparse subparsers of ``ft dmr``."""
     parser = questions.add_parser(
         "explain",
-        help="what a plan covers how, what it will cost, and why",
-        description="Reads a plan, checks that it can be followed, and says what it covers how and what that costs.",
+        help="explain how a plan verifies operators, what this costs, and why",
+        description="Read a plan, check that it can be followed, and print how it verifies operators and what this "
+        "costs.",
     )
-    parser.add_argument("plan", metavar="PLAN", help="from ft dmr plan --out")
-    parser.add_argument("--operators", metavar="TEXT", help="list those whose name or id has TEXT, the longest first")
+    parser.add_argument("plan", metavar="PLAN", help="plan that ft dmr plan --out has written")
+    parser.add_argument(
+        "--operators", metavar="TEXT", help="list the operators whose name or id contains TEXT, the longest first"
+    )
     add_answer_flags(parser)
     parser.set_defaults(main=run)
 
@@ -52,7 +55,7 @@ def listed(plan: Plan, text: str) -> str:
     """
     ops = [op for op in plan.trace.ops if text in op.name or text in op.id]
     if not ops:
-        raise UserError(f"the plan has no operator named like {text!r}", "leave --operators out to see what there is")
+        raise UserError(f"the plan has no operator named like {text!r}", "remove --operators to list all operators")
     ops.sort(key=lambda op: (-op.t_us, op.start_us))
     rows = []
     for op in ops[:_MOST]:

@@ -60,7 +60,7 @@ class Fields:
         """Return the value of the field, a whole number that is at least ``least``."""
         value = self._typed(name, default, int, "a whole number")
         if value is not default and (isinstance(value, bool) or value < least):
-            raise self.error(f"has {name} = {value!r}, which is no whole number from {least} on")
+            raise self.error(f"has {name} = {value!r}, which is not a whole number of at least {least}")
         return value
 
     def amount(self, name: str, default: Any = ABSENT) -> Any:
@@ -70,14 +70,14 @@ class Fields:
             return value
         # A whole number may be too large to be converted to float.
         if isinstance(value, bool) or not 0 <= value <= _LARGEST:
-            raise self.error(f"has {name} = {value!r}, which is no time or size: not negative, and finite")
+            raise self.error(f"has {name} = {value!r}, which is not a time or size (finite and not negative)")
         return float(value)
 
     def texts(self, name: str, default: Any = ABSENT) -> tuple[str, ...]:
         """Return the value of the field, a list of strings."""
         found = self._typed(name, default, list, "a list")
         if not all(isinstance(each, str) for each in found):
-            raise self.error(f"has something else than texts in {name!r}")
+            raise self.error(f"has values other than texts in {name!r}")
         return tuple(found)
 
     def objects(self, name: str, default: Any = ABSENT) -> list["Fields"]:
@@ -119,12 +119,12 @@ def read_object(path: Path, version: int, fix: str) -> Fields:
         raise UserError(f"{path} is no text: {error}", fix) from error
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise UserError(f"{path} is no JSON, or only the beginning of one: {error.msg} at {where}", fix) from error
+        raise UserError(f"{path} is not JSON, or is truncated: {error.msg} at {where}", fix) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be understood: {error}", fix) from error
     found = Fields(values, str(path), fix)
     if found.count("version") != version:
-        raise found.error(f"has version {found.take('version')}, and {version} is the one understood here")
+        raise found.error(f"has version {found.take('version')}, but this version of the program reads {version}")
     return found
 
 

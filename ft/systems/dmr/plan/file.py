@@ -58,7 +58,7 @@ def read_plan(path: Path) -> Plan:
     """
     found = read_object(path, VERSION, FIX)
     if "assign" not in found.values:
-        raise UserError(f"{path} is a profile and no plan: it assigns nothing", f"plan it: ft dmr plan {path} ...")
+        raise UserError(f"{path} is a profile, not a plan: it assigns no operators", f"plan it: ft dmr plan {path} ...")
     trace = from_values(found)
     assign = found.object("assign")
     segments = [_segment(each) for each in found.objects("agc_segments", [])]

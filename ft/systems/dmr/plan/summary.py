@@ -100,7 +100,7 @@ def reasons(plan: Plan) -> Iterator[str]:
     at_once = [op for op in plan.trace.ops if plan.assign[op.id].set == NAIVE]
     forced = [op for op in at_once if op.checking.mutates or op.place.phase == OPTIMIZER]
     if forced:
-        yield f"{len(forced)} operators change what they read, the optimizer's among them: verified at once"
+        yield f"{len(forced)} operators change their inputs, the optimizer's included: verified at once"
     left = [op for op in at_once if not (op.checking.mutates or op.place.phase == OPTIMIZER)]
     free = {each.kind: each.dur_us - each.used_us for each in fillings(plan)}
     if left:
@@ -110,9 +110,7 @@ def reasons(plan: Plan) -> Iterator[str]:
         yield f"idle time left: {room} (before anything is executed, too short, or beyond the memory budget)"
     took = max((each.end_us for each in (*plan.trace.ops, *plan.trace.windows)), default=0.0)
     if plan.trace.pipeline is not None and abs(took - plan.predicted.t_none) > _FAR * took:
-        said = (
-            f"the schedule played through takes {plan.predicted.t_none:.0f} us, and in the trace it took {took:.0f} us"
-        )
+        said = f"the simulated schedule takes {plan.predicted.t_none:.0f} us, and in the trace it took {took:.0f} us"
         yield f"{said}: it has idle times that are no windows of it"
     lost = [op for op in plan.trace.ops if plan.assign[op.id].set == UNCHECKED]
     if lost:

@@ -14,10 +14,10 @@ from ft.systems.dmr.plan.trace import Trace
 from ft.systems.dmr.plan.trace_file import read_trace
 
 _DESCRIPTION = """\
-Runs a training command for a few iterations, and writes down which operators each pipeline stage executes, how long
-they take, where it waits for others, and what memory it uses: what ft dmr plan plans. The command is the run's own, as
-torchrun ... pretrain_gpt.py ..., or ft run ..., on as many ranks: a plan for another model, layout or batch is refused.
-It saves no checkpoint and writes no metrics."""
+Run a training command for a few iterations, and record which operators each pipeline stage executes, how long they
+take, where the stage waits for others, and how much memory it uses. ft dmr plan reads the result. The command must
+be that of the run, torchrun ... pretrain_gpt.py ... or ft run ..., with as many ranks: a plan for another model,
+layout or batch is rejected. The profiling run saves no checkpoint and writes no metrics."""
 _FLAG = "--ft-dmr-profile"
 
 
@@ -25,12 +25,12 @@ def add_parser(questions) -> None:
     """Add the subcommand ``profile`` to ``questions``, the argparse subparsers of ``ft dmr``."""
     parser = questions.add_parser(
         "profile",
-        help="what a run executes, how long it takes, and where it waits",
+        help="record the operators of a run, how long they take, and where the run waits",
         usage="ft dmr profile --out FILE -- COMMAND ...",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", metavar="FILE", required=True, help="where to write the profile")
+    parser.add_argument("--out", metavar="FILE", required=True, help="write the profile to this file")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="the run's command")
     parser.set_defaults(main=run)
 
@@ -58,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
     if code:
         return code
     if _stamp(path) == before:
-        problem = "the command has ended well and has written no profile"
+        problem = "the command has ended with code 0, but has written no profile"
         raise UserError(problem, f"the last argument goes to pretrain_gpt.py, which understands {_FLAG} FILE")
     print(_summary(read_trace(path), path))
     return 0

@@ -72,10 +72,11 @@ def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Faul
     for spec in specs:
         if spec.kind != BIT_FLIP:
             raise UserError(
-                f"--ft-dmr-inject {spec.text!r}: a trainer can only flip bits", "ft run --inject knows more"
+                f"--ft-dmr-inject {spec.text!r}: the trainer's flag accepts only bit flips",
+                "use ft run --inject for other faults",
             )
         if spec.step is None or spec.node is not None or spec.replica is not None:
-            fix = "ft run --inject knows times, nodes and replicas"
+            fix = "use ft run --inject for times, nodes and replicas"
             raise UserError(f"--ft-dmr-inject {spec.text!r}: give a step, and a rank if not any", fix)
     return schedule(specs, world_size, ["n0"], seed)
 
@@ -109,7 +110,7 @@ class Teller:
         if count > _MOST_TOLD:
             return
         step = self._step()
-        last = "" if count < _MOST_TOLD else "; further ones of this fault are not told"
+        last = "" if count < _MOST_TOLD else "; further flips of this fault are not reported"
         text = f"injected fault {hit.fault}: step {step}, rank {dist.get_rank()}: {hit}{last}"
         print(text, file=sys.stderr, flush=True)
         if self._session is not None:

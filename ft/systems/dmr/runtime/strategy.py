@@ -147,7 +147,7 @@ class Planned:
             unit = self._decisions.setdefault((place.phase, place.chunk, place.microbatch), [])
             if op.id != operator_id(stage, place.phase, place.chunk, place.microbatch, len(unit)):
                 raise UserError(
-                    f"the DMR plan's operator {op.id!r} is none of a profile of a run",
+                    f"the DMR plan's operator {op.id!r} does not come from the profile of a run",
                     "profile the run itself: ft dmr profile, then ft dmr plan",
                 )
             when = 0 if how.window is None else due[how.window]

@@ -155,8 +155,8 @@ def _of_operators(attempts: Sequence[Reports]) -> Outcome:
     ranks = sorted(set().union(*(found[name] for name in names)))
     told = ", ".join(map(str, ranks[:_MOST_RANKS])) + (" and more" if len(ranks) > _MOST_RANKS else "")
     reason = (
-        f"{len(attempts)} attempts went wrong, and {', '.join(names)} differed on ranks {told}: rather an operator "
-        "that is not reproducible than broken devices"
+        f"{len(attempts)} attempts went wrong, and {', '.join(names)} differed on ranks {told}: probably the "
+        "operator is not reproducible; broken devices are less likely"
     )
     return Outcome(GIVE_UP, reason=reason, fix=_FIX)
 

@@ -72,7 +72,7 @@ class Teller:
     def clean(self, step: int, attempt: int) -> None:
         """Report that a repeated step was correct, see ``protection.Witness``. Only rank 0 reports."""
         if dist.get_rank() == 0:
-            _say(f"DMR: step {step} came out clean at attempt {attempt}")
+            _say(f"DMR: step {step} was correct at attempt {attempt}")
             self._observe(events.DMR_CLEAN, step=step, attempt=attempt)
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
