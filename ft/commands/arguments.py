@@ -12,8 +12,8 @@ from ft.job.replicas import flags as hsdp
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag to ``parser``, and the positional arguments for the training script and its own arguments."""
-    _torchrun(parser.add_argument_group("as torchrun"))
-    _ours(parser.add_argument_group("fault tolerance"))
+    _add_torchrun_flags(parser.add_argument_group("as torchrun"))
+    _add_fault_tolerance_flags(parser.add_argument_group("fault tolerance"))
     hsdp.add_flags(
         _Flags(parser.add_argument_group("FT-HSDP: replicas of the model that continue when another replica fails"))
     )
@@ -29,7 +29,7 @@ def launchers_flags() -> set[str]:
     return {spelling for action in parser._actions for spelling in action.option_strings}
 
 
-def _torchrun(group) -> None:
+def _add_torchrun_flags(group) -> None:
     flag = _Flags(group)
     flag(
         "nnodes",
@@ -75,7 +75,7 @@ def _torchrun(group) -> None:
     flag("no-python", action="store_true", help=argparse.SUPPRESS)
 
 
-def _ours(group) -> None:
+def _add_fault_tolerance_flags(group) -> None:
     flag = _Flags(group)
     flag(
         "standby",

@@ -4,10 +4,7 @@ DMR (dual modular redundancy, from the SpareTrain paper) executes every operator
 order to detect silent data corruption.
 """
 
-import argparse
-import importlib
-
-from ft.base.errors import UserError
+from ft.base.subcommands import add_group
 
 _SUBCOMMANDS = (
     *("ft.systems.dmr.profile.command", "ft.systems.dmr.plan.command", "ft.systems.dmr.plan.explain"),
@@ -23,21 +20,11 @@ which the device is idle, or at once."""
 
 
 def add_parser(subparsers) -> None:
-    """Add ``dmr`` with its subcommands.
-
-    Each subcommand sets the parser default ``main``, a function that runs the subcommand with the parsed arguments.
-    """
-    parser = subparsers.add_parser(
+    """Add ``dmr`` with its subcommands."""
+    add_group(
+        subparsers,
         "dmr",
+        _SUBCOMMANDS,
         help="plan double execution of operators (DMR), and estimate what it costs",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(main=_ask)
-    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
-    for name in _SUBCOMMANDS:
-        importlib.import_module(name).add_parser(questions)
-
-
-def _ask(arguments: argparse.Namespace) -> int:
-    raise UserError("ft dmr answers several questions, and none was asked", "see ft dmr --help")

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ft.base.errors import UserError
-from megatron.patches.calls import Found, check_calls
+from megatron.patches.calls import CallCheck, check_calls
 from megatron.patches.check import Finding, check
 from megatron.patches.manifest import MANIFEST, SUPPORTED_CORE
 from megatron.patches.once import OnceOnly, unknown
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if _all_fits(findings, calls, once) else 1
 
 
-def as_json(findings: list[Finding], calls: Found, once: list[OnceOnly], core: CoreSources) -> str:
+def as_json(findings: list[Finding], calls: CallCheck, once: list[OnceOnly], core: CoreSources) -> str:
     """Return one JSON object with the results.
 
     The object holds the checked release of core, whether everything fits, one entry per patch, one entry per place in
@@ -109,7 +109,7 @@ def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> st
     return "\n".join(lines)
 
 
-def calls_table(calls: Found) -> str:
+def calls_table(calls: CallCheck) -> str:
     """Return a table of the places in this project's sources that do not fit core, followed by a line with counts."""
     lines = ["USES OF MEGATRON-CORE THAT DO NOT FIT IT"] if calls.misfits else []
     for misfit in calls.misfits:
@@ -126,7 +126,7 @@ def once_table(once: list[OnceOnly]) -> str:
     return "\n".join([*lines, f"collectives called once per process: {len(once)} not reviewed"])
 
 
-def _all_fits(findings: list[Finding], calls: Found, once: list[OnceOnly]) -> bool:
+def _all_fits(findings: list[Finding], calls: CallCheck, once: list[OnceOnly]) -> bool:
     return all(finding.fits for finding in findings) and not calls.misfits and not once
 
 

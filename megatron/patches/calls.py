@@ -17,8 +17,8 @@ from megatron.patches.names import (
     MODULE,
     VALUE,
     Binding,
+    Definition,
     Names,
-    Thing,
     absolute,
     decorators,
     is_constant,
@@ -54,7 +54,7 @@ class Misfit:
 
 
 @dataclass
-class Found:
+class CallCheck:
     """The result of the check.
 
     Attributes:
@@ -66,7 +66,7 @@ class Found:
     calls: int = 0
 
 
-def check_calls(own: OwnSources, core: CoreSources) -> Found:
+def check_calls(own: OwnSources, core: CoreSources) -> CallCheck:
     """Check the modules of this project, ``own``, against the release ``core``.
 
     Raises:
@@ -81,7 +81,7 @@ def check_calls(own: OwnSources, core: CoreSources) -> Found:
     def is_package(module: str) -> bool:
         return core.is_package(module) if is_of_core(module) else own.is_package(module)
 
-    names, found = Names(tree, is_package), Found([])
+    names, found = Names(tree, is_package), CallCheck([])
     for module, path in own.files.items():
         _File(names, module, is_package(module), own.shown(path), found).visit(trees[module])
     return found
@@ -105,7 +105,7 @@ class _Scope:
 class _File(ast.NodeVisitor):
     """Checks one file of this project, and adds the results to ``found``."""
 
-    def __init__(self, names: Names, module: str, is_package: bool, file: str, found: Found):
+    def __init__(self, names: Names, module: str, is_package: bool, file: str, found: CallCheck):
         self._names, self._module, self._is_package, self._file, self._found = names, module, is_package, file, found
         self._scopes: list[_Scope] = []
         self._classes: list[ast.ClassDef] = []
@@ -221,7 +221,7 @@ class _File(ast.NodeVisitor):
             found.append(signature(self._names, thing, is_bound))
         return found
 
-    def _methods(self, called: ast.Attribute) -> list[Thing] | None:
+    def _methods(self, called: ast.Attribute) -> list[Definition] | None:
         """Return what ``called`` (``object.method``) may refer to; None if the object's class is unknown."""
         owner = called.value
         match owner:
@@ -234,15 +234,15 @@ class _File(ast.NodeVisitor):
         for each in classes:
             if found := self._names.inside(each, called.attr):
                 return [
-                    thing if "staticmethod" not in decorators(thing.node) else Thing(VALUE, thing.module)
+                    thing if "staticmethod" not in decorators(thing.node) else Definition(VALUE, thing.module)
                     for thing in found
                     if thing.kind == FUNCTION
                 ]
         return []
 
-    def _line(self) -> list[Thing]:
+    def _line(self) -> list[Definition]:
         """Return the innermost enclosing class and its known base classes, in the order of lookup."""
-        return self._names.line(Thing(CLASS, self._module, self._classes[-1]))[0]
+        return self._names.line(Definition(CLASS, self._module, self._classes[-1]))[0]
 
     def _kind(self, name: str) -> ast.expr | None:
         """Return the expression that names the class of the variable ``name``, None if it is unknown."""
@@ -251,7 +251,7 @@ class _File(ast.NodeVisitor):
                 return scope.kinds.get(name)
         return None
 
-    def _meant(self, node: ast.expr) -> list[Thing]:
+    def _meant(self, node: ast.expr) -> list[Definition]:
         """Return the definitions that a dotted name may refer to at this place; an empty list if they are unknown."""
         if isinstance(node, ast.Attribute):
             inside = [self._names.inside(owner, node.attr) for owner in self._meant(node.value)]

@@ -162,8 +162,8 @@ def _on_its_way(requests: Any) -> Any:
     if _active() is None:
         return requests
     if isinstance(requests, dict):
-        return {name: _Awaited(request) for name, request in requests.items()}
-    return [_Awaited(request) for request in requests]
+        return {name: _WindowedRequest(request) for name, request in requests.items()}
+    return [_WindowedRequest(request) for request in requests]
 
 
 def _segment(ctx, run_function, distribute_saved_activations, *args):
@@ -205,7 +205,7 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     work = call(tensor, op, group, True)
     if work is None:  # this rank is not in the group
         return None
-    watched = _Watched(work, lambda: listener.reduced(group, tensor, is_over=True))
+    watched = _ReportingHandle(work, lambda: listener.reduced(group, tensor, is_over=True))
     if async_op:
         return watched
     listener.window("tp")
@@ -227,7 +227,7 @@ def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes
     return None
 
 
-class _Awaited:
+class _WindowedRequest:
     """A p2p request between pipeline stages. ``wait`` reports a window to the listener."""
 
     def __init__(self, request: Any):
@@ -246,7 +246,7 @@ class _Awaited:
         return getattr(self._request, name)
 
 
-class _Watched:
+class _ReportingHandle:
     """The handle of an asynchronous all-reduce. ``wait`` calls the function ``ended`` once, after the reduction."""
 
     def __init__(self, work: dist.Work, ended: Callable[[], None]):

@@ -19,7 +19,7 @@ _BLOCKS = ("finalbody", "orelse", "handlers", "cases", "body", "items")
 
 
 @dataclass(frozen=True)
-class Thing:
+class Definition:
     """A module or definition that a name refers to.
 
     Attributes:
@@ -61,7 +61,7 @@ class Names:
         self._tree, self._is_package = tree, is_package
         self._bound: dict[ast.AST, tuple[dict[str, list[Binding]], list[str]]] = {}
 
-    def of(self, module: str, name: str, path: tuple[tuple[str, str], ...] = ()) -> list[Thing]:
+    def of(self, module: str, name: str, path: tuple[tuple[str, str], ...] = ()) -> list[Definition]:
         """Return what ``module.name`` may refer to: several things if branches differ, none if the name is missing.
 
         ``path`` holds the (module, name) pairs that are being resolved, so that circular imports end.
@@ -72,32 +72,32 @@ class Names:
         tree = self._tree(module)
         if tree is None:
             is_looked_into = module == "megatron" or is_of_core(module)
-            return self._submodule(module, name) if is_looked_into else [Thing(VALUE, module)]
+            return self._submodule(module, name) if is_looked_into else [Definition(VALUE, module)]
         bound, stars = self._names_in(tree, module, self._is_package(module))
         found = [thing for each in bound.get(name, ()) for thing in self.meant(module, each, path)]
         found = found or [thing for star in stars for thing in self.of(star, name, path)]
         found = found or self._submodule(module, name)
         is_told_elsewhere = name in bound or "__getattr__" in bound or name.startswith("__")
         if not found and (is_told_elsewhere or _is_global(tree, name)):
-            return [Thing(VALUE, module)]
+            return [Definition(VALUE, module)]
         return found
 
-    def meant(self, module: str, binding: Binding, path: tuple[tuple[str, str], ...] = ()) -> list[Thing]:
+    def meant(self, module: str, binding: Binding, path: tuple[tuple[str, str], ...] = ()) -> list[Definition]:
         """Return what a binding in ``module`` may refer to; an empty list if it imports a missing name."""
         match binding:
             case Imported(source, None):
-                return [Thing(MODULE, source)]
+                return [Definition(MODULE, source)]
             case Imported(source, name):
                 return self.of(source, name, path)
             case ast.ClassDef():
-                return [Thing(CLASS, module, binding)]
+                return [Definition(CLASS, module, binding)]
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                return [] if "overload" in decorators(binding) else [Thing(FUNCTION, module, binding)]
+                return [] if "overload" in decorators(binding) else [Definition(FUNCTION, module, binding)]
             case ast.Assign(value=ast.Name(id=name)) if self._tree(module) and name != _target(binding):
-                return self.of(module, name, path) or [Thing(VALUE, module)]
-        return [Thing(VALUE, module, binding)]
+                return self.of(module, name, path) or [Definition(VALUE, module)]
+        return [Definition(VALUE, module, binding)]
 
-    def inside(self, thing: Thing, name: str) -> list[Thing] | None:
+    def inside(self, thing: Definition, name: str) -> list[Definition] | None:
         """Return what the attribute ``thing.name`` may refer to.
 
         Returns:
@@ -113,7 +113,7 @@ class Names:
             return None if not complete or name.startswith("_") or name in ("name", "value", "mro") else []
         return None
 
-    def line(self, thing: Thing) -> tuple[list[Thing], bool]:
+    def line(self, thing: Definition) -> tuple[list[Definition], bool]:
         """Return (the class and its known base classes in the order of lookup, whether all bases are known)."""
         classes = [thing]
         for base in thing.node.bases:
@@ -129,7 +129,7 @@ class Names:
                 return classes, False
         return classes, not thing.node.keywords
 
-    def expression(self, module: str, node: ast.expr) -> list[Thing]:
+    def expression(self, module: str, node: ast.expr) -> list[Definition]:
         """Return what a dotted name may refer to at the top level of ``module``."""
         if isinstance(node, ast.Name):
             return self.of(module, node.id)
@@ -138,8 +138,8 @@ class Names:
             return [thing for owner in owners for thing in self.inside(owner, node.attr) or ()]
         return []
 
-    def _submodule(self, module: str, name: str) -> list[Thing]:
-        return [Thing(MODULE, f"{module}.{name}")] if self._tree(f"{module}.{name}") is not None else []
+    def _submodule(self, module: str, name: str) -> list[Definition]:
+        return [Definition(MODULE, f"{module}.{name}")] if self._tree(f"{module}.{name}") is not None else []
 
     def _names_in(
         self, node: ast.Module | ast.ClassDef, module: str, is_package: bool = False

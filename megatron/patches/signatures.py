@@ -3,7 +3,7 @@
 import ast
 from dataclasses import dataclass, replace
 
-from megatron.patches.names import CLASS, FUNCTION, Names, Thing, decorators
+from megatron.patches.names import CLASS, FUNCTION, Definition, Names, decorators
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Signature:
         return f"lacks {_listed(missing)}" if missing else None
 
 
-def signature(names: Names, thing: Thing, is_bound: bool = False) -> Signature | None:
+def signature(names: Names, thing: Definition, is_bound: bool = False) -> Signature | None:
     """Return the signature of a function or of a class's constructor, None if the sources do not show it.
 
     Args:
@@ -70,7 +70,7 @@ def signature(names: Names, thing: Thing, is_bound: bool = False) -> Signature |
     return None
 
 
-def _of_function(thing: Thing, is_bound: bool) -> Signature:
+def _of_function(thing: Definition, is_bound: bool) -> Signature:
     taken = thing.node.args
     positional = [*taken.posonlyargs, *taken.args]
     required = positional[: len(positional) - len(taken.defaults)]
@@ -97,14 +97,14 @@ def _without_first(found: Signature) -> Signature:
     )
 
 
-def _of_constructor(names: Names, thing: Thing) -> Signature | None:
+def _of_constructor(names: Names, thing: Definition) -> Signature | None:
     classes, complete = names.line(thing)
     if any("metaclass" in {keyword.arg for keyword in each.node.keywords} for each in classes):
         return None
     for each in classes:
         for name in ("__init__", "__new__"):
             if definitions := _methods(each.node, name):
-                return _of_function(Thing(FUNCTION, each.module, definitions[-1]), is_bound=True)
+                return _of_function(Definition(FUNCTION, each.module, definitions[-1]), is_bound=True)
         if "dataclass" in decorators(each.node):
             return _of_dataclass(names, each)
         bases = {ast.unparse(base).rpartition(".")[2] for base in each.node.bases}
@@ -117,7 +117,7 @@ def _methods(node: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
     return [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == name]
 
 
-def _of_dataclass(names: Names, thing: Thing) -> Signature | None:
+def _of_dataclass(names: Names, thing: Definition) -> Signature | None:
     """Return the constructor that ``dataclass`` generates: the fields of all dataclass bases, then its own."""
     classes, complete = names.line(thing)
     if not complete:

@@ -208,11 +208,11 @@ def train_twice(given: str) -> dict:
     patches.apply(WITH_DMR)
     told = {"hits": [], "wrong": [], "clean": []}
 
-    class Hits(injection.Teller):
+    class Hits(injection.FlipReporter):
         def tell(self, hit):
             told["hits"].append((self._step(), hit.operator, hit.phase, hit.execution))
 
-    class Witness(witness.Teller):
+    class Witness(witness.FindingReporter):
         def mismatch(self, step, attempt, reports, outcome):
             told["wrong"].append((step, attempt, sorted(reports), outcome.action))
 
@@ -221,7 +221,7 @@ def train_twice(given: str) -> dict:
 
     from ft.systems.dmr.runtime import install
 
-    injection.Teller, install.Teller = Hits, Witness
+    injection.FlipReporter, install.FindingReporter = Hits, Witness
     runs.run(given)
     return told
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from ft.systems.dmr.plan.assign import D_INTER, NAIVE, PIGGYBACK, UNCHECKED
-from ft.systems.dmr.runtime.cursor import At
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.operators import nature
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.redundant import state_before
-from ft.systems.dmr.runtime.segments import Scripts, Segment
+from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 from ft.systems.dmr.runtime.strategy import Segment as Replayed
 
@@ -32,7 +32,7 @@ class Rank:
         out = func(*args)
         if flip:
             flipped(out)
-        at = At(kind.name, "backward", 0, 0, 1, self.executed)
+        at = OperatorCall(kind.name, "backward", 0, 0, 1, self.executed)
         self.executed += 1
         decision = Decision(D_INTER, due, replay, 10.0, size)
         return out, self.queue.put(at, kind, (func, args, {}), out, state, decision)
@@ -231,7 +231,7 @@ DEFERRED, LEFT_OUT = Decision(D_INTER, 5), Decision(UNCHECKED)
     ],
 )
 def test_forward_and_recomputation_agree_on_what_they_compare(forward, again, settled):
-    segment = Segment(Findings(torch.device("cpu"), 0), Scripts())
+    segment = Segment(Findings(torch.device("cpu"), 0), RecomputationSteps())
     assert [segment.settle(one, "mul", again=False) for one in forward] == forward
     segment.begin_again()
     assert [segment.settle(one, "mul", again=True).set for one in again] == settled

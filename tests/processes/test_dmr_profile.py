@@ -18,7 +18,7 @@ from ft.systems.dmr.plan.trace import FINGERPRINT, Place, Trace
 from ft.systems.dmr.plan.trace_file import read_trace, write_trace
 from ft.systems.dmr.profile.assemble import assemble, blocks
 from ft.systems.dmr.profile.costs import ComparisonCosts
-from ft.systems.dmr.profile.events import Done, Memory, Notes, StageRecord, Timed, Waited
+from ft.systems.dmr.profile.events import ExecutedOperator, IterationRecord, Memory, RecordedWait, StageRecord, Timed
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 LAYOUTS = {
@@ -201,20 +201,21 @@ def test_the_commands_own_failure_is_the_answer(tmp_path):
 def stage_record(stage: int, us: float) -> StageRecord:
     """Two microbatches, each one operator forward and one backward of ``us``, with the waits of 1F1B on two stages."""
     f, b = (
-        [Done("mm", Place(stage, number, 1, phase), 0, outs=(2 * number + is_back,)) for number in range(2)]
+        [ExecutedOperator("mm", Place(stage, number, 1, phase), 0, outs=(2 * number + is_back,)) for number in range(2)]
         for is_back, phase in enumerate(("forward", "backward"))
     )
     first = [f[0], "s", f[1], "r", b[0], "r", b[1]]
     last = ["r", f[0], b[0], "r", f[1], b[1], "s"]
     zero, adam = (
-        Done(name, Place(stage, 0, 0, phase), 0) for name, phase in (("zero_", "between"), ("adam", "optimizer"))
+        ExecutedOperator(name, Place(stage, 0, 0, phase), 0)
+        for name, phase in (("zero_", "between"), ("adam", "optimizer"))
     )
     events = [zero, *(first if stage == 0 else last), adam]
     waits = iter(range(9))
-    events = [Waited("p2p", next(waits)) if isinstance(each, str) else each for each in events]
-    times = [Timed(1.0, 500.0 if isinstance(each, Waited) else us) for each in events]
+    events = [RecordedWait("p2p", next(waits)) if isinstance(each, str) else each for each in events]
+    times = [Timed(1.0, 500.0 if isinstance(each, RecordedWait) else us) for each in events]
     memory = [Memory(100, freed=len(events) - 1) for _ in range(4)]
-    return StageRecord(stage, Notes(events, memory, [100] * len(events)), tuple(times))
+    return StageRecord(stage, IterationRecord(events, memory, [100] * len(events)), tuple(times))
 
 
 def two_stages(us: tuple[float, float] = (10.0, 10.0)) -> Trace:

@@ -17,7 +17,7 @@ def reduced(wrong: dict) -> dict:
     import torch.distributed as dist
 
     from ft.systems.dmr.plan.trace import BACKWARD
-    from ft.systems.dmr.runtime.cursor import At
+    from ft.systems.dmr.runtime.cursor import OperatorCall
     from ft.systems.dmr.runtime.findings import Findings
     from ft.systems.dmr.runtime.reductions import Reductions
 
@@ -32,7 +32,7 @@ def reduced(wrong: dict) -> dict:
             tensor = torch.full((5,), float(row + dist.get_rank()))
             dist.all_reduce(tensor)
             tensor[2] += row in wrong.get(dist.get_rank(), ())
-            reductions.done(dist.group.WORLD, tensor, At("all_reduce", BACKWARD, 0, row, 0, row))
+            reductions.done(dist.group.WORLD, tensor, OperatorCall("all_reduce", BACKWARD, 0, row, 0, row))
         reductions.compare()
         flag = bool(findings.flag().item())
         before = len(gathers)

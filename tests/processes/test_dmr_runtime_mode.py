@@ -13,7 +13,7 @@ from ft.systems.dmr.runtime.findings import AT_ONCE, RECOMPUTATION, Findings
 from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecution
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.strategy import Naive, Piggyback
-from ft.systems.dmr.runtime.unstable import Sparing
+from ft.systems.dmr.runtime.unstable import ExcludeUnstable
 
 
 class Searching(Naive):
@@ -191,7 +191,7 @@ def test_one_flipped_bit_is_found_where_it_was(case):
 
 def test_an_unchecked_operator_in_a_segment_makes_what_follows_naive():
     expected, _ = train(None)
-    found, engine = train(Sparing(Piggyback(), ["gelu"]))
+    found, engine = train(ExcludeUnstable(Piggyback(), ["gelu"]))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     counts = engine.coverage()
     assert counts[UNCHECKED] == 2 * 2 * 2  # blocks, microbatches, forward and recomputation
@@ -220,7 +220,9 @@ def test_outside_of_an_iteration_nothing_is_watched():
     }
 
 
-@pytest.mark.parametrize("wrap", [lambda strategy: strategy, lambda strategy: Sparing(strategy, ["native_dropout"])])
+@pytest.mark.parametrize(
+    "wrap", [lambda strategy: strategy, lambda strategy: ExcludeUnstable(strategy, ["native_dropout"])]
+)
 def test_operators_that_are_not_in_the_plan_are_told_of_each_iteration(wrap):
     strategy = Searching()
     _, engine = train(wrap(strategy))

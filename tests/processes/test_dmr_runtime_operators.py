@@ -7,10 +7,10 @@ from ft.systems.dmr.digest import same
 from ft.systems.dmr.runtime.operators import is_counted, nature, tensors_in
 from ft.systems.dmr.runtime.redundant import (
     check_in_place,
-    checked_by_looking,
     execute_again,
     expected,
     generator_of,
+    is_verified_by_inspection,
     results,
     state_before,
     written,
@@ -210,7 +210,7 @@ def test_a_wrong_result_in_place_is_seen():
 @pytest.mark.parametrize("offset", [0, 1])
 def test_zeroes_are_verified_by_looking(size, dtype, offset):
     kind = nature(aten.zero_.default)
-    assert checked_by_looking(kind, (torch.ones(1),), {})
+    assert is_verified_by_inspection(kind, (torch.ones(1),), {})
     x = torch.ones(size + offset, dtype=dtype)[offset:]
     x.zero_()
     assert same(*expected(kind, (x,), {}))
@@ -229,7 +229,7 @@ def test_a_zero_of_the_wrong_sign_is_seen():
 def test_copies_are_verified_by_looking(dtype):
     kind, target, source = nature(aten.copy_.default), torch.empty(4, 6, dtype=dtype).t(), normal(4)
     for args, kwargs in (((target, source), {}), ((target,), {"src": source})):
-        assert checked_by_looking(kind, args, kwargs)
+        assert is_verified_by_inspection(kind, args, kwargs)
         aten.copy_(*args, **kwargs)
         assert same(*expected(kind, args, kwargs))
     target[2, 1] += 1
@@ -238,9 +238,9 @@ def test_copies_are_verified_by_looking(dtype):
 
 def test_a_copy_onto_itself_is_not_compared_with_itself():
     kind, x = nature(aten.copy_.default), normal(4)
-    assert not checked_by_looking(kind, (x[1:3], x[1:3]), {})
-    assert not checked_by_looking(kind, (x,), {"src": x})
-    assert not checked_by_looking(nature(aten.mul_.Scalar), (x, 2.0), {})
+    assert not is_verified_by_inspection(kind, (x[1:3], x[1:3]), {})
+    assert not is_verified_by_inspection(kind, (x,), {"src": x})
+    assert not is_verified_by_inspection(nature(aten.mul_.Scalar), (x, 2.0), {})
 
 
 def test_a_drawn_result_is_drawn_again():

@@ -7,9 +7,9 @@ from ft.protection.undo import Undo
 from ft.state.snapshot.state import RankState
 from ft.systems.dmr.digest import digest
 from ft.systems.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
-from ft.systems.dmr.runtime.cursor import At, ExecutionCursor, operator_id
+from ft.systems.dmr.runtime.cursor import ExecutionCursor, OperatorCall, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, MESSAGE, Findings, Mismatch
-from ft.systems.dmr.runtime.segments import Scripts, Segment
+from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 
 SEED = 1234567
 
@@ -71,13 +71,13 @@ def test_a_place_names_the_layer():
     course = ExecutionCursor()
     course.forward(0)
     course.layer = 5
-    assert course.at("mm", 3) == At("mm", FORWARD, 0, 0, 5, 3)
+    assert course.at("mm", 3) == OperatorCall("mm", FORWARD, 0, 0, 5, 3)
     course.outside()
     assert course.at("mm", 3).layer == 0
 
 
-def at(operator: str = "mm", index: int = 0) -> At:
-    return At(operator, FORWARD, 0, 2, 3, index)
+def at(operator: str = "mm", index: int = 0) -> OperatorCall:
+    return OperatorCall(operator, FORWARD, 0, 2, 3, index)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_note_raises_the_flag(findings):
 
 def segment_of(findings: Findings, forward: list, again: list, times: int = 1) -> None:
     """``forward``, ``again``: (operator, value) each; the mode's part is played here."""
-    scripts = Scripts()
+    scripts = RecomputationSteps()
     for _ in range(times):
         segment = Segment(findings, scripts)
         for index, (name, value) in enumerate(forward):
@@ -189,7 +189,7 @@ def test_an_operator_that_the_forward_had_not_is_no_finding_and_its_loss_is(find
 
 
 def test_after_an_unchecked_operator_nothing_is_compared(findings):
-    segment = Segment(findings, Scripts())
+    segment = Segment(findings, RecomputationSteps())
     assert segment.is_comparable
     segment.unchecked()
     assert not segment.is_comparable

@@ -18,7 +18,7 @@ from ft.systems.dmr.plan.schedule import Pipeline
 from ft.systems.dmr.plan.trace_file import write_trace
 from ft.systems.dmr.runtime.cursor import Unit
 from ft.systems.dmr.runtime.strategy import SKIPPED, Naive, Piggyback
-from ft.systems.dmr.runtime.unstable import Sparing
+from ft.systems.dmr.runtime.unstable import ExcludeUnstable
 from ft.systems.dmr.unstable import Unstable, read_unstable, write_unstable
 
 _library = torch.library.Library("planted", "FRAGMENT")
@@ -186,7 +186,7 @@ def test_a_file_that_is_none_is_refused(tmp_path, text, problem):
 
 def test_a_strategy_leaves_them_out_and_nothing_else():
     for inner in (Naive(), Piggyback()):
-        sparing = Sparing(inner, ["index_put_"])
+        sparing = ExcludeUnstable(inner, ["index_put_"])
         for in_segment in (False, True):
             assert sparing.decide(Unit("F"), 0, "index_put_", in_segment).set == SKIPPED
             assert sparing.decide(Unit("F"), 0, "mm", in_segment) == inner.decide(Unit("F"), 0, "mm", in_segment)

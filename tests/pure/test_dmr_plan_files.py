@@ -13,7 +13,7 @@ from dmr_traces import PRINT, pipeline_trace, random_trace
 from ft import cli
 from ft.base.errors import UserError
 from ft.base.quantities import size
-from ft.systems.dmr.plan.file import differences, read_plan, refuse_another_s, write_plan
+from ft.systems.dmr.plan.file import differences, read_plan, refuse_plan_of_other_run, write_plan
 from ft.systems.dmr.plan.planner import plan
 from ft.systems.dmr.plan.schedule import Pipeline
 from ft.systems.dmr.plan.sizes import gigabytes
@@ -225,7 +225,7 @@ def test_a_budget_has_to_be_given_and_to_be_enough(files, capsys):
     assert "without any verification" in refused(capsys, "plan", profile, "--memory-budget", "10")
     for wrong in ("80XB", "-3GB", "0", "much"):
         assert "not a size like 80GB" in refused(capsys, "plan", profile, f"--memory-budget={wrong}")
-    assert "none was asked" in refused(capsys)
+    assert "needs a subcommand" in refused(capsys)
     known = ("--known", str(files[1]), "--phases", "1")
     assert "fewer phases are requested" in refused(capsys, "plan", profile, "--memory-budget", "80GB", *known)
 
@@ -237,9 +237,9 @@ def test_sizes_are_read_and_written():
 
 def test_a_plan_for_another_run_is_refused_with_what_differs(files):
     found = read_plan(files[1])
-    refuse_another_s(found, PRINT)
+    refuse_plan_of_other_run(found, PRINT)
     with pytest.raises(UserError, match=r"torch: planned for 'x', the run has '2\.9'"):
-        refuse_another_s(found, {**PRINT, "torch": "2.9"})
+        refuse_plan_of_other_run(found, {**PRINT, "torch": "2.9"})
     assert differences(PRINT, {**PRINT, "tp": 2, "extra": 1}) == [
         "tp: planned for 'x', the run has 2",
         "extra: planned for None, the run has 1",

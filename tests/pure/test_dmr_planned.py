@@ -7,7 +7,7 @@ import pytest
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.assign import D_INTER, NAIVE, PIGGYBACK, AgcSegment, Assignment, Plan, Predicted
 from ft.systems.dmr.plan.trace import Memory, Operator, Place, Tensor, Trace, Window
-from ft.systems.dmr.runtime.alignment import Abreast
+from ft.systems.dmr.runtime.alignment import OperatorAligner
 from ft.systems.dmr.runtime.cursor import Unit, operator_id
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Planned
 
@@ -97,7 +97,7 @@ def test_a_random_unit_is_found_again_after_what_was_put_in_or_left_out():
         planned = [rng.choice("abcdefgh") for _ in range(rng.randrange(20, 200))]
         at, count = rng.randrange(len(planned) - 10), rng.randrange(0, 5)
         executed = [*planned[:at], *("z" * rng.randrange(0, 5)), *planned[at + count :]]
-        follower = Abreast(planned)
+        follower = OperatorAligner(planned)
         places = [follower.find(index, name) for index, name in enumerate(executed)]
         assert places[:at] == list(range(at))
         for place, name in zip(places, executed, strict=True):
@@ -105,5 +105,5 @@ def test_a_random_unit_is_found_again_after_what_was_put_in_or_left_out():
         known = [place for place in places if place is not None]
         # Chance may put three letters in a row elsewhere, too; never out of the plan's reach.
         assert all(0 <= place < len(planned) for place in known)
-    follower = Abreast(NAMES)
+    follower = OperatorAligner(NAMES)
     assert [follower.find(i, name) for i, name in enumerate(NAMES)] == list(range(6))

@@ -115,7 +115,7 @@ def test_the_picture_has_a_mark_for_each_wrong_attempt(tmp_path):
 
     run = load(write(tmp_path / "a", eventful(), steps=90))
     found, checked = recoveries(run.events), corruption(run.events)
-    scene = timeline._Scene(run, found, timeline.tenures(run.events, found), 0.0, 11.0, checked)
+    scene = timeline._PictureData(run, found, timeline.rank_intervals(run.events, found), 0.0, 11.0, checked)
     _, (lanes, loss) = rows("", [2.0, 2.0])
     timeline._draw_lanes(lanes, scene)
     timeline._draw_loss(loss, scene)

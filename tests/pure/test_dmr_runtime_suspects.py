@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from ft.systems.dmr.plan.trace import FORWARD
-from ft.systems.dmr.runtime.cursor import At
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import AT_ONCE, DISPUTED, MESSAGE, RECOMPUTATION, REDUCTION, WINDOW, Mismatch
 from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, RETRY, Limits, Memory, decide, own_mismatches
 
@@ -15,7 +15,7 @@ OPERATORS = ("mm", "add", "gelu", "index_put_")
 
 
 def mismatch(how: str, operator: str = "mm") -> Mismatch:
-    return Mismatch(At(operator, FORWARD, 0, 0, 1, 0), how)
+    return Mismatch(OperatorCall(operator, FORWARD, 0, 0, 1, 0), how)
 
 
 def attempt(operator: str = "mm", **ranks: str) -> dict:

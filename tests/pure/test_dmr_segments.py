@@ -5,16 +5,16 @@ import random
 import pytest
 import torch
 
-from ft.systems.dmr.runtime.cursor import At
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
-from ft.systems.dmr.runtime.segments import Scripts, Segment
+from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 
 FORWARD = ["mm", "softmax", "topk", "sum", "mul", "mm"]
 EXTRA = {3: "sum", 4: "mul", 7: "mul"}
 """Place in the recomputation -> an operator that the forward did not have."""
 
 
-def carry(scripts: Scripts, draw: random.Random, *, extras=EXTRA, wrong_forward=None, wrong_again=None):
+def carry(scripts: RecomputationSteps, draw: random.Random, *, extras=EXTRA, wrong_forward=None, wrong_again=None):
     """A forward and its recomputation; (mismatches, operators verified by themselves, unverified)."""
     findings = Findings(torch.device("cpu"), 5)
     segment, alone = Segment(findings, scripts), []
@@ -33,8 +33,8 @@ def carry(scripts: Scripts, draw: random.Random, *, extras=EXTRA, wrong_forward=
     return findings.settle(), alone, findings.unverified
 
 
-def at(name: str, index: int) -> At:
-    return At(name, "forward", 0, 0, 1, index)
+def at(name: str, index: int) -> OperatorCall:
+    return OperatorCall(name, "forward", 0, 0, 1, index)
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def draw():
     return random.Random(seed)
 
 
-def learnt(draw) -> Scripts:
-    scripts = Scripts()
+def learnt(draw) -> RecomputationSteps:
+    scripts = RecomputationSteps()
     for _ in range(3):
         found, alone, _ = carry(scripts, draw)
         assert found == [] and alone
@@ -61,15 +61,15 @@ def test_operators_of_the_recomputation_alone_are_no_mismatch_and_soon_known(dra
 @pytest.mark.parametrize("knows", [False, True])
 def test_each_wrong_result_with_a_partner_is_found(knows, draw):
     for number in range(len(FORWARD)):
-        found, _, _ = carry(learnt(draw) if knows else Scripts(), draw, wrong_forward=number)
+        found, _, _ = carry(learnt(draw) if knows else RecomputationSteps(), draw, wrong_forward=number)
         assert FORWARD[number] in {one.at.operator for one in found}
     for place in range(len(FORWARD) + len(EXTRA)):
-        found, _, _ = carry(learnt(draw) if knows else Scripts(), draw, wrong_again=place)
+        found, _, _ = carry(learnt(draw) if knows else RecomputationSteps(), draw, wrong_again=place)
         assert bool(found) == (place not in EXTRA), "an operator without a partner is verified by itself"
 
 
 def test_nothing_is_learnt_from_a_mismatch_and_what_was_learnt_is_given_up_when_it_fits_no_more(draw):
-    scripts = Scripts()
+    scripts = RecomputationSteps()
     for _ in range(5):
         carry(scripts, draw, wrong_forward=1)
     assert not any(step.is_extra for step in scripts.of(FORWARD))
@@ -81,6 +81,6 @@ def test_nothing_is_learnt_from_a_mismatch_and_what_was_learnt_is_given_up_when_
 
 
 def test_without_extra_operators_nothing_is_verified_by_itself(draw):
-    scripts = Scripts()
+    scripts = RecomputationSteps()
     for _ in range(4):
         assert carry(scripts, draw, extras={}) == ([], [], 0)

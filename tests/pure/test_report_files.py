@@ -12,7 +12,7 @@ from histories import START, History, write
 from ft import cli
 from ft.base import events
 from ft.observe.report import presence
-from ft.observe.report.lanes import tenures
+from ft.observe.report.lanes import rank_intervals
 from ft.platform import election as election
 from ft.platform import processes
 from ft.record.recoveries import recoveries
@@ -194,7 +194,7 @@ def test_no_run_is_a_users_error(command, kind, tmp_path, capsys):
 
 def test_tenures_end_at_the_fault():
     history = eventful()
-    held = tenures(history.events, recoveries(history.events))
+    held = rank_intervals(history.events, recoveries(history.events))
     third = [(t.worker, round(t.begin, 2), round(t.end, 2), t.is_first) for t in held if t.rank == 3]
     assert third == [("n0.w3", 0.0, 4.0, True), ("n0.w4", 4.03, 9.0, False), ("n0.v4", 11.0, 15.0, True)]
 

@@ -13,7 +13,7 @@ from ft.systems.schedule.check import check, in_flight
 from ft.systems.schedule.choose import BEST, SWAPPING, Shape, best, compared, plan
 from ft.systems.schedule.kinds import half_swapped
 from ft.systems.schedule.meet import meet
-from ft.systems.schedule.play import Stuck, play
+from ft.systems.schedule.play import ScheduleDeadlock, play
 from ft.systems.schedule.program import Program
 from ft.systems.schedule.routes import Routes, straight, swapped
 from ft.systems.schedule.run import run
@@ -141,7 +141,7 @@ def test_orders_that_wait_for_each_other_get_no_batches():
     order = [[unit for m in (0, 1) for unit in routes.units(m) if unit.stage == stage] for stage in range(4)]
     order[0].sort(key=lambda unit: not unit.backward)
     for played in (lambda: meet(routes, order, length), lambda: play(order, routes.needs, length)):
-        with pytest.raises(Stuck, match="wait for each other"):
+        with pytest.raises(ScheduleDeadlock, match="wait for each other"):
             played()
 
 

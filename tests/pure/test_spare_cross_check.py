@@ -11,7 +11,7 @@ from ft import cli
 from ft.lab.simulate.spare import cross_check
 from ft.lab.simulate.spare.clocks import Trace
 from ft.lab.simulate.spare.cross_check import Comparison, recorded
-from ft.lab.simulate.spare.run import Seen
+from ft.lab.simulate.spare.run import RunTotals
 from ft.lab.simulate.spare.scenario import read_file, scenario
 
 SMALL = Path(__file__).parent.parent.parent / "examples/spare/small.toml"
@@ -55,7 +55,7 @@ def test_both_are_given_the_same_failures():
 
 
 def test_answers_that_differ_do_not_agree():
-    seen = Seen(total_s=1000.0, steps=10, failures=3)
+    seen = RunTotals(total_s=1000.0, steps=10, failures=3)
     assert Comparison(24, "spare", 4, 0, seen, replace(seen, total_s=1000.01)).agrees
     assert not Comparison(24, "spare", 4, 0, seen, replace(seen, total_s=1001.0)).agrees
     assert not Comparison(24, "spare", 4, 0, seen, replace(seen, failures=2)).agrees

@@ -94,7 +94,7 @@ def test_people_get_text(words, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "none was asked"),
+        ("", "needs a subcommand"),
         ("theory --groups 10 --redundancy 11", "at most 10"),
         ("theory --groups 10 --redundancy 1", "redundancy 1"),
         ("theory --groups 1 --redundancy 2", "1 groups"),

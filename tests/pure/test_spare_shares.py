@@ -10,7 +10,7 @@ from ft.observe.hsdp.lineage import lineage
 from ft.systems.hsdp.commits import Commit
 from ft.systems.hsdp.samples import Deal
 from ft.systems.spare.controller import Controller
-from ft.systems.spare.ledger import Ledger
+from ft.systems.spare.ledger import GradientStore
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler
 from ft.systems.spare.shares import divide
@@ -89,7 +89,7 @@ def test_the_summed_gradient_is_the_same_for_every_pattern_of_lost_groups(groups
     for count in range(1, redundancy):
         for lost in itertools.combinations(range(groups), count):
             made = controller(groups, redundancy)
-            ledgers = {group: Ledger() for group in range(groups)}
+            ledgers = {group: GradientStore() for group in range(groups)}
             for here in (range(groups), [group for group in range(groups) if group not in lost]):
                 given = attempt(shares_of(made, here), gradients, ledgers)
             assert torch.allclose(sum(given), whole, rtol=0, atol=1e-5)
@@ -154,7 +154,7 @@ def test_the_audit_believes_what_groups_have_read_and_not_what_was_planned(first
 
 
 def test_what_was_never_exchanged_is_kept_too():
-    ledger = Ledger()
+    ledger = GradientStore()
     ledger.begin([3], 1.0)
     waited = []
     first, second = torch.ones(4), torch.full((4,), 2.0)
@@ -172,7 +172,7 @@ def test_what_was_never_exchanged_is_kept_too():
 
 
 def test_sums_and_tokens_are_those_of_all_attempts():
-    ledger = Ledger()
+    ledger = GradientStore()
     ledger.begin([0], 1.0)
     assert ledger.add_sums(torch.tensor([4.0, 2.0])).tolist() == [4.0, 2.0]
     tokens = torch.tensor(2)

@@ -36,7 +36,7 @@ def train(
         loss had recovered, None if the end of the run, another failure or the end of ``PATIENCE`` came before.
     """
     began = time.monotonic()
-    life = Life(flags, straight, equal)
+    life = InProcessTrainer(flags, straight, equal)
     losses, looks, rebuilt = [], [], []
     failures = list(lost)
     last, unmended = life.job.options.training.train_iters, None
@@ -71,7 +71,7 @@ def look_after(made: dict[str, Any], step: int, loss: float) -> dict[str, Any] |
     return made if passed < PATIENCE else None
 
 
-class Life:
+class InProcessTrainer:
     """The trainer on this rank, with what ft.systems.hot_swap and ft.job.control would do around it at a failure."""
 
     def __init__(self, flags: str, straight: bool, equal: bool):

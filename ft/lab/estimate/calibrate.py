@@ -16,7 +16,7 @@ from ft.lab.estimate.clusters import Cluster
 from ft.lab.estimate.layout import Layout
 from ft.lab.estimate.models import Model
 from ft.lab.estimate.profile import part_works, pipeline_of
-from ft.lab.estimate.stage import PartWork, Placed
+from ft.lab.estimate.stage import PartWork, PlacedStep
 from ft.systems.dmr.plan.schedule import Pipeline, Unit, simulate
 
 FASTEST, SLOWEST, STEPS = 0.01, 1000.0, 40
@@ -94,7 +94,7 @@ def _units(model: Model, layout: Layout, cluster: Cluster) -> list[tuple[_Unit, 
     return [(_unit(work.forward), _unit(work.backward)) for work in part_works(model, layout, cluster)]
 
 
-def _unit(steps: list[Placed]) -> _Unit:
+def _unit(steps: list[PlacedStep]) -> _Unit:
     sent = sum(one.t_us for one in steps if isinstance(one.step, Transfer))
     checked = sum(one.t_us + one.compare_us for one in steps if not isinstance(one.step, Transfer))
     return _Unit(PartWork.duration_us(steps) - sent, sent, checked)

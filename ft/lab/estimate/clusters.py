@@ -29,7 +29,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Reached:
+class AchievedShares:
     """Achieved shares of the peak rates, and latency.
 
     These are ASSUMED, not measured: they are usual in reports of training on these devices.
@@ -69,7 +69,7 @@ class Cluster:
     gpus: int
     per_node: int = 8
     network: float = 50 * GB
-    reached: Reached = field(default_factory=Reached)
+    reached: AchievedShares = field(default_factory=AchievedShares)
     reserved: float = 7.5 * GB
     slowdown: float = 1.0
 

@@ -14,7 +14,7 @@ from ft.lab.estimate.costs import message_seconds, read_seconds
 from ft.lab.estimate.layout import Layout
 from ft.lab.estimate.memory import over_units, stage_memory, stage_parameters
 from ft.lab.estimate.models import Model
-from ft.lab.estimate.stage import MICRO, PartWork, Placed, part_work
+from ft.lab.estimate.stage import MICRO, PartWork, PlacedStep, part_work
 from ft.systems.dmr.plan.schedule import Pipeline, Timeline, Unit, idle, simulate
 from ft.systems.dmr.plan.trace import (
     OPTIMIZER,
@@ -129,7 +129,7 @@ class _Builder:
             place = Place(unit.stage, unit.microbatch, work.first + step.layer, step.phase, unit.chunk)
             self.ops.append(self._operator(place, step, count, tensors, begin))
 
-    def _operator(self, place: Place, step: Placed, name: str, tensors: list[str], begin: float) -> Operator:
+    def _operator(self, place: Place, step: PlacedStep, name: str, tensors: list[str], begin: float) -> Operator:
         inputs, outputs = tensors[: len(step.inputs)], tensors[len(step.inputs) :]
         mutates: tuple[str, ...] = ()
         if step.step.mutates:
@@ -144,7 +144,7 @@ class _Builder:
         inputs = (*inputs, *mutates)
         return Operator(name, step.step.name, place, begin, step.t_us, tuple(inputs), tuple(outputs), checking)
 
-    def _segment(self, place: Place, step: Placed) -> Segment | None:
+    def _segment(self, place: Place, step: PlacedStep) -> Segment | None:
         """Return the activation-checkpointing segment of an operator, or None.
 
         A row-parallel matrix product at the end of a segment is followed by a reduce-scatter. The two count as one

@@ -11,7 +11,7 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.base.quantities import between, gigabytes_per_second, size, whole
-from ft.lab.estimate.clusters import DEVICES, GB, NETWORKS, Cluster, Reached, device_named
+from ft.lab.estimate.clusters import DEVICES, GB, NETWORKS, AchievedShares, Cluster, device_named
 from ft.lab.estimate.layout import RECOMPUTE, STATES, Layout, fitted
 from ft.lab.estimate.models import MODELS, Model, model_named
 from ft.systems.dmr.plan.trace import INTER, INTRA
@@ -176,7 +176,7 @@ def question(values: Mapping[str, Any]) -> Question:
     model, device = model_named(has["model"]), device_named(has["device"])
     model = model if has["sequence"] is None else replace(model, sequence=has["sequence"])
     network = NETWORKS[device.name] if has["network"] is None else has["network"] * GB
-    cluster = Cluster(device, has["gpus"], has["per-node"], network, Reached())
+    cluster = Cluster(device, has["gpus"], has["per-node"], network, AchievedShares())
     others = {name: has[name] for name in ("micro", "recompute", "dp", "chunks")}
     others |= {"early_stop": has["early-stop"], "fused_gate": has["fused-gate"], "state": STATES[has["state"]]}
     sizes = (has["pp"], has["tp"], has["ep"])

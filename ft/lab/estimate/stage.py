@@ -22,7 +22,7 @@ MICRO = 1e6
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedStep:
     """A step of a layer, with its time and tensors.
 
     Attributes:
@@ -62,12 +62,12 @@ class PartWork:
     """
 
     first: int = 1
-    forward: list[Placed] = field(default_factory=list)
-    backward: list[Placed] = field(default_factory=list)
+    forward: list[PlacedStep] = field(default_factory=list)
+    backward: list[PlacedStep] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def duration_us(steps: Sequence[Placed]) -> float:
+    def duration_us(steps: Sequence[PlacedStep]) -> float:
         """Return the microseconds from the beginning of the unit to the end of its last step."""
         return steps[-1].start_us + steps[-1].t_us if steps else 0.0
 
@@ -80,7 +80,7 @@ def part_work(model: Model, layout: Layout, cluster: Cluster, part: int) -> Part
     full = layout.recompute == "full"
     again = _recomputed(one_layer, layout.early_stop)
     last = again[-1] if not layout.early_stop else one_layer[len(again)]
-    lay = _Lay(cluster)
+    lay = _StepPlacer(cluster)
     handed_over = model.sequence * layout.micro * model.hidden * block.BF16 // layout.tp
     lay.work.first = sum(layout.layers(model)[:part]) + 1
     lay.work.sizes |= {"x0": handed_over, f"d{layers}": handed_over}
@@ -113,7 +113,7 @@ def _recomputed(steps: Sequence[Step], early_stop: bool) -> list[Step]:
     return list(steps[: needed[-1]])
 
 
-class _Lay:
+class _StepPlacer:
     """Places the steps of a part one after the other in time and names their tensors.
 
     A tensor's unique name contains the layer's number and a letter: "f" for activations of the forward, "r" for
@@ -126,7 +126,7 @@ class _Lay:
 
     def put(
         self,
-        onto: list[Placed],
+        onto: list[PlacedStep],
         steps: Iterable[Step],
         layer: int,
         phase: str,
@@ -134,8 +134,7 @@ class _Lay:
         segment: Sequence[Step] = (),
         last: Step | None = None,
     ) -> None:
-        """Append the steps of one layer; ``activations`` ("f" or "r") says which pass created the layer's activations.
-        """
+        """Append the steps of a layer. ``activations`` ("f" or "r"): the pass that created the layer's activations."""
         made: dict[str, str] = {}
         members = {id(step) for step in segment if isinstance(step, Work)}
         for step in steps:
@@ -154,7 +153,7 @@ class _Lay:
             outputs = tuple(made[one] for one in found)
             inside = id(step) in members
             onto.append(
-                Placed(
+                PlacedStep(
                     step=step,
                     layer=layer,
                     phase=phase,

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.systems.dmr.digest import compare, differing
-from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, nature, tensors_in
 from ft.systems.dmr.runtime.redundant import check_in_place, execute_again, state_before, written
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
@@ -100,7 +100,7 @@ class Probe(TorchDispatchMode):
         finding.calls += 1
         return self._execute(finding, kind, func, args, kwargs)
 
-    def _of(self, kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> Finding:
+    def _of(self, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> Finding:
         given = tensors_in((args, kwargs))
         dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in given)
         magnitude = max((tensor.numel() for tensor in given), default=0).bit_length()
@@ -109,7 +109,9 @@ class Probe(TorchDispatchMode):
             self.findings[alike] = Finding(alike, self.case, tuple(tuple(tensor.shape) for tensor in given))
         return self.findings[alike]
 
-    def _execute(self, finding: Finding, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _execute(
+        self, finding: Finding, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Execute the call and its repetitions; return the result of the call itself."""
         if not kind.written:
             state = state_before(kind, args, kwargs)

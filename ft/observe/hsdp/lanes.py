@@ -46,7 +46,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _Transition:
     """A transition of a replica to ``state`` at wall time ``at``. It is ignored if the replica is in none of the states
     ``when`` at that time; an empty ``when`` stands for all states.
     """
@@ -57,8 +57,7 @@ class _Turn:
 
 
 def origin(record: Record, steps: Sequence[Step]) -> float:
-    """Return the wall time at which the lanes start: that of the first event or, if earlier, of the first step's start.
-    """
+    """Return the wall time at which the lanes start: the first event or, if earlier, the first step."""
     times = [event.wall for _, event in record.history[:1]]
     times += [step.when - step.commit.step_s for step in steps[:1]]
     return min(times, default=0.0)
@@ -81,13 +80,13 @@ def lanes(record: Record, steps: Sequence[Step], took: Sequence[float]) -> list[
     zero, end = origin(record, steps), last_moment(record, steps)
     found = []
     for replica in range(record.count):
-        turns = _told(replica, record, steps)
+        turns = _reported_transitions(replica, record, steps)
         turns += _committed(replica, steps, took, [turn.at for turn in turns])
         found += _lanes(replica, sorted(turns, key=lambda turn: turn.at), zero, end)
     return found
 
 
-def _told(replica: int, record: Record, steps: Sequence[Step]) -> list[_Turn]:
+def _reported_transitions(replica: int, record: Record, steps: Sequence[Step]) -> list[_Transition]:
     """Return the changes of a replica's state that its own events and the quorum server's events report."""
     own = record.replicas.get(replica)
     found = [turn for event in (own.events if own else ()) if (turn := _of_own(event)) is not None]
@@ -96,15 +95,15 @@ def _told(replica: int, record: Record, steps: Sequence[Step]) -> list[_Turn]:
     return found
 
 
-def _of_own(event: Event) -> _Turn | None:
+def _of_own(event: Event) -> _Transition | None:
     if event.name in _BROKEN:
-        return _Turn(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
+        return _Transition(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
     if event.name in _BUILT:
-        return _Turn(event.wall, REBUILDING, (OFFLINE, _OVER))
-    return _Turn(event.wall, _OVER) if event.name in _ENDED else None
+        return _Transition(event.wall, REBUILDING, (OFFLINE, _OVER))
+    return _Transition(event.wall, _OVER) if event.name in _ENDED else None
 
 
-def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
+def _of_server(replica: int, event: Event, begun: float) -> _Transition | None:
     """Return the transition that a quorum server's event reports for ``replica``, or None.
 
     ``begun`` is the wall time of the first commit; a replica that joins before it has no training state to fetch.
@@ -112,13 +111,13 @@ def _of_server(replica: int, event: Event, begun: float) -> _Turn | None:
     if replica_of(event) != replica:
         return None
     if event.name == events.REPLICA_OFFLINE:
-        return _Turn(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
+        return _Transition(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
     if event.name == events.REPLICA_ONLINE:
-        return _Turn(event.wall, CATCHING_UP if event.wall > begun else ONLINE, (REBUILDING, OFFLINE, _OVER))
-    return _Turn(event.wall, ONLINE, (CATCHING_UP,)) if event.name == events.CAUGHT_UP else None
+        return _Transition(event.wall, CATCHING_UP if event.wall > begun else ONLINE, (REBUILDING, OFFLINE, _OVER))
+    return _Transition(event.wall, ONLINE, (CATCHING_UP,)) if event.name == events.CAUGHT_UP else None
 
 
-def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told: Sequence[float]) -> list[_Turn]:
+def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told: Sequence[float]) -> list[_Transition]:
     """Return the transitions of a replica that follow from its part in the committed steps.
 
     A transition gets the time at which its step began. If an event reports a transition during the step (``told`` holds
@@ -130,7 +129,7 @@ def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told:
         while at < len(told) and told[at] <= begin:
             at += 1
         is_told = at < len(told) and told[at] <= step.when
-        found.append(_Turn(step.when if is_told else begin, state, _proven(state, last, is_told)))
+        found.append(_Transition(step.when if is_told else begin, state, _proven(state, last, is_told)))
         last = state
     return found
 
@@ -157,7 +156,7 @@ def _part(replica: int, step: Step) -> str:
     return CATCHING_UP if replica in step.commit.behind else OFFLINE
 
 
-def _lanes(replica: int, turns: Sequence[_Turn], zero: float, end: float) -> list[Lane]:
+def _lanes(replica: int, turns: Sequence[_Transition], zero: float, end: float) -> list[Lane]:
     found: list[Lane] = []
     state, since = _OVER, zero
 

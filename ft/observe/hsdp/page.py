@@ -73,7 +73,7 @@ def _mean(values: list[float]) -> str:
 
 def _samples(story: Story) -> str:
     wrong = "".join(f"<li>{safe(each)}</li>" for each in text.problems(story))
-    verdict = f"<p><b>{safe(text.audit_told(story))}</b></p>"
+    verdict = f"<p><b>{safe(text.audit_line(story))}</b></p>"
     how = (
         "<p><small>The audit compares the samples that healthy replicas read in the surviving steps with the samples "
         "before the last positions. A duplicate was trained twice. A gap counts as consumed but was never "

@@ -18,7 +18,7 @@ def has_stacks(steps: Sequence[Step]) -> bool:
     return any(step.commit.stack is not None for step in steps)
 
 
-def stacks_told(steps: Sequence[Step]) -> str:
+def stacks_line(steps: Sequence[Step]) -> str:
     """Return one line of text: the mean and the largest stack of the steps, and the number of patch computes."""
     depths = [depth(step) for step in steps]
     patched = [step for step in steps if step.commit.patch]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ft.observe.hsdp.effective import Effective
 from ft.observe.hsdp.lanes import STATES
-from ft.observe.hsdp.stacks import has_stacks, stacks_told
+from ft.observe.hsdp.stacks import has_stacks, stacks_line
 from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART, Incident
 from ft.observe.hsdp.story import Story
 from ft.show.text import count, percent, seconds, shortened, table
@@ -39,14 +39,14 @@ def facts(story: Story) -> list[tuple[str, str]]:
     restarts = story.of_kind(RESTART)
     found = [
         ("run", f"{story.record.folder} ({story.record.state}), {count(story.record.count, 'replica')}"),
-        ("steps", f"{steps_told(story)}, {seconds(took)} each"),
-        ("samples", audit_told(story)),
-        ("failures", stall_told(story.of_kind(FAILURE))),
-        ("rejoins", stall_told(story.of_kind(REJOIN))),
-        ("effective", effective_told(story.effective)),
+        ("steps", f"{steps_line(story)}, {seconds(took)} each"),
+        ("samples", audit_line(story)),
+        ("failures", stall_line(story.of_kind(FAILURE))),
+        ("rejoins", stall_line(story.of_kind(REJOIN))),
+        ("effective", effective_line(story.effective)),
     ]
     if has_stacks(story.steps):
-        found.insert(1, ("stacks", stacks_told(story.steps)))
+        found.insert(1, ("stacks", stacks_line(story.steps)))
     compared = [step for step in story.steps if len(step.digests) > 1]
     if compared:
         equal = sum(len(set(step.digests.values())) == 1 for step in compared)
@@ -58,7 +58,7 @@ def facts(story: Story) -> list[tuple[str, str]]:
     return found
 
 
-def steps_told(story: Story) -> str:
+def steps_line(story: Story) -> str:
     """Return the numbers of surviving, superseded and missing steps as one line."""
     found = story.lineage
     parts = [f"{len(found.steps)} surviving"]
@@ -71,7 +71,7 @@ def steps_told(story: Story) -> str:
     return ", ".join(parts)
 
 
-def audit_told(story: Story) -> str:
+def audit_line(story: Story) -> str:
     """Return the audit as one line that begins with its verdict."""
     found = story.audit
     parts = [f"{found.trained} trained", f"{found.duplicates} duplicates", f"{found.gaps} gaps"]
@@ -92,7 +92,7 @@ def problems(story: Story) -> list[str]:
     return [*found[:_MOST_PROBLEMS], *more, *unread, *names]
 
 
-def stall_told(incidents: Sequence[Incident]) -> str:
+def stall_line(incidents: Sequence[Incident]) -> str:
     """Return the number of incidents and their stalls as one line."""
     if not incidents:
         return "0"
@@ -105,7 +105,7 @@ def stall_told(incidents: Sequence[Incident]) -> str:
     )
 
 
-def effective_told(found: Effective) -> str:
+def effective_line(found: Effective) -> str:
     """Return the effective training time as one line."""
     if found.measured is None:
         return "-"

@@ -13,7 +13,7 @@ from ft.record.recoveries import Recovery, seats_of
 
 
 @dataclass(frozen=True)
-class Tenure:
+class RankInterval:
     """The interval during which a worker held a logical rank.
 
     Attributes:
@@ -38,10 +38,10 @@ def origin(history: Sequence[Event]) -> float:
     return first.wall if first is not None else 0.0
 
 
-def tenures(history: Sequence[Event], found: Sequence[Recovery]) -> list[Tenure]:
-    """Return all tenures: those that ended during the run, in the order of their ends, then the last one of each rank.
+def rank_intervals(history: Sequence[Event], found: Sequence[Recovery]) -> list[RankInterval]:
+    """Return all intervals: those that ended during the run, by end, then the last one of each rank.
 
-    A tenure that was ended by a fault ends at the time of the fault, not at the opening of the next epoch.
+    An interval that was ended by a fault ends at the time of the fault, not at the opening of the next epoch.
     """
     zero = origin(history)
     held: dict[int, tuple[str, float, bool]] = {}
@@ -57,10 +57,12 @@ def tenures(history: Sequence[Event], found: Sequence[Recovery]) -> list[Tenure]
                 continue
             if before is not None:
                 end = max(before[1], _interrupted(event, found) - zero)
-                done.append(Tenure(rank, before[0], before[1], end, before[2]))
+                done.append(RankInterval(rank, before[0], before[1], end, before[2]))
             held[rank] = (worker, at, anew)
     last = max((event.wall for event in history), default=zero) - zero
-    return done + [Tenure(rank, worker, begin, last, first) for rank, (worker, begin, first) in sorted(held.items())]
+    return done + [
+        RankInterval(rank, worker, begin, last, first) for rank, (worker, begin, first) in sorted(held.items())
+    ]
 
 
 def _interrupted(opened: Event, found: Sequence[Recovery]) -> float:

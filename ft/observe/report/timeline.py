@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ft.base.events import Event
 from ft.observe.report.corruption import Corruption, corruption
-from ft.observe.report.lanes import Tenure, end_of_time, origin, tenures
+from ft.observe.report.lanes import RankInterval, end_of_time, origin, rank_intervals
 from ft.record.recoveries import PHASES, Recovery
 from ft.record.run import Run, number
 from ft.show import palette
@@ -27,7 +27,7 @@ _DIAMOND = {"markersize": 7, "color": palette.MISMATCH, "markeredgecolor": "whit
 
 
 @dataclass(frozen=True)
-class _Scene:
+class _PictureData:
     """The data of one picture.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Scene:
 
     run: Run
     found: Sequence[Recovery]
-    lanes: list[Tenure]
+    lanes: list[RankInterval]
     zero: float
     end: float
     checked: Corruption | None = None
@@ -58,8 +58,8 @@ def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
         OSError: the file cannot be written.
     """
     productive = sum(number(m, "step_time_s") or 0.0 for m in run.metrics)
-    lanes, checked = tenures(run.events, found), corruption(run.events)
-    scene = _Scene(run, found, lanes, origin(run.events), end_of_time(run.events, productive), checked)
+    lanes, checked = rank_intervals(run.events, found), corruption(run.events)
+    scene = _PictureData(run, found, lanes, origin(run.events), end_of_time(run.events, productive), checked)
     heights = [max(1.3, min(4.5, 0.36 * scene.ranks + 0.55)), _phases_height(found), 2.3]
     figure, (lanes, phases, loss) = rows(_title(scene), heights)
     _draw_lanes(lanes, scene)
@@ -68,13 +68,13 @@ def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
     figure.savefig(path, dpi=DPI, format="png")
 
 
-def _title(scene: _Scene) -> str:
+def _title(scene: _PictureData) -> str:
     recovered = sum(r.is_over for r in scene.found)
     name = shortened(scene.run.folder.resolve().name, 40)
     return f"{name}   {count(len(scene.found), 'interruption')}, {recovered} recovered   {scene.run.state}"
 
 
-def _draw_lanes(axes, scene: _Scene) -> None:
+def _draw_lanes(axes, scene: _PictureData) -> None:
     plain(axes, "Workers on logical ranks", pad=20 if scene.found or _wrong(scene) else 6)
     if not scene.lanes:
         empty(axes, "no epoch has opened yet")
@@ -106,7 +106,7 @@ def _draw_lanes(axes, scene: _Scene) -> None:
         legend(axes, handles, above=1.07)
 
 
-def _wrong(scene: _Scene) -> list[Event]:
+def _wrong(scene: _PictureData) -> list[Event]:
     """Return the DMR mismatches to draw: the first one of each rank and attempt at a step, for ranks in the picture."""
     found = [one.event for one in scene.checked.mismatches] if scene.checked is not None else []
     shown = {
@@ -119,7 +119,7 @@ def _marker(outcome: str) -> Line2D:
     return Line2D([], [], linestyle="", marker="X", markersize=8, color=palette.OUTCOME[outcome], label=outcome)
 
 
-def _draw_bars(axes, scene: _Scene) -> None:
+def _draw_bars(axes, scene: _PictureData) -> None:
     later = list(dict.fromkeys(lane.worker for lane in sorted(scene.lanes, key=lambda x: x.begin) if not lane.is_first))
     colours = {worker: palette.LATER_WORKERS[i % len(palette.LATER_WORKERS)] for i, worker in enumerate(later)}
     for lane in scene.lanes:
@@ -134,7 +134,7 @@ def _draw_bars(axes, scene: _Scene) -> None:
             axes.text(at, lane.rank, lane.worker, va="center", fontsize=8.5, color=text, zorder=6)
 
 
-def _free_from(at: float, scene: _Scene) -> float:
+def _free_from(at: float, scene: _PictureData) -> float:
     """Return the time ``at`` or, within a recovery, the recovery's end, as labels on pale bars are hard to read."""
     for recovery in scene.found:
         begin = recovery.began.wall - scene.zero
@@ -143,11 +143,11 @@ def _free_from(at: float, scene: _Scene) -> float:
     return at
 
 
-def _is_last(lane: Tenure, scene: _Scene) -> bool:
+def _is_last(lane: RankInterval, scene: _PictureData) -> bool:
     return lane.end == max(other.end for other in scene.lanes if other.rank == lane.rank)
 
 
-def _number_recoveries(axes, scene: _Scene) -> None:
+def _number_recoveries(axes, scene: _PictureData) -> None:
     """Write the numbers of the recoveries above the lanes, and skip a number that would overlap the previous one."""
     last = float("-inf")
     for recovery in scene.found:
@@ -205,7 +205,7 @@ def _label_bars(axes, timed: Sequence[Recovery], ends: Sequence[float]) -> None:
     axes.set_xlabel("seconds since the fault, or since its detection where the fault is not on record", **STYLE)
 
 
-def _draw_loss(axes, scene: _Scene) -> None:
+def _draw_loss(axes, scene: _PictureData) -> None:
     plain(axes, "Loss")
     points = [(m["step"], loss) for m in scene.run.metrics if (loss := number(m, "loss")) is not None]
     if not points:

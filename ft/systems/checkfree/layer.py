@@ -28,7 +28,7 @@ class StageRebuild(Protection):
     features = frozenset({WITH_CHECKFREE})
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
-        ends = next((layer.ends for layer in inner if isinstance(layer, SwapsEnds)), None)
+        ends = next((layer.ends for layer in inner if isinstance(layer, SwappedEndsLayer)), None)
         settings = settings_of(self.asked.flags, trainer, ends)
         return RebuildsStages(partial(CheckFreeRebuilder, settings=settings))
 
@@ -45,10 +45,10 @@ class SwappedEnds(Protection):
         return ends
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
-        return SwapsEnds(self.replicated)
+        return SwappedEndsLayer(self.replicated)
 
 
-class SwapsEnds(Layer):
+class SwappedEndsLayer(Layer):
     """Marks a run whose first and last stages can be rebuilt. ``ends``: the replicas of embedding and output layer."""
 
     def __init__(self, ends: ReplicatedEnds):

@@ -50,17 +50,19 @@ class CheckFreeRebuilder:
         self._session, self._subject, self._settings = session, subject, settings
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        self._doubles = settings.doubles
-        has_end = self._stage in (0, stages - 1) or (self._doubles is not None and self._doubles.group is not None)
+        self._replicated_ends = settings.replicated_ends
+        has_end = self._stage in (0, stages - 1) or (
+            self._replicated_ends is not None and self._replicated_ends.group is not None
+        )
         self._blocks = StageBlocks(subject.chunks, whole=not has_end)
         self._pipeline = [str(rank) for rank in dist.get_process_group_ranks(self._group())]
         self._norms = StageNorms(stages, self._stage, settings.norm_limit)
         self._device = next(subject.chunks[0].parameters()).device
         stage_norms.listen(self._norms.heard)
         subject.before_update(self._norms.begins)
-        if self._doubles is not None:
+        if self._replicated_ends is not None:
             moments.refuse_common_steps(subject.optimizer)
-        kind = "middle" if self._doubles is None else "plus"
+        kind = "middle" if self._replicated_ends is None else "plus"
         session.observe("layout", places={str(session.rank): self._place()}, checkfree=kind)
 
     @property
@@ -111,7 +113,7 @@ class CheckFreeRebuilder:
         to = [int(rank) for rank, beside in order.rebuilt.items() if own in beside.there]
         if to:
             blocks = self._blocks.get()
-            if self._doubles is not None:
+            if self._replicated_ends is not None:
                 blocks.append(self._ends())
             lending.lend(sorted(to), self._group(), blocks, envelope)
         return not begin_anew
@@ -122,10 +124,10 @@ class CheckFreeRebuilder:
         if not self._has_twin:
             return []
         chunk = self._subject.chunks[0]
-        if str(self._doubles.twin) in order.rebuilt:
-            return [param for _, param in self._doubles.params(chunk)]
+        if str(self._replicated_ends.twin) in order.rebuilt:
+            return [param for _, param in self._replicated_ends.params(chunk)]
         ends = (*self._pipeline[:2], *self._pipeline[-2:])
-        return self._doubles.tied(chunk) if any(rank in order.rebuilt for rank in ends) else []
+        return self._replicated_ends.tied(chunk) if any(rank in order.rebuilt for rank in ends) else []
 
     def rebuild(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
         """Rebuild this rank's part of the stage from its neighbours, as of ``step``.
@@ -139,7 +141,7 @@ class CheckFreeRebuilder:
         began = time.monotonic()
         lent = dict(zip(beside.there, lending.borrow(beside.there, self._group(), self._device), strict=True))
         envelope = lent[beside.there[0]][1]
-        if self._doubles is not None:
+        if self._replicated_ends is not None:
             self._take_ends({rank: blocks.pop() for rank, (blocks, _) in lent.items()})
         norms = dict(enumerate(envelope["extra"]["checkfree"]["norms"]))
         before, after = norms.get(self._stage - 1), norms.get(self._stage + 1)
@@ -165,19 +167,19 @@ class CheckFreeRebuilder:
     @property
     def _has_twin(self) -> bool:
         """Return whether a neighbour stage has a copy of embedding or head: then their learning rates must be equal."""
-        return self._doubles is not None and self._doubles.twin is not None
+        return self._replicated_ends is not None and self._replicated_ends.twin is not None
 
     def _ends(self) -> dict[str, torch.Tensor]:
         """Return this stage's parameters of embedding and head."""
-        return {name: param.detach() for name, param in self._doubles.params(self._subject.chunks[0])}
+        return {name: param.detach() for name, param in self._replicated_ends.params(self._subject.chunks[0])}
 
     @torch.no_grad()
     def _take_ends(self, lent: dict[int, dict[str, torch.Tensor]]) -> None:
         """Copy embedding and head exactly from the stage that has the other copy of them."""
         if not self._has_twin:
             return
-        given = lent.get(self._doubles.twin, {})
-        own = dict(self._doubles.params(self._subject.chunks[0]))
+        given = lent.get(self._replicated_ends.twin, {})
+        own = dict(self._replicated_ends.params(self._subject.chunks[0]))
         if {name: held.shape for name, held in given.items()} != {name: param.shape for name, param in own.items()}:
             raise FallbackError("the neighbour stage has no copy of this stage's embedding or head")
         for name, param in own.items():

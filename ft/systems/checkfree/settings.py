@@ -29,8 +29,8 @@ class Settings:
         seed: seed of the run, for the strategy "random".
         rebuilt_at: returns a mutable mapping from pipeline stage, as text, to the step at which it was last rebuilt.
             The trainer keeps it with its position and in checkpoints.
-        doubles: the replicas of embedding and output layer (CheckFree+), with which the first and the last stage can be
-            rebuilt; None without CheckFree+.
+        replicated_ends: the replicas of embedding and output layer (CheckFree+), with which the first and the last
+            stage can be rebuilt; None without CheckFree+.
     """
 
     strategy: str = WEIGHTED
@@ -39,4 +39,4 @@ class Settings:
     reseed: Callable[[int], None] = lambda step: None
     seed: int = 0
     rebuilt_at: Callable[[], dict[str, int]] = field(default_factory=_own_mapping)
-    doubles: "ReplicatedEnds | None" = None
+    replicated_ends: "ReplicatedEnds | None" = None

@@ -17,7 +17,7 @@ from ft.systems.schedule import kinds
 from ft.systems.schedule.check import Finding, check, in_flight
 from ft.systems.schedule.meet import meet
 from ft.systems.schedule.program import Program
-from ft.systems.schedule.run import Ran, run
+from ft.systems.schedule.run import SimulationResult, run
 from ft.systems.schedule.units import Unit
 from ft.systems.schedule.weave import orders, weaves
 
@@ -92,7 +92,7 @@ class Planned:
     shape: Shape
     chunks: int
     program: Program
-    ran: Ran
+    ran: SimulationResult
     findings: tuple[Finding, ...]
 
     @property
@@ -150,7 +150,7 @@ class _Weighed(NamedTuple):
 
     cost: tuple
     program: Program
-    ran: Ran
+    ran: SimulationResult
 
 
 def _weigh(shape: Shape, chunks: int, program: Program) -> _Weighed:

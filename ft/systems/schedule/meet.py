@@ -14,7 +14,7 @@ found for every order that can be executed at all.
 import heapq
 from collections.abc import Callable, Sequence
 
-from ft.systems.schedule.play import Stuck
+from ft.systems.schedule.play import ScheduleDeadlock
 from ft.systems.schedule.program import Message, Program, Step
 from ft.systems.schedule.routes import Routes
 from ft.systems.schedule.units import Unit
@@ -33,9 +33,9 @@ def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Un
             more often.
 
     Raises:
-        Stuck: the orders cannot be executed, because stages wait for each other.
+        ScheduleDeadlock: the orders cannot be executed, because stages wait for each other.
     """
-    hall = _Hall(routes, order, duration)
+    hall = _Simulation(routes, order, duration)
     now = 0.0
     while hall.ends:
         now = hall.moment()
@@ -43,11 +43,11 @@ def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Un
         hall.start_units(now)
     left = [units[at] for units, at in zip(order, hall.next, strict=True) if at < len(units)]
     if left:
-        raise Stuck(left)
+        raise ScheduleDeadlock(left)
     return Program(routes, tuple(map(tuple, hall.steps))), now
 
 
-class _Hall:
+class _Simulation:
     """The state of the simulation.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ft.systems.schedule.units import Unit
 
 
-class Played(NamedTuple):
+class ScheduleTimes(NamedTuple):
     """The result of a simulation.
 
     Attributes:
@@ -21,7 +21,7 @@ class Played(NamedTuple):
     free: Mapping[Unit, float]
 
 
-class Stuck(Exception):
+class ScheduleDeadlock(Exception):
     """The given orders of units cannot be executed, because stages wait for each other.
 
     Args:
@@ -41,7 +41,7 @@ def play(
     comm_us: float = 0.0,
     waits_until_sent: Callable[[Unit], bool] | None = None,
     behind: Callable[[Unit], float] | None = None,
-) -> Played:
+) -> ScheduleTimes:
     """Simulate the orders with buffered messages: a sender never waits for its receiver.
 
     Args:
@@ -55,7 +55,7 @@ def play(
             flight.
 
     Raises:
-        Stuck: the orders cannot be executed.
+        ScheduleDeadlock: the orders cannot be executed.
     """
     times: dict[Unit, tuple[float, float]] = {}
     free: dict[Unit, float] = {}
@@ -79,8 +79,8 @@ def play(
                 done[stage] += 1
                 left -= 1
         if left == before:
-            raise Stuck([units[at] for units, at in zip(order, done, strict=True) if at < len(units)])
-    return Played(times, free)
+            raise ScheduleDeadlock([units[at] for units, at in zip(order, done, strict=True) if at < len(units)])
+    return ScheduleTimes(times, free)
 
 
 def _arrival(source: Unit | None, stage: int, times: Mapping[Unit, tuple[float, float]], comm_us: float) -> float:

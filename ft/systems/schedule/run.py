@@ -12,7 +12,7 @@ from ft.systems.schedule.units import Unit
 
 
 @dataclass(frozen=True)
-class Ran:
+class SimulationResult:
     """The result of a simulation.
 
     Args:
@@ -26,7 +26,7 @@ class Ran:
     stuck: Mapping[int, Batch]
 
 
-def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) -> Ran:
+def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) -> SimulationResult:
     """Simulate the program.
 
     The k-th send from stage A to stage B matches the k-th receive of B from A, even if the program means different
@@ -48,7 +48,7 @@ def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) 
         for stage, (steps, at) in enumerate(zip(program.stages, machine.at, strict=True))
         if at < len(steps)
     }
-    return Ran(machine.times, max(machine.clock), stuck)
+    return SimulationResult(machine.times, max(machine.clock), stuck)
 
 
 class _Machine:

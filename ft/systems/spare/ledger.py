@@ -28,7 +28,7 @@ class _Entry:
     reduced: Reduced
 
 
-class Ledger:
+class GradientStore:
     """The gradients of one rank in one step, over all attempts at the step.
 
     Attributes:

@@ -19,7 +19,7 @@ from ft.systems.hsdp.position import ReplicaPosition
 from ft.systems.hsdp.samples import Deal
 from ft.systems.hsdp.work import Work
 from ft.systems.spare.controller import Controller
-from ft.systems.spare.ledger import Ledger
+from ft.systems.spare.ledger import GradientStore
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 from ft.systems.spare.shares import Shares, divide
@@ -110,7 +110,7 @@ class StackedWork(Work):
     ):
         self._group, self._controller, self._position, self._extra = group, controller, position, extra
         self._loaders, self._per_token, self._reseed = loaders, per_token, reseed
-        self._ledger = Ledger()
+        self._ledger = GradientStore()
         self._of: tuple[int, int] | None = None  # the ledger's step, and the quorum of the step before
         self._todo: tuple[int, ...] = ()
         self._read_from: dict[int, int] = {}

@@ -4,10 +4,7 @@ SPARe protects data-parallel training: each part (shard type) of a step's data i
 the survivors of a failure compute the parts of the lost groups.
 """
 
-import argparse
-import importlib
-
-from ft.base.errors import UserError
+from ft.base.subcommands import add_group
 
 _SUBCOMMANDS = (
     "ft.lab.plan.spare.theory",
@@ -28,18 +25,12 @@ pair."""
 
 
 def add_parser(subparsers) -> None:
-    """Add ``spare`` with its subcommands; each of them sets the parser default ``main``, a function that runs it."""
-    parser = subparsers.add_parser(
+    """Add ``spare`` with its subcommands."""
+    add_group(
+        subparsers,
         "spare",
+        _SUBCOMMANDS,
+        command="ft plan",
         help="plan the redundancy of SPARe: failures endured, stacks computed, placement, reordering",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(main=_ask)
-    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
-    for name in _SUBCOMMANDS:
-        importlib.import_module(name).add_parser(questions)
-
-
-def _ask(arguments: argparse.Namespace) -> int:
-    raise UserError("ft plan spare answers several questions, and none was asked", "see ft plan spare --help")

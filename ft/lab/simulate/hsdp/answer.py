@@ -18,7 +18,7 @@ INTERVALS_MIN = (4.5, 9.0, 18.0, 36.0, 72.0, 144.0)
 
 
 @dataclass(frozen=True)
-class Means:
+class SimulationSettings:
     """Settings of the simulation.
 
     Attributes:
@@ -35,7 +35,7 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Found:
+class CaseResult:
     """The results of one case.
 
     Attributes:
@@ -62,12 +62,12 @@ class Answer:
             failures.
     """
 
-    found: list[Found]
+    found: list[CaseResult]
     by_replicas: dict[int, dict[str, float]]
     by_interval: dict[float, dict[str, float]]
 
 
-def answer(job: Job, ours: Stalls, means: Means, sweep: bool = True) -> Answer:
+def answer(job: Job, ours: Stalls, means: SimulationSettings, sweep: bool = True) -> Answer:
     """Compute the results of all cases. Takes about 10 s on one core for 365 days.
 
     Args:
@@ -86,17 +86,17 @@ def answer(job: Job, ours: Stalls, means: Means, sweep: bool = True) -> Answer:
     return Answer(found, by_replicas, by_interval)
 
 
-def _all_means(case: Case, means: Means) -> Found:
+def _all_means(case: Case, means: SimulationSettings) -> CaseResult:
     outcomes = {family: _simulated(case, means, family) for family in FAMILIES}
-    return Found(case, by_formula(case), overlapping(case), outcomes)
+    return CaseResult(case, by_formula(case), overlapping(case), outcomes)
 
 
-def _sweep(job: Job, ours: Stalls, means: Means) -> dict[str, float]:
+def _sweep(job: Job, ours: Stalls, means: SimulationSettings) -> dict[str, float]:
     shorter = replace(means, days=means.days / 4)
     return {case.key: _simulated(case, shorter, EXPONENTIAL).effective for case in cases(job, ours)}
 
 
-def _simulated(case: Case, means: Means, family: str) -> Outcome:
+def _simulated(case: Case, means: SimulationSettings, family: str) -> Outcome:
     # FT-HSDP's figures leave out the steps that synchronous recovery repeats from its last checkpoint, so they are left
     # out here too; ft plan disruption counts them.
     rules = Rules(1, 0) if case.replicas == 1 else means.rules

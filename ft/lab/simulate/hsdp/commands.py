@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ft.base.errors import UserError
 from ft.base.quantities import argument, between, count, duration
-from ft.lab.simulate.hsdp.answer import Means, answer
+from ft.lab.simulate.hsdp.answer import SimulationSettings, answer
 from ft.lab.simulate.hsdp.cases import Job, Stalls, read
 from ft.lab.simulate.hsdp.history import Rules
 from ft.lab.simulate.hsdp.table import as_text, as_values
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         UserError: the arguments contradict each other, or the plot cannot be written.
     """
     job, ours = _job(arguments), _stalls(arguments)
-    means = Means(
+    means = SimulationSettings(
         Rules(arguments.minimum, arguments.checkpoint_interval), arguments.time / 86400, arguments.seed, arguments.shape
     )
     found = answer(job, ours, means, sweep=not arguments.no_sweep)

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from ft.lab.simulate.hsdp.answer import Answer, Found, Means, lost_gpu_hours
+from ft.lab.simulate.hsdp.answer import Answer, CaseResult, SimulationSettings, lost_gpu_hours
 from ft.lab.simulate.hsdp.cases import Job, Stalls
 from ft.lab.simulate.hsdp.history import EXPONENTIAL, PERIODIC, WEIBULL, Outcome
 from ft.show.text import count, percent, seconds, table
 
 
-def as_text(job: Job, ours: Stalls, means: Means, found: Answer) -> str:
+def as_text(job: Job, ours: Stalls, means: SimulationSettings, found: Answer) -> str:
     """Return a summary of the parameters, a table of all cases, the sweeps, and an explanation of each figure."""
     parts = [*_question(job, ours, means), "", _cases(job, means, found.found)]
     if found.by_replicas:
@@ -20,7 +20,7 @@ def as_text(job: Job, ours: Stalls, means: Means, found: Answer) -> str:
     return "\n".join([*parts, "", *_meaning(means)])
 
 
-def as_values(job: Job, ours: Stalls, means: Means, found: Answer) -> dict[str, Any]:
+def as_values(job: Job, ours: Stalls, means: SimulationSettings, found: Answer) -> dict[str, Any]:
     """Return the results as a JSON-serializable mapping; times are in seconds."""
     return {
         "gpus": job.gpus,
@@ -35,7 +35,7 @@ def as_values(job: Job, ours: Stalls, means: Means, found: Answer) -> dict[str, 
     }
 
 
-def _values(job: Job, row: Found) -> dict[str, Any]:
+def _values(job: Job, row: CaseResult) -> dict[str, Any]:
     return {
         "name": row.case.name,
         "stall_s": row.case.stall_s,
@@ -48,7 +48,7 @@ def _values(job: Job, row: Found) -> dict[str, Any]:
     }
 
 
-def _question(job: Job, ours: Stalls, means: Means) -> list[str]:
+def _question(job: Job, ours: Stalls, means: SimulationSettings) -> list[str]:
     hang = "3 steps + 1 s, the goal" if ours.hung_s is None else seconds(ours.hung_s)
     return [
         f"job        {job.gpus:,} GPUs in {job.replicas} replicas, steps of {seconds(job.step_s)}, a failure somewhere "
@@ -61,11 +61,11 @@ def _question(job: Job, ours: Stalls, means: Means) -> list[str]:
     ]
 
 
-def _cases(job: Job, means: Means, rows: list[Found]) -> str:
+def _cases(job: Job, means: SimulationSettings, rows: list[CaseResult]) -> str:
     def line(name: str, value) -> list[str]:
         return [name, *(value(row) for row in rows)]
 
-    def usual(row: Found) -> Outcome:
+    def usual(row: CaseResult) -> Outcome:
         return row.simulated[EXPONENTIAL]
 
     lines = [
@@ -89,11 +89,11 @@ def _cases(job: Job, means: Means, rows: list[Found]) -> str:
     return table(["", *(row.case.name for row in rows)], lines, right=range(1, len(rows) + 1))
 
 
-def _with(row: Found, outcome: Outcome, less: int) -> float:
+def _with(row: CaseResult, outcome: Outcome, less: int) -> float:
     return outcome.trained.get(row.case.replicas - less, 0.0) / outcome.lasted if row.case.replicas > less else 0.0
 
 
-def _fewer(row: Found, outcome: Outcome) -> float:
+def _fewer(row: CaseResult, outcome: Outcome) -> float:
     return sum(time for members, time in outcome.trained.items() if members < row.case.replicas - 1) / outcome.lasted
 
 
@@ -106,7 +106,7 @@ def _sweep(unit: str, names: list[str], rows: dict[Any, dict[str, float]]) -> st
     return table([unit, *names], lines, right=range(len(names) + 1))
 
 
-def _meaning(means: Means) -> list[str]:
+def _meaning(means: SimulationSettings) -> list[str]:
     return [
         "Meaning of the figures.",
         "  all restart       Synchronous recovery; the steps done again since its checkpoint are left out, as in the",

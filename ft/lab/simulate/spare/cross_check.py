@@ -14,7 +14,7 @@ import numpy as np
 
 from ft.base.errors import UserError
 from ft.lab.simulate.spare.clocks import Law, Trace
-from ft.lab.simulate.spare.run import Job, Seen, run
+from ft.lab.simulate.spare.run import Job, RunTotals, run
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.simgrid_model import simulate
 from ft.lab.simulate.spare.study import build, cases, checkpoint_period
@@ -42,8 +42,8 @@ class Comparison:
     scheme: str
     redundancy: int
     seed: int
-    step_level: Seen
-    simgrid: Seen
+    step_level: RunTotals
+    simgrid: RunTotals
 
     @property
     def difference(self) -> float:
@@ -95,7 +95,7 @@ def compare(asked: Scenario) -> list[Comparison]:
         for scheme, redundancy in cases(asked):
             period = checkpoint_period(asked, scheme, redundancy)
             result = run(job, build(job.groups, scheme, redundancy), law, period, seed)
-            step_level = Seen(**{field.name: getattr(result, field.name) for field in fields(Seen)})
+            step_level = RunTotals(**{field.name: getattr(result, field.name) for field in fields(RunTotals)})
             # SimGrid allows only one engine per process.
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
                 simgrid = pool.submit(_by_simgrid, job, scheme, redundancy, law, period).result()
@@ -120,5 +120,5 @@ def recorded(asked: Scenario, seed: int) -> Law:
     return Trace(failures)
 
 
-def _by_simgrid(job: Job, scheme: str, redundancy: int, law: Law, period_s: float) -> Seen:
+def _by_simgrid(job: Job, scheme: str, redundancy: int, law: Law, period_s: float) -> RunTotals:
     return simulate(job, build(job.groups, scheme, redundancy), law, period_s)

@@ -64,7 +64,7 @@ class Job:
 
 
 @dataclass
-class Seen:
+class RunTotals:
     """The totals of a run that both simulations count, this one and that with SimGrid.
 
     Attributes:
@@ -89,7 +89,7 @@ class Seen:
 
 
 @dataclass
-class Result(Seen):
+class Result(RunTotals):
     """The totals of a run, and the parts of its time, in seconds. The fields below add up to ``total_s``.
 
     Attributes:

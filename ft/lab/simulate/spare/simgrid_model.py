@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ft.lab.simulate.spare.clocks import Law
-from ft.lab.simulate.spare.run import Job, Seen
+from ft.lab.simulate.spare.run import Job, RunTotals
 from ft.lab.simulate.spare.schemes import Scheme
 
 _SPEED = 1e9
@@ -29,7 +29,7 @@ _PLATFORM = """<?xml version='1.0'?>
 """
 
 
-def simulate(job: Job, scheme: Scheme, law: Law, period_s: float) -> Seen:
+def simulate(job: Job, scheme: Scheme, law: Law, period_s: float) -> RunTotals:
     """Simulate one run. Can be called only once in a process, because SimGrid allows one engine per process.
 
     Args:
@@ -142,7 +142,7 @@ class _Coordinator:
         self._world, self._job, self._scheme, self._period_s = world, job, scheme, period_s
         self._known: set[int] = set()
         self._unsaved = 0
-        self.seen = Seen()
+        self.seen = RunTotals()
 
     def run(self) -> None:
         job, world, seen = self._job, self._world, self.seen

@@ -13,30 +13,32 @@ from ft.systems.schedule.program import Program
 from megatron.patches import instances, step_state, swapped_pipeline
 
 
-def install(chunk: torch.nn.Module, doubles: ReplicatedEnds, plan: Callable[[int], Program]) -> None:
+def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], Program]) -> None:
     """Train ``chunk`` by planned schedules. Call it after core's callbacks have been set.
 
     Args:
         chunk: the ``DistributedDataParallel`` model chunk of this stage.
-        doubles: the replicas of embedding and head.
+        ends: the replicas of embedding and head.
         plan: returns the schedule for a number of microbatches.
     """
     config = chunk.config
     planned = cache(plan)
 
-    def finalize_doubles(finalize: Callable, model: Any, tokens: torch.Tensor | None = None, **groups: Any) -> None:
-        doubles.sum_tokens(tokens)
+    def finalize_replicated_ends(
+        finalize: Callable, model: Any, tokens: torch.Tensor | None = None, **groups: Any
+    ) -> None:
+        ends.sum_tokens(tokens)
         if config.no_sync_func is not None:
             step_state.expect_no_backward([chunk])
         finalize(model, tokens, **groups)
-        doubles.sum_gradients(chunk)
+        ends.sum_gradients(chunk)
 
     def run(*, num_microbatches: int, **given: Any) -> list[torch.Tensor]:
         losses = forward_backward(planned(num_microbatches))(num_microbatches=num_microbatches, **given)
-        return doubles.sum_losses(losses)
+        return ends.sum_losses(losses)
 
     def plainly(by_core: Callable[[], Any]) -> Any:
-        return in_place(chunk, doubles.roles.stage, doubles.roles.stages, by_core)
+        return in_place(chunk, ends.roles.stage, ends.roles.stages, by_core)
 
-    instances.around(config, "finalize_model_grads_func", finalize_doubles)
+    instances.around(config, "finalize_model_grads_func", finalize_replicated_ends)
     swapped_pipeline.use(run, plainly)

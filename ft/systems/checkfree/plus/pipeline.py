@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ft.systems.checkfree.plus.execution import Execution
-from ft.systems.checkfree.plus.stage_ends import Ends
+from ft.systems.checkfree.plus.stage_ends import StageEnds
 from ft.systems.schedule.program import Program
 from ft.systems.schedule.units import Unit
 from megatron.core.pipeline_parallel import schedules
@@ -59,7 +59,7 @@ class Iteration:
     ):
         self._program, self._chunk, self._step, self._batches = program, chunk, step, batches
         self._count, self._groups = sizes.num_microbatches, groups
-        self._config, self._ends = get_model_config(chunk), Ends(chunk)
+        self._config, self._ends = get_model_config(chunk), StageEnds(chunk)
         self._kind = get_model_type(chunk)
         self._device = torch.cuda.current_device()
         self._shape = schedules.get_tensor_shapes(

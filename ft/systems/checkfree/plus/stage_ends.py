@@ -13,7 +13,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 
-class Ends:
+class StageEnds:
     """Configures the model of one stage.
 
     Args:
@@ -46,7 +46,7 @@ def in_place(chunk: torch.nn.Module, stage: int, stages: int, run: Callable[[], 
 
     In such a schedule, only the first stage embeds tokens and only the last one computes the loss.
     """
-    ends = Ends(chunk)
+    ends = StageEnds(chunk)
     ends.become(first=stage == 0, last=stage == stages - 1)
     try:
         return run()

@@ -32,7 +32,7 @@ NEAREST, EMPTIEST = 4, 4
 memory for the shortest time), and of all others the EMPTIEST windows with the most time left."""
 
 
-class Inner(Enum):
+class InnerActivations(Enum):
     """What happens to the activations that a segment reads and that the block's recomputation could regenerate."""
 
     KEPT = "kept; regenerated only where memory does not allow it"
@@ -64,7 +64,7 @@ class Candidate:
         return executed, min(draft.deadline(op) for op in (*self.again, *self.ops))
 
 
-def coarse(draft: Draft, inner: Inner = Inner.KEPT) -> None:
+def coarse(draft: Draft, inner: InnerActivations = InnerActivations.KEPT) -> None:
     """Assign at most one AGC segment of every block to a window between units (a unit is the forward or backward pass
     of a microbatch)."""
     slots = [slot for slot, window in enumerate(draft.windows) if window.kind in INTER and not window.dynamic]
@@ -118,7 +118,9 @@ def _worth_trying(draft: Draft, candidate: Candidate, behind: list[int]) -> Iter
     yield from heapq.nlargest(EMPTIEST, able, key=lambda slot: draft.room[slot])
 
 
-def _by_gain(runs: Sequence[list[Operator]], graph: "Graph", longest: float, inner: Inner) -> Iterator[Candidate]:
+def _by_gain(
+    runs: Sequence[list[Operator]], graph: "Graph", longest: float, inner: InnerActivations
+) -> Iterator[Candidate]:
     """Yield segments by decreasing Gain, each with a replay of at most ``longest`` microseconds."""
     waiting: list[tuple[float, int, Candidate]] = []
     made = count()
@@ -126,7 +128,7 @@ def _by_gain(runs: Sequence[list[Operator]], graph: "Graph", longest: float, inn
         while waiting and waiting[0][0] <= -gain:
             yield heapq.heappop(waiting)[2]
         other = graph.regenerated(ops)
-        if other is None or inner is Inner.KEPT:
+        if other is None or inner is InnerActivations.KEPT:
             yield graph.kept(ops)
         # Considered only after the same segment with its activations kept, which has the larger Gain.
         if other is not None and other.load_us <= longest and gain > other.regenerated_us:

@@ -11,7 +11,7 @@ which a pipeline stage communicates or is idle, so that second executions in it 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ft.systems.dmr.plan.agc import Inner, coarse
+from ft.systems.dmr.plan.agc import InnerActivations, coarse
 from ft.systems.dmr.plan.assign import AgcSegment, Assignment
 from ft.systems.dmr.plan.draft import Draft
 from ft.systems.dmr.plan.fine import fine
@@ -54,7 +54,7 @@ def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> 
         phases: highest number of planning phases, 1 to 3.
         kinds: kinds of windows that may be used.
     """
-    for number, inner in ((1, None), (2, Inner.KEPT), (2, Inner.REGENERATED)):
+    for number, inner in ((1, None), (2, InnerActivations.KEPT), (2, InnerActivations.REGENERATED)):
         if number > phases:
             return
         drafts = _begun(trace, budget, kinds)

@@ -110,7 +110,7 @@ def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]
     ]
 
 
-def refuse_another_s(plan: Plan, run: Mapping[str, Any]) -> None:
+def refuse_plan_of_other_run(plan: Plan, run: Mapping[str, Any]) -> None:
     """Check that the fingerprint of the plan is that of the run which is to follow the plan.
 
     Raises:

@@ -30,7 +30,7 @@ def piggyback(draft: Draft) -> None:
             draft.assign[op.id] = Assignment(PIGGYBACK)
 
 
-class Twice(NamedTuple):
+class RepeatedOperators(NamedTuple):
     """Operators that activation checkpointing executes twice with the same result.
 
     Attributes:
@@ -42,7 +42,7 @@ class Twice(NamedTuple):
     segments: frozenset[str]
 
 
-def executed_twice(ops: Sequence[Operator]) -> Twice:
+def executed_twice(ops: Sequence[Operator]) -> RepeatedOperators:
     """Return the operators of checkpointed segments that both the forward pass and the recomputation execute.
 
     The n-th operator of a name in a segment's forward pass corresponds to the n-th operator of that name in its
@@ -65,7 +65,7 @@ def executed_twice(ops: Sequence[Operator]) -> Twice:
 
     pairs = (pair for first, again in found.values() for pair in zip(first, again, strict=False))
     matched = frozenset(op.id for pair in pairs if all(map(alike, pair)) for op in pair)
-    return Twice(matched, frozenset(segment for (segment, _), (_, again) in found.items() if again))
+    return RepeatedOperators(matched, frozenset(segment for (segment, _), (_, again) in found.items() if again))
 
 
 def executes_last_again(early_stop: bool, op: Operator) -> bool:

@@ -65,13 +65,13 @@ def plan(trace: Trace, budget: float, options: Options | None = None, known: Seq
             candidates.append(_best_of_each_stage(candidates, clock))
         for parts in candidates:
             found = _found(parts, clock, times)
-            best = found if best is None else min(best, found, key=_Found.rank)
+            best = found if best is None else min(best, found, key=_RatedPlan.rank)
         reached.append(best.predicted)
     return Plan(kept, best.assign, best.segments, best.predicted, tuple(reached))
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RatedPlan:
     assign: Mapping[str, Assignment]
     segments: Mapping[str, AgcSegment]
     predicted: Predicted
@@ -82,12 +82,12 @@ class _Found:
         return self.predicted.t_plan, self.predicted.exposed_us
 
 
-def _found(parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> _Found:
+def _found(parts: Sequence[Part], clock: Clock, times: tuple[float, float]) -> _RatedPlan:
     assign = {name: how for part in parts for name, how in part.assign.items()}
     segments = {name: one for part in parts for name, one in part.segments.items()}
     peak = max((part.peak for part in parts), default=0.0)
     predicted = Predicted(*times, clock.time_us(assign, segments), clock.exposed_us(assign), peak)
-    return _Found(assign, segments, predicted)
+    return _RatedPlan(assign, segments, predicted)
 
 
 def _best_of_each_stage(candidates: Sequence[Sequence[Part]], clock: Clock) -> list[Part]:

@@ -31,7 +31,7 @@ def everything_at_once(trace: Trace) -> dict[str, Assignment]:
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedTime:
     """Time that DMR adds on one stage, in microseconds.
 
     Attributes:
@@ -72,7 +72,7 @@ class Clock:
         """Return the verification time outside of windows, summed over stages, in microseconds."""
         return sum(self._costs[each].of(how.set) for each, how in assign.items())
 
-    def _time(self, added: Mapping[int, Added]) -> float:
+    def _time(self, added: Mapping[int, AddedTime]) -> float:
         pipeline = self._trace.pipeline
         if pipeline is None:
             return self._end + max((sum(each.inside.values()) for each in added.values()), default=0.0)
@@ -89,9 +89,9 @@ class Clock:
         )
         return simulate(pipeline, duration, behind).end_us + tail
 
-    def _added(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]) -> dict[int, Added]:
+    def _added(self, assign: Mapping[str, Assignment], segments: Mapping[str, AgcSegment]) -> dict[int, AddedTime]:
         """Return stage -> the time that DMR adds there."""
-        added = {stage: Added() for stage in self._trace.stages}
+        added = {stage: AddedTime() for stage in self._trace.stages}
         loads = [(segment.window, segment.load_us) for segment in segments.values()]
         for op, cost in self._costs.items():
             how = assign[op]

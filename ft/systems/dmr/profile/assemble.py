@@ -29,7 +29,7 @@ from ft.systems.dmr.plan.trace import (
     Window,
 )
 from ft.systems.dmr.profile.costs import ComparisonCosts
-from ft.systems.dmr.profile.events import P2P, Done, Event, StageRecord, Timed, Waited
+from ft.systems.dmr.profile.events import P2P, Event, ExecutedOperator, RecordedWait, StageRecord, Timed
 from ft.systems.dmr.runtime.cursor import operator_id
 
 _FASTER = 0.25
@@ -115,7 +115,7 @@ def blocks(record: StageRecord) -> list[Block]:
     loose: list[int] = []
     for number, event in enumerate(record.notes.events):
         unit = _unit(event)
-        if isinstance(event, Waited) and event.kind == P2P:
+        if isinstance(event, RecordedWait) and event.kind == P2P:
             _put(record, found[-1], loose)
             found[-1].waits = True
             found[-1].waited_us += record.times[number].us
@@ -139,7 +139,7 @@ def _put(record: StageRecord, block: Block, loose: list[int]) -> None:
 
 
 def _unit(event: Event) -> Unit | None:
-    if isinstance(event, Waited) or event.place.phase not in IN_UNITS:
+    if isinstance(event, RecordedWait) or event.place.phase not in IN_UNITS:
         return None
     place = event.place
     return Unit(place.stage, place.microbatch, place.chunk, place.phase in (RECOMPUTE, BACKWARD))
@@ -171,7 +171,7 @@ def _starts(record: StageRecord, found: Sequence[Block], timeline: Timeline, beg
             event, time = record.notes.events[number], record.times[number]
             now += time.gap_us
             starts[number] = now
-            now += 0.0 if isinstance(event, Waited) and event.kind == P2P else time.us
+            now += 0.0 if isinstance(event, RecordedWait) and event.kind == P2P else time.us
     return starts
 
 
@@ -207,17 +207,17 @@ class _Stage:
         return [
             self._operator(event, self.starts[number], self.record.times[number], is_last=number in last)
             for number, event in enumerate(self.record.notes.events)
-            if isinstance(event, Done)
+            if isinstance(event, ExecutedOperator)
         ]
 
     def _last_of_segments(self) -> set[int]:
         last: dict[int, int] = {}
         for number, event in enumerate(self.record.notes.events):
-            if isinstance(event, Done) and event.segment is not None and event.place.phase != RECOMPUTE:
+            if isinstance(event, ExecutedOperator) and event.segment is not None and event.place.phase != RECOMPUTE:
                 last[event.segment] = number
         return set(last.values())
 
-    def _operator(self, done: Done, start: float, time: Timed, *, is_last: bool) -> Operator:
+    def _operator(self, done: ExecutedOperator, start: float, time: Timed, *, is_last: bool) -> Operator:
         memory = self.record.notes.memory
         made = sum(memory[number].bytes for number in (*done.outs, *done.changes))
         segment = None if done.segment is None else Segment(f"s{self.record.stage}.ac{done.segment}", is_last)
@@ -249,13 +249,13 @@ class _Stage:
         return [
             Window(f"s{stage}.{event.kind}.{event.number}", stage, start, time.us, event.kind, event.dynamic)
             for event, start, time in zip(self.record.notes.events, self.starts, self.record.times, strict=True)
-            if isinstance(event, Waited) and event.kind != P2P and start <= last
+            if isinstance(event, RecordedWait) and event.kind != P2P and start <= last
         ]
 
     def _optimizer_begins(self) -> float:
         """Return the start time of the optimizer, in microseconds; no verification is deferred beyond it."""
         events = zip(self.record.notes.events, self.starts, strict=True)
-        begins = (at for event, at in events if isinstance(event, Done) and event.place.phase == OPTIMIZER)
+        begins = (at for event, at in events if isinstance(event, ExecutedOperator) and event.place.phase == OPTIMIZER)
         return next(begins, float("inf"))
 
     def live(self) -> tuple[tuple[float, float], ...]:

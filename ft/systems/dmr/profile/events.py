@@ -12,12 +12,12 @@ P2P = INTER[0]
 
 
 @dataclass(slots=True)
-class Done:
+class ExecutedOperator:
     """An operator that has been executed. Tensors are identified by the number of their storage, so that all views of a
     storage have the same number.
 
     Args:
-        name: name of the operator, as in ``ft.systems.dmr.runtime.operators.Nature``.
+        name: name of the operator, as in ``ft.systems.dmr.runtime.operators.OperatorProperties``.
         place: stage, microbatch, layer, phase and chunk.
         index: number of the operator in its unit (phase, chunk, microbatch), from 0.
         ins: storages that it read.
@@ -47,7 +47,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
+class RecordedWait:
     """A wait for other ranks.
 
     Attributes:
@@ -66,7 +66,7 @@ class Waited:
         return self.kind, self.number
 
 
-Event = Done | Waited
+Event = ExecutedOperator | RecordedWait
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Memory:
 
 
 @dataclass
-class Notes:
+class IterationRecord:
     """The full record of an iteration on one rank.
 
     Attributes:
@@ -121,5 +121,5 @@ class StageRecord:
     """
 
     stage: int
-    notes: Notes
+    notes: IterationRecord
     times: tuple[Timed, ...]

@@ -51,7 +51,9 @@ def install(
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     left_out = frozenset() if unstable is None else frozenset(read_unstable(unstable).operators)
-    target = Target(path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _speaks(), left_out)
+    target = Target(
+        path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _reports_for_stage(), left_out
+    )
     profiling = Profiling(engine, recorder, stage, target, end)
     double_execution.listen(engine)
     return profiling
@@ -63,7 +65,7 @@ def _pipeline(chunks: Sequence, microbatches: int) -> Pipeline:
     return Pipeline(stages, microbatches, len(chunks), blocking=not config.overlap_p2p_comm, group=group)
 
 
-def _speaks() -> bool:
+def _reports_for_stage() -> bool:
     """Return whether this rank reports for its stage: the first data-parallel and tensor-parallel rank does."""
     data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     return parallel_state.get_tensor_model_parallel_rank() == 0 and data == 0

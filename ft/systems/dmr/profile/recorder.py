@@ -11,11 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.systems.dmr.plan.trace import IN_UNITS, Place
-from ft.systems.dmr.profile.events import P2P, Done, Event, Notes, Timed, Waited
+from ft.systems.dmr.profile.events import P2P, Event, ExecutedOperator, IterationRecord, RecordedWait, Timed
 from ft.systems.dmr.profile.stopwatch import Stopwatch
 from ft.systems.dmr.profile.storages import Storages
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
-from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, nature, tensors_in
 from ft.systems.dmr.runtime.redundant import written
 
 
@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._course, self._stage, self._watch, self._make_storages = course, stage, watch, storages
         self.takes_notes = False
-        self.notes = Notes()
+        self.notes = IterationRecord()
         self.restart()
 
     def restart(self) -> None:
@@ -56,12 +56,12 @@ class Recorder(TorchDispatchMode):
         self.keys: list[tuple] = []
         self._waits: dict[str, int] = {}
         self._segments: dict[int, tuple[object, int]] = {}
-        self._waiting: Waited | None = None
+        self._waiting: RecordedWait | None = None
         self._storages = self._make_storages() if self.takes_notes else None
         if self._storages is not None:
-            self.notes = Notes(memory=self._storages.memory)
+            self.notes = IterationRecord(memory=self._storages.memory)
         self._used: set[int] = set()
-        self._last: Done | None = None
+        self._last: ExecutedOperator | None = None
         self._watch.restart()
 
     def times(self) -> dict[tuple, Timed]:
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
             kind = "dp"
         number = self._waits.get(kind, 0)
         self._waits[kind] = number + 1
-        self._waiting = Waited(kind, number, dynamic)
+        self._waiting = RecordedWait(kind, number, dynamic)
         self._begins()
         self._watch.begin()
 
@@ -112,14 +112,14 @@ class Recorder(TorchDispatchMode):
         self._note(event)
         self._watch.go()
 
-    def _execute(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _execute(self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         unit, index = self._course.count()
         self._begins()
         self._watch.begin()
         out = func(*args, **kwargs)
         self._watch.end()
         place = Place(self._stage, unit.microbatch, self._course.layer, unit.phase, unit.chunk)
-        done = Done(kind.name, place, index)
+        done = ExecutedOperator(kind.name, place, index)
         if self._storages is not None:
             self._describe(done, kind, args, kwargs, out)
         self._note(done)
@@ -136,7 +136,9 @@ class Recorder(TorchDispatchMode):
             self.notes.events.append(event)
             self.notes.live.append(self._storages.in_use())
 
-    def _describe(self, done: Done, kind: Nature, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+    def _describe(
+        self, done: ExecutedOperator, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> None:
         done.ins = self._numbers(tensors_in((args, kwargs)))
         done.changes = list(self._numbers(tensors_in(written(kind, args, kwargs))))
         before = len(self._storages.memory)

@@ -14,7 +14,7 @@ _REACH = 256
 """After a deviation: maximum distance from the expected position in the plan at which a match is looked for."""
 
 
-class Abreast:
+class OperatorAligner:
     """Aligns the operators that are executed in one unit with its planned operators.
 
     Args:

@@ -30,7 +30,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class OperatorCall:
     """Identity of one execution of an operator.
 
     Attributes:
@@ -122,10 +122,10 @@ class ExecutionCursor:
         """Return to ``unit`` at the end of a recomputation."""
         self.unit = unit
 
-    def at(self, operator: str, index: int) -> At:
+    def at(self, operator: str, index: int) -> OperatorCall:
         """Return the identity of operator number ``index`` of the current unit. ``operator``: its name."""
         unit = self.unit
-        return At(operator, unit.phase, unit.chunk, unit.microbatch, self.layer, index)
+        return OperatorCall(operator, unit.phase, unit.chunk, unit.microbatch, self.layer, index)
 
     def _of(self, phase: str, chunk: int, microbatch: int) -> Unit:
         return self._units.setdefault((phase, chunk, microbatch), Unit(phase, chunk, microbatch))

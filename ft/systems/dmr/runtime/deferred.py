@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ft.systems.dmr.runtime.cursor import At
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
-from ft.systems.dmr.runtime.operators import Nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, tensors_in
 from ft.systems.dmr.runtime.redundant import execute_again, results
 
 NEVER = 1 << 62
@@ -53,8 +53,8 @@ class Entry:
         cost: expected cost of verifying and keeping it.
     """
 
-    at: At
-    kind: Nature
+    at: OperatorCall
+    kind: OperatorProperties
     func: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]
@@ -67,8 +67,8 @@ class Entry:
 
 
 def entry(
-    at: At,
-    kind: Nature,
+    at: OperatorCall,
+    kind: OperatorProperties,
     call: tuple[Any, Sequence[Any], dict[str, Any]],
     out: Any,
     state: torch.Tensor | None,
@@ -174,7 +174,7 @@ class Waiting:
         self._entries, self._users, self.nbytes, self._next_due = {}, {}, 0, NEVER
 
 
-Disturb = Callable[[At, Sequence[torch.Tensor]], None]
+Disturb = Callable[[OperatorCall, Sequence[torch.Tensor]], None]
 """Corrupts the results of a second execution, in fault-injection experiments."""
 
 

@@ -19,7 +19,7 @@ from ft.systems.dmr.runtime.mode import DoubleExecution
 from ft.systems.dmr.runtime.operators import tensors_in
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.reductions import Reductions
-from ft.systems.dmr.runtime.segments import Scripts, Segment
+from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 
 
 class Engine:
@@ -50,7 +50,7 @@ class Engine:
         self.course, self.findings, self.queue, self.mode = course, findings, queue, mode
         self._messages, self._wire = messages, wire
         self._reductions = Reductions(findings, None if wire is None else self._falsify_reduced)
-        self._scripts = Scripts()
+        self._scripts = RecomputationSteps()
         self.is_active = False
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ft.faults.flip import CHECKER, ONCE, STUCK, Flip
-from ft.systems.dmr.runtime.cursor import At, ExecutionCursor
+from ft.systems.dmr.runtime.cursor import ExecutionCursor, OperatorCall
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -111,7 +111,7 @@ class Falsifier:
         """Corrupt tensors that were received from other ranks (the ``wire`` of ``engine.Engine``)."""
         self.falsify(None, kind, course, tensors)
 
-    def deferred(self, at: At, tensors: Sequence[torch.Tensor]) -> None:
+    def deferred(self, at: OperatorCall, tensors: Sequence[torch.Tensor]) -> None:
         """Corrupt the results of a deferred second execution. Stuck bits are not applied here: for them, ``falsify``
         draws at the first execution whether it is hit, and assumes that the second execution follows at once."""
         for one in self._armed:
@@ -119,7 +119,7 @@ class Falsifier:
                 self._consider(one, CHECKER, at, tensors)
 
     def _consider(
-        self, one: _Armed, execution: str | None, at: At, tensors: Sequence[torch.Tensor], executed: int = 0
+        self, one: _Armed, execution: str | None, at: OperatorCall, tensors: Sequence[torch.Tensor], executed: int = 0
     ) -> None:
         targets = [(number, tensor) for number, tensor in enumerate(tensors) if _has_bits(tensor)]
         if not targets:

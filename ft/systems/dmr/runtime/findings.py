@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ft.systems.dmr.digest import differing, digest, same, writer
-from ft.systems.dmr.runtime.cursor import At
+from ft.systems.dmr.runtime.cursor import OperatorCall
 
 AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE, REDUCTION = "at once", "recomputation", "window", "message", "all-reduce"
 DISPUTED = "all-reduce, no majority"
@@ -34,7 +34,7 @@ class Mismatch:
         note: further explanation.
     """
 
-    at: At
+    at: OperatorCall
     how: str
     elements: int | None = None
     of: int | None = None
@@ -109,9 +109,9 @@ class Findings:
     def restart(self) -> None:
         """Begin an iteration."""
         self._known: list[Mismatch] = []
-        self._pending: list[tuple[list[tuple[At, str]], torch.Tensor, torch.Tensor]] = []
+        self._pending: list[tuple[list[tuple[OperatorCall, str]], torch.Tensor, torch.Tensor]] = []
         self._hints: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._pairs: list[tuple[At, str]] = []
+        self._pairs: list[tuple[OperatorCall, str]] = []
         self._ours = self._theirs = None
         self.unverified = 0
 
@@ -123,7 +123,7 @@ class Findings:
         """Record a mismatch."""
         self._known.append(mismatch)
 
-    def pair(self, at: At, how: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    def pair(self, at: OperatorCall, how: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
         """Compare the results of two executions: bit by bit on a CPU, by digests on an accelerator.
 
         Args:
@@ -143,7 +143,7 @@ class Findings:
             self._theirs.add(b)
             self._pairs.append((at, how))
 
-    def tables(self, places: list[tuple[At, str]], expected: torch.Tensor, found: torch.Tensor) -> None:
+    def tables(self, places: list[tuple[OperatorCall, str]], expected: torch.Tensor, found: torch.Tensor) -> None:
         """Compare two tables of digests, int64 [len(places), 2]. ``places`` names the operator and the kind of
         comparison of each row."""
         self._pending.append((places, expected, found))
@@ -182,7 +182,7 @@ class Findings:
             self._pairs = []
 
 
-def _difference(at: At, how: str, a: torch.Tensor, b: torch.Tensor) -> Mismatch:
+def _difference(at: OperatorCall, how: str, a: torch.Tensor, b: torch.Tensor) -> Mismatch:
     if a.dtype != b.dtype or a.shape != b.shape:
         return Mismatch(at, how, note=f"{a.dtype} {tuple(a.shape)} against {b.dtype} {tuple(b.shape)}")
     return Mismatch(at, how, int(differing(a, b)), a.numel())

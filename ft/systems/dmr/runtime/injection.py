@@ -50,8 +50,8 @@ def make_falsifier(
     told = any(fault.kind == BIT_FLIP for fault in inject.planned(environment)) if session else False
     if not planned and not told:
         return None
-    teller = Teller(step, session)
-    falsifier = AtSteps(teller.tell, [fault for fault in planned if fault.rank == dist.get_rank()], step)
+    teller = FlipReporter(step, session)
+    falsifier = ScheduledFalsifier(teller.tell, [fault for fault in planned if fault.rank == dist.get_rank()], step)
     if session is not None:
         session.faulty_device = falsifier.arm
     return falsifier
@@ -81,7 +81,7 @@ def planned_flips(texts: Sequence[str], world_size: int, seed: int) -> list[Faul
     return schedule(specs, world_size, ["n0"], seed)
 
 
-class AtSteps(Falsifier):
+class ScheduledFalsifier(Falsifier):
     """A ``Falsifier`` that activates each of ``faults`` at the first operator of the fault's step."""
 
     def __init__(self, tell: Callable[[Hit], None], faults: Sequence[Fault], step: Callable[[], int]):
@@ -98,7 +98,7 @@ class AtSteps(Falsifier):
         super().falsify(execution, operator, course, tensors)
 
 
-class Teller:
+class FlipReporter:
     """Reports each flip on stderr and, under ``ft run``, as an event."""
 
     def __init__(self, step: Callable[[], int], session: "Session | None"):

@@ -23,8 +23,8 @@ from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.settings import Settings, run_seed
 from ft.systems.dmr.runtime.strategy import Planned, Strategy
 from ft.systems.dmr.runtime.suspects import Limits
-from ft.systems.dmr.runtime.unstable import Sparing
-from ft.systems.dmr.runtime.witness import Teller
+from ft.systems.dmr.runtime.unstable import ExcludeUnstable
+from ft.systems.dmr.runtime.witness import FindingReporter
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.patches import double_execution
@@ -66,7 +66,7 @@ def install(
     engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))), falsifier)
     subject = TrainingState(chunks, optimizer, scheduler)
     protection = Protection(
-        engine, Undo(subject, position), Teller(session), Limits(retries=settings.retries), strategy.name
+        engine, Undo(subject, position), FindingReporter(session), Limits(retries=settings.retries), strategy.name
     )
     double_execution.listen(engine)
     return protection
@@ -99,7 +99,7 @@ def make_engine(
 
 
 def _queue(strategy: Strategy, plan: Plan | None, findings: Findings, stage: int, lasting: Collection[int]) -> Queue:
-    strategy = strategy.strategy if isinstance(strategy, Sparing) else strategy
+    strategy = strategy.strategy if isinstance(strategy, ExcludeUnstable) else strategy
     if plan is None or not isinstance(strategy, Planned):
         return Queue(findings)
     dynamic = [window.dur_us for window in plan.trace.windows if window.stage == stage and window.dynamic]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ft.systems.dmr.digest import writer
 from ft.systems.dmr.plan.trace import BACKWARD, FORWARD
-from ft.systems.dmr.runtime.cursor import NO_LAYER, At
+from ft.systems.dmr.runtime.cursor import NO_LAYER, OperatorCall
 from ft.systems.dmr.runtime.findings import MESSAGE, Findings
 
 _SENT_ON, _CAME_IN, _SENT_BACK, _CAME_BACK = range(4)
@@ -77,7 +77,7 @@ class Messages:
         name = "recv_forward" if phase == FORWARD else "recv_backward"
         expected = tables[sender % self._stages][sent, sender // self._stages]
         found = self._table[came, chunk]
-        places = [(At(name, phase, chunk, number, NO_LAYER, 0), MESSAGE) for number in range(found.shape[0])]
+        places = [(OperatorCall(name, phase, chunk, number, NO_LAYER, 0), MESSAGE) for number in range(found.shape[0])]
         self._findings.tables(places, expected, found)
 
     def _put(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:

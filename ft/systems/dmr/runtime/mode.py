@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK
 from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, Findings
-from ft.systems.dmr.runtime.operators import Nature, is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, nature, tensors_in
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.redundant import (
     check_in_place,
-    checked_by_looking,
     execute_again,
     expected,
+    is_verified_by_inspection,
     results,
     state_before,
     written,
@@ -137,8 +137,10 @@ class DoubleExecution(TorchDispatchMode):
         """Return whether the next operator has a second, comparable execution in its segment."""
         return self.segment is not None and self.segment.is_comparable
 
-    def _at_once(self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int) -> Any:
-        if kind.written and not checked_by_looking(kind, args, kwargs):
+    def _at_once(
+        self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int
+    ) -> Any:
+        if kind.written and not is_verified_by_inspection(kind, args, kwargs):
             again = check_in_place(kind, func, args, kwargs)
             out = func(*args, **kwargs)
             ours = tensors_in(written(kind, args, kwargs))
@@ -158,11 +160,13 @@ class DoubleExecution(TorchDispatchMode):
         self._compare(kind, index, ours, again)
         return out
 
-    def _compare(self, kind: Nature, index: int, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    def _compare(
+        self, kind: OperatorProperties, index: int, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
+    ) -> None:
         self._findings.pair(self._course.at(kind.name, index), AT_ONCE, ours, theirs)
 
     def _with_recomputation(
-        self, kind: Nature, args: Sequence[Any], kwargs: dict[str, Any], out: Any, index: int
+        self, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any], out: Any, index: int
     ) -> None:
         outs = results(kind, args, kwargs, out)
         self._disturb(CHECKER if self.again else PRIMARY, kind, outs)
@@ -173,7 +177,13 @@ class DoubleExecution(TorchDispatchMode):
             self.segment.primary(at, outs)
 
     def _later(
-        self, kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int, decision: Any
+        self,
+        kind: OperatorProperties,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        index: int,
+        decision: Any,
     ) -> Any:
         state = state_before(kind, args, kwargs)
         out = func(*args, **kwargs)
@@ -185,6 +195,6 @@ class DoubleExecution(TorchDispatchMode):
             self._compare(kind, index, outs, again)
         return out
 
-    def _disturb(self, execution: str, kind: Nature, tensors: Sequence[torch.Tensor]) -> None:
+    def _disturb(self, execution: str, kind: OperatorProperties, tensors: Sequence[torch.Tensor]) -> None:
         if self._disturbance is not None:
             self._disturbance.falsify(execution, kind.name, self._course, tensors)

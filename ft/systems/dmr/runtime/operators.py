@@ -33,7 +33,7 @@ _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
 
 
 @dataclass(frozen=True, slots=True)
-class Nature:
+class OperatorProperties:
     """Properties of an operator that matter for its verification.
 
     Args:
@@ -58,12 +58,12 @@ class Nature:
 
 
 @functools.cache
-def nature(func: OpOverload) -> Nature:
+def nature(func: OpOverload) -> OperatorProperties:
     """Return the properties of ``func``, derived from its schema."""
     schema = func._schema
     name = _short(func)
     if schema.name.split("::")[0] in COMMUNICATION_NAMESPACES:
-        return Nature(name, executes=False, communicates=True, written=_received(schema))
+        return OperatorProperties(name, executes=False, communicates=True, written=_received(schema))
     written = tuple(
         (None if argument.kwarg_only else position, argument.name)
         for position, argument in enumerate(schema.arguments)
@@ -71,19 +71,22 @@ def nature(func: OpOverload) -> Nature:
     )
     is_idle = schema.name in _NOT_EXECUTED or torch.Tag.inplace_view in func.tags
     if is_idle or (not schema.returns and not written) or _is_view(schema) or not _yields(schema):
-        return Nature(name, executes=False, written=written)
+        return OperatorProperties(name, executes=False, written=written)
     random = torch.Tag.nondeterministic_seeded in func.tags
     functional = _functional(func) if len(written) == 1 and written[0][0] == 0 and not random else None
-    return Nature(name, True, False, written, random, functional, schema.name in _COPIES)
+    return OperatorProperties(name, True, False, written, random, functional, schema.name in _COPIES)
 
 
 def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
-    """Return the arguments that a collective writes to, as in ``Nature.written``. The schema of a collective does not
-    mark them: it is the first argument of operators whose name ends in "_", and none of other operators."""
+    """Return the arguments that a collective writes to, as in ``OperatorProperties.written``.
+
+    The schema of a collective does not mark them. An operator whose name ends in "_" writes to its first argument;
+    other operators write to none.
+    """
     return ((0, schema.arguments[0].name),) if schema.name.endswith("_") else ()
 
 
-def is_counted(kind: Nature, args: Any, kwargs: dict[str, Any]) -> bool:
+def is_counted(kind: OperatorProperties, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether plans and profiles contain the operator: it computes, and can be executed again on this rank.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ft.systems.dmr.runtime.cursor import At
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import DISPUTED, REDUCTION, Findings, Mismatch, Rows
 
 
@@ -28,11 +28,11 @@ class Reductions:
 
     def restart(self) -> None:
         """Begin an iteration."""
-        self._rows: dict[str, tuple[dist.ProcessGroup, Rows, list[At]]] = {}
-        self._unfinished: list[tuple[dist.ProcessGroup, torch.Tensor, At]] = []
-        self._compared: list[tuple[dist.ProcessGroup, list[At], torch.Tensor, torch.Tensor]] = []
+        self._rows: dict[str, tuple[dist.ProcessGroup, Rows, list[OperatorCall]]] = {}
+        self._unfinished: list[tuple[dist.ProcessGroup, torch.Tensor, OperatorCall]] = []
+        self._compared: list[tuple[dist.ProcessGroup, list[OperatorCall], torch.Tensor, torch.Tensor]] = []
 
-    def done(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: At) -> None:
+    def done(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: OperatorCall) -> None:
         """Record the result ``tensor`` of an all-reduce in ``group``."""
         if dist.get_world_size(group) == 1:
             return
@@ -42,7 +42,7 @@ class Reductions:
         rows.add(tensor.detach())
         places.append(at)
 
-    def begun(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: At) -> None:
+    def begun(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: OperatorCall) -> None:
         """Record an all-reduce that has been started and whose end is not reported. It is taken to be complete at the
         next call of ``finish``."""
         self._unfinished.append((group, tensor, at))

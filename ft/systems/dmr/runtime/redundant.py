@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from ft.systems.dmr.runtime.operators import Nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, tensors_in
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def results(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[torch.Tensor]:
+def results(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[torch.Tensor]:
     """Return the results of an execution: the tensors that it returned; if there are none, those that it wrote to."""
     return tensors_in(out) or [tensor for value in written(kind, args, kwargs) for tensor in tensors_in(value)]
 
 
-def written(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def written(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that the operator changes in place; arguments that were not given are left out."""
     found = []
     for position, name in kind.written:
@@ -50,7 +50,7 @@ def execute_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], state:
 _COPY, _ZERO = "copy_", "zero_"
 
 
-def checked_by_looking(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def is_verified_by_inspection(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether the result of the operator is known beforehand (``copy_``, ``zero_``), so that it can be verified
     by inspection, at half the cost of a second execution. A tensor that is copied onto itself, as by ``values[i] +=
     1``, is excepted, because it would be compared with itself."""
@@ -60,7 +60,9 @@ def checked_by_looking(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]
     return args[0].untyped_storage()._cdata != source.untyped_storage()._cdata
 
 
-def expected(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(
+    kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (contents that a ``copy_`` or ``zero_`` has written, contents that it should have written), to be compared
     bit by bit. For ``zero_``, each is one bool: whether any bit is set."""
     target = args[0]
@@ -74,7 +76,9 @@ def expected(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
     return flat.reshape(-1).view(_INTEGERS[size]).any().bool(), torch.zeros((), dtype=torch.bool, device=target.device)
 
 
-def check_in_place(kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def check_in_place(
+    kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
     """Return the tensors that an in-place operator is about to write, computed in separate memory. Its arguments and
     the random generator stay unchanged."""
     target = args[0] if args else None
@@ -92,7 +96,7 @@ def check_in_place(kind: Nature, func: Any, args: Sequence[Any], kwargs: dict[st
     return [tensor for copy in copies.values() for tensor in tensors_in(copy)]
 
 
-def _given(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _given(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     return [
         kwargs[name] if name in kwargs else args[position] if position is not None and position < len(args) else None
         for position, name in kind.written
@@ -114,7 +118,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def state_before(kind: Nature, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def state_before(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the state of the generator that the operator will draw from; None if it draws nothing."""
     return generator_of(args, kwargs).get_state() if kind.random else None
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ft.systems.dmr.runtime.cursor import At
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.deferred import Disturb
 from ft.systems.dmr.runtime.findings import WINDOW, Findings
-from ft.systems.dmr.runtime.operators import Nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, tensors_in
 from ft.systems.dmr.runtime.redundant import execute_again, results
 
 
@@ -45,8 +45,8 @@ class _Step:
     """One recorded operator. ``args`` and ``kwargs`` contain ``_Made`` in place of tensors that the replay produces.
     ``compares`` is True if the replay compares its results."""
 
-    at: At
-    kind: Nature
+    at: OperatorCall
+    kind: OperatorProperties
     func: Any
     args: Any
     kwargs: Any
@@ -75,7 +75,7 @@ class Replay:
         self._makers: dict[int, tuple[StorageWeakRef, int, int, torch.dtype]] = {}
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
         self._expected = findings.rows()
-        self._places: list[tuple[At, str]] = []
+        self._places: list[tuple[OperatorCall, str]] = []
 
     @property
     def is_whole(self) -> bool:
@@ -84,8 +84,8 @@ class Replay:
 
     def record(
         self,
-        at: At,
-        kind: Nature,
+        at: OperatorCall,
+        kind: OperatorProperties,
         call: tuple[Any, Sequence[Any], dict[str, Any]],
         out: Any,
         state: torch.Tensor | None,

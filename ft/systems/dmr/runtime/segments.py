@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ft.systems.dmr.plan.assign import PIGGYBACK
-from ft.systems.dmr.runtime.cursor import At
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 
@@ -42,7 +42,7 @@ class Step:
     is_extra: bool
 
 
-class Scripts:
+class RecomputationSteps:
     """Learnt sequences of recomputation steps, by the sequence of operators of the forward pass.
 
     A learnt sequence is used once it has been seen ``_CONFIRMED`` times, since two results may be equal by chance.
@@ -71,10 +71,10 @@ class Segment:
         is_comparable: False from the first operator on whose result differs each time it is executed.
     """
 
-    def __init__(self, findings: Findings, scripts: Scripts):
+    def __init__(self, findings: Findings, scripts: RecomputationSteps):
         self._findings, self._scripts = findings, scripts
         self._names: list[str] = []
-        self._places: list[tuple[At, str]] = []
+        self._places: list[tuple[OperatorCall, str]] = []
         self._widths: list[int] = []
         self._expected, self._found = findings.rows(), None
         self._forward: list[tuple[str, bool]] = []
@@ -103,7 +103,7 @@ class Segment:
             return WITH_RECOMPUTATION
         return AT_ONCE if decision.set == PIGGYBACK else decision
 
-    def primary(self, at: At, outs: Sequence[torch.Tensor]) -> None:
+    def primary(self, at: OperatorCall, outs: Sequence[torch.Tensor]) -> None:
         """Record the results of an operator of the forward pass."""
         self._names.append(at.operator)
         self._widths.append(len(outs))
@@ -134,7 +134,7 @@ class Segment:
             self._lost_at = at
         return self._lost_at is not None or self._script[at].is_extra
 
-    def again(self, at: At, outs: Sequence[torch.Tensor]) -> None:
+    def again(self, at: OperatorCall, outs: Sequence[torch.Tensor]) -> None:
         """Record the results of an operator of the recomputation."""
         is_extra = self._lost_at is None and self._script[len(self._steps)].is_extra
         self._steps.append(Step(at.operator, is_extra))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ft.systems.dmr.plan.assign import Plan
-from ft.systems.dmr.plan.file import read_plan, refuse_another_s
+from ft.systems.dmr.plan.file import read_plan, refuse_plan_of_other_run
 from ft.systems.dmr.runtime.strategy import Naive, Piggyback, Planned, Strategy
-from ft.systems.dmr.runtime.unstable import Sparing
+from ft.systems.dmr.runtime.unstable import ExcludeUnstable
 from ft.systems.dmr.unstable import read_unstable
 
 NAIVE, PIGGYBACK = "naive", "piggyback"
@@ -53,9 +53,9 @@ class Settings:
             strategy = Naive() if self.way == NAIVE else Piggyback()
         else:
             plan = read_plan(self.plan)
-            refuse_another_s(plan, fingerprint)
+            refuse_plan_of_other_run(plan, fingerprint)
             strategy = Planned(plan, stage, left_out)
-        return (Sparing(strategy, left_out) if left_out else strategy), plan
+        return (ExcludeUnstable(strategy, left_out) if left_out else strategy), plan
 
 
 def run_seed(text: str) -> int:

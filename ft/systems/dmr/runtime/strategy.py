@@ -16,7 +16,7 @@ from typing import Protocol
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Plan
 from ft.systems.dmr.plan.trace import CLOSE_US, RECOMPUTE, Operator
-from ft.systems.dmr.runtime.alignment import Abreast
+from ft.systems.dmr.runtime.alignment import OperatorAligner
 from ft.systems.dmr.runtime.cursor import Unit, operator_id
 
 
@@ -156,7 +156,7 @@ class Planned:
             unit.append((op.name, Decision(how.set, when, how.agc_segment, op.check_us, size, ordinal)))
         # Units in which every operator is verified immediately need no alignment with the plan. This matters for the
         # optimizer's operators: tensor-parallel ranks do not all have the same parameters to update.
-        self._abreast = {unit: Abreast([name for name, _ in found]) for unit, found in self._decisions.items()}
+        self._abreast = {unit: OperatorAligner([name for name, _ in found]) for unit, found in self._decisions.items()}
         self._all_at_once = {
             unit for unit, found in self._decisions.items() if all(one.set == NAIVE for _, one in found)
         }

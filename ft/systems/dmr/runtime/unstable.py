@@ -12,7 +12,7 @@ from ft.systems.dmr.runtime.strategy import SKIPPED, Decision, Strategy
 _LEFT_OUT = Decision(SKIPPED)
 
 
-class Sparing:
+class ExcludeUnstable:
     """Strategy that follows another strategy, except that non-reproducible operators are left unverified.
 
     Args:

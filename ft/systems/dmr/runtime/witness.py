@@ -23,21 +23,21 @@ _MOST_EVENTS, _MOST_LINES = 20, 3
 
 
 @dataclass(frozen=True)
-class Origin:
+class HostAndDevice:
     """The host and device on which a rank computes."""
 
     host: str
     device: str
 
     @staticmethod
-    def here() -> "Origin":
+    def here() -> "HostAndDevice":
         if torch.cuda.is_available():
             number = torch.cuda.current_device()
-            return Origin(socket.gethostname(), f"cuda:{number} ({torch.cuda.get_device_name(number)})")
-        return Origin(socket.gethostname(), "cpu")
+            return HostAndDevice(socket.gethostname(), f"cuda:{number} ({torch.cuda.get_device_name(number)})")
+        return HostAndDevice(socket.gethostname(), "cpu")
 
 
-class Teller:
+class FindingReporter:
     """Reports the findings of one rank (a ``protection.Witness``).
 
     Args:
@@ -47,7 +47,7 @@ class Teller:
 
     def __init__(self, session: "Session | None" = None):
         self._session = session
-        self._origin = Origin.here()
+        self._origin = HostAndDevice.here()
         self.can_evict = session is not None
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:

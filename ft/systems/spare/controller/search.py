@@ -50,7 +50,7 @@ def assign(s: State, stack: int, free: int) -> bool:
         t = s.changed[i]
         s.marked[t] = 0
         if not possible:
-            hand(s, t, s.former[t])
+            set_owner(s, t, s.former[t])
     forget_potentials(s)
     return possible
 
@@ -84,12 +84,12 @@ def settle(s: State, t: int, stack: int) -> bool:
     for j in range(r):
         h = s.hosts[t * r + j]
         if s.alive[h] and s.depth[t * r + j] < stack:
-            hand(s, t, h)
+            set_owner(s, t, h)
             return True
     return False
 
 
-def hand(s: State, t: int, new: int) -> None:
+def set_owner(s: State, t: int, new: int) -> None:
     """Make group ``new``, or NONE, the owner of type t."""
     old = s.owner[t]
     if old != NONE:
@@ -122,13 +122,13 @@ def augment(s: State, root: int, stack: int, free: int) -> bool:
     s.queue[0] = root
     s.kind_distance[root] = 0
     head = 0
-    end = NONE if free != NONE else next_door(s, root, stack)
+    end = NONE if free != NONE else free_host(s, root, stack)
     while end == NONE:
         if head < s.size[TAIL]:
-            end = look_from(s, s.queue[head], stack, free)
+            end = relax_hosts(s, s.queue[head], stack, free)
             head += 1
         elif next_level(s):
-            end = go_further(s, stack)
+            end = reach_hosts(s, stack)
         else:
             return False
     if s.size[SEEKERS] != 1:  # with a single seeker, no other search follows this one
@@ -137,12 +137,12 @@ def augment(s: State, root: int, stack: int, free: int) -> bool:
         t = s.before[end]
         note(s, t)
         last = s.owner[t]
-        hand(s, t, end)
+        set_owner(s, t, end)
         end = last
     return True
 
 
-def next_door(s: State, root: int, stack: int) -> int:
+def free_host(s: State, root: int, stack: int) -> int:
     """Return the first host of type ``root`` (which has no owner) that owns fewer than ``stack`` types, or NONE.
 
     No path can be shorter than this one, because no host has the type in its first ``stack`` positions, and no
@@ -158,7 +158,7 @@ def next_door(s: State, root: int, stack: int) -> int:
     return NONE
 
 
-def look_from(s: State, t: int, stack: int, free: int) -> int:
+def relax_hosts(s: State, t: int, stack: int, free: int) -> int:
     """Compute the distances of the hosts of type t; return a host with room at the same distance as t, or NONE."""
     r, level, search = s.size[REDUNDANCY], s.size[LEVEL], s.size[SEARCH]
     for j in range(r):
@@ -193,7 +193,7 @@ def next_level(s: State) -> bool:
     return least != NONE
 
 
-def go_further(s: State, stack: int) -> int:
+def reach_hosts(s: State, stack: int) -> int:
     """Mark the groups in ``s.later`` that are at the current distance as reached; return one with room, or NONE."""
     kept = 0
     for i in range(s.size[LATER]):
