@@ -34,6 +34,7 @@ from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.platform import allocation, network
 from ft.platform import election as election
 from ft.platform.slurm import SlurmJob
+from ft.platform.supervisor import Supervisor
 from ft.systems.spare.ruler import ruler
 
 __all__ = ["main", "wanted"]
@@ -62,13 +63,14 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     _make_folder(whole.run_dir, [setup.folder for setup in setups])
     token.make(whole.run_dir)
 
-    members = [Member(setup) for setup in setups]
+    supervisor = Supervisor()
+    members = [Member(setup, supervisor) for setup in setups]
     console = MergedConsole(whole.quiet, {member.replica: (member.out, member.err) for member in members})
     console.say(_announcement(whole, asked, parts))
     console.say(protection.announcement(protected, whole.cluster.nnodes))
     name, turn = _name(asked, whole)
-    host = QuorumHost(whole.run_dir, name, turn, asked.server_options(_host(whole)), console.complain)
-    code = Launcher(whole.run_dir, members, host, console, asked.count, asked.min_count).run()
+    host = QuorumHost(supervisor, whole.run_dir, name, turn, asked.server_options(_host(whole)), console.complain)
+    code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count).run()
     is_first_lost = asked.only is None and host.first_is_lost()
     allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
     console.close()

@@ -86,16 +86,15 @@ class ControlPlaneSupervisor:
             self._watch.claimed()
         return True
 
-    def ended(self, code: int, now: float) -> bool:
-        """Record the exit of the control plane's process. Return False if another control plane has replaced it."""
-        self.sidecar.reaped(code)
-        if code == SUCCEEDED:
-            return False
-        self._deaths.append(now)
-        return True
+    def is_replaced(self, code: int) -> bool:
+        """Record the exit of the control plane's process, and return whether another control plane has replaced it."""
+        if code != SUCCEEDED:
+            self._deaths.append(time.monotonic())
+        return code == SUCCEEDED
 
-    def dies_again_and_again(self, now: float) -> bool:
-        return len(self._deaths) > _MOST_DEATHS and now - self._deaths[0] < _WINDOW_S
+    def dies_again_and_again(self) -> bool:
+        """Return whether the control plane has died so often that its journal may be the cause."""
+        return len(self._deaths) > _MOST_DEATHS and time.monotonic() - self._deaths[0] < _WINDOW_S
 
     def look(self, now: float, contact_at: float) -> tuple[str, str]:
         """Return (action, reason): what this agent does about the control plane now, by ``succession.decide``.

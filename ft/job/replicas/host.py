@@ -19,10 +19,10 @@ from typing import Any
 from ft.job.agent import succession
 from ft.job.agent.console import last_lines
 from ft.job.control.timeouts import Timeouts
-from ft.job.replicas import child
 from ft.platform import election as election
 from ft.platform import processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
+from ft.platform.supervisor import Supervisor
 
 FOLDER = "launchers"
 """Subfolder of the run's folder for the launchers' own terms and lease; those in the run's folder belong to the
@@ -45,6 +45,7 @@ class QuorumHost:
     A server that dies is restarted at once: it keeps no state, and its clients find the new server.
 
     Args:
+        supervisor: supervisor of the launcher's child processes.
         run_dir: directory of the run.
         name: name of this launcher.
         turn: number of launchers that take over before this one.
@@ -52,7 +53,16 @@ class QuorumHost:
         say: called with messages for the console.
     """
 
-    def __init__(self, run_dir: Path, name: str, turn: int, options: Mapping[str, Any], say: Callable[[str], None]):
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        run_dir: Path,
+        name: str,
+        turn: int,
+        options: Mapping[str, Any],
+        say: Callable[[str], None],
+    ):
+        self._supervisor = supervisor
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._name, self._turn, self._options, self._say = name, turn, options, say
         self._timeouts = Timeouts()
@@ -60,11 +70,6 @@ class QuorumHost:
         self._since = self._due = 0.0
         self._fruitless = 0
         self._lease = _Lease(self._folder, self._timeouts.lease_beat_s)
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server, -1 if none runs here."""
-        return self._process.pid if self._process is not None else -1
 
     def begin(self) -> None:
         """Start the server if this launcher is the first of the run; from now on, renew or watch the lease.
@@ -88,9 +93,8 @@ class QuorumHost:
             if what == succession.CLAIM and self._claim():
                 self._say(f"{why.replace('the control plane', 'its launcher')}: the quorum server is started here")
 
-    def reaped(self, code: int) -> None:
-        """Record that the server has ended and was reaped."""
-        self._process.returncode, self._process = code, None
+    def _ended(self, code: int) -> None:
+        self._process = None
         now = time.monotonic()
         self._fruitless = self._fruitless + 1 if now - self._since < _FRUITLESS_S else 0
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._fruitless) if self._fruitless else 0.0
@@ -151,8 +155,8 @@ class QuorumHost:
         arguments = ["--run-dir", str(self._run_dir), "--options", options]
         self._since = time.monotonic()
         try:
-            self._process = child.start(
-                "ft.job.quorum", arguments, self._log, self._log, {"OMP_NUM_THREADS": "1"}, deaf=True
+            self._process = self._supervisor.start(
+                "ft.job.quorum.server", arguments, self._log, self._ended, environment={"OMP_NUM_THREADS": "1"}
             )
         except OSError as error:
             self._due = self._since + _LONGEST_PAUSE_S
@@ -160,8 +164,7 @@ class QuorumHost:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._supervisor.end(self._process)
             self._process = None
 
 
