@@ -17,6 +17,7 @@ from ft.job.quorum import lease as standing
 from ft.job.quorum import wire
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.wire import Broken, Channel
+from ft.net.backoff import Backoff
 
 _FIRST_TRY_S, _LAST_TRY_S = 0.01, 0.25
 """First and longest pause between attempts to connect, in seconds."""
@@ -93,19 +94,17 @@ class Link:
                 os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
-        gone_at, pause = time.monotonic(), _FIRST_TRY_S
+        gone_at, backoff = time.monotonic(), Backoff(_FIRST_TRY_S, _LAST_TRY_S)
         while not self._is_closing.is_set():
             try:
-                began = time.monotonic()
                 if self._converse():
-                    gone_at, pause = time.monotonic(), _FIRST_TRY_S
-                elif time.monotonic() - began < pause:
-                    pause = min(2.0 * pause, _LAST_TRY_S)
+                    gone_at = time.monotonic()
+                    backoff.reset()
             except UserError as error:
                 self._away(time.monotonic() - gone_at, error)
                 return
             self._away(time.monotonic() - gone_at, None)
-            self._is_closing.wait(pause)
+            self._is_closing.wait(backoff.failed())
 
     def _converse(self) -> bool:
         """Make one connection and serve it to its end; return whether its server has proved that it knows the run's

@@ -19,6 +19,7 @@ from typing import Any
 from ft.job.agent import succession
 from ft.job.agent.console import last_lines
 from ft.job.control.timeouts import Timeouts
+from ft.net.backoff import Backoff
 from ft.platform import election as election
 from ft.platform import processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
@@ -29,10 +30,8 @@ FOLDER = "launchers"
 servers.
 """
 
-_FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
-"""A server that dies within ``_FRUITLESS_S`` seconds counts as a failed start. The pause before the next start begins
-with twice ``_FIRST_PAUSE_S`` and doubles with each failed start, up to ``_LONGEST_PAUSE_S``.
-"""
+_FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.2, 5.0
+"""A server that dies within ``_FRUITLESS_S`` seconds counts as a failed start; the pauses are those before the next."""
 _LOOK_S = 0.5
 """Pause in seconds after this launcher's server has found that it was replaced."""
 _FIRST, _LEFT = "n0", "left-"
@@ -68,7 +67,7 @@ class QuorumHost:
         self._timeouts = Timeouts()
         self._process: subprocess.Popen | None = None
         self._since = self._due = 0.0
-        self._fruitless = 0
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._lease = _Lease(self._folder, self._timeouts.lease_beat_s)
 
     def begin(self) -> None:
@@ -96,12 +95,15 @@ class QuorumHost:
     def _ended(self, code: int) -> None:
         self._process = None
         now = time.monotonic()
-        self._fruitless = self._fruitless + 1 if now - self._since < _FRUITLESS_S else 0
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._fruitless) if self._fruitless else 0.0
+        is_fruitless, pause_s = now - self._since < _FRUITLESS_S, 0.0
+        if is_fruitless:
+            pause_s = self._backoff.failed()
+        else:
+            self._backoff.reset()
         if code == SUCCEEDED:  # another launcher's server runs; the lease will show whose
             pause_s = max(pause_s, _LOOK_S)
         elif self._lease.holds:
-            lines = [f"    {line}" for line in last_lines(self._log, 5)] if self._fruitless else []
+            lines = [f"    {line}" for line in last_lines(self._log, 5)] if is_fruitless else []
             how = f"the quorum server {processes.how_it_ended(code)}; another one is started, training goes on"
             self._say("\n".join([how, *lines]))
         self._due = now + pause_s
