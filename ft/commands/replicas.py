@@ -22,7 +22,6 @@ from ft.commands.protection import Asked, Protection
 from ft.job.agent import options
 from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
-from ft.job.quorum import lease as standing
 from ft.job.quorum.wire import parse_where
 from ft.job.replicas import faults, flags
 from ft.job.replicas.console import MergedConsole
@@ -33,6 +32,7 @@ from ft.job.replicas.member import Member, Setup
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.platform import allocation, network
 from ft.platform import election as election
+from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
 from ft.platform.supervisor import Supervisor
 from ft.systems.spare.ruler import ruler
@@ -117,7 +117,7 @@ def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
 
     This applies to a replica that is started alone, and only if the user has not given an address.
     """
-    served = standing.read(whole.run_dir) if asked.only is not None else None
+    served = election.read(whole.run_dir, QUORUM) if asked.only is not None else None
     if served is None or whole.local_addr is not None:
         return whole
     host, port = parse_where(served.where)

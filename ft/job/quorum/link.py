@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import FtError, UserError
-from ft.job.quorum import lease as standing
 from ft.job.quorum import wire
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.wire import Broken, Channel
 from ft.net.backoff import Backoff
+from ft.platform import election as election
+from ft.platform.election import QUORUM
 
 _FIRST_TRY_S, _LAST_TRY_S = 0.01, 0.25
 """First and longest pause between attempts to connect, in seconds."""
@@ -113,7 +114,7 @@ class Link:
         Raises:
             UserError: the server refuses the token.
         """
-        server = standing.read(self._run_dir)
+        server = election.read(self._run_dir, QUORUM)
         if server is None:
             return False
         try:
@@ -163,7 +164,7 @@ class Link:
                     channel.send(_BEAT)
                 if now - heard_at > limits.contact_s:
                     raise Broken("the server does not answer")
-                newer = standing.read(self._run_dir)
+                newer = election.read(self._run_dir, QUORUM)
                 if newer is not None and newer.term > term:
                     raise Broken(f"term {term} of the server is over")
 

@@ -9,10 +9,8 @@ import contextlib
 import json
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from ft.job.control.timeouts import Timeouts
 from ft.net.backoff import Backoff
 from ft.platform import election as election
 from ft.platform import processes
-from ft.platform.election import SUCCEEDED, LeaseRecord
+from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
 from ft.platform.supervisor import Supervisor
 
 FOLDER = "launchers"
@@ -68,7 +66,7 @@ class QuorumHost:
         self._process: subprocess.Popen | None = None
         self._since = self._due = 0.0
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        self._lease = _Lease(self._folder, self._timeouts.lease_beat_s)
+        self._lease = LeaseKeeper(self._folder, self._timeouts.lease_beat_s)
 
     def begin(self) -> None:
         """Start the server if this launcher is the first of the run; from now on, renew or watch the lease.
@@ -168,70 +166,3 @@ class QuorumHost:
         if self._process is not None:
             self._supervisor.end(self._process)
             self._process = None
-
-
-class _Lease:
-    """Renews this launcher's lease or watches another launcher's, on a thread, so that no event loop waits for a file
-    system.
-
-    Attributes:
-        lost: whether another launcher has claimed a later term than this one's.
-    """
-
-    def __init__(self, run_dir: Path, period_s: float):
-        self._run_dir, self._period_s = run_dir, period_s
-        self._lock = threading.Lock()
-        self._mine: LeaseRecord | None = None
-        self._seen: LeaseRecord | None = None
-        self._changed_at: float | None = None
-        self._closed = threading.Event()
-        self.lost = False
-
-    @property
-    def holds(self) -> bool:
-        return self._mine is not None
-
-    def hold(self, standing: LeaseRecord) -> None:
-        """Start to renew the lease ``standing``, whose term this launcher has claimed.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        with self._lock:
-            self._mine, self.lost = standing, False
-            election.renew(self._run_dir, standing)
-
-    def drop(self) -> None:
-        """Stop renewing: another launcher holds the lease."""
-        with self._lock:
-            self._mine, self.lost, self._changed_at = None, False, time.monotonic()
-
-    def age(self, now: float) -> float | None:
-        """Return the seconds since another launcher's lease was last seen to change; None before the first look at it.
-
-        If no change was ever seen, the time counts from that first look.
-        """
-        return None if self._changed_at is None else now - self._changed_at
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            with self._lock, contextlib.suppress(OSError):
-                self._look()
-            self._closed.wait(self._period_s)
-
-    def _look(self) -> None:
-        if self._mine is None:
-            found = election.read(self._run_dir)
-            if self._changed_at is None or found != self._seen:
-                self._seen, self._changed_at = found, time.monotonic()
-        elif election.is_over(self._run_dir, self._mine.term):
-            self.lost = True
-        else:
-            self._mine = replace(self._mine, count=self._mine.count + 1)
-            election.renew(self._run_dir, self._mine)
