@@ -30,8 +30,8 @@ from ft.job.quorum.connections import Connection, Guests
 from ft.job.quorum.decide import Decision, decide
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.state import Note, Options, State
-from ft.job.quorum.values import BadMessage, NoQuorum, Quorum, Report
-from ft.net.codec import to_json
+from ft.job.quorum.values import NoQuorum, Quorum, Report
+from ft.net.codec import BadMessage, from_json, is_count, to_json
 from ft.platform import election as election
 from ft.platform import processes
 from ft.platform.election import QUORUM, SUCCEEDED, LeaseRecord
@@ -151,9 +151,9 @@ class Server:
 
     def _welcome(self, guest: Connection, now: float, message: dict[str, Any]) -> None:
         replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
-        if not _is_count(replica) or not _is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
+        if not is_count(replica) or not is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
             raise BadMessage("a hello without replica, life, rows or known")
-        last = Quorum.parse(message["last"]) if message.get("last") is not None else None
+        last = from_json(Quorum, message["last"]) if message.get("last") is not None else None
         try:
             notes = reactions.hello(self._state, now, replica, life, last)
         except NoQuorum as error:
@@ -170,7 +170,7 @@ class Server:
         self._write(notes)
 
     def _asked(self, guest: Connection, now: float, message: dict[str, Any]) -> None:
-        report = Report.parse(message.get("report"))
+        report = from_json(Report, message.get("report"))
         if (report.replica, report.life) != (guest.replica, guest.life):
             raise BadMessage(f"a report of life {report.life} of replica {report.replica} from another's connection")
         try:
@@ -180,8 +180,8 @@ class Server:
 
     def _noted(self, now: float, message: dict[str, Any]) -> None:
         replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
-        is_known = _is_count(replica) and what in ("given up", "arriving")
-        if not is_known or not (_is_count(life) or (life == -1 and what == "given up")):
+        is_known = is_count(replica) and what in ("given up", "arriving")
+        if not is_known or not (is_count(life) or (life == -1 and what == "given up")):
             raise BadMessage("a notice without replica, life or what")
         if what == "given up":
             reason = str(message.get("reason", ""))[:200]
@@ -295,10 +295,6 @@ class Server:
     def _write(self, notes: list[Note]) -> None:
         for note in notes:
             self._events.write(events.observed(note.name, note.values))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def _are_rows(rows: Any) -> bool:
