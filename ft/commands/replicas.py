@@ -22,7 +22,6 @@ from ft.commands.protection import Asked, Protection
 from ft.job.agent import options
 from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
-from ft.job.quorum import lease as standing
 from ft.job.quorum.wire import parse_where
 from ft.job.replicas import faults, flags
 from ft.job.replicas.console import MergedConsole
@@ -33,7 +32,9 @@ from ft.job.replicas.member import Member, Setup
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.platform import allocation, network
 from ft.platform import election as election
+from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
+from ft.platform.supervisor import Supervisor
 from ft.systems.spare.ruler import ruler
 
 __all__ = ["main", "wanted"]
@@ -62,13 +63,14 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     _make_folder(whole.run_dir, [setup.folder for setup in setups])
     token.make(whole.run_dir)
 
-    members = [Member(setup) for setup in setups]
+    supervisor = Supervisor()
+    members = [Member(setup, supervisor) for setup in setups]
     console = MergedConsole(whole.quiet, {member.replica: (member.out, member.err) for member in members})
     console.say(_announcement(whole, asked, parts))
     console.say(protection.announcement(protected, whole.cluster.nnodes))
     name, turn = _name(asked, whole)
-    host = QuorumHost(whole.run_dir, name, turn, asked.server_options(_host(whole)), console.complain)
-    code = Launcher(whole.run_dir, members, host, console, asked.count, asked.min_count).run()
+    host = QuorumHost(supervisor, whole.run_dir, name, turn, asked.server_options(_host(whole)), console.complain)
+    code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count).run()
     is_first_lost = asked.only is None and host.first_is_lost()
     allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
     console.close()
@@ -115,7 +117,7 @@ def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
 
     This applies to a replica that is started alone, and only if the user has not given an address.
     """
-    served = standing.read(whole.run_dir) if asked.only is not None else None
+    served = election.read(whole.run_dir, QUORUM) if asked.only is not None else None
     if served is None or whole.local_addr is not None:
         return whole
     host, port = parse_where(served.where)

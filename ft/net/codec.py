@@ -1,12 +1,36 @@
-"""Converts dataclasses, such as the messages of ``ft.job.messages``, to JSON values and back, by their type hints."""
+"""Converts dataclasses to JSON values and back, by their type hints: the codec of what the parts of a run exchange.
+
+Reading is strict: a value of another type than its field's, an unknown field and a missing field are errors that say
+where in the value the problem is and what was expected there. The readers of a type are built once.
+"""
 
 import types
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from ft.base.errors import FtError
+
 _SCALARS = frozenset({int, float, str, bool})
+_Reader = Callable[[Any], Any]
+
+
+class BadMessage(FtError):
+    """A value that was received is not what its type says.
+
+    Args:
+        problem: what is wrong.
+        path: names of fields, keys and indices that lead to the wrong part, from the outside to the inside.
+    """
+
+    def __init__(self, problem: str, path: tuple[str, ...] = ()):
+        super().__init__(f"{'.'.join(path)}: {problem}" if path else problem)
+        self.problem, self.path = problem, path
+
+    def below(self, name: str) -> "BadMessage":
+        """Return the same error, for a value that holds the present one as ``name``."""
+        return BadMessage(self.problem, (name, *self.path))
 
 
 def to_json(value: Any) -> Any:
@@ -22,30 +46,143 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Convert the result of ``to_json`` back to an object of type ``kind``.
+    """Convert the result of ``to_json``, or what JSON has made of it, back to an object of type ``kind``.
+
+    A dataclass may check its values in ``__post_init__`` and raise ValueError.
 
     Raises:
-        TypeError: the structure of the value does not match ``kind``.
-        KeyError: the structure of the value does not match ``kind``.
+        BadMessage: the value does not match ``kind``.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        options = [option for option in arguments if option is not type(None)]
-        return from_json(options[0], value) if len(options) == 1 else value
-    if origin is list:
-        if arguments[0] in _SCALARS:
-            return list(value)
-        return [from_json(arguments[0], item) for item in value]
-    if origin is dict:
-        return {arguments[0](key): from_json(arguments[1], item) for key, item in value.items()}
-    if is_dataclass(kind):
-        hints = _hints(kind)
-        return kind(**{name: from_json(hints[name], item) for name, item in value.items()})
-    return value
+    return _reader(kind)(value)
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number from 0 on that fits in 63 bits."""
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _reader(kind: Any) -> _Reader:
+    """Return the function that reads a value of type ``kind``."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return lambda value: value
+    if kind is float:
+        return _typed("a number", int, float)
+    if kind in _SCALARS:
+        return _typed({int: "a whole number", str: "a text", bool: "true or false"}[kind], kind)
+    if origin in (Union, types.UnionType):
+        return _union(arguments)
+    if origin in (list, tuple):
+        return _sequence(origin, arguments)
+    if origin in (dict, Mapping):
+        return _mapping(*arguments)
+    if is_dataclass(kind):
+        return _dataclass(kind)
+    raise TypeError(f"the codec cannot read {kind}")
+
+
+def _typed(name: str, *kinds: type) -> _Reader:
+    allowed = frozenset(kinds)
+
+    def read(value: Any) -> Any:
+        if type(value) not in allowed:  # isinstance would accept a bool for an int
+            raise _wrong(value, name)
+        return value
+
+    return read
+
+
+def _union(arguments: Sequence[Any]) -> _Reader:
+    options = [_reader(option) for option in arguments if option is not type(None)]
+
+    def read(value: Any) -> Any:
+        if value is None and len(options) < len(arguments):
+            return None
+        for option in options[:-1]:
+            try:
+                return option(value)
+            except BadMessage:
+                continue
+        return options[-1](value)
+
+    return read
+
+
+def _sequence(origin: type, arguments: tuple[Any, ...]) -> _Reader:
+    length = len(arguments) if origin is tuple and arguments[-1] is not Ellipsis else None
+    readers = [_reader(argument) for argument in arguments if argument is not Ellipsis]
+    scalar = arguments[0] if length is None and arguments[0] in (int, str, bool) else None
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            raise _wrong(value, "a list")
+        if length is not None and len(value) != length:
+            raise _wrong(value, f"a list of {length}")
+        if scalar is not None and all(type(item) is scalar for item in value):
+            return origin(value)
+        found = []
+        for at, item in enumerate(value):
+            try:
+                found.append(readers[at if length is not None else 0](item))
+            except BadMessage as error:
+                raise error.below(str(at)) from None
+        return origin(found)
+
+    return read
+
+
+def _mapping(key_kind: Any, kind: Any) -> _Reader:
+    item_reader = _reader(kind)
+
+    def read_key(key: Any) -> Any:
+        if key_kind is int and isinstance(key, str) and key.removeprefix("-").isdecimal():
+            return int(key)
+        if type(key) is not key_kind:
+            raise _wrong(key, "the name of a field" if key_kind is str else "a whole number as a key")
+        return key
+
+    def read(value: Any) -> dict[Any, Any]:
+        if not isinstance(value, Mapping):
+            raise _wrong(value, "an object")
+        found = {}
+        for key, item in value.items():
+            try:
+                found[read_key(key)] = item_reader(item)
+            except BadMessage as error:
+                raise error.below(str(key)) from None
+        return found
+
+    return read
+
+
+def _dataclass(kind: type) -> _Reader:
+    hints, names = get_type_hints(kind), [field.name for field in fields(kind) if field.init]
+    needed = {f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING}
+    readers: dict[str, _Reader] = {}
+
+    def read(value: Any) -> Any:
+        if not readers:  # not earlier: a type may contain itself
+            readers.update({name: _reader(hints[name]) for name in names})
+        if not isinstance(value, Mapping):
+            raise _wrong(value, f"an object with the fields of {kind.__name__}")
+        if unknown := value.keys() - readers.keys():
+            raise BadMessage(f"{kind.__name__} has no field {', '.join(map(repr, sorted(unknown, key=str)))}")
+        if missing := needed - value.keys():
+            raise BadMessage(f"{kind.__name__} needs {', '.join(map(repr, sorted(missing)))}")
+        given = {}
+        for name, item in value.items():
+            try:
+                given[name] = readers[name](item)
+            except BadMessage as error:
+                raise error.below(name) from None
+        try:
+            return kind(**given)
+        except ValueError as error:
+            raise BadMessage(f"{error}: {str(value)[:200]}") from error
+
+    return read
+
+
+def _wrong(value: Any, expected: str) -> BadMessage:
+    return BadMessage(f"{str(value)[:100]!r} is not {expected}")

@@ -1,38 +1,44 @@
-"""Leader election for the control plane of an ``ft run``, through files in the run's directory.
+"""Leader election through files in a directory: for the control plane, the quorum server and the launchers of a run.
 
-The control plane is one process for the whole run, which decides about recoveries. Leadership is divided into numbered
-terms. A node claims a term by creating a file, which can succeed only once. The holder of the newest claim renews its
-lease in ``control.json``. A holder that finds a newer claim than its own has been replaced, and stops taking decisions.
-Other processes detect a live leader by watching the renewal count in the lease, so that clocks of different hosts are
-never compared.
+Leadership is divided into numbered terms. A process claims a term by creating a file, which can succeed only once. The
+holder of the newest claim renews its lease, a JSON file. A holder that finds a newer claim than its own has been
+replaced, and stops taking decisions. Other processes detect a live leader by watching the renewal count in the lease,
+so that clocks of different hosts are never compared.
 """
 
+import contextlib
 import json
 import os
+import threading
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-_FOLDER, _FILE = "terms", "control.json"
+CONTROL, QUORUM = "control.json", "quorum.json"
+"""Files with the lease of the control plane (or of the launchers), and with that of the quorum server."""
+_FOLDER = "terms"
 _LOOK_S = 0.05
 SUCCEEDED = 75
-"""Exit code of a control plane that found a newer claim than its own."""
+"""Exit code of a leader that found a newer claim than its own."""
 
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """The lease: the content of ``control.json``.
+    """The lease of a leader.
 
     Attributes:
         term: number of the term.
         life: number of the restart with which the present journal (the control plane's log of decisions) began; 0 for
             the first start of the run.
-        where: address at which the control plane accepts messages, "" until it accepts them.
-        node: name of the node agent whose child the control plane is.
-        pid: pid of the control plane's process on that node.
+        where: address at which the leader accepts messages, "" until it accepts them.
+        node: name of the node agent or launcher that the leader is, or whose child it is.
+        pid: pid of the leader's process on that node.
         count: number of renewals.
-        launcher: the process that restarts the control plane when it dies, as ``processes.identity`` returns it; "" in
-            files of earlier versions.
+        launcher: the process that restarts the leader when it dies, as ``processes.identity`` returns it; "" in files
+            of earlier versions.
+        end: the quorum server's (next_step, lineage) of a replica that has done the last step, or None: its number of
+            committed steps, and the number of the quorum that committed the last of them. It is stored here because
+            that replica leaves, and the next server could not learn it from any client.
     """
 
     term: int
@@ -42,10 +48,11 @@ class LeaseRecord:
     pid: int
     count: int = 0
     launcher: str = ""
+    end: tuple[int, int] | None = None
 
 
 def claim(run_dir: Path, term: int, node: str) -> bool:
-    """Claim ``term`` for the control plane of ``node``. Return False if another node has claimed it already."""
+    """Claim ``term`` for ``node``. Return False if another node has claimed it already."""
     folder = run_dir / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -57,6 +64,18 @@ def claim(run_dir: Path, term: int, node: str) -> bool:
     return True
 
 
+def claim_next(run_dir: Path, node: str, least: int = 0) -> int:
+    """Claim the next free term that is at least ``least`` for ``node``, and return it.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    term = max(least, newest(run_dir) + 1)
+    while not claim(run_dir, term, node):
+        term += 1
+    return term
+
+
 def newest(run_dir: Path) -> int:
     """Return the newest term that was claimed, -1 before the first."""
     try:
@@ -66,35 +85,33 @@ def newest(run_dir: Path) -> int:
 
 
 def is_over(run_dir: Path, term: int) -> bool:
-    """Return whether the next term after ``term`` was claimed.
-
-    This checks a single file, because the control plane calls it before every order.
-    """
-    return os.path.exists(run_dir / _FOLDER / str(term + 1))
+    """Return whether a later term than ``term`` was claimed."""
+    return newest(run_dir) > term
 
 
-def read(run_dir: Path) -> LeaseRecord | None:
+def read(run_dir: Path, file: str = CONTROL) -> LeaseRecord | None:
     """Return the lease, None if there is none or it cannot be read."""
     try:
-        values = json.loads((run_dir / _FILE).read_text())
-        return LeaseRecord(**{f.name: values[f.name] for f in fields(LeaseRecord) if f.name in values})
-    except (OSError, ValueError, KeyError, TypeError):
+        values = json.loads((run_dir / file).read_text())
+        found = LeaseRecord(**{f.name: values[f.name] for f in fields(LeaseRecord) if f.name in values})
+        return found if found.end is None else replace(found, end=(int(found.end[0]), int(found.end[1])))
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
 
 
-def renew(run_dir: Path, standing: LeaseRecord) -> None:
-    """Write ``control.json`` atomically: readers see the old or the new content.
+def renew(run_dir: Path, standing: LeaseRecord, file: str = CONTROL) -> None:
+    """Write the lease atomically: readers see the old or the new content.
 
     Raises:
         OSError: the directory cannot be written.
     """
-    temporary = run_dir / f".{_FILE}.{standing.term}.tmp"
+    temporary = run_dir / f".{file}.{standing.term}.tmp"
     temporary.write_text(json.dumps(asdict(standing)))
-    temporary.replace(run_dir / _FILE)
+    temporary.replace(run_dir / file)
 
 
 def is_kept(run_dir: Path, patience_s: float = 2.0) -> bool:
-    """Return whether a control plane is active: wait at most ``patience_s`` seconds for a renewal of the lease."""
+    """Return whether a leader is active: wait at most ``patience_s`` seconds for a renewal of the lease."""
     first = read(run_dir)
     deadline = time.monotonic() + patience_s
     while first is not None and time.monotonic() < deadline:
@@ -102,3 +119,96 @@ def is_kept(run_dir: Path, patience_s: float = 2.0) -> bool:
             return True
         time.sleep(_LOOK_S)
     return False
+
+
+class LeaseKeeper:
+    """Watches a lease, and renews it while this process holds it, in a thread: no event loop waits for a file system.
+
+    A process can hold the lease for a child that is starting. Once the child has written the address at which it
+    accepts connections, it renews the lease itself, and this keeper only watches.
+
+    Args:
+        folder: directory of the election.
+        period_s: seconds between two looks at the lease.
+        mine: lease to renew from the first look on, unless its leader accepts connections by then.
+
+    Attributes:
+        has_looked: whether the lease was read at least once.
+        seen: the lease at the last look, None if there was none.
+        lost: whether another process has claimed a later term than the one that this process holds.
+    """
+
+    def __init__(self, folder: Path, period_s: float, mine: LeaseRecord | None = None):
+        self._folder, self._period_s, self._mine = folder, period_s, mine
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._changed_at: float | None = None
+        self._serves_since = 0.0
+        self.has_looked = False
+        self.seen: LeaseRecord | None = None
+        self.lost = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether this process renews the lease."""
+        return self._mine is not None and not self.lost
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
+
+    def hold(self, record: LeaseRecord) -> None:
+        """Renew the lease from now on, as ``record``, whose term this process has claimed.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        with self._lock:
+            self._mine, self.lost, self._changed_at = record, False, time.monotonic()
+            renew(self._folder, record)
+
+    def drop(self) -> None:
+        """Stop renewing the lease."""
+        with self._lock:
+            self._mine, self.lost, self._changed_at = None, False, time.monotonic()
+
+    def age(self, now: float) -> float | None:
+        """Return the seconds since the lease was last seen to change, or since the first look; None before that look.
+
+        Args:
+            now: monotonic time, in seconds.
+        """
+        return None if self._changed_at is None else now - self._changed_at
+
+    def serving(self, now: float) -> float | None:
+        """Return the seconds since the leader of the newest term was first seen to accept connections.
+
+        None: it does not accept connections yet.
+        """
+        return now - self._serves_since if self.seen is not None and self.seen.where else None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            with self._lock, contextlib.suppress(OSError):
+                self._look()
+            self._closed.wait(self._period_s)
+
+    def _look(self) -> None:
+        found, last, now = read(self._folder), self.seen, time.monotonic()
+        if self._changed_at is None or (found is not None and found != last):
+            if last is None or found is None or found.term != last.term or not last.where:
+                self._serves_since = now
+            self._changed_at, self.seen = now, found
+        self.has_looked = True
+        if self._mine is None:
+            return
+        if is_over(self._folder, self._mine.term):
+            self.lost = True
+        elif found is not None and found.term == self._mine.term and found.where:
+            self._mine = None
+        else:
+            self._mine = replace(self._mine, count=self._mine.count + 1)
+            renew(self._folder, self._mine)

@@ -16,6 +16,7 @@ from ft.job.agent.pool import PoolBroken, WarmPool
 from ft.job.agent.succession import GIVE_UP, RENEW, WAIT, View, decide
 from ft.job.control.timeouts import Timeouts
 from ft.platform.standstill import Standstill
+from ft.platform.supervisor import Supervisor
 
 QUICK = Timeouts(stuck_s=1.5)
 START = """
@@ -91,33 +92,38 @@ def test_time_without_looks_does_not_count(tmp_path):
         child.wait()
 
 
+def ignore(code):
+    """Do nothing about the exit of a process: the test waits for it itself."""
+
+
 def test_a_stuck_pool_is_told_from_one_that_owes_nothing(tmp_path):
     (tmp_path / "s.py").write_text("")
-    pool = WarmPool(Script(str(tmp_path / "s.py"), False, [], ["none"]), tmp_path / "pool.log", stuck_s=5.0)
+    script = Script(str(tmp_path / "s.py"), False, [], ["none"])
+    pool = WarmPool(Supervisor(), script, tmp_path / "pool.log", stuck_s=5.0)
     assert all(pool.kill_if_stuck(float(now)) == "" for now in range(100))
-    pool.start()
+    pool.start(ignore)
     try:
-        os.kill(pool.pid, signal.SIGSTOP)
+        os.kill(pool.process.pid, signal.SIGSTOP)
         assert all(pool.kill_if_stuck(float(now)) == "" for now in range(100, 200)), "nobody waits for it"
         pool.fork("n0.w0", str(tmp_path / "w.log"), {})
         said = next(filter(None, (pool.kill_if_stuck(float(now)) for now in range(200, 240))))
         assert said.startswith("the warm pool owes 1 worker(s) and has done nothing for 6 s")
-        _, status = os.waitpid(pool.pid, 0)
+        code = pool.process.wait()
         for _ in range(2):
-            pool.restart(os.waitstatus_to_exitcode(status))
-            os.kill(pool.pid, signal.SIGKILL)
-            _, status = os.waitpid(pool.pid, 0)
+            pool.restart(code, ignore)
+            os.kill(pool.process.pid, signal.SIGKILL)
+            code = pool.process.wait()
         with pytest.raises(PoolBroken, match="3 warm pools in a row"):
-            pool.restart(os.waitstatus_to_exitcode(status))
+            pool.restart(code, ignore)
     finally:
-        pool.close(-9)
+        pool.close()
 
 
 def test_requests_that_the_pool_did_not_take_at_once_go_out_later(tmp_path):
     """More than the socket holds; every request is answered in the end, whoever asks nothing more."""
     (tmp_path / "s.py").write_text("")
-    pool = WarmPool(Script(str(tmp_path / "s.py"), False, [], ["none"]), tmp_path / "pool.log")
-    pool.start()
+    pool = WarmPool(Supervisor(), Script(str(tmp_path / "s.py"), False, [], ["none"]), tmp_path / "pool.log")
+    pool.start(ignore)
     born = []
     try:
         for number in range(4):
@@ -132,7 +138,7 @@ def test_requests_that_the_pool_did_not_take_at_once_go_out_later(tmp_path):
     finally:
         processes.end([pid for _, pid in born])
         pool.close()
-        pool._process.wait(DEADLINE_S)
+        pool.process.wait(DEADLINE_S)
     assert [name for name, _ in born] == [f"n0.w{number}" for number in range(4)]
 
 

@@ -17,8 +17,8 @@ import pytest
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
 from ft.job.quorum import FailureNotice, Limits, NoQuorum, QuorumClient, Report, wire
-from ft.job.quorum import lease as standing
-from ft.platform.election import SUCCEEDED
+from ft.platform import election as election
+from ft.platform.election import QUORUM, SUCCEEDED
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
@@ -54,7 +54,7 @@ class Service:
         return self.server
 
     def term(self):
-        found = standing.read(self.folder)
+        found = election.read(self.folder, QUORUM)
         return found.term if found is not None else -1
 
     def run(self, *words):
@@ -87,7 +87,7 @@ class Service:
         return (self.folder / "log").read_text()
 
     def address(self):
-        return wire.parse_where(standing.read(self.folder).where)
+        return wire.parse_where(election.read(self.folder, QUORUM).where)
 
     def close(self):
         for end in self.ends:
@@ -172,7 +172,7 @@ def test_the_older_of_two_servers_loses(service):
     first.send_signal(signal.SIGCONT)
     assert first.wait(LIMIT_S) == SUCCEEDED
     assert later.number > quorum.number and both(clients, [after(later)] * 2).number == later.number + 1
-    assert standing.read(service.folder).pid == service.server.pid
+    assert election.read(service.folder, QUORUM).pid == service.server.pid
 
 
 def test_many_servers_at_once_leave_one(service):

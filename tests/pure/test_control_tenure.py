@@ -16,6 +16,7 @@ from ft.job.control.isolation import Solitude
 from ft.job.control.timeouts import Timeouts
 from ft.platform import election as election
 from ft.platform.election import LeaseRecord
+from ft.platform.supervisor import Supervisor
 
 LIMITS = Timeouts()
 
@@ -129,7 +130,7 @@ def test_no_token(tmp_path):
 
 def test_a_node_that_starts_before_the_control_plane_waits_for_it_and_one_that_has_lost_it_is_fenced(tmp_path):
     began = time.monotonic() - 60.0
-    sidecars = (Sidecar(tmp_path, "tcp://127.0.0.1:1", {}) for _ in range(2))
+    sidecars = (Sidecar(Supervisor(), tmp_path, "tcp://127.0.0.1:1", {}) for _ in range(2))
     early, late = (ControlPlaneSupervisor(tmp_path, 1, sidecar, LIMITS) for sidecar in sidecars)
     assert early.look(began, began)[0] == late.look(began, began)[0] == WAIT
     deadline = time.monotonic() + 20.0

@@ -11,12 +11,12 @@ from ft.base.errors import UserError
 from ft.commands import arguments
 from ft.commands import replicas as run
 from ft.job.agent.options import Cluster, RunOptions, Script
-from ft.job.quorum import lease as standing
 from ft.job.quorum.limits import Limits
 from ft.job.replicas import faults, flags, marks, policy, replica
 from ft.job.replicas.member import next_life
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
+from ft.platform import election as election
 from ft.systems.spare.ruler import ruler
 
 
@@ -296,6 +296,6 @@ def test_a_replica_that_comes_alone_is_reached_where_the_quorum_server_sees_it(t
     whole = RunOptions(script, here, 2, 0, tmp_path, "r", 9, [], None, 1, True, None)
     alone = flags.Replicas(3, only=2)
     assert run.reachable(whole, alone) == whole, "nobody is there yet"
-    standing.write(tmp_path, standing.LeaseRecord("tcp://127.0.0.1:4000", 0))
+    election.renew(tmp_path, election.LeaseRecord(0, 0, "tcp://127.0.0.1:4000", "", 1), election.QUORUM)
     assert run.reachable(whole, alone).local_addr == "127.0.0.1"
     assert run.reachable(whole, flags.Replicas(3)) == whole

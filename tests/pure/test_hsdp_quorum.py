@@ -8,7 +8,7 @@ from ft.job.quorum import Limits, NoQuorum, Quorum, Report
 from ft.job.quorum.blame import judge
 from ft.job.quorum.server import parse_options
 from ft.job.quorum.state import SPAN, Options
-from ft.job.quorum.values import BadMessage
+from ft.net.codec import BadMessage, from_json
 
 # --- forming ---------------------------------------------------------------------------------------------------------
 
@@ -469,7 +469,7 @@ def test_a_report_that_is_sent_twice_is_answered_once():
 )
 def test_what_is_no_report(values):
     with pytest.raises(BadMessage):
-        Report.parse(values)
+        from_json(Report, values)
 
 
 @pytest.mark.parametrize(

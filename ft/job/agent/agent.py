@@ -8,8 +8,6 @@ warm pool load the last checkpoint. A life of the run begins with its first star
 continue from the control plane's journal (its log of decisions); the life has the number of that restart.
 """
 
-import os
-import selectors
 import signal
 import time
 import traceback
@@ -17,12 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ft.base import events
-from ft.base.errors import UserError
-from ft.job.agent import succession
 from ft.job.agent.components import Components
-from ft.job.agent.console import last_lines, last_words
-from ft.job.agent.listener import unwatch
+from ft.job.agent.console import last_words
 from ft.job.agent.pool import PoolBroken
+from ft.job.agent.upkeep import ControlPlaneUpkeep, Fenced, JournalBroken, PoolUpkeep
 from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked
 from ft.job.agent.workforce import Worker
 from ft.job.control.timeouts import Timeouts
@@ -52,8 +48,6 @@ _LEAVE_S = 2.0
 """Longest time for which the agent waits at its end until its last reports are sent, in seconds."""
 _GRACE_S = 1.0
 """Seconds between the end of the last worker after a signal and the end of the agent."""
-_REPEAT_S = 2.0
-"""Seconds within which a repeated signal counts as the same request."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ class Begin:
 
 
 class Agent:
-    """Supervises one node of an ``ft run``: its workers, its warm pool and, on one node, the control plane's process.
+    """Runs one node of an ``ft run``: carries out the orders of the control plane on the workers of the node.
 
     Args:
         parts: the components that the agent works with.
@@ -95,16 +89,17 @@ class Agent:
     """
 
     def __init__(self, parts: Components, ranks: list[int], life: int = 0, joined: str = ""):
-        self._parts, self._membership, self._steward = parts, parts.membership, parts.steward
+        self._parts, self._membership = parts, parts.membership
         self._console, self._uplink = parts.console, parts.uplink
         self._workforce, self._masters = parts.workforce, parts.masters
-        self._selector = parts.selector
+        self._pool = PoolUpkeep(parts.supervisor, parts.pool, parts.workforce, parts.console, self._on_exit)
+        self._control = ControlPlaneUpkeep(parts.steward, parts.uplink, parts.console, parts.recoveries, self._obey)
         self._first_ranks = [] if parts.membership.is_late else ranks
         self._number = self._life = life
         self._begin: Begin | None = Begin(life, self._first_ranks)
         self._seats: dict[int, str] = {}
         self._ending: Ending | None = None
-        self._signum, self._signalled_at = 0, 0.0
+        self._signum = 0
         self._left = self._alone = self._was_unlinked = False
         self._empty_since = 0.0
         self._joined, self._told = joined, set()
@@ -133,16 +128,12 @@ class Agent:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
-        processes.adopt_orphans()
-        wake = self._parts.wake
-        signal.set_wakeup_fd(wake.write_fd, warn_on_full_buffer=False)
-        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, lambda *_: None)
-        self._selector.register(wake.read_fd, selectors.EVENT_READ, self._on_wake)
+        self._parts.supervisor.open(self._on_signal, self._on_exit)
         self._parts.reception.open()
+        self._control.settle(self._life, self._node)
         if self._membership.place.node_rank == 0 and not self._membership.is_late:
-            self._steward.start(self._life, self._node)
-        self._start_pool(self._parts.pool.start)
+            self._control.start()
+        self._pool.start()
         self._uplink.start(self._membership.join, self._life)
 
     @property
@@ -150,8 +141,9 @@ class Agent:
         return self._membership.place.node
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(_TICK_S):
-            key.data()
+        self._parts.supervisor.turn(_TICK_S)
+        for what in self._uplink.take():
+            self._obey(what)
         self._begin_when_possible()
         now = time.monotonic()
         self._workforce.judge(now)
@@ -175,78 +167,18 @@ class Agent:
             self._workforce.kill_all()
             self._workforce.drop_unborn()
         elif not self._ending:
-            self._look_after_pool(now)
-            self._look_after_control(now)
-
-    def _on_wake(self) -> None:
-        signals = self._parts.wake.take()
-        if signal.SIGCHLD in signals:
-            self._reap()
-        for signum in signals:
-            if signum in (signal.SIGTERM, signal.SIGINT):
-                self._on_signal(signum)
-        for what in self._uplink.take():
-            self._obey(what)
+            self._pool.look(now)
+            self._control.look(now)
 
     # --- children ----------------------------------------------------------------------------------------------------
 
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            self._on_exit(pid, os.waitstatus_to_exitcode(status))
-
     def _on_exit(self, pid: int, code: int) -> None:
-        if pid == self._parts.pool.pid:
-            self._on_pool_exit(code)
-            return
-        if pid == self._steward.sidecar.spare_pid:
-            self._steward.sidecar.spare_reaped(code)
-            return
-        if pid == self._steward.sidecar.pid:
-            self._on_control_exit(code)
-            return
         holders = {self._workforce.workers[name].pid for name in self._rank_holders()}
         if self._signum and code == -signal.SIGTERM and pid in holders and not self._ending:
             self._say_leaving()  # sent first, so that the control plane knows that the following exits are intended
         worker = self._workforce.ended(pid, code)
         if worker is not None and code and not worker.doomed and not self._signum:
             self._tell_last_lines(worker, code)
-
-    def _on_pool_exit(self, code: int) -> None:
-        unwatch(self._selector, self._parts.pool.channel)
-        if self._ending:
-            self._parts.pool.close(code)
-            return
-        self._workforce.kill_strangers(self._known())
-        self._console.complain(f"the warm pool {processes.how_it_ended(code)}; starting another one")
-        self._start_pool(lambda: self._parts.pool.restart(code))
-
-    def _start_pool(self, start) -> None:
-        start()
-        self._selector.register(self._parts.pool.channel, selectors.EVENT_READ, self._on_pool)
-
-    def _on_pool(self) -> None:
-        notes = self._workforce.hear_pool()
-        if self._parts.pool.channel.gone:
-            # the pool's process has closed its socket, and its exit follows
-            unwatch(self._selector, self._parts.pool.channel)
-        for note in notes:
-            self._console.complain(note)
-        for pid, code in self._workforce.take_early():
-            self._on_exit(pid, code)
-
-    def _look_after_pool(self, now: float) -> None:
-        if why := self._parts.pool.kill_if_stuck(now):
-            self._console.complain(f"{why}: it is killed")
-
-    def _known(self) -> set[int]:
-        sidecar = self._steward.sidecar
-        return {self._parts.pool.pid, sidecar.pid, sidecar.spare_pid}
 
     def _tell_last_lines(self, worker: Worker, code: int) -> None:
         if self._console.shows(worker.log):
@@ -293,7 +225,7 @@ class Agent:
             case GivenUp():
                 if what.node == self._node:
                     self._leave_and_come_back(what.reason)
-            case Linked() | Unlinked() | NewLife() | Refused():
+            case Linked() | Unlinked() | NewLife() | Refused() | Fenced() | JournalBroken():
                 self._on_link(what)
 
     def _spawn_standbys(self, count: int) -> None:
@@ -334,19 +266,12 @@ class Agent:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
-        """Pass SIGTERM or SIGINT on to the workers. A second signal kills them.
-
-        Slurm signals all processes of a step, and srun may forward the signal that it received itself. The same signal
-        twice within ``_REPEAT_S`` therefore counts as one request.
-        """
-        now = time.monotonic()
-        if signum == self._signum and now - self._signalled_at < _REPEAT_S:
-            return
+        """Pass SIGTERM or SIGINT on to the workers. A second signal kills them."""
         if self._signum or self._ending:
             self._end(128 + signum, 0.0)
             self._workforce.kill_all()
             return
-        self._signum, self._signalled_at = signum, now
+        self._signum = signum
         name = signal.Signals(signum).name
         self._console.say(f"{name}: workers are told to save and end; a second signal kills them")
         self._workforce.terminate(self._rank_holders())
@@ -366,7 +291,7 @@ class Agent:
 
     def _stop(self, order: Stop) -> None:
         self._console.poll(to_the_end=True)
-        tells = self._membership.place.node_rank == 0 or self._steward.hosts
+        tells = self._membership.place.node_rank == 0 or self._control.is_here
         if tells and order.message not in ("", *self._told) and not self._signum:
             self._console.complain(order.message)
         self._end(128 + self._signum if self._signum and order.code else order.code, 0.0)
@@ -374,33 +299,7 @@ class Agent:
 
     # --- the control plane -------------------------------------------------------------------------------------------
 
-    def _on_control_exit(self, code: int) -> None:
-        now, how = time.monotonic(), f"the control plane {processes.how_it_ended(code)}"
-        if not self._steward.ended(code, now) or self._ending:
-            return
-        lines = [f"    {line}" for line in last_lines(self._steward.sidecar.log)]
-        if code == UserError.exit_code:
-            self._refuse("\n".join([how, *lines]))
-        elif self._steward.dies_again_and_again(now):
-            self._begin_anew(self._latest_number() + 1, "\n".join([f"{how}, again and again", *lines]), anew=True)
-        elif self._steward.start(self._life, self._node):
-            self._console.say(f"{how}; another one takes over from its journal, training goes on")
-
-    def _look_after_control(self, now: float) -> None:
-        self._uplink.mind(now)
-        what, why = self._steward.look(now, self._uplink.contact_at)
-        if what == succession.RENEW:
-            self._console.complain(f"{why} ({processes.describe(self._steward.sidecar.pid)}): it is killed")
-            self._steward.start(self._life, self._node)
-        elif what == succession.CLAIM and self._steward.start(self._life, self._node):
-            self._console.say(f"{why}; {self._node} takes over, training goes on")
-            self._parts.recoveries.adopt(self._steward.events)
-        elif what == succession.FENCE and self._workforce.workers:
-            self._leave_and_come_back(why)
-        elif what == succession.GIVE_UP:
-            self._refuse(why)
-
-    def _on_link(self, what: Linked | Unlinked | NewLife | Refused) -> None:
+    def _on_link(self, what: Linked | Unlinked | NewLife | Refused | Fenced | JournalBroken) -> None:
         match what:
             case Unlinked():
                 self._was_unlinked = True
@@ -410,6 +309,11 @@ class Agent:
                 self._was_unlinked = False
             case NewLife():
                 self._begin_anew(what.number, "the run has begun anew")
+            case JournalBroken():
+                self._begin_anew(self._latest_number() + 1, what.reason, anew=True)
+            case Fenced():
+                if self._workforce.workers:
+                    self._leave_and_come_back(what.reason)
             case Refused():
                 self._refuse(what.reason)
 
@@ -450,11 +354,12 @@ class Agent:
         return max(self._number, self._begin.number if self._begin is not None else 0)
 
     def _join_again(self, begin: Begin) -> None:
-        if begin.anew:
-            self._steward.start(begin.number, self._node)
         if not self._first_ranks and not begin.anew:
             self._membership.come_back()
             self._workforce.settle(self._membership.place)
+        self._control.settle(self._life, self._node)
+        if begin.anew:
+            self._control.start()
         self._uplink.start(self._membership.join, self._life)
         if begin.anew:
             stamps = {"wall": time.time(), "monotonic": time.monotonic(), "node": self._node}
@@ -465,6 +370,8 @@ class Agent:
     def _end(self, code: int, patience: float) -> None:
         if self._ending is None or patience < self._ending.deadline - time.monotonic():
             self._ending = Ending(code, time.monotonic() + patience)
+            self._pool.finish()
+            self._control.finish()
 
     def _say_leaving(self) -> None:
         if not self._left:
@@ -481,11 +388,9 @@ class Agent:
         self._uplink.close()
         self._parts.faults.close()
         self._parts.pool.close()
-        self._steward.close()
-        processes.end_descendants()
-        signal.set_wakeup_fd(-1)
+        self._control.close()
+        self._parts.supervisor.close()
         self._parts.reception.close()
-        self._selector.close()
         self._parts.room.close()
         # last, because it waits for the reader of stdout: nothing else of the run may wait for that reader
         self._console.close()

@@ -1,8 +1,5 @@
 """Creates and connects the components of a node agent, the supervisor process that ``ft run`` starts on each node."""
 
-import contextlib
-import os
-import selectors
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from ft.job.agent.control_supervisor import ControlPlaneSupervisor
 from ft.job.agent.disk_space import Room
 from ft.job.agent.environment import Place
 from ft.job.agent.faults import AgentFaults
-from ft.job.agent.listener import WorkerListener, listen, unwatch
+from ft.job.agent.listener import WorkerListener, listen
 from ft.job.agent.liveness import Limits
 from ft.job.agent.membership import Membership, claim_name
 from ft.job.agent.options import RunOptions
@@ -26,24 +23,7 @@ from ft.job.agent.uplink import Uplink
 from ft.job.agent.workforce import Workforce
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
 from ft.platform import network
-
-
-class Wake:
-    """A self-pipe that wakes the agent's event loop: signal handlers and other threads write to it."""
-
-    def __init__(self):
-        self.read_fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-
-    def __call__(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.write_fd, b"\0")
-
-    def take(self) -> bytes:
-        """Return the bytes written since the last call: signal numbers, and 0 for each call from another thread."""
-        try:
-            return os.read(self.read_fd, 4096)
-        except BlockingIOError:
-            return b""
+from ft.platform.supervisor import Supervisor
 
 
 @dataclass
@@ -52,8 +32,7 @@ class Components:
 
     Attributes:
         membership: the agent's name and role in the run.
-        wake: self-pipe that wakes the event loop.
-        selector: selector of the event loop.
+        supervisor: the event loop and the child processes.
         reception: accepts the connections of workers.
         masters: rendezvous addresses (MASTER_ADDR, MASTER_PORT) for the training script.
         console: terminal output.
@@ -67,8 +46,7 @@ class Components:
     """
 
     membership: Membership
-    wake: Wake
-    selector: selectors.BaseSelector
+    supervisor: Supervisor
     reception: WorkerListener
     masters: Masters
     console: Console
@@ -87,17 +65,18 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     Raises:
         UserError: the control plane's host cannot be reached, or the run's directory cannot be written.
     """
-    cluster, wake, selector, timeouts = options.cluster, Wake(), selectors.DefaultSelector(), _timeouts(options)
+    cluster, supervisor, timeouts = options.cluster, Supervisor(), _timeouts(options)
     begins = cluster.node_rank == 0
     console = Console(options.quiet)
     endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 and not cluster.in_folder else ""
-    uplink = Uplink(options.run_dir, endpoint, wake, timeouts)
-    pool = WarmPool(options.script, options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log", timeouts.stuck_s)
+    uplink = Uplink(options.run_dir, endpoint, supervisor.wake, timeouts)
+    pool_log = options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log"
+    pool = WarmPool(supervisor, options.script, pool_log, timeouts.stuck_s)
     name, listener = listen()
     place = _place(options, port, name, faults)
     limits = Limits(silent_s=timeouts.silent_s, mute_s=timeouts.mute_s)
-    workforce = Workforce(pool, place, uplink.post, lambda channel: unwatch(selector, channel), limits)
-    sidecar = Sidecar(options.run_dir, _board(options, port, place.host), _settings(options, len(faults)))
+    workforce = Workforce(pool, place, uplink.post, supervisor.unwatch, limits)
+    sidecar = Sidecar(supervisor, options.run_dir, _board(options, port, place.host), _settings(options, len(faults)))
     return Components(
         membership=Membership(
             options.run_dir,
@@ -106,9 +85,8 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
             standbys=options.standbys_here,
             is_late=options.life is None and place.node != f"n{cluster.node_rank}",
         ),
-        wake=wake,
-        selector=selector,
-        reception=WorkerListener(listener, selector, workforce),
+        supervisor=supervisor,
+        reception=WorkerListener(listener, supervisor, workforce),
         masters=Masters(place, uplink),
         console=console,
         pool=pool,

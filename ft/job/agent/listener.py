@@ -3,12 +3,12 @@
 import contextlib
 import os
 import secrets
-import selectors
 import socket
 
 from ft.job.agent.link import socket_address
 from ft.job.agent.workforce import Workforce
 from ft.net.channel import Channel
+from ft.platform.supervisor import Supervisor
 
 
 def listen() -> tuple[str, socket.socket]:
@@ -24,12 +24,6 @@ def listen() -> tuple[str, socket.socket]:
     return name, listener
 
 
-def unwatch(selector: selectors.BaseSelector, channel: Channel | None) -> None:
-    """Unregister a channel from the selector, if it is registered."""
-    with contextlib.suppress(KeyError, ValueError):
-        selector.unregister(channel)
-
-
 class WorkerListener:
     """Accepts connections, and passes the connections of workers to the workforce.
 
@@ -37,16 +31,15 @@ class WorkerListener:
 
     Args:
         listener: the socket that ``listen`` returned.
-        selector: the selector of the agent's event loop; the data of each key is the function that the loop calls when
-            the socket is readable.
+        supervisor: the agent's event loop.
         workforce: the workers of this agent.
     """
 
-    def __init__(self, listener: socket.socket, selector: selectors.BaseSelector, workforce: Workforce):
-        self._listener, self._selector, self._workforce = listener, selector, workforce
+    def __init__(self, listener: socket.socket, supervisor: Supervisor, workforce: Workforce):
+        self._listener, self._supervisor, self._workforce = listener, supervisor, workforce
 
     def open(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connection)
+        self._supervisor.watch(self._listener, self._on_connection)
 
     def close(self) -> None:
         self._listener.close()
@@ -58,18 +51,18 @@ class WorkerListener:
                 sock.close()
                 return
             channel = Channel(sock)
-            self._selector.register(channel, selectors.EVENT_READ, lambda: self._on_hello(channel))
+            self._supervisor.watch(channel, lambda: self._on_hello(channel))
 
     def _on_hello(self, channel: Channel) -> None:
         line = channel.receive_line()
         if line is None and not channel.gone:
             return
-        unwatch(self._selector, channel)
+        self._supervisor.unwatch(channel)
         worker = self._workforce.accept(channel, line) if line is not None else None
         if worker is None:
             channel.close()
             return
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._workforce.hear(worker))
+        self._supervisor.watch(channel, lambda: self._workforce.hear(worker))
         # the channel has already read any data that followed the first line, so the selector would not report that data
         self._workforce.hear(worker)
 

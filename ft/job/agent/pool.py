@@ -8,19 +8,18 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
-from ft.base.checkout import CHECKOUT
 from ft.base.errors import FtError
 from ft.job.agent import environment
 from ft.job.agent.options import Script
-from ft.job.agent.warm import BOOT
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
 from ft.platform import processes
 from ft.platform.standstill import MOST_IN_A_ROW, Standstill
+from ft.platform.supervisor import Supervisor
 
 
 class PoolBroken(FtError):
@@ -31,48 +30,50 @@ class WarmPool:
     """Requests workers from the warm pool asynchronously: ``fork`` sends a request, ``take`` returns started workers.
 
     Args:
+        supervisor: supervisor of the agent's child processes.
         script: the script that workers will run.
         log: file for the output of the pool itself.
         stuck_s: seconds without progress, while requests are open, after which the pool counts as stuck.
 
     Attributes:
-        pid: pid of the pool's process, -1 before the first start.
+        process: the pool's process, None before the first start.
         channel: connection to that process; call ``take`` when the channel is readable.
     """
 
-    def __init__(self, script: Script, log: Path, stuck_s: float = Timeouts().stuck_s):
+    def __init__(self, supervisor: Supervisor, script: Script, log: Path, stuck_s: float = Timeouts().stuck_s):
+        self._supervisor = supervisor
         self._config = {
             "target": script.target,
             "is_module": script.is_module,
             "args": script.args,
             "preload": script.preload,
         }
-        self._environment = {**os.environ, **environment.defaults(os.environ)}
+        self._environment = environment.defaults(os.environ)
         self._log, self._stuck_s = log, stuck_s
         self._asked: deque[dict] = deque()
         self._alive: set[int] = set()
         self._fruitless = self._heard = 0
         self._standstill, self._stuck = Standstill(), ""
-        self.pid = -1
         self.channel: Channel | None = None
-        self._process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None
 
-    def start(self) -> None:
-        """Start the process. Requests made before it is ready wait in its socket."""
+    def start(self, on_exit: Callable[[int], None]) -> None:
+        """Start the process. Requests made before it is ready wait in its socket.
+
+        Args:
+            on_exit: called with the exit code when the process has ended.
+        """
         ours, theirs = socket.socketpair()
-        end = str(theirs.fileno())
-        command = [sys.executable, "-c", BOOT, str(CHECKOUT), end, str(os.getpid()), json.dumps(self._config)]
-        with theirs, open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                command,
+        with theirs:
+            self.process = self._supervisor.start(
+                "ft.job.agent.warm",
+                [str(theirs.fileno()), json.dumps(self._config)],
+                self._log,
+                on_exit,
+                environment=self._environment,
                 pass_fds=[theirs.fileno()],
-                env=self._environment,
-                start_new_session=True,  # so that Ctrl-C reaches the agent only
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
             )
-        self.pid, self._standstill, self._stuck = self._process.pid, Standstill(), ""
+        self._standstill, self._stuck = Standstill(), ""
         self.channel = Channel(ours)
         if self._alive:
             self.channel.send(json.dumps({"guard": sorted(self._alive)}))
@@ -121,11 +122,11 @@ class WarmPool:
         """
         if not self._asked or self.channel is None:
             self._standstill = Standstill()
-        elif not self._stuck and (seconds := self._standstill.look(now, self.pid, self._heard)) > self._stuck_s:
-            how = processes.describe(self.pid)
+        elif not self._stuck and (seconds := self._standstill.look(now, self.process.pid, self._heard)) > self._stuck_s:
+            how = processes.describe(self.process.pid)
             owes = f"the warm pool owes {len(self._asked)} worker(s)"
             self._stuck = f"{owes} and has done nothing for {seconds:.0f} s ({how})"
-            processes.kill_whole([self.pid])
+            processes.kill_whole([self.process.pid])
             return self._stuck
         return ""
 
@@ -135,30 +136,27 @@ class WarmPool:
         if self.channel is not None:
             self.channel.send(json.dumps({"forget": pid}))
 
-    def restart(self, code: int) -> None:
-        """Start a new process, which gets the open requests, after the old one was reaped with exit code ``code``.
+    def restart(self, code: int, on_exit: Callable[[int], None]) -> None:
+        """Start a new process, which gets the open requests, after the old one has ended.
+
+        Args:
+            code: exit code of the old process.
+            on_exit: called with the exit code when the new process has ended.
 
         Raises:
             PoolBroken: several processes in a row ended before they forked a worker.
         """
         self._fruitless += 1
-        self._process.returncode = code
         self.channel.close()
         if self._fruitless >= MOST_IN_A_ROW:
             last = self._log.read_text(errors="replace").splitlines()[-15:]
             how = self._stuck or f"the warm pool {processes.how_it_ended(code)}"
             times = f"the run ends: {self._fruitless} warm pools in a row have forked no worker"
             raise PoolBroken("\n".join([times, f"{how}; its last lines:", *last]))
-        self.start()
+        self.start(on_exit)
 
-    def close(self, code: int | None = None) -> None:
-        """Close the socket, which ends the process.
-
-        Args:
-            code: exit code of the process, if it was reaped already.
-        """
+    def close(self) -> None:
+        """Close the socket, which ends the process."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
-        if self._process is not None and code is not None:
-            self._process.returncode = code

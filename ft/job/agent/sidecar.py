@@ -7,51 +7,55 @@ control plane. A standby process, which has imported everything, can be prepared
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ft.base.checkout import CHECKOUT
 from ft.job.agent import ending
 from ft.platform import processes
+from ft.platform.supervisor import Supervisor
 
 _LEAVE_S, _TERM_S = 10.0, 2.0
-_BOOT = "import sys; sys.path[0] = sys.argv.pop(1); from ft.job.agent.sidecar import main; main()"
 
 
 class Sidecar:
     """Starts and ends the control plane's process.
 
     Args:
+        supervisor: supervisor of the agent's child processes.
         run_dir: the run's directory.
         where: address on which the control plane accepts the agents' messages.
         options: settings of the control plane, passed to it as ``--options``.
 
     Attributes:
         log: file for the output of the process.
-        pid: pid of the process, -1 if there is none.
-        spare_pid: pid of the standby process, -1 if there is none.
+        on_exit: called with the exit code when the control plane's process has ended by itself.
     """
 
-    def __init__(self, run_dir: Path, where: str, options: dict[str, Any]):
+    def __init__(self, supervisor: Supervisor, run_dir: Path, where: str, options: dict[str, Any]):
+        self._supervisor = supervisor
         self._where = ["--run-dir", str(run_dir), "--where", where]
         self._options = options
         self.log = run_dir / "logs" / "control.log"
-        self.pid = self.spare_pid = -1
+        self.on_exit: Callable[[int], None] = lambda code: None
         self._process: subprocess.Popen | None = None
         self._spare: subprocess.Popen | None = None
+
+    @property
+    def pid(self) -> int:
+        """Pid of the process, -1 if there is none."""
+        return self._process.pid if self._process is not None else -1
 
     def prepare(self) -> None:
         """Start a standby process, if there is none: a takeover must not wait for imports, which take seconds."""
         if self._spare is None:
             self._spare = self._launch()
-            self.spare_pid = self._spare.pid
 
     def start(self, term: int, node: str, restarts: int) -> None:
         """Start the control plane.
@@ -64,25 +68,26 @@ class Sidecar:
         options = json.dumps({**self._options, "restarts": restarts})
         arguments = [*self._where, "--node", node, "--term", str(term), "--options", options]
         self._process = self._spare or self._launch()
-        self._spare, self.spare_pid = None, -1
-        self.pid = self._process.pid
+        self._spare = None
         threading.Thread(target=_tell, args=(self._process, json.dumps(arguments)), daemon=True).start()
 
     def _launch(self) -> subprocess.Popen:
-        with open(self.log, "ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(CHECKOUT), str(os.getpid())],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # so that Ctrl-C reaches the agent only
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-            )
+        child = self._supervisor.start(
+            __name__,
+            [],
+            self.log,
+            lambda code: self._ended(child, code),
+            environment={"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+        )
+        return child
 
-    def spare_reaped(self, code: int) -> None:
-        """Record that the standby process has ended and was reaped."""
-        self._spare.returncode = code
-        self._spare, self.spare_pid = None, -1
+    def _ended(self, child: subprocess.Popen, code: int) -> None:
+        if child is self._spare:
+            self._spare = None
+        elif child is self._process:
+            self._process = None
+            self.on_exit(code)
 
     def end(self) -> None:
         """Wait for the control plane's process to end, and terminate it if it does not.
@@ -111,15 +116,9 @@ class Sidecar:
 
     def kill(self) -> None:
         """Kill and reap the process, if there is one, so that its address is free for the next process."""
-        if self.pid >= 0:
-            processes.send(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.reaped(-signal.SIGKILL)
-
-    def reaped(self, code: int) -> None:
-        """Record that the process has ended and was reaped."""
-        self.pid = -1
-        self._process.returncode = code
+        if self._process is not None:
+            self._supervisor.end(self._process)
+            self._process = None
 
 
 def _tell(process: subprocess.Popen, text: str) -> None:
@@ -136,17 +135,10 @@ def main() -> None:
     """Run the process of the control plane, or of its standby.
 
     The process does its imports and then waits for its arguments, a JSON list on standard input. With the arguments it
-    runs the control plane (``ft.job.control.sidecar``); if standard input is closed without any, it exits. It dies with
-    the agent, whose pid is ``sys.argv[1]``. It ignores SIGINT and SIGTERM: Slurm may send them to all processes of a
-    step, and the control plane is needed until the workers have saved their checkpoints.
+    runs the control plane (``ft.job.control.sidecar``); if standard input is closed without any, it exits. It ignores
+    SIGINT and SIGTERM, because the control plane is needed until the workers have saved their checkpoints.
     """
-    agent = int(sys.argv.pop(1))
-    processes.die_with_parent(signal.SIGKILL)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
     processes.set_name("ft-ctl-spare")
-    if os.getppid() != agent:
-        return
     from ft.job.control import sidecar
     from ft.net import store
 

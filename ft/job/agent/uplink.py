@@ -24,6 +24,7 @@ from ft.base import token
 from ft.base.errors import FtError
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentJoined
+from ft.net.backoff import Backoff
 from ft.platform import election as election
 
 _RECORD_S = 2.0
@@ -182,7 +183,7 @@ class _Conversation:
             secret = token.find(self._run_dir, _TOKEN_S)
             joined = join(secret)
             self._keep(joined)
-            pause = _FIRST_TRY_S
+            backoff = Backoff(_FIRST_TRY_S, _LAST_TRY_S)
             while not self._ended:
                 began = time.monotonic()
                 try:
@@ -191,8 +192,9 @@ class _Conversation:
                     if self._linked:
                         self._say(Unlinked(str(error)))
                     self._linked = False
-                pause = _FIRST_TRY_S if time.monotonic() - began > _LAST_TRY_S else min(2 * pause, _LAST_TRY_S)
-                time.sleep(pause)
+                if time.monotonic() - began > _LAST_TRY_S:
+                    backoff.reset()
+                time.sleep(backoff.failed())
         except FtError as error:
             self._say(Refused(str(error)))
         except Exception as error:  # if this thread died silently, the agent would wait without knowing why

@@ -21,6 +21,7 @@ import time
 
 from ft.job.agent import ending, preload, script
 from ft.platform import processes
+from ft.platform.supervisor import command
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -101,29 +102,24 @@ class Pool:
 def main() -> None:
     """Run the pool's process.
 
-    ``sys.argv[1:]`` is (folder to import ft from, descriptor of the socket, agent's pid, config).
+    ``sys.argv[1:]`` is (descriptor of the socket, config).
     """
-    started = time.monotonic()
-    root, fd, agent, text = sys.argv[1:]
-    processes.die_with_parent(signal.SIGKILL)
-    if os.getppid() != int(agent):
-        os._exit(0)
-    # these signals are meant for the agent, which signals the workers itself
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
+    started, agent = time.monotonic(), os.getppid()
+    fd, text = sys.argv[1:]
     config = json.loads(text)
-    pool = Pool(socket.socket(fileno=int(fd)), int(agent), config)
+    pool = Pool(socket.socket(fileno=int(fd)), agent, config)
+    root = sys.path[0]
     sys.path[:] = script.search_path(config["target"], config["is_module"], _interpreter_path(root))
     sys.argv = [config["target"], *config["args"]]
     # without this variable, counting GPUs would initialise CUDA, which forked processes could not use
     own = {} if _NVML_CHECK in os.environ else {_NVML_CHECK: "1"}
     os.environ.update(own)
-    _preload(pool, root, agent)
+    _preload(pool, agent)
     for name in own:
         del os.environ[name]
     # from here on, the pool detects the agent's death by the end of the socket, and first kills the workers' processes
     processes.die_with_parent(0)
-    if os.getppid() != int(agent):
+    if os.getppid() != agent:
         os._exit(0)
     processes.set_name("ft-pool")
     pool.say(ready=round(time.monotonic() - started, 3))
@@ -132,12 +128,12 @@ def main() -> None:
 
 
 def _interpreter_path(root: str) -> list[str]:
-    """Return ``sys.path`` without its first entry, which ``BOOT`` has set, but with ``root``, the folder of ``ft``."""
+    """Return ``sys.path`` without its first entry, which is not the interpreter's, but with ``root``, ft's folder."""
     rest = sys.path[1:]
     return rest if root in rest else [root, *rest]
 
 
-def _preload(pool: Pool, root: str, agent: str) -> None:
+def _preload(pool: Pool, agent: int) -> None:
     """Import the modules that workers need. If a module makes forking impossible, exec this process without it."""
     config = pool.config
     skip = set(config.get("skip", []))
@@ -147,9 +143,4 @@ def _preload(pool: Pool, root: str, agent: str) -> None:
     except preload.UnfitForForking as error:
         pool.say(note=f"warm pool: {error}; workers will import it themselves")
         again = json.dumps({**config, "skip": sorted(skip | {error.module})})
-        fd = str(pool.keep_open())
-        os.execv(sys.executable, [sys.executable, "-c", BOOT, root, fd, agent, again])
-
-
-BOOT = "import sys; sys.path[0] = sys.argv[1]; from ft.job.agent.warm import main; main()"
-"""Program for ``python -c`` that runs the pool. It imports ``ft`` from the same folder as the agent does."""
+        os.execv(sys.executable, command(__name__, [str(pool.keep_open()), again], agent, ignores_signals=True))

@@ -6,7 +6,6 @@ worker attaches by connecting to the agent and reporting that it is ready.
 """
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -211,15 +210,10 @@ class Workforce:
             else:
                 self.workers[name].doomed = True  # a worker that has not started has nothing to save
 
-    def kill_strangers(self, known: set[int]) -> None:
-        """Kill the children of this process that are neither workers nor in ``known``.
-
-        Such a child is a worker whose pool died before it could report the worker's start.
-        """
-        known = known | {worker.pid for worker in self.workers.values()}
-        for pid in processes.children(os.getpid()):
-            if pid not in known:
-                processes.kill_whole([pid])
+    @property
+    def pids(self) -> set[int]:
+        """The pids of the workers that the pool has started."""
+        return {worker.pid for worker in self.workers.values() if worker.pid is not None}
 
     # --- conversation ------------------------------------------------------------------------------------------------
 

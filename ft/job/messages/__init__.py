@@ -9,10 +9,8 @@ the fourth process that this agent started), and ``rank`` a logical rank: a posi
 """
 
 import json
-from dataclasses import asdict, fields
 from typing import Any
 
-from ft.base.errors import FtError
 from ft.job.messages.orders import Close, Finish, GivenUp, Kill, Master, Open, Repair, Restart, Resume, Spawn, Stop
 from ft.job.messages.reports import (
     AgentBeat,
@@ -34,6 +32,7 @@ from ft.job.messages.reports import (
     WorkerSuspects,
 )
 from ft.job.messages.values import Beat, GroupReport, Holdings, Neighbours, Seat, Source
+from ft.net.codec import BadMessage, from_json, to_json
 
 __all__ = [
     "ORDERS",
@@ -78,10 +77,6 @@ __all__ = [
 ]
 
 
-class BadMessage(FtError):
-    """Raised for bytes that are not a message: no JSON, an unknown kind, or fields that this kind does not have."""
-
-
 REPORTS = (
     *(AgentJoined, AgentBeat, AgentLeaving, WorkerStarted, WorkerReady, WorkerExited, WorkerSilent, WorkerFailed),
     *(WorkerSuspects, WorkerReleased, WorkerArrived, WorkerRepaired, WorkerResumed, WorkerDone, Observed, Beat),
@@ -89,20 +84,11 @@ REPORTS = (
 )
 ORDERS = (Close, Open, Repair, Resume, Kill, Spawn, Restart, GivenUp, Master, Finish, Stop)
 _KINDS = {kind.__name__: kind for kind in (*REPORTS, *ORDERS)}
-_NESTED = {
-    ("WorkerReleased", "groups"): [GroupReport],
-    ("WorkerArrived", "groups"): [GroupReport],
-    ("WorkerReleased", "holdings"): Holdings,
-    ("AgentBeat", "workers"): {"": Beat},
-    ("Open", "seats"): {"": Seat},
-    ("Repair", "sources"): {"": Source},
-    ("Repair", "rebuilt"): {"": Neighbours},
-}
 
 
 def encode(message: Any) -> str:
     """Return the message as one line of JSON, without a newline."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}, separators=(",", ":"))
+    return json.dumps({"kind": type(message).__name__, **to_json(message)}, separators=(",", ":"))
 
 
 def decode(text: str | bytes) -> Any:
@@ -113,21 +99,7 @@ def decode(text: str | bytes) -> Any:
     """
     try:
         values = json.loads(text)
-        name = values.pop("kind")
-        kind = _KINDS[name]
-        known = {f.name for f in fields(kind)}
-        if not values.keys() <= known:
-            raise BadMessage(f"{name} has no field {sorted(values.keys() - known)}")
-        return kind(**{key: _inflate(_NESTED.get((name, key)), value) for key, value in values.items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = _KINDS[values.pop("kind")]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadMessage(f"not a message ({type(error).__name__}: {error}): {text[:200]!r}") from error
-
-
-def _inflate(shape: Any, value: Any) -> Any:
-    if shape is None:
-        return value
-    if isinstance(shape, list):
-        return [shape[0](**item) for item in value]
-    if isinstance(shape, dict):
-        return {key: shape[""](**item) for key, item in value.items()}
-    return shape(**value)
+    return from_json(kind, values)

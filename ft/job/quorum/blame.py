@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ft.job.quorum.state import Ban
 from ft.job.quorum.values import Quorum, Report
+from ft.net.backoff import doubled
 
 _WEAK_EVIDENCE_AFTER = 3
 """Number of consecutive failed quorums after which a single report is enough to exclude a member, so that retries
@@ -70,7 +71,7 @@ def judge(quorum: Quorum, returned: Mapping[int, Report], failed: int, forgiven:
 
 def longer(ban: Ban, now: float, first_s: float, most_s: float) -> Ban:
     """Return the ban after one more offence: twice as long as the last one, ``most_s`` seconds at most."""
-    length = min(first_s * 2.0**ban.times, most_s)
+    length = doubled(ban.times + 1, first_s, most_s)
     return Ban(now + length, length, ban.times + 1)
 
 

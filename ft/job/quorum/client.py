@@ -15,7 +15,7 @@ from ft.job.quorum import wire
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.link import Link
 from ft.job.quorum.values import NoQuorum, Quorum, Report
-from ft.net.codec import to_json
+from ft.net.codec import from_json, to_json
 
 Rows = list[dict[str, str]]
 
@@ -149,7 +149,7 @@ class QuorumClient:
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "quorum":
-            self._answered(Quorum.parse(message.get("quorum")))
+            self._answered(from_json(Quorum, message.get("quorum")))
         elif kind == "rows":
             with self._lock:
                 self._rows[int(message["replica"])] = (int(message["life"]), message["rows"])

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import FtError, UserError
-from ft.job.quorum import lease as standing
 from ft.job.quorum import wire
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.wire import Broken, Channel
+from ft.net.backoff import Backoff
+from ft.platform import election as election
+from ft.platform.election import QUORUM
 
 _FIRST_TRY_S, _LAST_TRY_S = 0.01, 0.25
 """First and longest pause between attempts to connect, in seconds."""
@@ -93,19 +95,17 @@ class Link:
                 os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
-        gone_at, pause = time.monotonic(), _FIRST_TRY_S
+        gone_at, backoff = time.monotonic(), Backoff(_FIRST_TRY_S, _LAST_TRY_S)
         while not self._is_closing.is_set():
             try:
-                began = time.monotonic()
                 if self._converse():
-                    gone_at, pause = time.monotonic(), _FIRST_TRY_S
-                elif time.monotonic() - began < pause:
-                    pause = min(2.0 * pause, _LAST_TRY_S)
+                    gone_at = time.monotonic()
+                    backoff.reset()
             except UserError as error:
                 self._away(time.monotonic() - gone_at, error)
                 return
             self._away(time.monotonic() - gone_at, None)
-            self._is_closing.wait(pause)
+            self._is_closing.wait(backoff.failed())
 
     def _converse(self) -> bool:
         """Make one connection and serve it to its end; return whether its server has proved that it knows the run's
@@ -114,7 +114,7 @@ class Link:
         Raises:
             UserError: the server refuses the token.
         """
-        server = standing.read(self._run_dir)
+        server = election.read(self._run_dir, QUORUM)
         if server is None:
             return False
         try:
@@ -164,7 +164,7 @@ class Link:
                     channel.send(_BEAT)
                 if now - heard_at > limits.contact_s:
                     raise Broken("the server does not answer")
-                newer = standing.read(self._run_dir)
+                newer = election.read(self._run_dir, QUORUM)
                 if newer is not None and newer.term > term:
                     raise Broken(f"term {term} of the server is over")
 

@@ -25,17 +25,16 @@ from typing import Any
 
 from ft.base import events, token
 from ft.base.errors import FtError, UserError
-from ft.job.quorum import lease as standing
 from ft.job.quorum import reactions, wire
 from ft.job.quorum.connections import Connection, Guests
 from ft.job.quorum.decide import Decision, decide
-from ft.job.quorum.lease import LeaseRecord
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.state import Note, Options, State
-from ft.job.quorum.values import BadMessage, NoQuorum, Quorum, Report
-from ft.net.codec import to_json
+from ft.job.quorum.values import NoQuorum, Quorum, Report
+from ft.net.codec import BadMessage, from_json, is_count, to_json
+from ft.platform import election as election
 from ft.platform import processes
-from ft.platform.election import SUCCEEDED
+from ft.platform.election import QUORUM, SUCCEEDED, LeaseRecord
 
 _TOKEN_S = 60.0
 """Limit for reading the run's token, in seconds."""
@@ -83,12 +82,12 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._guests = Guests(self._selector, secret)
-        before = standing.read(run_dir) if given.takes_over else None
+        before = election.read(run_dir, QUORUM) if given.takes_over else None
         end = before.end if before is not None else None
-        self._state = State.begin(given.options, standing.claim(run_dir, 0), time.monotonic(), end)
+        self._state = State.begin(given.options, election.claim_next(run_dir, str(os.getpid())), time.monotonic(), end)
         self._rows: dict[int, tuple[int, bytes]] = {}
         self._looked_at, self._due = 0.0, time.monotonic()
-        standing.write(run_dir, self._standing())
+        election.renew(run_dir, self._standing(), QUORUM)
 
     def run(self) -> int:
         """Serve until a later server has taken over; return the exit code."""
@@ -152,9 +151,9 @@ class Server:
 
     def _welcome(self, guest: Connection, now: float, message: dict[str, Any]) -> None:
         replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
-        if not _is_count(replica) or not _is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
+        if not is_count(replica) or not is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
             raise BadMessage("a hello without replica, life, rows or known")
-        last = Quorum.parse(message["last"]) if message.get("last") is not None else None
+        last = from_json(Quorum, message["last"]) if message.get("last") is not None else None
         try:
             notes = reactions.hello(self._state, now, replica, life, last)
         except NoQuorum as error:
@@ -171,7 +170,7 @@ class Server:
         self._write(notes)
 
     def _asked(self, guest: Connection, now: float, message: dict[str, Any]) -> None:
-        report = Report.parse(message.get("report"))
+        report = from_json(Report, message.get("report"))
         if (report.replica, report.life) != (guest.replica, guest.life):
             raise BadMessage(f"a report of life {report.life} of replica {report.replica} from another's connection")
         try:
@@ -181,8 +180,8 @@ class Server:
 
     def _noted(self, now: float, message: dict[str, Any]) -> None:
         replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
-        is_known = _is_count(replica) and what in ("given up", "arriving")
-        if not is_known or not (_is_count(life) or (life == -1 and what == "given up")):
+        is_known = is_count(replica) and what in ("given up", "arriving")
+        if not is_known or not (is_count(life) or (life == -1 and what == "given up")):
             raise BadMessage("a notice without replica, life or what")
         if what == "given up":
             reason = str(message.get("reason", ""))[:200]
@@ -209,7 +208,7 @@ class Server:
             if decision.quorum is None and not decision.refused:
                 self._due = now + 3600.0 if decision.until is None else decision.until
                 return True
-            if standing.is_succeeded(self._run_dir, self._state.term):
+            if election.is_over(self._run_dir, self._state.term):
                 return False
             if decision.quorum is not None and decision.quorum.finished:
                 self._stand()
@@ -265,16 +264,16 @@ class Server:
             return True
         self._looked_at = now
         self._guests.send_strangers_away(now)
-        if standing.is_succeeded(self._run_dir, self._state.term):
+        if election.is_over(self._run_dir, self._state.term):
             return False
         self._stand()
         return True
 
     def _stand(self) -> None:
         """Write the lease record if the file has other content; a paused older server may have overwritten it."""
-        if standing.read(self._run_dir) != self._standing():
+        if election.read(self._run_dir, QUORUM) != self._standing():
             with contextlib.suppress(OSError):  # a full disk; connected clients do not need the file
-                standing.write(self._run_dir, self._standing())
+                election.renew(self._run_dir, self._standing(), QUORUM)
 
     def _raise_term(self) -> bool:
         """Claim a higher term if a client knows a quorum number that belongs to a higher term than this server's.
@@ -284,22 +283,18 @@ class Server:
         """
         if self._state.needed_term() <= self._state.term:
             return True
-        if standing.is_succeeded(self._run_dir, self._state.term):
+        if election.is_over(self._run_dir, self._state.term):
             return False
-        self._state.term = standing.claim(self._run_dir, self._state.needed_term() + 1)
+        self._state.term = election.claim_next(self._run_dir, str(os.getpid()), self._state.needed_term() + 1)
         self._stand()
         return True
 
     def _standing(self) -> LeaseRecord:
-        return LeaseRecord(self._where, self._state.term, os.getpid(), self._state.end)
+        return LeaseRecord(self._state.term, 0, self._where, "", os.getpid(), end=self._state.end)
 
     def _write(self, notes: list[Note]) -> None:
         for note in notes:
             self._events.write(events.observed(note.name, note.values))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def _are_rows(rows: Any) -> bool:

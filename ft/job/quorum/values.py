@@ -5,18 +5,14 @@ quorum is the set of replicas that take part in a training step.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from ft.base.errors import FtError
+from ft.net.codec import is_count
 
 NO_STATE = (0, -1)
 """(next_step, lineage) of a replica that has neither loaded nor initialised any state."""
-
-
-class BadMessage(FtError):
-    """A message that is framed correctly but has impossible content."""
 
 
 class NoQuorum(FtError):
@@ -54,26 +50,12 @@ class Report:
         """(next_step, lineage): the larger tuple is further in training, and equal tuples name the same state."""
         return (self.next_step, self.lineage)
 
-    @classmethod
-    def parse(cls, values: Any) -> "Report":
-        """Build a report from JSON values.
-
-        Raises:
-            BadMessage: the values are no valid report.
-        """
-        given = _fields(cls, values)
-        _check(
-            _is_count(given["replica"]) and _is_count(given["life"]) and _is_count(given["next_step"]),
-            "replica, life and next_step are counts",
-            values,
-        )
-        lineage, step_s = given["lineage"], given.get("step_s")
-        _check(_is_whole(lineage) and lineage >= -1, "lineage is -1 or more", values)
-        _check(lineage >= 0 or given["next_step"] == 0, "lineage -1 goes with next_step 0", values)
-        _check(step_s is None or (isinstance(step_s, int | float) and 0 <= step_s < 1e9), "step_s is seconds", values)
-        given["suspects"] = _counts(given.get("suspects", ()), values)
-        _check(isinstance(given.get("finished", False), bool) and _is_count(given.get("number", 0)), "fields", values)
-        return cls(**given)
+    def __post_init__(self):
+        counts = (self.replica, self.life, self.next_step, self.number, *self.suspects)
+        _check(all(map(is_count, counts)), "replica, life, next_step, number and suspects are counts")
+        _check(self.lineage >= -1, "lineage is -1 or more")
+        _check(self.lineage >= 0 or self.next_step == 0, "lineage -1 goes with next_step 0")
+        _check(self.step_s is None or 0 <= self.step_s < 1e9, "step_s is seconds")
 
 
 @dataclass(frozen=True)
@@ -108,58 +90,12 @@ class Quorum:
         """Healthy and behind replicas, ascending; this is their order in the gradient rings."""
         return tuple(sorted(self.healthy + self.behind))
 
-    @classmethod
-    def parse(cls, values: Any) -> "Quorum":
-        """Build a quorum from JSON values.
-
-        Raises:
-            BadMessage: the values are no valid quorum.
-        """
-        given = _fields(cls, values)
-        _check(_is_count(given["number"]) and _is_count(given["step"]), "number and step are counts", values)
-        _check(_is_whole(given["lineage"]), "lineage is whole", values)
-        given["healthy"], given["behind"] = (_counts(given[name], values) for name in ("healthy", "behind"))
-        lives = given["lives"]
-        try:
-            given["lives"] = {int(replica): life for replica, life in lives.items()}
-        except (AttributeError, ValueError) as error:
-            raise BadMessage(f"lives is no mapping of replicas: {str(lives)[:100]!r}") from error
-        _check(all(map(_is_count, given["lives"].values())), "lives are counts", values)
-        quorum = cls(**given)
-        _check(set(quorum.members) == quorum.lives.keys(), "every member has a life", values)
-        return quorum
+    def __post_init__(self):
+        counts = (self.number, self.step, *self.healthy, *self.behind, *self.lives, *self.lives.values())
+        _check(all(map(is_count, counts)), "number, step, replicas and lives are counts")
+        _check(set(self.members) == self.lives.keys(), "every member has a life")
 
 
-def _fields(kind: type, values: Any) -> dict[str, Any]:
-    known, needed = _NAMES[kind]
-    _check(isinstance(values, dict) and needed <= values.keys() <= known, "fields", values)
-    return dict(values)
-
-
-def _counts(values: Any, whole: Any) -> tuple[int, ...]:
-    _check(isinstance(values, list | tuple) and all(map(_is_count, values)), "replicas are counts", whole)
-    return tuple(sorted(set(values)))
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int  # isinstance would accept bool, too
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
-def _check(is_right: bool, rule: str, values: Any) -> None:
+def _check(is_right: bool, rule: str) -> None:
     if not is_right:
-        raise BadMessage(f"no such message is allowed ({rule}): {str(values)[:200]}")
-
-
-_MOST = 1 << 62
-_NAMES = {
-    kind: (
-        frozenset(f.name for f in fields(kind)),
-        frozenset(f.name for f in fields(kind) if f.default is MISSING),
-    )
-    for kind in (Report, Quorum)
-}
-"""For each message type: the names of all fields, and the names of those that are required."""
+        raise ValueError(f"no such message is allowed ({rule})")

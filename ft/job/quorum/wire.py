@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ft.base.errors import FtError, UserError
-from ft.job.quorum.values import BadMessage
+from ft.net.codec import BadMessage
 from ft.net.handshake import Party, parse_challenge
 
 MAGIC = b"FTQU"

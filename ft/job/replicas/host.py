@@ -9,30 +9,27 @@ import contextlib
 import json
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ft.job.agent import succession
 from ft.job.agent.console import last_lines
 from ft.job.control.timeouts import Timeouts
-from ft.job.replicas import child
+from ft.net.backoff import Backoff
 from ft.platform import election as election
 from ft.platform import processes
-from ft.platform.election import SUCCEEDED, LeaseRecord
+from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
+from ft.platform.supervisor import Supervisor
 
 FOLDER = "launchers"
 """Subfolder of the run's folder for the launchers' own terms and lease; those in the run's folder belong to the
 servers.
 """
 
-_FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.1, 5.0
-"""A server that dies within ``_FRUITLESS_S`` seconds counts as a failed start. The pause before the next start begins
-with twice ``_FIRST_PAUSE_S`` and doubles with each failed start, up to ``_LONGEST_PAUSE_S``.
-"""
+_FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.2, 5.0
+"""A server that dies within ``_FRUITLESS_S`` seconds counts as a failed start; the pauses are those before the next."""
 _LOOK_S = 0.5
 """Pause in seconds after this launcher's server has found that it was replaced."""
 _FIRST, _LEFT = "n0", "left-"
@@ -45,6 +42,7 @@ class QuorumHost:
     A server that dies is restarted at once: it keeps no state, and its clients find the new server.
 
     Args:
+        supervisor: supervisor of the launcher's child processes.
         run_dir: directory of the run.
         name: name of this launcher.
         turn: number of launchers that take over before this one.
@@ -52,19 +50,23 @@ class QuorumHost:
         say: called with messages for the console.
     """
 
-    def __init__(self, run_dir: Path, name: str, turn: int, options: Mapping[str, Any], say: Callable[[str], None]):
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        run_dir: Path,
+        name: str,
+        turn: int,
+        options: Mapping[str, Any],
+        say: Callable[[str], None],
+    ):
+        self._supervisor = supervisor
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._name, self._turn, self._options, self._say = name, turn, options, say
         self._timeouts = Timeouts()
         self._process: subprocess.Popen | None = None
         self._since = self._due = 0.0
-        self._fruitless = 0
-        self._lease = _Lease(self._folder, self._timeouts.lease_beat_s)
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server, -1 if none runs here."""
-        return self._process.pid if self._process is not None else -1
+        self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        self._lease = LeaseKeeper(self._folder, self._timeouts.lease_beat_s)
 
     def begin(self) -> None:
         """Start the server if this launcher is the first of the run; from now on, renew or watch the lease.
@@ -88,16 +90,18 @@ class QuorumHost:
             if what == succession.CLAIM and self._claim():
                 self._say(f"{why.replace('the control plane', 'its launcher')}: the quorum server is started here")
 
-    def reaped(self, code: int) -> None:
-        """Record that the server has ended and was reaped."""
-        self._process.returncode, self._process = code, None
+    def _ended(self, code: int) -> None:
+        self._process = None
         now = time.monotonic()
-        self._fruitless = self._fruitless + 1 if now - self._since < _FRUITLESS_S else 0
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._fruitless) if self._fruitless else 0.0
+        is_fruitless, pause_s = now - self._since < _FRUITLESS_S, 0.0
+        if is_fruitless:
+            pause_s = self._backoff.failed()
+        else:
+            self._backoff.reset()
         if code == SUCCEEDED:  # another launcher's server runs; the lease will show whose
             pause_s = max(pause_s, _LOOK_S)
         elif self._lease.holds:
-            lines = [f"    {line}" for line in last_lines(self._log, 5)] if self._fruitless else []
+            lines = [f"    {line}" for line in last_lines(self._log, 5)] if is_fruitless else []
             how = f"the quorum server {processes.how_it_ended(code)}; another one is started, training goes on"
             self._say("\n".join([how, *lines]))
         self._due = now + pause_s
@@ -151,8 +155,8 @@ class QuorumHost:
         arguments = ["--run-dir", str(self._run_dir), "--options", options]
         self._since = time.monotonic()
         try:
-            self._process = child.start(
-                "ft.job.quorum", arguments, self._log, self._log, {"OMP_NUM_THREADS": "1"}, deaf=True
+            self._process = self._supervisor.start(
+                "ft.job.quorum.server", arguments, self._log, self._ended, environment={"OMP_NUM_THREADS": "1"}
             )
         except OSError as error:
             self._due = self._since + _LONGEST_PAUSE_S
@@ -160,73 +164,5 @@ class QuorumHost:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._supervisor.end(self._process)
             self._process = None
-
-
-class _Lease:
-    """Renews this launcher's lease or watches another launcher's, on a thread, so that no event loop waits for a file
-    system.
-
-    Attributes:
-        lost: whether another launcher has claimed a later term than this one's.
-    """
-
-    def __init__(self, run_dir: Path, period_s: float):
-        self._run_dir, self._period_s = run_dir, period_s
-        self._lock = threading.Lock()
-        self._mine: LeaseRecord | None = None
-        self._seen: LeaseRecord | None = None
-        self._changed_at: float | None = None
-        self._closed = threading.Event()
-        self.lost = False
-
-    @property
-    def holds(self) -> bool:
-        return self._mine is not None
-
-    def hold(self, standing: LeaseRecord) -> None:
-        """Start to renew the lease ``standing``, whose term this launcher has claimed.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        with self._lock:
-            self._mine, self.lost = standing, False
-            election.renew(self._run_dir, standing)
-
-    def drop(self) -> None:
-        """Stop renewing: another launcher holds the lease."""
-        with self._lock:
-            self._mine, self.lost, self._changed_at = None, False, time.monotonic()
-
-    def age(self, now: float) -> float | None:
-        """Return the seconds since another launcher's lease was last seen to change; None before the first look at it.
-
-        If no change was ever seen, the time counts from that first look.
-        """
-        return None if self._changed_at is None else now - self._changed_at
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="ft-lease", daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            with self._lock, contextlib.suppress(OSError):
-                self._look()
-            self._closed.wait(self._period_s)
-
-    def _look(self) -> None:
-        if self._mine is None:
-            found = election.read(self._run_dir)
-            if self._changed_at is None or found != self._seen:
-                self._seen, self._changed_at = found, time.monotonic()
-        elif election.is_over(self._run_dir, self._mine.term):
-            self.lost = True
-        else:
-            self._mine = replace(self._mine, count=self._mine.count + 1)
-            election.renew(self._run_dir, self._mine)

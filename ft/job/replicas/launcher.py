@@ -4,26 +4,22 @@ A replica is a full copy of the model with its own world of ranks; its agent sup
 code calls processes that a dead agent has left behind strangers, and the notice that a replica is given up an obituary.
 """
 
-import os
-import selectors
 import signal
 import time
 from pathlib import Path
 
 from ft.base import token
-from ft.job.agent.components import Wake
 from ft.job.quorum import FailureNotice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.console import MergedConsole
 from ft.job.replicas.host import QuorumHost
-from ft.job.replicas.member import Member, next_life, strangers
+from ft.job.replicas.member import Member, next_life
 from ft.job.replicas.watch import Seen, Watch
 from ft.platform import processes
+from ft.platform.supervisor import Supervisor
 
 _TICK_S, _RETRY_S = 0.1, 5.0
 """Period of the event loop, and pause after an agent could not be started, in seconds."""
-_REPEAT_S = 2.0
-"""Equal signals within this time, in seconds, count as one."""
 _TOLD_S, _KILLED_S = 20.0, 10.0
 """Limits in seconds for an agent to end: after the launcher told it to end, and after a second signal to the
 launcher.
@@ -36,6 +32,7 @@ class Launcher:
     """Carries out ``ft run --ft-hsdp-replicas`` on its node.
 
     Args:
+        supervisor: supervisor of the launcher's child processes, with its event loop.
         run_dir: directory of the run.
         members: the replicas of this node.
         host: host of the quorum server, not begun yet.
@@ -46,6 +43,7 @@ class Launcher:
 
     def __init__(
         self,
+        supervisor: Supervisor,
         run_dir: Path,
         members: list[Member],
         host: QuorumHost,
@@ -53,10 +51,9 @@ class Launcher:
         replicas: int,
         least: int,
     ):
-        self._run_dir, self._host, self._console = run_dir, host, console
+        self._supervisor, self._run_dir, self._host, self._console = supervisor, run_dir, host, console
         self._members = {member.replica: member for member in members}
         self._replicas, self._least = replicas, least
-        self._wake, self._selector = Wake(), selectors.DefaultSelector()
         self._watch = Watch(run_dir, {member.replica: member.setup.folder for member in members})
         self._signum, self._signalled_at, self._signals = 0, 0.0, 0
         self._finished_at: float | None = None
@@ -79,25 +76,17 @@ class Launcher:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
-        processes.adopt_orphans()
-        signal.set_wakeup_fd(self._wake.write_fd, warn_on_full_buffer=False)
-        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, lambda *_: None)
-        self._selector.register(self._wake.read_fd, selectors.EVENT_READ)
+        self._supervisor.open(self._on_signal)
         for replica in self._members:
             marks.clear(self._run_dir, replica)
         self._host.begin()
         for member in self._members.values():
+            member.on_exit = self._on_exit
             member.start()
         self._watch.start()
 
     def _turn(self) -> None:
-        self._selector.select(_TICK_S)
-        signals = self._wake.take()
-        self._reap()
-        for signum in signals:
-            if signum in (signal.SIGTERM, signal.SIGINT):
-                self._on_signal(signum)
+        self._supervisor.turn(_TICK_S)
         now, seen = time.monotonic(), self._watch.seen
         self._host.look(now)
         self._start_again(now)
@@ -116,21 +105,6 @@ class Launcher:
         return next(sound, next(iter(up), None))
 
     # --- children ----------------------------------------------------------------------------------------------------
-
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            code = os.waitstatus_to_exitcode(status)
-            if pid == self._host.pid:
-                self._host.reaped(code)
-            for member in self._members.values():
-                if member.process is not None and member.process.pid == pid:
-                    self._on_exit(member, code)
 
     def _on_exit(self, member: Member, code: int) -> None:
         self._console.poll(to_the_end=True)
@@ -184,8 +158,7 @@ class Launcher:
         """Kill the processes that dead agents have left behind; return whether it is worth waiting for some of
         them to die.
         """
-        pids = {member.process.pid for member in self._members.values() if member.process is not None}
-        found = strangers(pids | {self._host.pid})
+        found = [pid for pid in self._supervisor.strangers() if processes.state(pid) not in "ZX"]
         if not found:
             self._strangers_since = None
             return False
@@ -196,14 +169,8 @@ class Launcher:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
-        """Handle a request to end the run.
-
-        Repetitions within 2 s count as one request, because Slurm and terminals send a signal to many processes.
-        """
-        now = time.monotonic()
-        if signum == self._signum and now - self._signalled_at < _REPEAT_S:
-            return
-        self._signum, self._signalled_at, self._signals = signum, now, self._signals + 1
+        """Handle a request to end the run."""
+        self._signum, self._signalled_at, self._signals = signum, time.monotonic(), self._signals + 1
         if self._signals == 1:
             name = signal.Signals(signum).name
             self._console.say(f"{name}: all replicas are told to save and end; a second signal kills them")
@@ -284,8 +251,6 @@ class Launcher:
         for obituary in self._obituaries:
             obituary.close()
         self._host.close()
-        processes.end_descendants()
+        self._supervisor.close()
         self._console.poll(to_the_end=True)
-        signal.set_wakeup_fd(-1)
-        self._selector.close()
         self._console.close()

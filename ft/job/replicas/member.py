@@ -4,20 +4,20 @@ A replica is a full copy of the model with its own world of ranks; its agent sup
 node. A life of a replica is one world of its worker processes; a new agent begins a new life.
 """
 
-import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ft import faults as inject
 from ft.base import events
 from ft.job.agent.options import RunOptions
-from ft.job.replicas import child, faults, policy, replica
+from ft.job.replicas import faults, policy, replica
 from ft.job.replicas.places import Part
 from ft.platform import election as election
 from ft.platform import processes
+from ft.platform.supervisor import Supervisor
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Member:
 
     Attributes:
         setup: arguments of its agents.
+        supervisor: supervisor of the launcher's child processes.
+        on_exit: called with this member and the exit code when an agent has ended.
         process: process of its agent, or None.
         lives: lifetimes in seconds of the agents that have ended.
         due: time (monotonic) at which the next agent is to be started.
@@ -59,6 +61,8 @@ class Member:
     """
 
     setup: Setup
+    supervisor: Supervisor
+    on_exit: Callable[["Member", int], None] = lambda member, code: None
     process: subprocess.Popen | None = None
     lives: list[float] = field(default_factory=list)
     due: float = 0.0
@@ -108,15 +112,23 @@ class Member:
         left = faults.left(self.setup.faults, self.setup.folder)
         self._order.write_text(replica.pack(options, left, began(self.setup.folder)))
         environment = {**self.setup.environment, "FT_HSDP_LIFE": str(life or int(self.setup.is_late))}
-        self.process = child.start("ft.job.replicas.replica", [str(self._order)], self.out, self.err, environment)
+        self.process = self.supervisor.start(
+            "ft.job.replicas.replica",
+            [str(self._order)],
+            self.out,
+            lambda code: self.on_exit(self, code),
+            err=self.err,
+            environment=environment,
+            ignores_signals=False,
+        )
         self._since = time.monotonic()
 
     def ended(self, code: int, ending: bool) -> policy.Answer:
-        """Record that the agent has ended and was reaped; return what the launcher does next.
+        """Record that the agent has ended; return what the launcher does next.
 
         ``ending`` says that no other agent is started, however this one ended.
         """
-        self.process.returncode, self.process = code, None
+        self.process = None
         now = time.monotonic()
         self.lives.append(now - self._since)
         answer = policy.after_exit(code, processes.how_it_ended(code), self.lives)
@@ -158,8 +170,3 @@ def began(folder: Path) -> float | None:
 
 def _is_restart(event: events.Event) -> bool:
     return event.name in (events.RESTARTED, events.CONTROL_RESTARTED)
-
-
-def strangers(known: set[int]) -> list[int]:
-    """Return the child processes that are not ``known``: orphans of a dead agent, which this process has adopted."""
-    return [pid for pid in processes.children(os.getpid()) if pid not in known and processes.state(pid) not in "ZX"]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft.base.errors import UserError
+from ft.net.backoff import doubled
 
 AGAIN, DONE, GIVE_UP = "again", "done", "give up"
 """Actions after the end of an agent: start another one, accept that it has finished, or give the replica up."""
@@ -60,7 +61,7 @@ def after_exit(code: int, how: str, lives: Sequence[float]) -> Answer:
         short += 1
     if short >= MOST_SHORT_LIVES:
         return Answer(GIVE_UP, f"its agent {how}, after {short} starts that each lasted less than {SETTLED_S:g} s")
-    pause_s = 0.0 if short <= 1 else min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (short - 2))
+    pause_s = 0.0 if short <= 1 else doubled(short - 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     return Answer(AGAIN, f"its agent {how}", pause_s)
 
 

@@ -31,13 +31,11 @@ def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
     return RunOptions(**values), inject.from_json(given["faults"]), given["began"]
 
 
-def main(arguments: list[str]) -> None:
-    """Run the agent described by the file ``arguments[0]``, written with :func:`pack`; exit with the agent's exit
-    code.
-    """
+def main() -> None:
+    """Run the agent described by the file ``sys.argv[1]``, written with :func:`pack`; exit with its exit code."""
     from ft.job.agent.carry_out import carry_out
 
-    options, faults, began = unpack(Path(arguments[0]).read_text())
+    options, faults, began = unpack(Path(sys.argv[1]).read_text())
     processes.set_name(f"ft-{options.run_dir.name}")
     try:
         code = carry_out(options, faults, began=began)
@@ -47,7 +45,3 @@ def main(arguments: list[str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a thread may be inside torch's store: a normal interpreter shutdown would abort the process
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ft.base.errors import FtError
 from ft.job.quorum import Quorum, QuorumClient, Report
+from ft.net.codec import from_json
 
 _ROW_BYTES = 512
 
@@ -100,7 +101,7 @@ class Agreement:
         values = json.loads(_broadcast(self._group, content))
         if "problem" in values:
             return Agreed(None, {}, values["problem"])
-        quorum = Quorum.parse(values["quorum"])
+        quorum = from_json(Quorum, values["quorum"])
         for replica, rows in values["rows"].items():
             self._rows[int(replica)] = (quorum.lives[int(replica)], rows)
         return Agreed(quorum, {replica: self._rows[replica][1] for replica in quorum.members})

@@ -25,6 +25,7 @@ from ft.job.control.channel.etcd_wire import (
     shut,
     why,
 )
+from ft.net.backoff import Backoff
 
 PATIENCE_S = 30.0
 """Seconds for which a call is repeated: longer than a leader election or the restart of a server."""
@@ -100,7 +101,7 @@ class Etcd:
     def _call(self, path: str, body: dict) -> dict:
         data = json.dumps(body).encode()
         deadline = time.monotonic() + self.patience_s
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
         while True:
             try:
                 return self._try(path, data)
@@ -112,8 +113,7 @@ class Etcd:
                         f"etcd at {self.address} has not answered for {self.patience_s:g} s ({why(error)})"
                     ) from error
             if self._turn % len(self.address.servers) == 0:
-                self._closed.wait(pause)
-                pause = min(2 * pause, _LAST_PAUSE_S)
+                self._closed.wait(backoff.failed())
             if self._closed.is_set():
                 raise ConnectionError("this end was closed")
 

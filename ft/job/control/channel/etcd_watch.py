@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ft.job.control.channel.etcd_address import Address
 from ft.job.control.channel.etcd_wire import Away, Compacted, Entry, below, checked, log_in, refused, shut
+from ft.net.backoff import Backoff
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 0.5
 
@@ -35,19 +36,19 @@ class Watch:
             Compacted: the servers no longer have the changes after ``revision``.
             UserError: the servers reject this user.
         """
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
         while True:
             try:
                 for batch, following in self._listen(revision):
-                    revision, pause = following, _FIRST_PAUSE_S
+                    revision = following
+                    backoff.reset()
                     yield batch
             except (OSError, http.client.HTTPException, ValueError, Away):
                 if self._closed:
                     raise ConnectionError("this end was closed") from None
                 self._turn += 1
                 if self._turn % len(self._address.servers) == 0:
-                    time.sleep(pause)
-                    pause = min(2 * pause, _LAST_PAUSE_S)
+                    time.sleep(backoff.failed())
             yield []
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ft.job.quorum import decide, reactions, wire
 from ft.job.quorum.state import Options, State
 from ft.job.quorum.values import NoQuorum, Quorum, Report
-from ft.net.codec import to_json
+from ft.net.codec import from_json, to_json
 
 if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.link import Connection
@@ -76,7 +76,7 @@ class Server:
             reactions.arriving(self.state, now, message["replica"], message["life"])
         elif kind == "report":
             try:
-                reactions.report(self.state, now, Report.parse(message["report"]))
+                reactions.report(self.state, now, from_json(Report, message["report"]))
             except NoQuorum as error:
                 connection.to_client(wire.pack({"kind": "none", "reason": str(error)}))
         elif kind == "aside":
@@ -88,7 +88,7 @@ class Server:
 
     def _welcome(self, connection: "Connection", now: float, message: dict[str, Any]) -> None:
         replica, life = message["replica"], message["life"]
-        last = Quorum.parse(message["last"]) if message["last"] is not None else None
+        last = from_json(Quorum, message["last"]) if message["last"] is not None else None
         try:
             reactions.hello(self.state, now, replica, life, last)
         except NoQuorum as error:

@@ -24,7 +24,7 @@ from ft.base.errors import FtError
 from ft.job.quorum import Limits, Quorum, QuorumClient, Report, wire
 from ft.job.quorum.spread import Relay
 from ft.lab.simulate.quorum.shape import Job, raise_limit
-from ft.net.codec import to_json
+from ft.net.codec import from_json, to_json
 from ft.platform import processes
 
 _HOST = "127.0.0.1"
@@ -141,7 +141,7 @@ class Replica:
 
             The message is parsed once for the node, while in a real run each rank parses it on its own core.
             """
-            quorum = Quorum.parse(wire.unpack(body)["quorum"])
+            quorum = from_json(Quorum, wire.unpack(body)["quorum"])
             if quorum.number != self._quorum.number:
                 raise FtError(f"node {node} was given quorum {quorum.number} in place of {self._quorum.number}")
             for rank in range(first, end):

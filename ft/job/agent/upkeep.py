@@ -1,0 +1,179 @@
+"""Keeps a node agent's helper processes running: the warm pool and, on one node of the run, the control plane.
+
+The agent is the supervisor process of one node of ``ft run``. Workers (training processes) are forked from the warm
+pool, a process that has imported everything. The control plane is one process for the whole run, which orders the
+recoveries. What a failure of the control plane means for this node's workers is passed to the agent as an event.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.job.agent import succession
+from ft.job.agent.announcements import RecoveryNews
+from ft.job.agent.console import Console, last_lines
+from ft.job.agent.control_supervisor import ControlPlaneSupervisor
+from ft.job.agent.pool import WarmPool
+from ft.job.agent.uplink import Refused, Uplink
+from ft.job.agent.workforce import Workforce
+from ft.platform import processes
+from ft.platform.supervisor import Supervisor
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """Event: this node is cut off from a control plane that goes on, so its workers have to end."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class JournalBroken:
+    """Event: control planes die again and again on the run's journal; the run has to go on without that journal."""
+
+    reason: str
+
+
+class PoolUpkeep:
+    """Starts the warm pool, restarts it when it dies, kills it when it is stuck, and processes its messages.
+
+    Args:
+        supervisor: the agent's event loop.
+        pool: the warm pool, not started yet.
+        workforce: the workers of this node.
+        console: terminal output.
+        on_exit: called with (pid, exit code) of each worker that had ended before the pool reported its start.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        pool: WarmPool,
+        workforce: Workforce,
+        console: Console,
+        on_exit: Callable[[int, int], None],
+    ):
+        self._supervisor, self._pool, self._workforce, self._console = supervisor, pool, workforce, console
+        self._on_exit = on_exit
+        self._is_over = False
+
+    def start(self) -> None:
+        """Start the pool."""
+        self._pool.start(self._ended)
+        self._supervisor.watch(self._pool.channel, self._hear)
+
+    def look(self, now: float) -> None:
+        """Kill the pool if it owes workers and makes no progress. ``now``: monotonic time in seconds."""
+        if why := self._pool.kill_if_stuck(now):
+            self._console.complain(f"{why}: it is killed")
+
+    def finish(self) -> None:
+        """Start no other pool from now on."""
+        self._is_over = True
+
+    def _ended(self, code: int) -> None:
+        """Process the exit of the pool.
+
+        Raises:
+            PoolBroken: several pools in a row ended before they forked a worker.
+        """
+        self._supervisor.unwatch(self._pool.channel)
+        if self._is_over:
+            self._pool.close()
+            return
+        # a worker whose start the pool could not report any more
+        for pid in self._supervisor.strangers(self._workforce.pids):
+            processes.kill_whole([pid])
+        self._console.complain(f"the warm pool {processes.how_it_ended(code)}; starting another one")
+        self._pool.restart(code, self._ended)
+        self._supervisor.watch(self._pool.channel, self._hear)
+
+    def _hear(self) -> None:
+        notes = self._workforce.hear_pool()
+        if self._pool.channel.gone:
+            # the pool's process has closed its socket, and its exit follows
+            self._supervisor.unwatch(self._pool.channel)
+        for note in notes:
+            self._console.complain(note)
+        for pid, code in self._workforce.take_early():
+            self._on_exit(pid, code)
+
+
+class ControlPlaneUpkeep:
+    """Starts the control plane when it belongs on this node, and watches whether it answers.
+
+    Args:
+        steward: runs the control plane's process.
+        uplink: connection to the control plane.
+        console: terminal output.
+        recoveries: prints the summaries of recoveries, on a node that takes the control plane over too.
+        obey: called with the events ``Refused``, ``Fenced`` and ``JournalBroken``.
+    """
+
+    def __init__(
+        self,
+        steward: ControlPlaneSupervisor,
+        uplink: Uplink,
+        console: Console,
+        recoveries: RecoveryNews,
+        obey: Callable[[Any], None],
+    ):
+        self._steward, self._uplink, self._console, self._recoveries = steward, uplink, console, recoveries
+        self._obey = obey
+        self._life, self._node = 0, ""
+        self._is_over = False
+        steward.sidecar.on_exit = self._ended
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the control plane runs on this node."""
+        return self._steward.hosts
+
+    def settle(self, life: int, node: str) -> None:
+        """Record the number of the run's present life, and the agent's present name."""
+        self._life, self._node = life, node
+
+    def start(self) -> bool:
+        """Start the control plane here. Return False if another agent was faster.
+
+        Raises:
+            OSError: the run's directory cannot be written.
+        """
+        return self._steward.start(self._life, self._node)
+
+    def look(self, now: float) -> None:
+        """Do what is due about a control plane that does not answer. ``now``: monotonic time in seconds."""
+        self._uplink.mind(now)
+        what, why = self._steward.look(now, self._uplink.contact_at)
+        if what == succession.RENEW:
+            self._console.complain(f"{why} ({processes.describe(self._steward.sidecar.pid)}): it is killed")
+            self.start()
+        elif what == succession.CLAIM and self.start():
+            self._console.say(f"{why}; {self._node} takes over, training goes on")
+            self._recoveries.adopt(self._steward.events)
+        elif what == succession.FENCE:
+            self._obey(Fenced(why))
+        elif what == succession.GIVE_UP:
+            self._obey(Refused(why))
+
+    def finish(self) -> None:
+        """Start no other control plane from now on."""
+        self._is_over = True
+
+    def close(self) -> None:
+        """Wait for the control plane's process to end, if it runs here."""
+        self._steward.close()
+
+    def _ended(self, code: int) -> None:
+        replaced = self._steward.is_replaced(code)
+        if replaced or self._is_over:
+            return
+        how = f"the control plane {processes.how_it_ended(code)}"
+        lines = [f"    {line}" for line in last_lines(self._steward.sidecar.log)]
+        if code == UserError.exit_code:
+            self._obey(Refused("\n".join([how, *lines])))
+        elif self._steward.dies_again_and_again():
+            self._obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
+        elif self.start():
+            self._console.say(f"{how}; another one takes over from its journal, training goes on")

@@ -1,0 +1,34 @@
+"""Pauses between attempts that fail: each is twice as long as the one before, up to a limit."""
+
+
+def doubled(failures: int, first_s: float, longest_s: float) -> float:
+    """Return the pause in seconds after a failure.
+
+    Args:
+        failures: number of failures in a row, this one included.
+        first_s: pause after the first of them, in seconds.
+        longest_s: longest pause, in seconds.
+    """
+    return min(first_s * 2.0 ** min(failures - 1, 64), longest_s)
+
+
+class Backoff:
+    """Counts failures in a row, and says how long to wait after each.
+
+    Args:
+        first_s: pause after the first failure, in seconds.
+        longest_s: longest pause, in seconds.
+    """
+
+    def __init__(self, first_s: float, longest_s: float):
+        self._first_s, self._longest_s = first_s, longest_s
+        self._failures = 0
+
+    def reset(self) -> None:
+        """Record a success."""
+        self._failures = 0
+
+    def failed(self) -> float:
+        """Record a failure, and return the pause before the next attempt in seconds."""
+        self._failures += 1
+        return doubled(self._failures, self._first_s, self._longest_s)
