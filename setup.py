@@ -51,7 +51,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "fast": ["numba"],  # compiles SPARe's controller
         "dev": [
-            *("pytest>=8", "hypothesis", "networkx", "tokenizers", "numba"),
+            *("pytest>=8", "pytest-xdist", "hypothesis", "networkx", "tokenizers", "numba"),
             *("ruff", "import-linter", "mypy"),  # what tests/run.sh checks the sources with
             *("setuptools>=68", "wheel"),
         ],

@@ -28,6 +28,34 @@ prepare_environment() { # prepare_environment EXTRAS
     touch "$stamp"
 }
 
+# Installs the Debian packages that tests use and that are missing, if this is root and apt-get is there. A package that
+# cannot be installed is named, and its tests are skipped. Services of the packages are not started.
+install_debian_packages() {
+    local pair missing=()
+    for pair in etcd:etcd-server slurmctld:slurm-wlm munged:munge ip:iproute2 unshare:util-linux cc:gcc; do
+        command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
+    done
+    if [ ${#missing[@]} -eq 0 ] || [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then return; fi
+    echo "installing Debian packages: ${missing[*]}"
+    (
+        policy=/usr/sbin/policy-rc.d
+        if [ ! -e $policy ]; then
+            trap 'rm -f "$policy"' EXIT
+            printf '#!/bin/sh\nexit 101\n' >$policy
+            chmod 755 $policy
+        fi
+        apt_get update || true
+        apt_get install --no-install-recommends "${missing[@]}" && exit
+        for package in "${missing[@]}"; do
+            apt_get install --no-install-recommends "$package" || echo "not installed: $package (see apt-get's message)"
+        done
+    )
+}
+
+apt_get() {
+    DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq -y -o Dpkg::Use-Pty=0 "$@" >/dev/null
+}
+
 default_torch() {
     python -c 'import sys; print("torch==2.13.0" if sys.version_info < (3, 12) else "torch")'
 }

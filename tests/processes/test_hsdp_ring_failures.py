@@ -337,6 +337,7 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
         (hello.party("", is_dialer=False).greeting() + bytes(hello.ANSWER_BYTES), "no member of this run"),
         (None, "has not come to quorum 1"),
     ],
+    ids=["another protocol", "a short line", "nothing", "a stranger", "silence"],
 )
 def test_somebody_else_at_a_members_address_is_found_out_and_gets_no_data(members, says, reason):
     (ring,), heard = members(1, QUICK), []

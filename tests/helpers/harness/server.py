@@ -61,6 +61,7 @@ def _import_everything() -> None:
             # A rank that needs a broken module gets the same error, in its own test.
             with contextlib.suppress(Exception):
                 importlib.import_module(module.name)
+    importlib.import_module("megatron.training.arguments").all_flags()  # the ranks inherit the parser
     gc.collect()
     gc.freeze()
 
