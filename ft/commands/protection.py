@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import Problem
+from ft.commands import checkouts
 from ft.commands.arguments import launchers_flags
 from ft.faults.faults import Fault
 from ft.faults.kinds import DMR, FILES
@@ -87,6 +88,10 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
         asked: settings from the command line of ``ft run``; None if the flags of ``ft run`` are invalid.
         faults: all faults that will be injected into the run.
     """
+    if checkouts.is_protected_checkout(script):
+        size, replicas = (asked.world_size, asked.replicas) if asked is not None else (None, 0)
+        flags, problems = checkouts.examine(script, size, replicas)
+        return (Protection(UNKNOWN) if flags is None else Protection(HOT_SWAP, flags.ft_snapshot_peers)), problems
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
         return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), []
