@@ -6,8 +6,11 @@ OPTIONS is a JSON object with the values of all ``--ft`` flags, which ``ft run``
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+
+from ft.base.errors import UserError
 
 
 def main(argv: list[str]) -> int:
@@ -16,7 +19,12 @@ def main(argv: list[str]) -> int:
     if os.environ.get("FT_STANDBY"):
         # A standby is no rank yet, and must not do what the first or the last rank does before groups exist.
         os.environ["RANK"] = os.environ["WORLD_SIZE"]
-    load(script)
+    try:
+        load(script)
+    except UserError as error:
+        if os.environ["RANK"] == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     from ft.adapters.megatron_lm.install import install
     from ft.adapters.megatron_lm.saves import newest
     from ft.adapters.megatron_lm.state import Run
@@ -34,7 +42,11 @@ def main(argv: list[str]) -> int:
 
 
 def load(script: str) -> None:
-    """Import the checkout that ``script`` is part of. On a machine without a GPU, prepare it for that first."""
+    """Import the checkout that ``script`` is part of. On a machine without a GPU, prepare it for that first.
+
+    Raises:
+        UserError: a package that the checkout imports is not installed.
+    """
     from ft.adapters.megatron_lm import tree
 
     tree.enter(Path(script).absolute().parent)
@@ -47,12 +59,18 @@ def load(script: str) -> None:
     if without_gpu:
         cpu.before_import()
     patches.apply()
-    tree.module("training")
+    try:
+        tree.module("training")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "megatron":
+            raise
+        problem = f"the trainer of {tree.root_of(script)} imports the package {error.name}, which is not installed"
+        raise UserError(problem, f"pip install {error.name} (most of them: pip install 'megatron-ft[megatron-lm]')") from error
     if without_gpu:
         cpu.after_import()
 
 
-def resuming(flags: list[str], has_checkpoint) -> list[str]:
+def resuming(flags: list[str], has_checkpoint: Callable[[str], bool]) -> list[str]:
     """Return the flags of a warm restart: the run's own newest checkpoint is loaded, whatever it first started from.
 
     Args:
