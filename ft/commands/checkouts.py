@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
-_SUPPORTED = (table.HOT_SWAP,)
+_SUPPORTED = (table.HOT_SWAP, table.DOUBLE)
 
 
 def is_protected_checkout(script: "Script") -> bool:
@@ -46,7 +46,8 @@ def adapted(script: "Script") -> "Script":
 
 
 def examine(script: "Script", world_size: int | None, replicas: int) -> tuple[Any, list[Problem]]:
-    """Return the values of the ``--ft`` flags, and all (problem, fix) pairs that are found before anything starts.
+    """Return what is known of the trainer's options (None if they are not valid), with the values of the ``--ft`` flags
+    in ``fault_tolerance``, and all (problem, fix) pairs that are found before anything starts.
 
     Args:
         script: a script of a checkout.
@@ -61,10 +62,10 @@ def examine(script: "Script", world_size: int | None, replicas: int) -> tuple[An
         return None, error.problems
     found = [*seams.problems(checkout), *_mixed(root), *refusals.of_flags(theirs)]
     found += _unsupported(options, replicas)
-    if world_size is not None and not found:
-        view, grid = _view(theirs, options, world_size)
-        found += table.problems(view, grid, replicas, os.environ)
-    return options, found
+    if found or world_size is None:
+        return None, found
+    view, grid = _view(theirs, options, world_size)
+    return view, list(table.problems(view, grid, replicas, os.environ))
 
 
 def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
@@ -120,10 +121,12 @@ def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Proble
     environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
     asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
     found: list[Problem] = [
-        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", "use --ft-hot-swap")
+        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", "use --ft-hot-swap or --ft-dmr")
         for entry in asked
         if entry.name not in _SUPPORTED
     ]
+    if options.ft_dmr_plan is not None:
+        found.append(("--ft-dmr-plan needs a profile, and a checkout's trainer makes none", "use --ft-dmr piggyback"))
     if not asked:
         found.append(("these --ft flags ask for no protection", "add --ft-hot-swap"))
     return found
@@ -146,9 +149,12 @@ def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: in
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     parser.add_argument("--clip-grad", type=float, default=1.0)
     parser.add_argument("--rampup-batch-size", nargs="*", type=int)
+    parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--save")
     given, _ = parser.parse_known_args(list(flags))
     dp = max(1, world_size // math.prod(getattr(given, name) for name in _SIZES))
     given.global_batch_size = given.global_batch_size or given.micro_batch_size * dp
     vpp = given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank
     grid = SimpleNamespace(world_size=world_size, pp=given.pipeline_model_parallel_size, vpp=vpp, dp=dp)
-    return SimpleNamespace(fault_tolerance=options, training=given, optimizer=given, parallel=given), grid
+    concerns = dict.fromkeys(("training", "optimizer", "parallel", "checkpoint"), given)
+    return SimpleNamespace(fault_tolerance=options, **concerns), grid

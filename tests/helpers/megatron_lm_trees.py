@@ -77,7 +77,7 @@ def log_lines(output: str) -> dict[str, str]:
 
 
 def _run(command: list) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     return subprocess.run(
         [str(word) for word in command],
         cwd=ROOT,

@@ -147,8 +147,9 @@ def test_our_flags_are_taken_out_and_given_to_the_adapter(checkout):
     [
         (["--ft-hot-swp"], "unknown flag --ft-hot-swp"),
         (["--ft-snapshot-peers", "2"], "ask for no protection"),
-        (["--ft-hot-swap", "--ft-dmr", "naive"], "does not protect a checkout of Megatron-LM"),
+        (["--ft-hot-swap", "--ft-checkfree"], "does not protect a checkout of Megatron-LM"),
         (["--ft-hot-swap", "--perform-rl-step"], "--perform-rl-step cannot be protected"),
+        (["--ft-dmr-plan", "a.json"], "--ft-dmr-plan needs a profile"),
         (["--optimizer=muon", "--ft-hot-swap"], "--optimizer muon cannot be protected"),
         (["--ft-hot-swap", "--ft-snapshot-peers", "9"], "--ft-snapshot-peers 9"),
     ],
@@ -160,7 +161,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, say
 
 def test_what_can_be_protected_is_not_refused(checkout):
     options, problems = checkouts.examine(script(checkout, "--optimizer", "adam", "--ft-hot-swap"), 4, 0)
-    assert problems == [] and options.ft_hot_swap
+    assert problems == [] and options.fault_tolerance.ft_hot_swap
 
 
 def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():

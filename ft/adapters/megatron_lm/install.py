@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft.adapters.megatron_lm import saves, sums, tree
+from ft.adapters.megatron_lm import saves, step, sums, tree
 from ft.adapters.megatron_lm.iterators import Iterators
 from ft.adapters.megatron_lm.log import Log
 from ft.adapters.megatron_lm.seat import refusing, take_seat
@@ -36,6 +36,7 @@ def install(run: Run, metrics: Path) -> None:
     _around(initialize, "_initialize_distributed", run, take_seat)
     for name, wrapper in (
         ("setup_model_and_optimizer", _set_up),
+        ("train_step", step.take),
         ("training_log", _logged),
         ("checkpoint_and_decide_exit", _committed),
         ("evaluate_and_print_results", _evaluates),
@@ -59,6 +60,7 @@ def _named(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
 def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build model, optimizer and schedule. A worker that is given its state loads nothing, and draws no weights."""
     own = run.args
+    step.leave_checks_to_layers(run)
     kept = {name: getattr(own, name) for name in ("load", "pretrained_checkpoint", "perform_initialization")}
     if run.protections.is_given_state:
         own.load = own.pretrained_checkpoint = None
@@ -84,7 +86,8 @@ def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
         run.stack = run.protections.stack(CheckoutTrainer(run))
     code = run.stack.run_with_recovery(functools.partial(_work, run, rest))
     run.log.close()
-    run.session.close()
+    if run.session is not None:
+        run.session.close()
     if code is not None:
         raise SystemExit(code)
 

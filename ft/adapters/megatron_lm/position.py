@@ -25,7 +25,10 @@ class CheckoutPosition:
         return {**own, "args": args, "large_values": _large_values(), "extra": dict(run.extra)}
 
     def set(self, position: dict[str, Any]) -> None:
-        """Move the trainer to ``position``, as it is before its loop is entered. Collective."""
+        """Move the trainer to ``position``. Collective.
+
+        Inside a step, the step is taken again. Outside, the trainer's loop is entered anew.
+        """
         run = self._run
         for name in _PLAIN:
             setattr(run, name, position[name])
@@ -35,13 +38,15 @@ class CheckoutPosition:
             setattr(run.args, name, value)
         run.args.iteration, run.args.curr_iteration = run.step, run.step
         run.args.num_floating_point_operations_so_far = run.flops
+        _reset_timers(run.running_timers or set())
+        _reset_rerun_machine(run, position["large_values"])
+        run.iterators.move()
+        if run.running_timers is not None:
+            return
         run.is_entered, run.live_sums = False, None
         _reset_batch_size(run)
-        _reset_timers()
-        _reset_rerun_machine(run, position["large_values"])
         _reset_model(run)
         _forget_saves(run)
-        run.iterators.move()
         run.log.rewind(run.step)
 
 
@@ -51,10 +56,11 @@ def _reset_batch_size(run: Run) -> None:
     update_num_microbatches(run.earlier_samples, consistency_check=False)
 
 
-def _reset_timers() -> None:
-    for timer in tree.module("global_vars").get_timers()._timers.values():
-        timer._started = False
-        timer.reset()
+def _reset_timers(kept: set[str]) -> None:
+    for name, timer in tree.module("global_vars").get_timers()._timers.items():
+        if name not in kept:
+            timer._started = False
+            timer.reset()
 
 
 def _rerun_machine() -> Any:

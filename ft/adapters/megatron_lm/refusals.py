@@ -60,8 +60,16 @@ ROWS = (
 )
 
 
-def of_arguments(arguments: Any) -> Iterator[Problem]:
-    """Yield (problem, fix) for the trainer's parsed ``arguments``."""
+def of_arguments(arguments: Any, follows_operators: bool = False) -> Iterator[Problem]:
+    """Yield (problem, fix) for the trainer's parsed ``arguments``.
+
+    Args:
+        arguments: the trainer's arguments.
+        follows_operators: whether a protection verifies every operator of a step.
+    """
+    if follows_operators and arguments.rerun_mode != "disabled":
+        problem = f"--rerun-mode {arguments.rerun_mode} repeats steps by itself, and so does double execution"
+        yield problem, "add --rerun-mode disabled"
     for row in ROWS:
         value = getattr(arguments, row.argument, None)
         if _is_refused(row, value):

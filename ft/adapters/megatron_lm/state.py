@@ -35,6 +35,8 @@ class Run:
         sums: sums since the last log line, as :func:`ft.adapters.megatron_lm.sums.encode` returns them.
         live_sums: the dict that the checkout keeps these sums in.
         is_entered: whether the trainer's loop has logged a step since it was last entered.
+        running_timers: inside a step the timers that were running at its beginning; None outside.
+        checks_loss: whether each step's loss is checked after the layers, and not by the trainer.
         exit_code: exit code with which the run ends after the committed step; None while it goes on.
         extra: JSON values of the layers.
     """
@@ -58,6 +60,8 @@ class Run:
     sums: dict[str, Any] = field(default_factory=dict)
     live_sums: dict[str, Any] | None = None
     is_entered: bool = False
+    running_timers: set[str] | None = None
+    checks_loss: bool = False
     exit_code: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 

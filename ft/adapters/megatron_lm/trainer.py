@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ft.adapters.megatron_lm import saves
+from ft.adapters.megatron_lm import saves, step
 from ft.adapters.megatron_lm.position import CheckoutPosition
 from ft.adapters.megatron_lm.state import Run
 
@@ -36,7 +36,7 @@ class CheckoutTrainer:
         return self._run.extra
 
     @property
-    def step(self) -> int:
+    def step(self) -> int:  # committed steps
         return self._run.step
 
     @property
@@ -51,6 +51,9 @@ class CheckoutTrainer:
 
     def microbatches(self, samples: int) -> int:
         return samples // (self._run.args.micro_batch_size * self._run.args.data_parallel_size)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return step.fingerprint(self._run)
 
     def newest_checkpoint(self) -> Path | None:
         return saves.newest(self._run.args.save)
