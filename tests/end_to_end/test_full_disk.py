@@ -13,7 +13,7 @@ from ft_runs import ROOT, Running, flags
 
 from ft.cli import main as cli
 from ft.job.agent.script import _text
-from megatron.training.logging.metrics import MetricsFile
+from ft.record.metrics import MetricsFile
 
 STEPS = 100
 
@@ -44,7 +44,7 @@ def test_a_log_that_is_closed_is_an_error_all_the_same(tmp_path):
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from megatron.training.logging.metrics import MetricsFile
+from ft.record.metrics import MetricsFile
 path = Path(sys.argv[1])
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
 metrics = MetricsFile(path, 0)

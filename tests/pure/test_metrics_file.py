@@ -2,7 +2,7 @@
 
 import json
 
-from megatron.training.logging.metrics import MetricsFile
+from ft.record.metrics import MetricsFile
 
 
 def lines(path):

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from ft.base.checkout import CHECKOUT
 from ft.platform import processes
 
 NOTHING = "none"
@@ -102,7 +103,7 @@ def load(names: list[str], skip: set[str]) -> None:
             with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
             _check_fit(name)
-        if "megatron.training" in sys.modules:
+        if _is_own_trainer():
             for name in _without(_modules_of("megatron.training"), skip):
                 with contextlib.suppress(Exception, SystemExit):
                     importlib.import_module(name)
@@ -110,6 +111,12 @@ def load(names: list[str], skip: set[str]) -> None:
             _rehearse()
     gc.collect()
     gc.freeze()
+
+
+def _is_own_trainer() -> bool:
+    """Return whether ``megatron.training`` was imported, and is this project's and not that of a user's checkout."""
+    found = sys.modules.get("megatron.training")
+    return found is not None and str(CHECKOUT / "megatron" / "training") in list(found.__path__)
 
 
 def _without(names: list[str] | Iterator[str], skip: set[str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ft.base.errors import UserError
 from megatron.training.arguments.logging import LoggingOptions
-from megatron.training.logging.metrics import MetricsFile
+from ft.record.metrics import MetricsFile
 
 
 @dataclass

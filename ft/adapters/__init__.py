@@ -1,0 +1,1 @@
+"""Adapters: each protects a training program of others, unmodified, through the contract of ``ft.protection``."""

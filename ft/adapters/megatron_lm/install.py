@@ -1,0 +1,167 @@
+"""Wraps the seams of a checkout (:mod:`ft.adapters.megatron_lm.seams`) in a process that has imported its modules."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ft.adapters.megatron_lm import saves, step, sums, tree
+from ft.adapters.megatron_lm.iterators import Iterators
+from ft.adapters.megatron_lm.log import Log
+from ft.adapters.megatron_lm.seat import refusing, take_seat
+from ft.adapters.megatron_lm.split import split
+from ft.adapters.megatron_lm.state import Run
+from ft.adapters.megatron_lm.trainer import CheckoutTrainer
+from megatron.patches.replace import replace
+
+_TRAINING = "megatron.training.training"
+
+
+def install(run: Run, metrics: Path) -> None:
+    """Wrap every seam, for a process that trains under ``run.protections``.
+
+    Args:
+        run: what the wrappers read and write.
+        metrics: the file that gets a line for each step.
+    """
+    initialize, training = tree.module("initialize"), tree.module("training")
+    split(training.pretrain, "train", functools.partial(_repeat, run, metrics))
+    run.iterators = Iterators(training.build_train_valid_test_data_iterators, training.build_train_valid_test_datasets)
+    replace(_TRAINING, "build_train_valid_test_datasets", run.iterators.datasets)
+    replace(_TRAINING, "build_train_valid_test_data_iterators", run.iterators.make)
+    _around(initialize, "_initialize_distributed", run, take_seat)
+    for name, wrapper in (
+        ("setup_model_and_optimizer", _set_up),
+        ("train_step", step.take),
+        ("training_log", _logged),
+        ("checkpoint_and_decide_exit", _committed),
+        ("evaluate_and_print_results", _evaluates),
+        ("evaluate", _evaluated),
+        ("save_checkpoint", _saves),
+    ):
+        _around(training, name, run, wrapper)
+
+
+def _around(module: Any, name: str, run: Run, wrapper: Callable[..., Any]) -> None:
+    """Replace a function of ``module`` by ``wrapper(run, original, *args, **kwargs)``."""
+    original = getattr(module, name)
+    replace(module.__name__, name, functools.wraps(original)(functools.partial(wrapper, run, original)))
+
+
+def _named(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names."""
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+
+
+def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build model, optimizer and schedule. A worker that is given its state loads nothing, and draws no weights."""
+    own = run.args
+    step.leave_checks_to_layers(run)
+    kept = {name: getattr(own, name) for name in ("load", "pretrained_checkpoint", "perform_initialization")}
+    if run.protections.is_given_state:
+        own.load = own.pretrained_checkpoint = None
+        own.perform_initialization = own.perform_initialization and run.protections.draws_weights
+    run.chunks, run.optimizer, run.scheduler = original(*args, **kwargs)
+    vars(own).update(kept)
+    context = _named(original, args, kwargs).get("checkpointing_context")
+    run.checkpointing_context = {} if context is None else context
+    return run.chunks, run.optimizer, run.scheduler
+
+
+def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
+    """Run the rest of the trainer's main function: training, and the last save and evaluations. It is called again
+    after every recovery."""
+    args = run.args
+    run.step = run.first_step = args.iteration
+    run.flops, run.samples = args.num_floating_point_operations_so_far, args.consumed_train_samples
+    run.earlier_samples = run.samples
+    writes = dist.get_rank() == dist.get_world_size() - 1
+    with refusing():
+        first = args.train_iters if run.protections.is_given_state else run.step
+        run.log = Log(metrics if writes else None, first)
+        run.stack = run.protections.stack(CheckoutTrainer(run))
+    code = run.stack.run_with_recovery(functools.partial(_work, run, rest))
+    run.log.close()
+    if run.session is not None:
+        run.session.close()
+    if code is not None:
+        raise SystemExit(code)
+
+
+def _work(run: Run, rest: Callable[[], None]) -> int | str | None:
+    """Run to the end once; return the exit code that the trainer asks for, None if it returns."""
+    if run.exit_code is not None:  # a failure after the step that ends the run was committed
+        return run.exit_code
+    try:
+        rest()
+    except SystemExit as end:
+        return 0 if end.code is None else end.code
+    return None
+
+
+def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Log a step of the trainer. The first one after a recovery goes on with the sums from before it."""
+    given = _named(original, args, kwargs)
+    if not run.is_entered:
+        run.is_entered, run.live_sums = True, given["total_loss_dict"]
+        run.live_sums.update(sums.decode(run.sums, run.device))
+    given["report_memory_flag"] = given["report_memory_flag"] and run.reports_memory
+    given["is_first_iteration"] = given["iteration"] == run.first_step + 1
+    losses = {name: value.item() for name, value in given["loss_dict"].items() if value.numel() == 1}
+    run.log.add(
+        loss=losses.pop("lm loss", None),
+        grad_norm=_number(given["grad_norm"]),
+        lr=given["learning_rate"],
+        consumed_samples=run.args.consumed_train_samples,
+        global_batch_size=run.args.consumed_train_samples - run.samples,
+        loss_scale=given["loss_scale"],
+        skipped=bool(given["skipped_iter"]),
+        num_zeros=_number(given["num_zeros_in_grad"]) if run.args.log_num_zeros_in_grad else None,
+        params_norm=_number(given["params_norm"]),
+        **{name.replace(" ", "_"): value for name, value in losses.items()},
+    )
+    run.reports_memory = original(**given)
+    return run.reports_memory
+
+
+def _number(value: Any) -> Any:
+    return value.item() if torch.is_tensor(value) else value
+
+
+def _committed(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Do the last work of an iteration, and commit its step."""
+    given, own = _named(original, args, kwargs), run.args
+    ends = original(*args, **kwargs)
+    if own.async_save:
+        saves.finish()
+    run.step, run.flops = given["iteration"], given["num_floating_point_operations_so_far"]
+    run.samples, run.earlier_samples = own.consumed_train_samples, run.samples
+    run.sums = sums.encode(run.live_sums)
+    run.exit_code = 0 if ends else None
+    run.log.commit(run.step, (run.samples - run.earlier_samples) * own.seq_length)
+    run.stack.committed()
+    return ends
+
+
+def _evaluates(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run.stack.at("evaluate")
+    return original(*args, **kwargs)
+
+
+def _evaluated(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Evaluate, and log the loss of an evaluation during training."""
+    result = original(*args, **kwargs)
+    losses = result[0] or {}
+    if "lm loss" in losses:
+        run.log.add(validation_loss=losses["lm loss"].item())
+    return result
+
+
+def _saves(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if run.stack is not None:
+        run.stack.at("save")
+    return original(*args, **kwargs)

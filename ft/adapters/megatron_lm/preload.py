@@ -1,0 +1,26 @@
+"""Imported by the warm pool of ``ft run``: it imports the checkout and what its script needs, before workers are forked.
+
+The pool's command line is that of its workers (:mod:`ft.adapters.megatron_lm.start`).
+"""
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+
+from ft.adapters.megatron_lm.start import load
+from ft.job.agent.preload import imports_of
+
+_LATER = ("megatron.training.datasets.data_samplers", "torch.optim", "ft.adapters.megatron_lm.install")
+"""Modules that are imported only when a worker first needs them."""
+
+
+def _import(script: str) -> None:
+    load(script)
+    for name in (*imports_of(Path(script).read_text(encoding="utf-8")), *_LATER):
+        with contextlib.suppress(Exception, SystemExit):
+            importlib.import_module(name)
+
+
+if sys.argv[0] == "ft.adapters.megatron_lm":
+    _import(sys.argv[2])

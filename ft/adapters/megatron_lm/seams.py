@@ -1,0 +1,201 @@
+"""The seams of Megatron-LM's trainer: the functions that the adapter wraps or splits, as data, and their check.
+
+The check reads a checkout's source and imports nothing. It looks at what the adapter relies on only: names of
+parameters, and calls within a function. So checkouts with local changes elsewhere fit.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft.adapters.megatron_lm.tree import Tree
+from ft.base.errors import Problem
+
+RELEASES = ((0, 16), (0, 17), (0, 18), (0, 19))
+"""(major, minor) of the releases of megatron-core whose trainer is known."""
+
+FITS, MISSING, CHANGED = "fits", "missing", "changed"
+_TRAINING = "megatron/training/training.py"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One function of the trainer that the adapter depends on.
+
+    Attributes:
+        file: path of its module in the checkout.
+        symbol: its name.
+        why: what it is wrapped or called for.
+        parameters: names of parameters that the adapter reads or passes.
+        calls: functions that its body has to call.
+        sets: statements that its body has to contain, as ``ast.unparse`` writes them.
+        splits_at: the function whose call marks the statement of the body from which on a recovery repeats it.
+    """
+
+    file: str
+    symbol: str
+    why: str
+    parameters: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
+    splits_at: str = ""
+
+
+_STATE = ("model", "optimizer", "opt_param_scheduler")
+SEAMS = (
+    Seam(
+        _TRAINING,
+        "pretrain",
+        "what follows the set-up is repeated after a recovery",
+        calls=("initialize_megatron", "setup_model_and_optimizer", "build_train_valid_test_data_iterators"),
+        splits_at="train",
+    ),
+    Seam(
+        _TRAINING,
+        "setup_model_and_optimizer",
+        "model, optimizer and schedule are those that are protected; a worker that joins loads no checkpoint",
+        parameters=("checkpointing_context",),
+        calls=("load_checkpoint",),
+    ),
+    Seam(_TRAINING, "build_train_valid_test_datasets", "datasets are built once, and kept for recoveries"),
+    Seam(
+        _TRAINING,
+        "build_train_valid_test_data_iterators",
+        "iterators are made anew at the samples of the restored step",
+        calls=("build_train_valid_test_data_loaders", "RerunDataIterator"),
+    ),
+    Seam(
+        _TRAINING,
+        "train",
+        "a step is committed at its end, and training continues at args.iteration",
+        parameters=("train_data_iterator", "config"),
+        calls=("train_step", "training_log", "checkpoint_and_decide_exit"),
+        sets=(
+            "iteration = args.iteration",
+            "num_floating_point_operations_so_far = args.num_floating_point_operations_so_far",
+        ),
+    ),
+    Seam(
+        _TRAINING, "train_step", "the optimizer's step is taken inside it", parameters=("optimizer", "data_iterator")
+    ),
+    Seam(
+        _TRAINING,
+        "training_log",
+        "it has the step's loss, and sums that a recovery restores",
+        parameters=(
+            *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
+            *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "is_first_iteration"),
+        ),
+    ),
+    Seam(
+        _TRAINING,
+        "checkpoint_and_decide_exit",
+        "the last call of an iteration: when it returns, the step is committed",
+        parameters=(*_STATE, "iteration", "num_floating_point_operations_so_far"),
+        calls=("save_checkpoint_and_time",),
+    ),
+    Seam(_TRAINING, "evaluate_and_print_results", "a phase of its own for deadlines and planned faults"),
+    Seam(_TRAINING, "evaluate", "its result is the validation loss", parameters=("model",)),
+    Seam(_TRAINING, "save_checkpoint", "a phase of its own for deadlines and planned faults"),
+    Seam(_TRAINING, "maybe_finalize_async_save", "a pending checkpoint is finished before its step is committed"),
+    Seam("megatron/training/initialize.py", "initialize_megatron", "it starts without a GPU", ("allow_no_cuda",)),
+    Seam(
+        "megatron/training/initialize.py",
+        "_initialize_distributed",
+        "the worker takes its logical rank, and makes process groups that can be rebuilt",
+        calls=("is_initialized",),
+    ),
+    Seam("megatron/training/initialize.py", "_compile_dependencies", "kernels are compiled for a GPU only"),
+    Seam("megatron/training/global_vars.py", "_set_tensorboard_writer", "made once the rank is known", ("args",)),
+    Seam("megatron/training/global_vars.py", "_set_wandb_writer", "made once the rank is known", ("args",)),
+    Seam("megatron/training/global_vars.py", "_set_one_logger", "made once the rank is known", ("args",)),
+)
+"""All seams."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the check of one seam has found.
+
+    Attributes:
+        seam: the seam.
+        status: FITS, MISSING or CHANGED.
+        differs: what is not as the adapter needs it, as a clause; "" if the seam fits.
+    """
+
+    seam: Seam
+    status: str = FITS
+    differs: str = ""
+
+
+def check_tree(tree: Tree) -> list[Finding]:
+    """Return one finding for each seam, in order."""
+    modules: dict[str, dict[str, ast.AST] | None] = {}
+    for seam in SEAMS:
+        if seam.file not in modules:
+            modules[seam.file] = _symbols(tree.root / seam.file)
+    return [_check(seam, modules[seam.file]) for seam in SEAMS]
+
+
+def problems(tree: Tree) -> Iterator[Problem]:
+    """Yield (problem, fix) where the checkout is of an unknown release or lacks a seam."""
+    fix = "use a checkout of core_v0.16 to core_v0.19, or leave the --ft flags out"
+    if tree.release[:2] not in RELEASES:
+        known = ", ".join(".".join(map(str, release)) for release in RELEASES)
+        yield f"{tree.root} is Megatron-LM {tree.version}; the releases that can be protected are {known}", fix
+    for finding in check_tree(tree):
+        if finding.status != FITS:
+            seam = finding.seam
+            yield f"{tree.root / seam.file}: {seam.symbol} {finding.differs}, and {seam.why}", fix
+
+
+def split_index(function: ast.FunctionDef, name: str) -> int | None:
+    """Return the index of the only statement of a function's body that calls ``name``; None if there is not one."""
+    found = [index for index, node in enumerate(function.body) if name in _called(node)]
+    return found[0] if len(found) == 1 else None
+
+
+def function_of(path: Path, symbol: str) -> ast.FunctionDef:
+    """Return the syntax tree of a function that the check has found."""
+    return (_symbols(path) or {})[symbol]
+
+
+def _check(seam: Seam, symbols: dict[str, ast.AST] | None) -> Finding:
+    if symbols is None:
+        return Finding(seam, MISSING, "cannot be read")
+    node = symbols.get(seam.symbol)
+    if node is None:
+        return Finding(seam, MISSING, "is missing")
+    if not isinstance(node, ast.FunctionDef):  # imported from another module: only that the name is there is needed
+        return Finding(seam) if not (seam.parameters or seam.calls) else Finding(seam, CHANGED, "is no function")
+    taken = {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+    lacks = [f"has no parameter {name}" for name in seam.parameters if name not in taken]
+    called = _called(node)
+    lacks += [f"does not call {name}" for name in seam.calls if name not in called]
+    statements = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Assign)}
+    lacks += [f"does not set {text!r}" for text in seam.sets if text not in statements]
+    if seam.splits_at and split_index(node, seam.splits_at) is None:
+        lacks.append(f"does not call {seam.splits_at} in one statement of its body")
+    return Finding(seam, CHANGED, " and ".join(lacks)) if lacks else Finding(seam)
+
+
+def _symbols(path: Path) -> dict[str, ast.AST] | None:
+    """Return {name: node that binds it} for the functions and imports of a module, None if it cannot be parsed."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    found: dict[str, ast.AST] = {}
+    for statement in body:
+        for node in ast.walk(statement) if not isinstance(statement, ast.FunctionDef | ast.ClassDef) else (statement,):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                found |= {alias.asname or alias.name: node for alias in node.names}
+            elif isinstance(node, ast.FunctionDef):
+                found[node.name] = node
+    return found
+
+
+def _called(node: ast.AST) -> set[str]:
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return {ast.unparse(function).rpartition(".")[2] for function in calls}

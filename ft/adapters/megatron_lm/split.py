@@ -1,0 +1,70 @@
+"""Splits a function of a checkout in memory: its last statements become a function that can be called again."""
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+
+from ft.adapters.megatron_lm.seams import function_of, split_index
+
+_REST, _RUN = "_ft_rest", "_ft_run_rest"
+
+
+def split(function: FunctionType, marker: str, run: Callable[[Callable[[], None]], None]) -> None:
+    """Change ``function`` in place: from the statement on that calls ``marker``, its body is passed to ``run``.
+
+    Line numbers and file of the code stay, so tracebacks point into the checkout's file.
+
+    Args:
+        function: a function without closure, whose return value is not used.
+        marker: name of a function that exactly one statement of the body calls.
+        run: called with a function that executes the rest of the body, any number of times.
+    """
+    file = function.__code__.co_filename
+    node = function_of(Path(file), function.__name__)
+    index = split_index(node, marker)
+    head, tail = node.body[:index], node.body[index:]
+    names = _assigned(head) | {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+    declared = {name for each in ast.walk(node) if isinstance(each, ast.Global) for name in each.names}
+    tail = [each for each in tail if not isinstance(each, ast.Global)]
+    shared, world = sorted(_assigned(tail) & names - declared), sorted(_assigned(tail) & declared)
+    rest = ast.parse(f"def {_REST}(): pass").body[0]
+    scope = [ast.Nonlocal(names=shared)] if shared else []
+    scope += [ast.Global(names=world)] if world else []
+    rest.body = [*scope, *tail]
+    call = ast.parse(f"{_RUN}({_REST})").body[0]
+    for new in (rest, call, *scope):
+        ast.copy_location(new, tail[0])
+    node.body, node.decorator_list, node.returns = [*head, rest, call], [], None
+    module = ast.fix_missing_locations(ast.Module(body=[node], type_ignores=[]))
+    made: dict = {}
+    exec(compile(module, file, "exec"), function.__globals__, made)
+    function.__globals__[_RUN] = run
+    function.__code__ = made[function.__name__].__code__
+
+
+def _assigned(statements: list[ast.stmt]) -> set[str]:
+    """Return the names that statements bind, except those of inner functions and comprehensions."""
+    found: set[str] = set()
+
+    class Visitor(ast.NodeVisitor):
+        def visit_Name(self, node):
+            if isinstance(node.ctx, ast.Store | ast.Del):
+                found.add(node.id)
+
+        def visit_FunctionDef(self, node):
+            found.add(node.name)
+
+        def visit_Import(self, node):
+            found.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+        visit_ImportFrom = visit_Import
+
+        def skip(self, node):
+            pass
+
+        visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = skip
+
+    for statement in statements:
+        Visitor().visit(statement)
+    return found

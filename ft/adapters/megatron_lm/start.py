@@ -1,0 +1,96 @@
+"""Starts a checkout's script in a worker: ``python -m ft.adapters.megatron_lm OPTIONS SCRIPT FLAG ...``.
+
+OPTIONS is a JSON object with the values of all ``--ft`` flags, which ``ft run`` has read from the command line.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from ft.base.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    """Run the script under the protections that the options ask for; return its exit code."""
+    options, script, *flags = argv
+    if os.environ.get("FT_STANDBY"):
+        # A standby is no rank yet, and must not do what the first or the last rank does before groups exist.
+        os.environ["RANK"] = os.environ["WORLD_SIZE"]
+    try:
+        load(script)
+    except UserError as error:
+        if os.environ["RANK"] == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    from ft.adapters.megatron_lm.install import install
+    from ft.adapters.megatron_lm.saves import newest
+    from ft.adapters.megatron_lm.state import Run
+    from ft.job.agent.script import run as run_script
+    from ft.protection.stack import Protections
+    from megatron import patches
+
+    protections = Protections.of(SimpleNamespace(**json.loads(options)), os.environ)
+    for feature in sorted(protections.features):
+        patches.apply(feature)
+    install(Run(protections), Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
+    if int(os.environ.get("FT_RESTART", "0")) > 0:
+        flags = resuming(flags, lambda folder: newest(folder) is not None)
+    return run_script(script, False, flags)
+
+
+def load(script: str) -> None:
+    """Import the checkout that ``script`` is part of. On a machine without a GPU, prepare it for that first.
+
+    Raises:
+        UserError: a package that the checkout imports is not installed.
+    """
+    from ft.adapters.megatron_lm import tree
+
+    tree.enter(Path(script).absolute().parent)
+    if "megatron.training.training" in sys.modules:
+        return
+    from ft.adapters.megatron_lm import cpu
+    from megatron import patches
+
+    without_gpu = cpu.is_platform()
+    if without_gpu:
+        cpu.before_import()
+    patches.apply()
+    try:
+        tree.module("training")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "megatron":
+            raise
+        problem = f"the trainer of {tree.root_of(script)} imports the package {error.name}, which is not installed"
+        raise UserError(problem, f"pip install {error.name} (most of them: pip install 'megatron-ft[megatron-lm]')") from error
+    if without_gpu:
+        cpu.after_import()
+
+
+def resuming(flags: list[str], has_checkpoint: Callable[[str], bool]) -> list[str]:
+    """Return the flags of a warm restart: the run's own newest checkpoint is loaded, whatever it first started from.
+
+    Args:
+        flags: the trainer's flags.
+        has_checkpoint: function that returns whether a folder has a complete checkpoint.
+    """
+    folder = None
+    for index, text in enumerate(flags):
+        name, equals, value = text.partition("=")
+        if name == "--save":
+            folder = value if equals else flags[index + 1]
+    if folder is None or not has_checkpoint(folder):
+        return flags
+    kept, skipped = [], False
+    for text in flags:
+        name, equals, _ = text.partition("=")
+        if skipped:
+            skipped = False
+        elif name in ("--ckpt-step", "--load", "--pretrained-checkpoint"):
+            skipped = not equals
+        elif name not in ("--finetune", "--no-load-optim", "--no-load-rng"):
+            kept.append(text)
+    return [*kept, "--load", folder]

@@ -1,0 +1,78 @@
+"""What the adapter knows of one process that runs a checkout: the trainer's objects, and the step it has reached."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ft.adapters.megatron_lm.iterators import Iterators
+from ft.adapters.megatron_lm.log import Log
+from ft.protection.stack import Protections, Stack
+from ft.worker.session import Session
+
+
+@dataclass
+class Run:
+    """One process's part in the run of a checkout.
+
+    Attributes:
+        protections: the systems that protect the run.
+        session: this worker's place in the run.
+        iterators: the data iterators of this rank.
+        stack: the layers of the protections; None before model and data are built.
+        log: what is logged of each step.
+        args: the checkout's own arguments, which also hold its counters.
+        chunks: wrapped model chunks.
+        optimizer: megatron-core's optimizer.
+        scheduler: learning-rate schedule.
+        checkpointing_context: what the checkout keeps from one save to the next.
+        step: number of committed steps.
+        first_step: number of steps done before this job started.
+        flops: floating-point operations of the committed steps, as the checkout counts them.
+        samples: samples consumed by the committed steps.
+        earlier_samples: samples consumed before the last committed step, which decide on a ramp-up's batch size in it.
+        reports_memory: whether the checkout's log still reports memory.
+        sums: sums since the last log line, as :func:`ft.adapters.megatron_lm.sums.encode` returns them.
+        live_sums: the dict that the checkout keeps these sums in.
+        is_entered: whether the trainer's loop has logged a step since it was last entered.
+        running_timers: inside a step the timers that were running at its beginning; None outside.
+        checks_loss: whether each step's loss is checked after the layers, and not by the trainer.
+        exit_code: exit code with which the run ends after the committed step; None while it goes on.
+        extra: JSON values of the layers.
+    """
+
+    protections: Protections
+    session: Session | None = None
+    iterators: Iterators | None = None
+    stack: Stack | None = None
+    log: Log | None = None
+    args: Any = None
+    chunks: list = field(default_factory=list)
+    optimizer: Any = None
+    scheduler: Any = None
+    checkpointing_context: dict = field(default_factory=dict)
+    step: int = 0
+    first_step: int = 0
+    flops: float = 0.0
+    samples: int = 0
+    earlier_samples: int = 0
+    reports_memory: bool = True
+    sums: dict[str, Any] = field(default_factory=dict)
+    live_sums: dict[str, Any] | None = None
+    is_entered: bool = False
+    running_timers: set[str] | None = None
+    checks_loss: bool = False
+    exit_code: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        from megatron.core.utils import get_model_config
+
+        return get_model_config(self.chunks[0])
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        return next(self.chunks[0].parameters()).device

@@ -1,0 +1,87 @@
+"""One step of a checkout's trainer, as the layers of protections see it."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ft.adapters.megatron_lm import tree
+from ft.adapters.megatron_lm.state import Run
+from ft.base.errors import FtError
+from megatron import core
+
+_SKIPPED, _GRAD_NORM = 1, 5
+_APART = {
+    *("rank", "local_rank", "world_size", "iteration", "curr_iteration", "load", "save", "seed", "train_iters"),
+    *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "do_train", "do_valid", "do_test"),
+    "num_floating_point_operations_so_far",
+}
+"""Arguments that do not decide which operators a step runs, or that differ between ranks."""
+
+
+class NonFiniteLossError(FtError):
+    """The loss of a step is NaN or infinite, although its operators were verified: training has diverged."""
+
+
+class Outcome:
+    """The result of the checkout's ``train_step``; see :class:`ft.protection.contract.Update`."""
+
+    def __init__(self, result: tuple):
+        self.result = result
+        loss = result[0].get("lm loss")
+        self.loss = math.nan if loss is None else float(loss)
+        self.grad_norm = result[_GRAD_NORM]
+        self.applied = not result[_SKIPPED]
+
+
+def take(run: Run, original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
+    """Take a step under the layers, which may take it again.
+
+    Raises:
+        NonFiniteLossError: operators are verified, and the loss is not finite.
+    """
+    run.running_timers = {name for name, timer in timers().items() if timer._started}
+    try:
+        outcome = run.stack.compute(lambda: Outcome(original(*args, **kwargs)))
+    finally:
+        run.running_timers = None
+    if run.checks_loss and outcome.result[0] and not math.isfinite(outcome.loss):
+        raise NonFiniteLossError(f"the loss of step {run.step + 1} is {outcome.loss}: training has diverged")
+    result = list(outcome.result)
+    result[_SKIPPED] = int(not outcome.applied)
+    return tuple(result)
+
+
+def timers() -> dict[str, Any]:
+    """Return the timers of the trainer by name."""
+    return tree.module("global_vars").get_timers()._timers
+
+
+def leave_checks_to_layers(run: Run) -> None:
+    """Have wrong values found by the layers that verify operators, and check the loss after them. The trainer would
+    end the run at a value that a layer is about to compute again."""
+    if run.protections.follows_operators:
+        run.checks_loss = run.args.check_for_nan_in_loss_and_grad
+        run.args.check_for_nan_in_loss_and_grad = False
+
+
+def fingerprint(run: Run) -> dict[str, str | int]:
+    """Return the settings that decide which operators a step executes, by name."""
+    args = run.args
+    told = {name: str(value) for name, value in sorted(vars(args).items()) if name not in _APART}
+    return {
+        "model": hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16],
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "vpp": args.virtual_pipeline_model_parallel_size or 1,
+        "dp": args.data_parallel_size,
+        "ep": args.expert_model_parallel_size,
+        "micro_batch": args.micro_batch_size,
+        "microbatches": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        "torch": torch.__version__.split("+")[0],
+        "core": core.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }

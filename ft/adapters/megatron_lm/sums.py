@@ -1,0 +1,29 @@
+"""The sums between two log lines of a checkout's trainer, as JSON values that keep every bit."""
+
+from typing import Any
+
+import torch
+
+
+def encode(sums: dict[str, Any]) -> dict[str, Any]:
+    """Return ``total_loss_dict`` as JSON values: numbers as they are, tensors as [dtype, shape, values]."""
+    return {name: _encode(value) for name, value in sums.items()}
+
+
+def decode(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the sums that :func:`encode` was given, with tensors on ``device``."""
+    return {name: _decode(value, device) for name, value in values.items()}
+
+
+def _encode(value: Any) -> Any:
+    if not torch.is_tensor(value):
+        return value
+    kept = value.detach().to("cpu", torch.float64)  # exact for the types that losses have
+    return [str(value.dtype).removeprefix("torch."), list(value.shape), kept.reshape(-1).tolist()]
+
+
+def _decode(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, shape, numbers = value
+    return torch.tensor(numbers, dtype=torch.float64).to(getattr(torch, kind)).reshape(shape).to(device)

@@ -1,0 +1,66 @@
+"""The interface of a checkout's trainer to the systems that protect it: :class:`ft.protection.contract.Trainer`."""
+
+from pathlib import Path
+from typing import Any
+
+from ft.adapters.megatron_lm import saves, step
+from ft.adapters.megatron_lm.position import CheckoutPosition
+from ft.adapters.megatron_lm.state import Run
+
+
+class CheckoutTrainer:
+    """Offers the parts of a :class:`Run` under the names of the contract, which documents them."""
+
+    def __init__(self, run: Run):
+        self._run, self.position = run, CheckoutPosition(run)
+        args = run.args
+        self.seed, self.clip_grad = args.seed, args.clip_grad
+        self.steps, self.batch = args.train_iters, args.global_batch_size
+        self.saves = args.save is not None
+        self.save_interval = args.save_interval if self.saves else None
+
+    @property
+    def chunks(self) -> list:
+        return self._run.chunks
+
+    @property
+    def optimizer(self) -> Any:
+        return self._run.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        return self._run.scheduler
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return self._run.extra
+
+    @property
+    def step(self) -> int:  # committed steps
+        return self._run.step
+
+    @property
+    def samples(self) -> int:
+        return self._run.args.consumed_train_samples
+
+    @property
+    def batch_now(self) -> int:
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+        return get_current_global_batch_size()
+
+    def microbatches(self, samples: int) -> int:
+        return samples // (self._run.args.micro_batch_size * self._run.args.data_parallel_size)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return step.fingerprint(self._run)
+
+    def newest_checkpoint(self) -> Path | None:
+        return saves.newest(self._run.args.save)
+
+    def is_saved(self, step: int) -> bool:
+        found = self.newest_checkpoint()
+        return found is not None and found.name == f"iter_{step:07d}"
+
+    def rewind(self) -> None:
+        self._run.log.rewind(self.step)

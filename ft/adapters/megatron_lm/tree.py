@@ -1,0 +1,99 @@
+"""Recognises a Megatron-LM checkout, and puts its modules first on the path of a process that runs it."""
+
+import ast
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from ft.base.checkout import CHECKOUT
+from ft.base.errors import UserError
+
+_TRAINER = Path("megatron", "training", "training.py")
+_RELEASE = Path("megatron", "core", "package_info.py")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One checkout.
+
+    Attributes:
+        root: its folder.
+        release: (major, minor, patch) of the megatron-core in it.
+    """
+
+    root: Path
+    release: tuple[int, int, int]
+
+    @property
+    def version(self) -> str:
+        """The release as text, such as "0.16.1"."""
+        return ".".join(map(str, self.release))
+
+
+def root_of(script: str) -> Path | None:
+    """Return the folder of the checkout that ``script`` is part of; None if there is no trainer beside the script."""
+    folder = Path(script).absolute().parent
+    return folder if (folder / _TRAINER).is_file() and folder.resolve() != CHECKOUT.resolve() else None
+
+
+def read(root: Path) -> Tree:
+    """Return the checkout in the folder ``root``.
+
+    Raises:
+        UserError: the folder has no megatron-core whose release can be read.
+    """
+    try:
+        body = ast.parse((root / _RELEASE).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError) as error:
+        problem = f"{root} has a trainer of Megatron-LM, but no megatron-core beside it ({_RELEASE})"
+        raise UserError(problem, "give the script of a whole checkout of Megatron-LM") from error
+    found = {
+        target.id: node.value.value
+        for node in body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    numbers = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    if not all(isinstance(number, int) for number in numbers):
+        raise UserError(f"{root / _RELEASE} does not say which release it is", "give a whole checkout of Megatron-LM")
+    return Tree(root, tuple(numbers))
+
+
+def others_on_path(root: Path, path: Sequence[str]) -> list[Path]:
+    """Return the folders of ``path`` with a second trainer of Megatron-LM, which Python might mix with the one in
+    ``root``. Installed packages (``site-packages``) do not count: the checkout comes before them."""
+    folders = {Path(entry or ".").absolute().resolve() for entry in path} - {root.resolve(), CHECKOUT.resolve()}
+    return sorted(
+        folder
+        for folder in folders
+        if folder.name not in ("site-packages", "dist-packages")
+        and ((folder / _TRAINER).is_file() or (folder / "megatron" / "__init__.py").is_file())
+    )
+
+
+def enter(root: Path) -> None:
+    """Make this process import ``megatron`` from the checkout in ``root``, and ``megatron.patches`` from this project.
+
+    Without an ``__init__.py``, ``megatron`` is a namespace that joins the folders of all entries of the path, the
+    checkout's first. A checkout whose ``megatron`` is a package gets this project's folder as a further one.
+    """
+    sys.path[:] = [str(root), *(entry for entry in sys.path if entry != str(root))]
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    import megatron
+
+    own = str(CHECKOUT / "megatron")
+    if own not in list(megatron.__path__):
+        megatron.__path__.append(own)
+
+
+def module(name: str) -> ModuleType:
+    """Return the module ``megatron.training.NAME`` of the checkout that this process has entered.
+
+    Code of this package calls it instead of an import statement, which would look like one of this project's trainer.
+    """
+    return import_module(f"megatron.training.{name}")

@@ -1,0 +1,160 @@
+"""Read the command line of ``ft run`` for a script of NVIDIA's Megatron-LM: a checkout's trainer, not this project's.
+
+Flags that begin with ``--ft-`` are this project's and are taken out; all others go to the checkout's own parser. Without
+any such flag the script runs as with torchrun, and nothing here has an effect.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ft.adapters.megatron_lm import refusals, seams, tree
+from ft.base.errors import Problem, UserError
+from ft.protection import table
+
+if TYPE_CHECKING:
+    from ft.job.agent.options import Script
+    from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
+
+MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
+_SUPPORTED = (table.HOT_SWAP, table.DOUBLE)
+
+
+def is_protected_checkout(script: "Script") -> bool:
+    """Return whether ``script`` belongs to a checkout of Megatron-LM and has a flag that begins with ``--ft-``."""
+    return not script.is_module and tree.root_of(script.target) is not None and bool(_split(script.args)[0])
+
+
+def adapted(script: "Script") -> "Script":
+    """Return what the workers run instead of ``script``: the adapter, which runs the script.
+
+    Raises:
+        UserError: the flags that begin with ``--ft-`` cannot be parsed.
+    """
+    own, theirs = _split(script.args)
+    values = json.dumps(_values(read_flags(own)))
+    preload = script.preload if script.preload == ["none"] else [PRELOAD, *script.preload]
+    return replace(script, target=MODULE, is_module=True, args=[values, script.target, *theirs], preload=preload)
+
+
+def examine(script: "Script", world_size: int | None, replicas: int) -> tuple[Any, list[Problem]]:
+    """Return what is known of the trainer's options (None if they are not valid), with the values of the ``--ft`` flags
+    in ``fault_tolerance``, and all (problem, fix) pairs that are found before anything starts.
+
+    Args:
+        script: a script of a checkout.
+        world_size: number of ranks; None if it is unknown.
+        replicas: number of FT-HSDP replicas; 0: none.
+    """
+    own, theirs = _split(script.args)
+    root = tree.root_of(script.target)
+    try:
+        options, checkout = read_flags(own), tree.read(root)
+    except UserError as error:
+        return None, error.problems
+    found = [*seams.problems(checkout), *_mixed(root), *refusals.of_flags(theirs)]
+    found += _unsupported(options, replicas)
+    if found or world_size is None:
+        return None, found
+    view, grid = _view(theirs, options, world_size)
+    return view, list(table.problems(view, grid, replicas, os.environ))
+
+
+def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
+    """Parse flags that begin with ``--ft-``.
+
+    Raises:
+        UserError: a flag is unknown or has a wrong value.
+    """
+    from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
+    from megatron.training.arguments.schema import add_flags, all_spellings, build
+
+    known = all_spellings(FaultToleranceOptions)
+    for text in flags:
+        name = text.partition("=")[0]
+        if name.startswith("--ft-") and name not in known:
+            near = get_close_matches(name, known, n=1)
+            fix = f"did you mean {near[0]}?" if near else "ft protections lists what can be asked for"
+            raise UserError(f"unknown flag {name}", fix)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_flags(parser, FaultToleranceOptions)
+    try:
+        return build(FaultToleranceOptions, parser.parse_args(list(flags)))
+    except argparse.ArgumentError as error:
+        raise UserError(str(error), "give the flag a value that it takes") from error
+
+
+def _values(options: "FaultToleranceOptions") -> dict[str, Any]:
+    derived = {"follows_operators": options.follows_operators, "rebuilds_stages": options.rebuilds_stages}
+    return {**vars(options), **derived}
+
+
+def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (flags that begin with ``--ft-`` and their values, all others)."""
+    own: list[str] = []
+    theirs: list[str] = []
+    target = theirs
+    for text in args:
+        if text.startswith("--"):
+            target = own if text.startswith("--ft-") else theirs
+        target.append(text)
+    return own, theirs
+
+
+def _mixed(root: Path) -> list[Problem]:
+    others = tree.others_on_path(root, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])
+    return [
+        (f"Python finds a second package megatron in {other}, beside the checkout {root}", f"take {other} off PYTHONPATH")
+        for other in others
+    ]
+
+
+def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Problem]:
+    environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
+    asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
+    found: list[Problem] = [
+        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", "use --ft-hot-swap or --ft-dmr")
+        for entry in asked
+        if entry.name not in _SUPPORTED
+    ]
+    if options.ft_dmr_plan is not None:
+        found.append(("--ft-dmr-plan needs a profile, and a checkout's trainer makes none", "use --ft-dmr piggyback"))
+    if not asked:
+        found.append(("these --ft flags ask for no protection", "add --ft-hot-swap"))
+    return found
+
+
+_SIZES = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+_NUMBERS = (
+    *("global_batch_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+)
+_SWITCHES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: int) -> tuple[Any, Any]:
+    """Return what the systems' checks of flags read: (the trainer's options, the sizes of its parallel groups)."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, default in {**_SIZES, "micro_batch_size": 1, **dict.fromkeys(_NUMBERS)}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    for name in _SWITCHES:
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+    parser.add_argument("--clip-grad", type=float, default=1.0)
+    parser.add_argument("--rampup-batch-size", nargs="*", type=int)
+    parser.add_argument("--train-iters", type=int)
+    parser.add_argument("--save")
+    given, _ = parser.parse_known_args(list(flags))
+    dp = max(1, world_size // math.prod(getattr(given, name) for name in _SIZES))
+    given.global_batch_size = given.global_batch_size or given.micro_batch_size * dp
+    vpp = given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank
+    grid = SimpleNamespace(world_size=world_size, pp=given.pipeline_model_parallel_size, vpp=vpp, dp=dp)
+    concerns = dict.fromkeys(("training", "optimizer", "parallel", "checkpoint"), given)
+    return SimpleNamespace(fault_tolerance=options, **concerns), grid

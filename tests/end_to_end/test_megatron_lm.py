@@ -1,0 +1,111 @@
+"""Runs of a Megatron-LM checkout's own trainer under ``ft run``: equal to plain torchrun's, bit for bit.
+
+The checkouts are found by ``megatron_lm_trees``; without them the tests are skipped.
+"""
+
+import subprocess
+import sys
+
+import megatron_lm_trees as checkouts
+import numpy
+import pytest
+import torch
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+TWO_STAGES = (
+    f"{checkouts.BASE} --num-layers 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer --mock-data "
+    "--global-batch-size 8 --train-iters 8 --lr-decay-iters 8 --eval-interval 100 --eval-iters 1 --log-interval 1"
+)
+DATA_PARALLEL = (
+    f"{checkouts.BASE} --num-layers 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--global-batch-size 8 --train-iters 12 --lr-decay-iters 12 --lr-warmup-iters 2 --eval-interval 4 --eval-iters 2 "
+    "--num-workers 2 --log-interval 5 --log-params-norm --log-num-zeros-in-grad --save-interval 5 --async-save "
+    "--data-path {data} --data-cache-path {cache} --save {save}"
+)
+TENSOR_PARALLEL = (
+    f"{checkouts.BASE} --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 "
+    "--sequence-parallel --rampup-batch-size 4 4 24 --global-batch-size 12 --train-samples 96 --lr-decay-samples 96 "
+    "--lr-warmup-samples 8 --mock-data --eval-interval 100 --eval-iters 1 --log-interval 1"
+)
+INTERLEAVED = (
+    f"{checkouts.BASE} --num-layers 8 --global-batch-size 8 --pipeline-model-parallel-size 2 --mock-data "
+    "--num-layers-per-virtual-pipeline-stage 2 --use-distributed-optimizer --train-iters 12 --lr-decay-iters 12 "
+    "--eval-interval 6 --eval-iters 1 --log-interval 3"
+)
+
+
+def faults(*texts: str, standby: int = 1) -> str:
+    return " ".join([f"--standby {standby}", *(f"--inject {text}" for text in texts)])
+
+
+def equal(script, flags, folder, options, recoveries: int):
+    """Train with and without faults, and compare all that is logged, bit for bit; return the protected run's output."""
+    plain, shown = checkouts.plain(script, flags.format(save=folder / "plain-save"), folder / "plain")
+    done = checkouts.protected(script, flags.format(save=folder / "save"), folder / "run", options)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert done.stdout.count("-- recovery ") == recoveries, done.stdout[-5000:]
+    steps = {line["step"]: (line["losses"]["lm loss"], line["grad_norm"]) for line in plain if "step" in line}
+    found = checkouts.metrics(folder / "run")
+    assert {step: (line["loss"].hex(), line["grad_norm"].hex()) for step, line in found.items()} == steps
+    assert checkouts.log_lines(done.stdout) == checkouts.log_lines(shown)
+    return done.stdout
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """The prefix of a small dataset of numbers below 127."""
+    prefix, draw = tmp_path / "corpus", numpy.random.default_rng(1)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
+    for _ in range(400):
+        length, start = int(draw.integers(20, 90)), int(draw.integers(0, 120))
+        builder.add_document(torch.tensor([(start + i) % 127 for i in range(length)]), [length])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("release", ["0.16", "0.19"])
+def test_a_killed_worker_changes_nothing(tmp_path, release):
+    script = checkouts.tree(release) / "pretrain_gpt.py"
+    equal(script, TWO_STAGES, tmp_path, faults("kill@step=5:rank=2"), recoveries=1)
+
+
+@pytest.mark.long
+def test_real_data_evaluation_and_asynchronous_saves(tmp_path, corpus):
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+    flags = DATA_PARALLEL.replace("{data}", str(corpus)).replace("{cache}", str(tmp_path / "cache"))
+    planned = ("kill@step=3:rank=0", "kill@step=4:rank=1:phase=evaluate", "kill@step=5:rank=3:phase=save")
+    equal(script, flags, tmp_path, faults(*planned, "exception@step=8:rank=2"), recoveries=4)
+    written = sorted(path.name for path in (tmp_path / "save").glob("iter_*"))
+    assert written == ["iter_0000005", "iter_0000010", "iter_0000012"]
+
+
+@pytest.mark.long
+def test_sequence_parallel_bf16_and_a_growing_batch(tmp_path):
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+    planned = ("kill@step=3:rank=2:phase=backward", "kill@step=7:rank=0:phase=forward", "kill@step=9:rank=3:phase=reduce")
+    equal(script, TENSOR_PARALLEL, tmp_path, faults(*planned), recoveries=3)
+
+
+@pytest.mark.long
+def test_interleaved_stages_two_faults_at_once_and_a_hang(tmp_path):
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+    at_once = ("kill@step=6:rank=0:phase=optimizer", "kill@step=6:rank=3:phase=optimizer")
+    planned = ("kill@step=3:rank=1:phase=forward", *at_once, "hang@step=9:rank=0")
+    equal(script, INTERLEAVED, tmp_path, faults(*planned, standby=2), recoveries=3)
+
+
+def test_bad_input_is_refused_at_once(tmp_path):
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+    command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "2", "--run-dir", tmp_path / "run", script]
+    done = subprocess.run(
+        [str(word) for word in [*command, "--ft-hot-swp", "--skip-train"]],
+        cwd=checkouts.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "did you mean --ft-hot-swap?" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,90 @@
+"""Checkouts of Megatron-LM for tests: where they are found, and runs of their trainer with and without protection.
+
+They are looked for in the folder that the variable MEGATRON_LM_TREES names, or else in ``../shared/megatron_lm`` beside
+this repository: a subfolder for each release, such as ``core_v0.16.1``.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = Path(__file__).with_name("plain_megatron_lm.py")
+BASE = (
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm "
+    "--distributed-backend gloo --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --lr 1e-2 --min-lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 128 --split 90,5,5"
+)
+"""Flags of a trainer that is small and runs on a CPU. Dropout is on."""
+
+_NEEDED = "six", "regex", "pydantic"
+
+
+def trees() -> list[Path]:
+    """Return the checkouts that are there, the oldest release first."""
+    folder = Path(os.environ.get("MEGATRON_LM_TREES") or ROOT.parent / "shared" / "megatron_lm")
+    return sorted(path.parent for path in folder.glob("*/pretrain_gpt.py"))
+
+
+def tree(release: str) -> Path:
+    """Return the checkout of a release such as "0.16"; skip the test if it is not there or cannot be run."""
+    found = [path for path in trees() if path.name.startswith(f"core_v{release}")]
+    if not found:
+        pytest.skip(f"no checkout of Megatron-LM {release}: name a folder with core_v{release}.* in MEGATRON_LM_TREES")
+    if release >= "0.19" and sys.version_info < (3, 12):
+        pytest.skip("this release needs Python 3.12 (tests/newest.sh)")
+    for package in _NEEDED:
+        pytest.importorskip(package, reason="pip install 'megatron-ft[megatron-lm]'")
+    return found[0]
+
+
+def plain(script: Path, flags: str, folder: Path) -> tuple[list[dict], str]:
+    """Train with torchrun and without any protection; return (what was logged, with all bits, the output)."""
+    folder.mkdir(parents=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    out = folder / "plain.jsonl"
+    done = _run([*torchrun, PLAIN, out, script, *flags.split()])
+    assert done.returncode == 0, done.stdout[-5000:]
+    return [json.loads(line) for line in out.read_text().splitlines()], done.stdout
+
+
+def protected(script: Path, flags: str, folder: Path, options: str = "") -> subprocess.CompletedProcess:
+    """Train with ``ft run`` on 4 workers and ``--ft-hot-swap``; the folder of the run is ``folder``."""
+    ft = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "4", "--run-dir", folder, *options.split()]
+    return _run([*ft, script, *flags.split(), "--ft-hot-swap"])
+
+
+def metrics(folder: Path) -> dict[int, dict]:
+    """Return the lines of a run's metrics file by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}
+
+
+def log_lines(output: str) -> dict[str, str]:
+    """Return the lines of the trainer's log on iterations and evaluations, the last of each, without times."""
+    found = {}
+    for line in output.splitlines():
+        if match := re.search(r" iteration +(\d+)/.*", line):
+            found[match[1]] = re.sub(r"elapsed time per iteration \(ms\): [\d.]+", "", match[0])
+        elif match := re.search(r"validation loss at [^|]*\|.*", line):
+            found[match[0].partition("|")[0]] = match[0]
+    return found
+
+
+def _run(command: list) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=540,
+        check=False,
+    )

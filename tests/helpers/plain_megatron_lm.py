@@ -1,0 +1,52 @@
+"""Runs the script of a Megatron-LM checkout without any protection, and writes what it logs with all bits.
+
+    torchrun --nproc-per-node 4 plain_megatron_lm.py OUT.jsonl PATH/pretrain_gpt.py FLAG ...
+
+Beside what a machine without a GPU needs, only the functions that log are wrapped.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from ft.adapters.megatron_lm.start import load  # noqa: E402
+from ft.job.agent.script import run  # noqa: E402
+
+
+def main() -> int:
+    out, script, *flags = sys.argv[1:]
+    load(script)
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        record(Path(out))
+    return run(script, False, flags)
+
+
+def record(out: Path) -> None:
+    """Write a line for each call of the checkout's training_log and evaluate."""
+    from megatron.training import training
+
+    log, evaluate = training.training_log, training.evaluate
+
+    def training_log(loss_dict, total, learning_rate, iteration, loss_scale, memory, skipped, grad_norm, *args, **kwargs):
+        losses = {name: value.item().hex() for name, value in loss_dict.items() if value.numel() == 1}
+        write(out, {"step": iteration, "losses": losses, "grad_norm": float(grad_norm).hex()})
+        return log(loss_dict, total, learning_rate, iteration, loss_scale, memory, skipped, grad_norm, *args, **kwargs)
+
+    def evaluated(*args, **kwargs):
+        result = evaluate(*args, **kwargs)
+        write(out, {"evaluation": {name: value.item().hex() for name, value in result[0].items()}})
+        return result
+
+    training.training_log, training.evaluate = training_log, evaluated
+
+
+def write(out: Path, values: dict) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""The adapter of Megatron-LM checkouts, as far as it starts nothing: seams, the split, flags and refusals."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_lm_trees import trees
+
+from ft.adapters.megatron_lm import refusals, seams, sums, tree
+from ft.adapters.megatron_lm.split import split
+from ft.adapters.megatron_lm.start import resuming
+from ft.base.errors import UserError
+from ft.commands import checkouts
+from ft.job.agent.options import Script
+
+TRAINER = '''
+def pretrain(provider):
+    initialize_megatron()
+    setup_model_and_optimizer()
+    build_train_valid_test_data_iterators()
+    if True:
+        train()
+
+def setup_model_and_optimizer(checkpointing_context=None):
+    load_checkpoint()
+
+def build_train_valid_test_datasets(provider): pass
+
+def build_train_valid_test_data_iterators(provider):
+    return build_train_valid_test_data_loaders(RerunDataIterator(provider))
+
+def train(train_data_iterator, config):
+    iteration = args.iteration
+    num_floating_point_operations_so_far = args.num_floating_point_operations_so_far
+    train_step(), training_log(), checkpoint_and_decide_exit()
+
+def train_step(optimizer, data_iterator): pass
+
+def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
+                 grad_norm, params_norm, num_zeros_in_grad, is_first_iteration): pass
+
+def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far):
+    save_checkpoint_and_time()
+
+def evaluate_and_print_results(): pass
+
+def evaluate(model): pass
+
+from .checkpointing import save_checkpoint
+from .async_utils import maybe_finalize_async_save
+'''
+FILES = {
+    "pretrain_gpt.py": "",
+    "megatron/training/training.py": TRAINER,
+    "megatron/training/initialize.py": "def initialize_megatron(allow_no_cuda=False): pass\n"
+    "def _initialize_distributed(): torch.distributed.is_initialized()\ndef _compile_dependencies(): pass\n",
+    "megatron/training/global_vars.py": "def _set_tensorboard_writer(args): pass\ndef _set_wandb_writer(args): pass\n"
+    "def _set_one_logger(args): pass\n",
+    "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 18\nPATCH = 2\n",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with the functions of a checkout that the adapter relies on, and nothing else."""
+    for name, text in FILES.items():
+        file = tmp_path / "Megatron-LM" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path / "Megatron-LM"
+
+
+def script(checkout, *flags):
+    return Script(str(checkout / "pretrain_gpt.py"), False, list(flags))
+
+
+def test_every_seam_is_in_every_checkout_that_is_here():
+    if not trees():
+        pytest.skip("no checkout of Megatron-LM: name their folder in MEGATRON_LM_TREES")
+    for root in trees():
+        assert list(seams.problems(tree.read(root))) == []
+
+
+def test_a_checkout_is_known_by_the_trainer_beside_the_script(checkout, tmp_path):
+    assert tree.root_of(str(checkout / "pretrain_gpt.py")) == checkout
+    assert tree.root_of(str(tmp_path / "train.py")) is None
+    assert tree.read(checkout).version == "0.18.2"
+
+
+def test_a_checkout_with_all_seams_fits(checkout):
+    assert all(finding.status == seams.FITS for finding in seams.check_tree(tree.read(checkout)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("def train_step", "def step", "train_step is missing"),
+        ("grad_norm, params", "params", "training_log has no parameter grad_norm"),
+        ("iteration = args.iteration", "iteration = 0", "train does not set 'iteration = args.iteration'"),
+        ("    save_checkpoint_and_time()", "    pass", "does not call save_checkpoint_and_time"),
+        ("    if True:\n        train()", "    train()\n    train()", "does not call train in one statement"),
+    ],
+)
+def test_what_differs_in_a_checkout_is_named(checkout, old, new, says):
+    file = checkout / "megatron/training/training.py"
+    assert old in TRAINER
+    file.write_text(TRAINER.replace(old, new))
+    (problem,) = seams.problems(tree.read(checkout))
+    assert says in problem[0] and str(file) in problem[0]
+
+
+def test_a_release_that_is_not_known_is_refused(checkout):
+    (checkout / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 0\n")
+    (problem,) = seams.problems(tree.read(checkout))
+    assert "is Megatron-LM 0.12.0" in problem[0]
+
+
+def test_a_checkout_without_core_is_refused(checkout):
+    (checkout / "megatron/core/package_info.py").unlink()
+    with pytest.raises(UserError, match="no megatron-core beside it"):
+        tree.read(checkout)
+
+
+def test_a_second_megatron_on_the_path_is_found(checkout, tmp_path):
+    other = tmp_path / "other"
+    (other / "megatron").mkdir(parents=True)
+    (other / "megatron" / "__init__.py").touch()
+    assert tree.others_on_path(checkout, [str(other), str(checkout), str(tmp_path)]) == [other]
+
+
+def test_without_our_flags_a_checkout_is_a_script_like_any_other(checkout):
+    assert not checkouts.is_protected_checkout(script(checkout, "--train-iters", "3"))
+    assert checkouts.is_protected_checkout(script(checkout, "--train-iters", "3", "--ft-hot-swap"))
+
+
+def test_our_flags_are_taken_out_and_given_to_the_adapter(checkout):
+    given = script(checkout, "--ft-snapshot-peers", "2", "--lr", "1", "--ft-hot-swap")
+    adapted = checkouts.adapted(given)
+    options, path, *flags = adapted.args
+    assert adapted.is_module and path == given.target and flags == ["--lr", "1"]
+    assert json.loads(options)["ft_hot_swap"] is True and json.loads(options)["ft_snapshot_peers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--ft-hot-swp"], "unknown flag --ft-hot-swp"),
+        (["--ft-snapshot-peers", "2"], "ask for no protection"),
+        (["--ft-hot-swap", "--ft-checkfree"], "does not protect a checkout of Megatron-LM"),
+        (["--ft-hot-swap", "--perform-rl-step"], "--perform-rl-step cannot be protected"),
+        (["--ft-dmr-plan", "a.json"], "--ft-dmr-plan needs a profile"),
+        (["--optimizer=muon", "--ft-hot-swap"], "--optimizer muon cannot be protected"),
+        (["--ft-hot-swap", "--ft-snapshot-peers", "9"], "--ft-snapshot-peers 9"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, says):
+    _, problems = checkouts.examine(script(checkout, *flags), 4, 0)
+    assert [problem for problem, fix in problems if says in problem and fix]
+
+
+def test_what_can_be_protected_is_not_refused(checkout):
+    options, problems = checkouts.examine(script(checkout, "--optimizer", "adam", "--ft-hot-swap"), 4, 0)
+    assert problems == [] and options.fault_tolerance.ft_hot_swap
+
+
+def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():
+    arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single")
+    assert [problem.split()[0] for problem, _ in refusals.of_arguments(arguments)] == ["--skip-train", "--cuda-graph-impl"]
+
+
+def test_the_rest_of_a_function_can_be_called_again(tmp_path):
+    file = tmp_path / "made.py"
+    file.write_text(
+        "total = 0\n"
+        "def whole(items, start=1):\n"
+        "    global total\n"
+        "    count = start\n"
+        "    items.append('head')\n"
+        "    if items:\n"
+        "        work(items)\n"
+        "    count += 1\n"
+        "    total = total + count\n"
+        "    later = [each for each in items]\n"
+    )
+    made: dict = {"work": lambda items: items.append("work")}
+    exec(compile(file.read_text(), str(file), "exec"), made)
+    split(made["whole"], "work", lambda rest: [rest(), rest()])
+    items: list[str] = []
+    made["whole"](items)
+    assert items == ["head", "work", "work"]
+    assert made["total"] == 2 + 3  # the variable of the enclosing function goes on from call to call
+
+
+def test_sums_keep_every_bit():
+    values = {"advanced iterations": 3, "lm loss": torch.tensor([0.1], dtype=torch.float32), "z": torch.tensor(1e-3)}
+    back = sums.decode(json.loads(json.dumps(sums.encode(values))), torch.device("cpu"))
+    assert list(back) == list(values) and back["advanced iterations"] == 3
+    assert all(torch.equal(back[name], values[name]) and back[name].shape == values[name].shape for name in ("lm loss", "z"))
+
+
+def test_a_warm_restart_loads_the_newest_checkpoint_of_the_run():
+    flags = ["--load", "old", "--save=new", "--finetune", "--ckpt-step", "3", "--lr", "1"]
+    assert resuming(flags, lambda folder: folder == "new") == ["--save=new", "--lr", "1", "--load", "new"]
+    assert resuming(flags, lambda folder: False) == flags
+    assert resuming(["--lr", "1"], lambda folder: True) == ["--lr", "1"]
