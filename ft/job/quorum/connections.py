@@ -1,16 +1,16 @@
 """Connections of the quorum server, including those of peers that have not authenticated yet.
 
-The code calls a connection a guest, and an unauthenticated one a stranger. A leader is the rank of a replica (a full
-copy of the model) that talks to the server.
+The code calls a connection a guest, and an unauthenticated one a stranger.
 """
 
 import selectors
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ft.base.errors import FtError
+from ft.job.quorum.dispatch import Peer
 from ft.job.quorum.wire import Channel
 
 _STRANGER_S = 5.0
@@ -21,38 +21,25 @@ _MOST_LINES = 20
 """Maximum number of log lines per second."""
 
 
-@dataclass(eq=False)
-class Connection:
+@dataclass(eq=False, kw_only=True)
+class Connection(Peer):
     """One connection to the server, from a leader, an agent, or a peer that is not authenticated yet.
 
     Attributes:
         channel: the channel over the socket.
         address: address of the peer, "HOST:PORT".
         since: time at which the peer connected.
-        replica: number of the replica if the peer is its leader, else None.
-        life: life of that replica (one world of its worker processes).
-        rows: replica -> life whose rows (addresses of its ranks) were sent to this peer.
-        refused: why this leader gets no quorum, or "" if it may get one.
     """
 
     channel: Channel
     address: str
     since: float
-    replica: int | None = None
-    life: int = -1
-    rows: dict[int, int] = field(default_factory=dict)
-    refused: str = ""
 
 
 class Guests:
-    """All connections of the server, registered with one selector.
-
-    Attributes:
-        leaders: replica -> connection of its leader.
-    """
+    """All connections of the server, registered with one selector."""
 
     def __init__(self, selector: selectors.BaseSelector, token: str):
-        self.leaders: dict[int, Connection] = {}
         self._selector, self._token = selector, token
         self._here: dict[Connection, bool] = {}  # value: whether the selector watches for writability
         self._lines, self._lines_at = 0, 0.0
@@ -69,7 +56,7 @@ class Guests:
             except (FtError, OSError):  # the peer has closed it already; more may be pending
                 own.close()
                 continue
-            guest = Connection(channel, f"{address}:{port}", time.monotonic())
+            guest = Connection(channel=channel, address=f"{address}:{port}", since=time.monotonic())
             self._here[guest] = False
             self._selector.register(guest.channel, selectors.EVENT_READ, guest)
 

@@ -1,4 +1,4 @@
-"""Process of the quorum server: an event loop that reads messages, calls ``decide`` and sends the answers.
+"""Process of the quorum server: an event loop that gives messages to the dispatch and sends its answers.
 
 The server decides which replicas (full copies of the model, each with its own world of ranks) take part in a training
 step: the quorum. The leader of each replica is its client. A life is one world of worker processes of a replica; a term
@@ -21,24 +21,19 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ft.base import events, token
 from ft.base.errors import FtError, UserError
-from ft.job.quorum import reactions, wire
+from ft.job.quorum import wire
 from ft.job.quorum.connections import Connection, Guests
-from ft.job.quorum.decide import Decision, decide
+from ft.job.quorum.dispatch import Act, ClaimTerm, Close, Dispatch, KeepLease, Log, NewestTerm, Send, carry_out
 from ft.job.quorum.limits import Limits
-from ft.job.quorum.state import Note, Options, State
-from ft.job.quorum.values import NoQuorum, Quorum, Report
-from ft.net.codec import BadMessage, from_json, is_count, to_json
-from ft.platform import election as election
-from ft.platform import processes
+from ft.job.quorum.state import Options
+from ft.platform import election, processes
 from ft.platform.election import QUORUM, SUCCEEDED, LeaseRecord
 
 _TOKEN_S = 60.0
 """Limit for reading the run's token, in seconds."""
-_BEAT = wire.pack({"kind": "beat"})
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Given:
 
 
 class Server:
-    """I/O around :func:`ft.job.quorum.decide.decide`: sockets, files and the clock.
+    """I/O around :class:`ft.job.quorum.dispatch.Dispatch`: sockets, files and the clock.
 
     Args:
         run_dir: directory of the whole run.
@@ -84,30 +79,33 @@ class Server:
         self._guests = Guests(self._selector, secret)
         before = election.read(run_dir, QUORUM) if given.takes_over else None
         end = before.end if before is not None else None
-        self._state = State.begin(given.options, election.claim_next(run_dir, str(os.getpid())), time.monotonic(), end)
-        self._rows: dict[int, tuple[int, bytes]] = {}
-        self._looked_at, self._due = 0.0, time.monotonic()
-        election.renew(run_dir, self._standing(), QUORUM)
+        term, now = election.claim_next(run_dir, str(os.getpid())), time.monotonic()
+        self._dispatch, self._beat_s = Dispatch(given.options, term, now, end), given.options.limits.beat_s
+        self._tended_at, self._due = now, now
+        election.renew(run_dir, self._lease(term, end), QUORUM)
 
     def run(self) -> int:
         """Serve until a later server has taken over; return the exit code."""
         while True:
-            wait = min(self._due, self._looked_at + self._state.options.limits.beat_s) - time.monotonic()
-            ready = self._selector.select(max(0.0, wait))
+            ready = self._selector.select(max(0.0, self._due - time.monotonic()))
             for key, mask in ready:
                 if key.fileobj is self._listener:
                     self._guests.accept(self._listener)
                 else:
                     self._serve(key.data, mask)
-            if not self._keep_house() or not self._answer():
+            now = time.monotonic()
+            if now - self._tended_at >= self._beat_s:
+                self._tended_at = now
+                self._guests.send_strangers_away(now)
+            due = carry_out(self._dispatch.turn(now), self._do)
+            if due is None:
                 return SUCCEEDED
+            self._due = due
 
     def close(self) -> None:
         self._guests.close()
         self._listener.close()
         self._events.close()
-
-    # --- what comes in ----------------------------------------------------------------------------------------------
 
     def _serve(self, guest: Connection, mask: int) -> None:
         try:
@@ -115,192 +113,45 @@ class Server:
                 guest.channel.flush()
             if mask & selectors.EVENT_READ:
                 for body in guest.channel.read():
-                    self._take(guest, wire.unpack(body))
+                    carry_out(self._dispatch.take(time.monotonic(), guest, wire.unpack(body)), self._do)
             self._guests.attend(guest)
         except FtError as error:
             self._drop(guest, str(error))
 
-    def _take(self, guest: Connection, message: dict[str, Any]) -> None:
-        """Process one message of a member of the run.
-
-        Raises:
-            FtError: the message is not valid; no correct client sends it.
-        """
-        now, kind = time.monotonic(), message.pop("kind")
-        if kind == "beat":
-            guest.channel.send(_BEAT)
-        elif kind == "hello":
-            self._welcome(guest, now, message)
-        elif kind == "notice":
-            self._noted(now, message)
-        elif guest.refused:
-            self._refuse(guest, guest.refused)
-        elif guest.replica is None:
-            raise BadMessage(f"{kind[:20]!r} without a hello")
-        elif kind == "report":
-            self._asked(guest, now, message)
-        elif kind == "aside":
-            reactions.aside(self._state, now, guest.replica)
-        elif kind == "leave":
-            reason = str(message.get("reason", ""))[:200]
-            self._write(reactions.leaves(self._state, now, guest.replica, guest.life, reason))
-        else:
-            raise BadMessage(f"{kind[:20]!r} is no message for the quorum server")
-        if guest.replica is not None and self._guests.leaders.get(guest.replica) is guest:
-            reactions.beat(self._state, now, guest.replica)
-
-    def _welcome(self, guest: Connection, now: float, message: dict[str, Any]) -> None:
-        replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
-        if not is_count(replica) or not is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
-            raise BadMessage("a hello without replica, life, rows or known")
-        last = from_json(Quorum, message["last"]) if message.get("last") is not None else None
-        try:
-            notes = reactions.hello(self._state, now, replica, life, last)
-        except NoQuorum as error:
-            guest.refused = str(error)
-            self._refuse(guest, guest.refused)
-            return
-        previous = self._guests.leaders.get(replica)
-        guest.replica, guest.life = replica, life
-        guest.rows = {int(number): value for number, value in known.items() if number.isdecimal()}
-        self._guests.leaders[replica] = guest
-        if previous is not None and previous is not guest:
-            self._drop(previous, "its leader has connected again")
-        self._rows[replica] = (life, wire.pack({"kind": "rows", "replica": replica, "life": life, "rows": rows}))
-        self._write(notes)
-
-    def _asked(self, guest: Connection, now: float, message: dict[str, Any]) -> None:
-        report = from_json(Report, message.get("report"))
-        if (report.replica, report.life) != (guest.replica, guest.life):
-            raise BadMessage(f"a report of life {report.life} of replica {report.replica} from another's connection")
-        try:
-            self._write(reactions.report(self._state, now, report))
-        except NoQuorum as error:
-            self._refuse(guest, str(error))
-
-    def _noted(self, now: float, message: dict[str, Any]) -> None:
-        replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
-        is_known = is_count(replica) and what in ("given up", "arriving")
-        if not is_known or not (is_count(life) or (life == -1 and what == "given up")):
-            raise BadMessage("a notice without replica, life or what")
-        if what == "given up":
-            reason = str(message.get("reason", ""))[:200]
-            self._write(reactions.given_up(self._state, now, replica, life, reason))
-        else:
-            self._write(reactions.arriving(self._state, now, replica, life))
-
     def _drop(self, guest: Connection, reason: str) -> None:
         self._guests.drop(guest, reason)
-        if guest.replica is not None and self._guests.leaders.get(guest.replica) is guest:
-            del self._guests.leaders[guest.replica]
-            self._write(reactions.lost(self._state, time.monotonic(), guest.replica, guest.life))
+        carry_out(self._dispatch.gone(time.monotonic(), guest), self._do)
 
-    # --- what goes out ----------------------------------------------------------------------------------------------
+    def _do(self, act: Act) -> int | None:
+        match act:
+            case Send(guest, frame):
+                self._send(guest, frame)
+            case Close(guest, reason):
+                self._guests.drop(guest, reason)
+            case Log(note):
+                self._events.write(events.observed(note.name, note.values))
+            case NewestTerm():
+                return election.newest(self._run_dir)
+            case ClaimTerm(least):
+                return election.claim_next(self._run_dir, str(os.getpid()), least)
+            case KeepLease(term, end):
+                self._keep_lease(self._lease(term, end))
+        return None
 
-    def _answer(self) -> bool:
-        """Decide and send the answers; return False once a later server has taken over."""
-        while True:
-            now = time.monotonic()
-            self._write(reactions.time_passed(self._state, now))
-            if not self._raise_term():
-                return False
-            decision = decide(self._state, now)
-            if decision.quorum is None and not decision.refused:
-                self._due = now + 3600.0 if decision.until is None else decision.until
-                return True
-            if election.is_over(self._run_dir, self._state.term):
-                return False
-            if decision.quorum is not None and decision.quorum.finished:
-                self._stand()
-            self._publish(now, decision)
-
-    def _publish(self, now: float, decision: Decision) -> None:
-        for replica in decision.refused:
-            reactions.answered(self._state, replica)
-            if guest := self._guests.leaders.get(replica):
-                self._refuse(guest, decision.reason)
-        if decision.quorum is None:
-            return
-        frame = wire.pack({"kind": "quorum", "quorum": to_json(decision.quorum)})
-        for replica in decision.to:
-            if guest := self._guests.leaders.get(replica):
-                self._give(guest, decision.quorum, frame)
-        if decision.is_repeated:
-            for replica in decision.to:
-                reactions.answered(self._state, replica)
-        else:
-            self._write(reactions.formed(self._state, now, decision.quorum, dict(decision.excluded)))
-
-    def _give(self, guest: Connection, quorum: Quorum, frame: bytes) -> None:
-        """Send a quorum, preceded by the rows (rank addresses) of members that this leader has not received yet."""
+    def _send(self, guest: Connection, frame: bytes) -> None:
         try:
-            for member, life in quorum.lives.items():
-                rows = self._rows.get(member)
-                if member != guest.replica and guest.rows.get(member) != life and rows and rows[0] == life:
-                    guest.channel.send(rows[1])
-                    guest.rows[member] = life
             guest.channel.send(frame)
             self._guests.attend(guest)
         except FtError as error:
             self._drop(guest, str(error))
 
-    def _refuse(self, guest: Connection, reason: str) -> None:
-        try:
-            guest.channel.send(wire.pack({"kind": "none", "reason": reason}))
-            self._guests.attend(guest)
-        except FtError as error:
-            self._drop(guest, str(error))
+    def _lease(self, term: int, end: tuple[int, int] | None) -> LeaseRecord:
+        return LeaseRecord(term, 0, self._where, "", os.getpid(), end=end)
 
-    # --- house ------------------------------------------------------------------------------------------------------
-
-    def _keep_house(self) -> bool:
-        """Every ``beat_s`` seconds, drop old unauthenticated connections and check the lease.
-
-        Returns:
-            False if a later server exists.
-        """
-        now = time.monotonic()
-        if now - self._looked_at < self._state.options.limits.beat_s:
-            return True
-        self._looked_at = now
-        self._guests.send_strangers_away(now)
-        if election.is_over(self._run_dir, self._state.term):
-            return False
-        self._stand()
-        return True
-
-    def _stand(self) -> None:
-        """Write the lease record if the file has other content; a paused older server may have overwritten it."""
-        if election.read(self._run_dir, QUORUM) != self._standing():
+    def _keep_lease(self, lease: LeaseRecord) -> None:
+        if election.read(self._run_dir, QUORUM) != lease:
             with contextlib.suppress(OSError):  # a full disk; connected clients do not need the file
-                election.renew(self._run_dir, self._standing(), QUORUM)
-
-    def _raise_term(self) -> bool:
-        """Claim a higher term if a client knows a quorum number that belongs to a higher term than this server's.
-
-        Returns:
-            False if another server has taken over in the meantime.
-        """
-        if self._state.needed_term() <= self._state.term:
-            return True
-        if election.is_over(self._run_dir, self._state.term):
-            return False
-        self._state.term = election.claim_next(self._run_dir, str(os.getpid()), self._state.needed_term() + 1)
-        self._stand()
-        return True
-
-    def _standing(self) -> LeaseRecord:
-        return LeaseRecord(self._state.term, 0, self._where, "", os.getpid(), end=self._state.end)
-
-    def _write(self, notes: list[Note]) -> None:
-        for note in notes:
-            self._events.write(events.observed(note.name, note.values))
-
-
-def _are_rows(rows: Any) -> bool:
-    return isinstance(rows, list) and all(
-        isinstance(row, dict) and all(isinstance(value, str) for value in row.values()) for row in rows
-    )
+                election.renew(self._run_dir, lease, QUORUM)
 
 
 def parse_options(text: str) -> Given:

@@ -15,7 +15,7 @@ from ft.job.quorum.values import Quorum, Report
 EXPECTED, ARRIVING, HERE, LOST, OFFLINE = "expected", "arriving", "here", "lost", "offline"
 """Phases of a replica, explained at ``Replica.phase``."""
 SPAN = 10**9
-"""Range of quorum numbers that belongs to one term of a server, so that no two servers can give the same number."""
+"""Quorum numbers of one term: the server of term t counts from t * SPAN + 1, so no two servers use the same number."""
 
 
 @dataclass(frozen=True)

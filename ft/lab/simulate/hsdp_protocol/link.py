@@ -9,6 +9,7 @@ another server.
 from typing import TYPE_CHECKING, Any
 
 from ft.job.quorum import wire
+from ft.job.quorum.dispatch import Peer
 
 if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.server import Server
@@ -59,7 +60,7 @@ class Link:
             self._connection.closed_by_client(heard=True)
 
     def broke(self, connection: "Connection") -> None:
-        """Handle the loss of a connection: connect again after a pause."""
+        """Note that the connection has broken, and connect again after a pause of random length."""
         if connection is self._connection:
             self._connection, self._gone_at = None, self.world.time.now
             self._later(self.world.rng.uniform(*_AGAIN_S), self._dial)
@@ -86,14 +87,14 @@ class Link:
             action(*arguments)
 
     def _dial(self) -> None:
-        server = self.world.standing
         if self._connection is not None:
             return
-        if server is None or not server.is_alive or self.world.cut_until(self.replica, None) > self.world.time.now:
+        server, term = self.world.standing, self.world.lease_term
+        if not server.is_alive or self.world.cut_until(self.replica, None) > self.world.time.now:
             self._away(self.world.time.now - self._gone_at, None)
             self._later(self.world.rng.uniform(*_AGAIN_S), self._dial)
             return
-        self._connection = Connection(self.world, self, server)
+        self._connection = Connection(self.world, self, server, term)
         self._heard_at = self.world.time.now
         for frame in self._greet():
             self._connection.to_server(frame)
@@ -103,7 +104,7 @@ class Link:
         if connection is not self._connection:
             return
         silent = self.world.time.now - self._heard_at
-        if silent > self._limits.contact_s or self.world.standing.term > connection.server.term:
+        if silent > self._limits.contact_s or self.world.lease_term > connection.term:
             connection.closed_by_client(heard=False)
             self.broke(connection)
             return
@@ -111,20 +112,19 @@ class Link:
         self._later(self._limits.beat_s, self._beat, connection)
 
 
-class Connection:
+class Connection(Peer):
     """One connection between a leader and the quorum server.
 
-    Attributes:
-        replica: replica of the leader, None until the leader's greeting.
-        life: number of the replica's life (set of worker processes), -1 until the leader's greeting.
-        rows: replica -> life whose addresses the leader already knows.
+    Args:
+        world: the simulated run.
+        link: the leader's end.
+        server: the server.
+        term: term in the lease record in which the leader has found the server.
     """
 
-    def __init__(self, world: "World", link: Link, server: "Server"):
-        self.world, self.link, self.server = world, link, server
-        self.replica: int | None = None
-        self.life = -1
-        self.rows: dict[int, int] = {}
+    def __init__(self, world: "World", link: Link, server: "Server", term: int):
+        super().__init__()
+        self.world, self.link, self.server, self.term = world, link, server, term
         self._is_open = True
         self._up = self._down = world.time.now + world.rng.uniform(*_DIAL_S)
         server.connections.append(self)

@@ -1,59 +1,83 @@
-"""Simulated quorum server of FT-HSDP: the production code for decisions, in a model of the server's process.
+"""Simulated process of FT-HSDP's quorum server, around the production dispatch (``ft.job.quorum.dispatch``).
 
-A quorum is the set of replicas that execute a training step together. ``ft.job.quorum.decide`` forms the quorums from
-the reports of the replicas' leaders (their rank 0), and ``ft.job.quorum.reactions`` updates the server's state on every
-message; both are the production functions. Connections, pauses and deaths are simulated in virtual time.
+A quorum is the set of replicas that execute a training step together. Connections, the claims of terms, the lease
+record, pauses and deaths are simulated in virtual time; everything that the server decides is production code.
 """
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ft.job.quorum import decide, reactions, wire
+from ft.base.errors import FtError
+from ft.job.quorum.decide import Decision
+from ft.job.quorum.dispatch import Act, Acts, ClaimTerm, Close, Dispatch, KeepLease, NewestTerm, Send, carry_out
 from ft.job.quorum.state import Options, State
-from ft.job.quorum.values import NoQuorum, Quorum, Report
-from ft.net.codec import from_json, to_json
+from ft.job.quorum.values import Quorum
 
 if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.link import Connection
     from ft.lab.simulate.hsdp_protocol.world import World
 
 
+class _CheckedDispatch(Dispatch):
+    """The production dispatch; ``formed`` is called with every new quorum, before it is applied."""
+
+    def __init__(self, formed: Callable[[Quorum], None], *arguments: Any):
+        super().__init__(*arguments)
+        self._formed = formed
+
+    def publish(self, now: float, decision: Decision) -> Acts[None]:
+        if decision.quorum is not None and not decision.is_repeated:
+            self._formed(decision.quorum)
+        yield from super().publish(now, decision)
+
+
 class Server:
-    """A simulated quorum server process. Its methods correspond to those of ``ft.job.quorum.server.Server``.
+    """A simulated quorum server process, corresponding to ``ft.job.quorum.server.Server``.
+
+    Args:
+        world: the simulated run.
+        term: term that the server has claimed.
+        options: options of the run's quorum.
+        end: end of the run, as in the lease record of the previous server.
 
     Attributes:
         is_alive: False once the process has ended.
         awake_at: virtual time in seconds until which the process is paused.
-        state: state of the production decision code.
         connections: open connections to leaders.
         furthest: step of the last quorum that the server formed.
     """
 
-    def __init__(self, world: "World", term: int, options: Options):
+    def __init__(self, world: "World", term: int, options: Options, end: tuple[int, int] | None):
         self.world, self.is_alive, self.awake_at = world, True, 0.0
-        self.state = State.begin(options, term, world.time.now)
         self.connections: list[Connection] = []
         self.furthest = 0
-        self._leaders: dict[int, Connection] = {}
-        self._rows: dict[int, tuple[int, bytes]] = {}
-        self._tick()
+        self._dispatch = _CheckedDispatch(lambda quorum: world.formed(self, quorum), options, term, world.time.now, end)
+        self._next_at = math.inf
+
+    @property
+    def state(self) -> State:
+        """What the dispatch knows of the replicas and of the last quorum."""
+        return self._dispatch.state
 
     @property
     def term(self) -> int:
         """The server's term: each new server has a higher one, and a server ends when a higher term is claimed."""
         return self.state.term
 
+    def start(self) -> None:
+        self._answer()
+
     def dies(self) -> None:
         self.is_alive = False
         for connection in self.connections:
             connection.closed_by_server()
 
-    # --- incoming messages -------------------------------------------------------------------------------------------
-
     def hears(self, connection: "Connection", message: dict[str, Any]) -> None:
         self._when_awake(self._take, connection, message)
 
     def loses(self, connection: "Connection") -> None:
-        self._when_awake(self._drop, connection)
+        self._when_awake(self._gone, connection)
 
     def _when_awake(self, action, *arguments: Any) -> None:
         if not self.is_alive:
@@ -65,98 +89,44 @@ class Server:
         self._answer()
 
     def _take(self, connection: "Connection", message: dict[str, Any]) -> None:
-        now, kind = self.world.time.now, message["kind"]
-        if connection not in self.connections:
-            return
-        if kind == "beat":
-            connection.to_client(wire.pack({"kind": "beat"}))
-        elif kind == "hello":
-            self._welcome(connection, now, message)
-        elif kind == "notice":
-            reactions.arriving(self.state, now, message["replica"], message["life"])
-        elif kind == "report":
+        if connection in self.connections:
             try:
-                reactions.report(self.state, now, from_json(Report, message["report"]))
-            except NoQuorum as error:
-                connection.to_client(wire.pack({"kind": "none", "reason": str(error)}))
-        elif kind == "aside":
-            reactions.aside(self.state, now, connection.replica)
-        elif kind == "leave":
-            reactions.leaves(self.state, now, connection.replica, connection.life, message["reason"])
-        if connection.replica is not None and self._leaders.get(connection.replica) is connection:
-            reactions.beat(self.state, now, connection.replica)
+                carry_out(self._dispatch.take(self.world.time.now, connection, message), self._do)
+            except FtError:
+                connection.closed_by_server()
+                self._gone(connection)
 
-    def _welcome(self, connection: "Connection", now: float, message: dict[str, Any]) -> None:
-        replica, life = message["replica"], message["life"]
-        last = from_json(Quorum, message["last"]) if message["last"] is not None else None
-        try:
-            reactions.hello(self.state, now, replica, life, last)
-        except NoQuorum as error:
-            connection.to_client(wire.pack({"kind": "none", "reason": str(error)}))
-            return
-        previous = self._leaders.get(replica)
-        connection.replica, connection.life = replica, life
-        connection.rows = {int(number): value for number, value in message["known"].items()}
-        self._leaders[replica] = connection
-        if previous is not None and previous is not connection:
-            previous.closed_by_server()
-            self._drop(previous)
-        rows = {"kind": "rows", "replica": replica, "life": life, "rows": message["rows"]}
-        self._rows[replica] = (life, wire.pack(rows))
-
-    def _drop(self, connection: "Connection") -> None:
+    def _gone(self, connection: "Connection") -> None:
         if connection in self.connections:
             self.connections.remove(connection)
-        if connection.replica is not None and self._leaders.get(connection.replica) is connection:
-            del self._leaders[connection.replica]
-            reactions.lost(self.state, self.world.time.now, connection.replica, connection.life)
-
-    # --- outgoing messages -------------------------------------------------------------------------------------------
-
-    def _tick(self) -> None:
-        """Run the server's loop once per heartbeat interval, even if no message arrives."""
-        if self.is_alive:
-            self.world.time.after(self.state.options.limits.beat_s, self._tick)
-            self._when_awake(lambda: None)
+            carry_out(self._dispatch.gone(self.world.time.now, connection), self._do)
 
     def _answer(self) -> None:
-        while self.is_alive:
-            now = self.world.time.now
-            reactions.time_passed(self.state, now)
-            if self.world.newest_term > self.state.term:
-                self.dies()
-                return
-            if self.state.needed_term() > self.state.term:
-                self.state.term = self.world.claim(self.state.needed_term() + 1)
-            decision = decide.decide(self.state, now)
-            if decision.quorum is None and not decision.refused:
-                if decision.until is not None and decision.until - now < self.state.options.limits.beat_s:
-                    self.world.time.after(max(0.0, decision.until - now) + 1e-6, self._when_awake, lambda: None)
-                return
-            self._publish(now, decision)
+        """Run the server's loop once, and schedule its next turn for when the dispatch asks for it."""
+        now = self.world.time.now
+        due = carry_out(self._dispatch.turn(now), self._do)
+        if due is None:
+            self.dies()
+        elif due < self._next_at:
+            self._next_at = max(now, due) + 1e-6
+            self.world.time.after(self._next_at - now, self._turn, self._next_at)
 
-    def _publish(self, now: float, decision: decide.Decision) -> None:
-        for replica in decision.refused:
-            reactions.answered(self.state, replica)
-            if connection := self._leaders.get(replica):
-                connection.to_client(wire.pack({"kind": "none", "reason": decision.reason}))
-        if (quorum := decision.quorum) is None:
-            return
-        frame = wire.pack({"kind": "quorum", "quorum": to_json(quorum)})
-        for replica in decision.to:
-            if connection := self._leaders.get(replica):
-                self._give(connection, quorum, frame)
-        if decision.is_repeated:
-            for replica in decision.to:
-                reactions.answered(self.state, replica)
-            return
-        reactions.formed(self.state, now, quorum, dict(decision.excluded))
-        self.world.formed(self, quorum)
+    def _turn(self, at: float) -> None:
+        if at == self._next_at:
+            self._next_at = math.inf
+            self._when_awake(lambda: None)
 
-    def _give(self, connection: "Connection", quorum: Quorum, frame: bytes) -> None:
-        for member, life in quorum.lives.items():
-            rows = self._rows.get(member)
-            if member != connection.replica and connection.rows.get(member) != life and rows and rows[0] == life:
-                connection.to_client(rows[1])
-                connection.rows[member] = life
-        connection.to_client(frame)
+    def _do(self, act: Act) -> int | None:
+        match act:
+            case Send(connection, frame):
+                connection.to_client(frame)
+            case Close(connection, _):
+                connection.closed_by_server()
+                self.connections.remove(connection)
+            case NewestTerm():
+                return self.world.newest_term
+            case ClaimTerm(least):
+                return self.world.claim(least)
+            case KeepLease(term, end):
+                self.world.keep_lease(self, term, end)
+        return None

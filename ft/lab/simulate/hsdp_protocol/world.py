@@ -31,7 +31,8 @@ class World:
         lines: event log to append to, None if no log is needed.
 
     Attributes:
-        standing: the quorum server to which clients connect (in production, the file ``quorum.json`` names it).
+        standing: the quorum server that the lease record names (the file ``quorum.json``); clients connect to it.
+        lease_term: the server's term in the lease record.
         newest_term: the last term that a quorum server has claimed; each new server has a higher term.
         last_step: step after which the run ends, None while undecided.
         checkpoint: the newest persistent checkpoint.
@@ -46,7 +47,8 @@ class World:
     def __init__(self, rng: random.Random, shape: Shape, habits: Habits, lines: list[str] | None):
         self.rng, self.shape, self.habits, self.limits, self.lines = rng, shape, habits, LIMITS, lines
         self.time, self.checks = Timeline(), Checks(self)
-        self.standing: Server | None = None
+        self.standing: Server
+        self.lease_term, self._lease_end = -1, None
         self.newest_term, self.deaths_of_server = -1, 0
         self.last_step: int | None = None
         self.checkpoint: Held = first(shape.replicas)
@@ -78,8 +80,14 @@ class World:
 
     def start_server(self) -> None:
         options = Options(self.shape.replicas, self.shape.minimum, limits=self.limits).check()
-        self.standing = Server(self, self.claim(0), options)
-        self.note("a quorum server starts: term {}", self.standing.term)
+        end, term = self._lease_end, self.claim(0)
+        self.keep_lease(Server(self, term, options, end), term, end)
+        self.note("a quorum server starts: term {}", term)
+        self.standing.start()
+
+    def keep_lease(self, server: Server, term: int, end: tuple[int, int] | None) -> None:
+        """Write the lease record; see :class:`ft.job.quorum.dispatch.KeepLease`."""
+        self.standing, self.lease_term, self._lease_end = server, term, end
 
     def formed(self, server: Server, quorum: Quorum) -> None:
         """Log and check a quorum that a server has formed."""
