@@ -29,7 +29,7 @@ FACTOR, WINDOW, LEAST = float(os.environ.get("SPIKE_FACTOR", "3")), 32, 4
 
 
 class SkipSpikes(Protection):
-    """Registered below, so that the trainer asks it for a layer."""
+    """The protection that is registered below; the trainer asks it for a layer."""
 
     def connected(self, session) -> None:
         self._session = session
@@ -39,7 +39,7 @@ class SkipSpikes(Protection):
 
 
 class SpikeLayer(Layer):
-    """Undoes outliers. The history is part of what the trainer saves, so a worker that joins later decides alike."""
+    """Layer that undoes outlier steps. The trainer saves its history, so that workers that join later decide alike."""
 
     def __init__(self, trainer: Trainer, session):
         self._trainer, self._session = trainer, session

@@ -90,7 +90,7 @@ def build_model(options: argparse.Namespace):
 
 
 def train_step(model, optimizer, step: int) -> float:
-    """One step; the mean loss on the last stage, NaN before it."""
+    """Train one step; return the mean loss on the last stage, and NaN on the stages before it."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     losses = get_forward_backward_func()(

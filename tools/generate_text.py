@@ -1,6 +1,7 @@
-"""Writes text with a trained model: ``python tools/generate_text.py --load CHECKPOINTS --prompt 'def '``.
+"""Generate text with a trained model: ``python tools/generate_text.py --load CHECKPOINTS --prompt 'def '``.
 
-The checkpoint says what the model and its tokenizer are, and is loaded into one process whatever layout trained it.
+The model and its tokenizer are those that the checkpoint describes. They are loaded into one process, whatever the
+layout of the training run was.
 """
 
 import argparse

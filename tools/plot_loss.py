@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The steps of a metrics file; lines that are damaged are left out and named."""
+    """Return the steps of a metrics file; damaged lines are skipped with a message."""
     fix = "give a --metrics-file of pretrain_gpt.py"
     steps = []
     try:

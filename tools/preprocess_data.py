@@ -21,7 +21,7 @@ from megatron.training.data.preprocess import PreprocessOptions, preprocess
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0, or 2 for input that can't work."""
+    """Tokenize the input; return the exit code: 0, or 2 for invalid input."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 class _Bar:
-    """A progress bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal; it prints nothing elsewhere."""
 
     def __enter__(self):
         self._bar = None

@@ -29,12 +29,12 @@ class Verdict:
     Attributes:
         category: a row of DEADPOOL, table II, or USER.
         action: RETRY (keep the worker and repeat), REPLACE (by a standby), RESTART (all workers) or STOP.
-        reason: why, for people.
+        reason: explanation for the user.
         signal: a word or two for the observation that revealed the failure.
         node_suspect: whether the node is at fault, not only the process; then no further worker is started there.
         key: text that is equal for equal errors.
-        in_vain: whether the failure was an unanswered wait: no process died or raised an error, and no outside cause
-            for the delay of a process was seen.
+        in_vain: whether the failure is a wait that was not answered, although no process died, no error was raised, and
+            no external cause of a delay was seen.
     """
 
     category: str

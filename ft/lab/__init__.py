@@ -1,1 +1,1 @@
-"""What looks ahead of a run: simulations, plans and estimates. Nothing below imports it."""
+"""Simulations, plans and estimates, which predict or test a run outside of production."""

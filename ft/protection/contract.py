@@ -159,24 +159,31 @@ class Layer:
     """
 
     def run_with_recovery(self, work: Callable[[], Any]) -> Any:
-        """Run the training loop and return its result. ``work`` continues from the current position, so a layer that
-        has restored a state calls ``work`` again."""
+        """Run the training loop and return its result.
+
+        ``work`` continues from the current position, so a layer that has restored a state calls ``work`` again.
+        """
         return work()
 
     def begins(self) -> bool:
-        """Start a step. Return False if this rank takes the result of the step from others: then the trainer calls
-        ``catching_up``, exchanges zero gradients, calls ``caught_up`` and runs the optimizer update."""
+        """Start a step. Return False if this rank takes the result of the step from other ranks.
+
+        In that case the trainer calls ``catching_up``, exchanges zero gradients, calls ``caught_up`` and runs the
+        optimizer update.
+        """
         return True
 
     def catching_up(self) -> None:
-        """Start to fetch the state of others, while zero gradients are exchanged."""
+        """Start to fetch the training state from other replicas, while zero gradients are exchanged."""
 
     def caught_up(self) -> None:
-        """Put the fetched state in place, after the exchange of zeros and before the update."""
+        """Install the fetched state, after the exchange of zero gradients and before the update."""
 
     def compute(self, work: Callable[[], Update]) -> Update:
-        """Run ``work``, one whole step including its update, and return its outcome. A layer may restore the state from
-        before the step and run ``work`` again."""
+        """Run ``work``, one whole step including its update, and return its outcome.
+
+        A layer may restore the state from before the step and run ``work`` again.
+        """
         return work()
 
     def share(self, samples: int) -> int:
@@ -188,8 +195,11 @@ class Layer:
         return reported
 
     def update(self, step: Callable[[], Any]) -> Any:
-        """Run the optimizer's ``step`` and return its result, when all gradients are ready. Before this call no state
-        has changed. The layers are called from the innermost outwards: the outermost wraps the optimizer."""
+        """Run the optimizer's ``step`` when all gradients are ready, and return its result.
+
+        No state has changed before this call. The layers are called from the innermost outwards: the outermost layer
+        wraps the optimizer.
+        """
         return step()
 
     def saves(self, step: int, *, is_due: bool, ends: bool) -> bool:

@@ -59,7 +59,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two protections that exclude each other. ``why``: the reason, as a sentence. ``fix``: what a user can do."""
+    """Two protections that exclude each other.
+
+    Attributes:
+        one: name of one protection.
+        other: name of the other protection.
+        why: the reason, as a sentence.
+        fix: what a user can do.
+    """
 
     one: str
     other: str

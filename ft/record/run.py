@@ -19,7 +19,7 @@ _FIX = "give the folder that was given to ft run as --run-dir"
 
 @dataclass(frozen=True)
 class Run:
-    """What the folder of a run contains.
+    """The record of a run, as read from its folder.
 
     Attributes:
         folder: path of the folder.

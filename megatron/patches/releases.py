@@ -68,12 +68,11 @@ def load_strategy(path: Path):
 
 
 def forget_answers_agreed_on_once(optimizer) -> None:
-    """Make ``optimizer`` ask again for values that all ranks agree on once per process (see ``once.py``). Not
-    collective.
+    """Reset the values that all ranks agree on only once per process (see ``once.py``), so that they agree again.
 
-    From 0.19 on, an optimizer determines with an all-reduce whether any rank has parameters whose norm is computed
-    separately, and caches the result. After a recovery all ranks have to repeat this all-reduce, because a worker that
-    has just joined runs it.
+    Not collective. From 0.19 on, an optimizer determines with an all-reduce whether any rank has parameters whose norm
+    is computed separately, and caches the result. After a recovery all ranks have to repeat this all-reduce, because a
+    worker that has just joined runs it.
     """
     for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
         if hasattr(part, "_has_grad_norm_group_cache"):

@@ -222,8 +222,8 @@ def test_what_replicas_cannot_train_with_is_refused_by_name(extra, batch, says, 
             "--num-experts 4 --moe-router-enable-expert-bias",
             "--moe-router-enable-expert-bias does not go with replicas",
         ),
-        ("--ft-dmr piggyback", "double execution .* does not go with replicas|replicas .* with double execution"),
-        ("--ft-checkfree", "stage rebuild .* does not go with replicas"),
+        ("--ft-dmr piggyback", "double execution .* cannot be combined with replicas|replicas .*double execution"),
+        ("--ft-checkfree", "stage rebuild .* cannot be combined with replicas"),
     ],
 )
 def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp_path):

@@ -170,7 +170,7 @@ def test_the_file_of_names_comes_back(tmp_path):
     ("text", "problem"),
     [
         (None, "cannot be read"),
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[1]", "no list"),
         ('{"version": 1, "operators": [1]}', "no list"),
         ('{"version": 2, "operators": []}', "version 2"),

@@ -59,8 +59,8 @@ def test_the_trainers_own_flags_are_refused_before_it_starts():
 def test_what_does_not_go_with_replicas_is_refused_before_it_starts():
     _, problems = examined("--ft-dmr piggyback", asked=Asked(1, 1, replicas=3))
     assert [problem for problem, _ in problems] == [
-        "double execution (--ft-dmr, --ft-dmr-plan) cannot be combined with replicas (--ft-hsdp-replicas): the other "
-        "replicas wait in the exchange for a step that is done once more",
+        "double execution (--ft-dmr, --ft-dmr-plan) cannot be combined with replicas (--ft-hsdp-replicas): while "
+        "one replica repeats a step, the other replicas would wait in the gradient exchange",
         "global batch 8 is not a multiple of 3 replicas x micro batch 2 x DP 1 of a replica = 6",
     ]
 

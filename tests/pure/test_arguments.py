@@ -122,7 +122,7 @@ def test_a_flag_that_does_not_fit_is_named_with_what_to_write(flags, words):
         ("--optimizer sgd --use-distributed-optimizer", ["sgd", "--use-distributed-optimizer"]),
         ("--apply-layernorm-1p", ["--apply-layernorm-1p needs Transformer Engine"]),
         ("--recompute-activations --recompute-modules layernorm", ["layernorm", "Transformer Engine"]),
-        ("--ft-dmr-profile p.json --ft-dmr-inject bit-flip@step=3", ["--ft-dmr-profile measures", "drop one"]),
+        ("--ft-dmr-profile p.json --ft-dmr-inject bit-flip@step=3", ["--ft-dmr-profile measures", "remove one"]),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused_with_its_numbers_and_the_fix(flags, words):

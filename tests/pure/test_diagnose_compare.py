@@ -256,7 +256,7 @@ BAD = {
         lambda c: (c / "manifest.json").unlink(),
         "not a complete checkpoint: manifest.json: there is none",
     ),
-    "metadata-of-another-kind": (lambda c: (_garbage(c / ".metadata"), resign(c)), ".metadata is not of this torch's"),
+    "metadata-of-another-kind": (lambda c: (_garbage(c / ".metadata"), resign(c)), ".metadata does not have"),
     "other-layout": (lambda c: _other(c, layout={"tp": 2, "dp": 1}), "different layouts:\n    dp: 2 and 1\n    tp: 1"),
     "other-model": (lambda c: _other(c, run={"model": {"num_layers": 8}}), "are of different models:"),
     "other-data": (lambda c: _other(c, run={"fingerprints": {"tokenizer": "x"}}), "on different inputs:"),

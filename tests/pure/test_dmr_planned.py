@@ -85,7 +85,7 @@ def test_segments_say_how_many_operators_they_replay_and_when():
 def test_plans_of_other_stages_and_of_no_run_are_refused():
     with pytest.raises(UserError, match="no operators of stage 0, only of stages 1"):
         Planned(a_plan({}, stage=1), 0)
-    with pytest.raises(UserError, match="none of a profile of a run"):
+    with pytest.raises(UserError, match="does not come from the profile of a run"):
         Planned(a_plan({}, rename="estimated"), 0)
 
 

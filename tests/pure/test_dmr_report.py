@@ -149,7 +149,7 @@ def test_many_mismatches_are_cut(tmp_path, capsys):
     for i in range(300):
         history.mismatch(2.0 + i / 100, rank=i % 4, step=i)
     said, page = report(write(tmp_path / "a", history, steps=310), capsys)
-    assert "100 more are in events.jsonl." in page.texts
+    assert "100 more mismatches are in events.jsonl." in page.texts
     assert "and 292 more, in report.html" in said
     assert "How operators were verified is not on record." in page.texts
 

@@ -242,7 +242,7 @@ def test_a_run_without_a_hot_swap_has_no_times(tmp_path):
         ("--detect 3s", "--hot-swap-time already includes --detect"),
         ("--failure-steps 18,x", "neither steps nor a readable file"),
         ("--failure-steps {folder}/empty", "is empty"),
-        ("--failure-steps {folder}/words", "holds 'twelve'"),
+        ("--failure-steps {folder}/words", "contains 'twelve'"),
         ("--from-run {folder}/nowhere", "is no folder"),
         ("--from-run {folder}", "contains no run"),
         ("--standbys 0 --fallback-interval 0", "with probability 1"),

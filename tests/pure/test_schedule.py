@@ -276,5 +276,5 @@ def test_ways_and_shapes_that_do_not_exist_are_refused():
     for wrong in ((0, 1), (4, 0), (4, 4, 0.0), (4, 4, 1.0, -1.0), (4, 4, 1, 2, -1)):
         with pytest.raises(UserError):
             Shape(*wrong)
-    with pytest.raises(UserError, match="there is no schedule"):
+    with pytest.raises(UserError, match="there is no kind of schedule"):
         plan("zigzag", Shape(4, 8))

@@ -216,7 +216,7 @@ def test_the_examples_are_table_1(groups):
         ("--groups 24 --mtbf 5m --law normal", "none of weibull"),
         ("--groups 24 --mtbf 5m --law exponential --shape 2", "has no shape"),
         ("--groups 24 --mtbf 5m --law none", "no failures"),
-        ("--groups 24 --mtbf 5m --law trace", "needs one"),
+        ("--groups 24 --mtbf 5m --law trace", "need each other"),
         ("--groups 24 --mtbf 5m --law trace --trace {folder}/none", "cannot be read"),
         ("--groups 24 --mtbf 5m --law trace --trace {folder}/words", "line 2 of"),
         ("--groups 24 --mtbf 5m --law trace --trace {folder}/far", "names group 24"),

@@ -1,11 +1,11 @@
-"""How long messages take between agents and the control plane, over TCPStore and over etcd.
+"""Measure the latency of messages between agents and the control plane, over TCPStore and over etcd.
 
     python tools/bench/board.py
 
-Prints one JSON line. ``report_ms``: median time from ``post`` in an agent until ``receive`` returns the report in the
-control plane; ``order_ms``: from ``publish`` until the order is in a follower's hands; ``*_p99_ms``: the 99th
-percentile. One message at a time, all ends in one process, everything on this machine. ``etcd3``: three servers, which
-have to agree; all write to disk as they do by default.
+Prints one JSON line. ``report_ms`` is the median time from ``post`` in an agent until ``receive`` returns the report in
+the control plane. ``order_ms`` is the median time from ``publish`` until a follower has received the order.
+``*_p99_ms`` is the 99th percentile. One message is sent at a time, and all ends are in one process on this machine.
+``etcd3`` is a cluster of three servers, which have to agree; all servers write to disk as they do by default.
 """
 
 import argparse

@@ -1,17 +1,18 @@
-"""What CheckFree and CheckFree+ cost while nothing fails: steps of each and of the plain trainer in turn, in one run.
+"""Measure the cost of CheckFree and CheckFree+ without failures, in alternating steps of each and of the plain trainer.
 
-    python tools/bench/checkfree.py                     # four pipeline stages, a process each
+    python tools/bench/checkfree.py                     # four pipeline stages, one process each
 
-Prints one JSON line. `over` is the median over rounds of (side - off) / off, where a round is a step of each side and
-the sides change their order from round to round.
+Prints one JSON line. `over` is the median over rounds of (side - off) / off. A round has one step of each side, and the
+order of the sides changes from round to round.
 
-on    every stage's norm is kept (what a snapshot's envelope holds more, some 20 bytes for each stage, is not in it);
-      off is the same trainer with CheckFree's patches in place and nobody listening. Goal: 0.01 at most.
-plus  a second model in the same processes, whose embedding and head are kept twice, by the planned schedule. `planned`
-      is the bubbles of that and of 1F1B where every stage has a device of its own; on fewer cores than stages there are
-      none, and `plus` is what the copies cost.
+off   the trainer with CheckFree's patches and without a listener.
+on    CheckFree records the gradient norm of every stage. The goal is at most 0.01. The norms in a snapshot's envelope,
+      some 20 bytes for each stage, are not included.
+plus  a second model in the same processes, with replicated embedding and head and the planned schedule. `planned` holds
+      the bubbles of this schedule and of 1F1B if every stage has its own device. With fewer cores than stages there are
+      no bubbles, and `plus` is the cost of the replicas.
 
-What a recovery takes: tools/bench/recovery.py --ranks 6 --kind stage.
+`tools/bench/recovery.py --ranks 6 --kind stage` measures the duration of a recovery.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""The control plane's own death: how long nobody decides, what training notices of it, what a fault meanwhile costs.
+"""Measure the death of the control plane: the time without decisions, and its effect on training and recoveries.
 
     python tools/bench/control.py
 
-Prints one JSON line, from one run of four ranks: `away_ms` from the SIGKILL of the control plane to its successor's
-first decision, with a process that waits to take over, and once without one (`cold_away_ms`); `step_ratio`: the median
-step time in the second after such a kill / that of the whole run; `recovery_ms`: SIGKILL of a worker to the next step;
-`recovery_without_control_ms`: the same with the control plane killed at the same moment.
+Prints one JSON line, from one run of four ranks. `away_ms` is the time from the SIGKILL of the control plane to the
+first decision of its successor, if a standby process is ready to take over; `cold_away_ms` is the same without such a
+process. `step_ratio` is the median step time in the second after such a kill, divided by that of the whole run.
+`recovery_ms` is the time from the SIGKILL of a worker to the next step; `recovery_without_control_ms` is the same if
+the control plane is killed at the same moment.
 """
 
 import argparse

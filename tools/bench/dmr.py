@@ -1,16 +1,16 @@
-"""What executing every operator twice costs: off, naive, piggyback and by plan, in turn, in the same processes.
+"""Measure the cost of executing every operator twice: off, naive, piggyback and by plan, alternating in one process.
 
-    python tools/bench/dmr.py                              # one rank, nothing to hide behind
-    python tools/bench/dmr.py --plan auto                  # the same, by a plan: profiled and planned first
-    python tools/bench/dmr.py --pp 2 --plan auto --memory-budget +30MB     # windows and bubbles, and little memory
+    python tools/bench/dmr.py                              # one rank, without windows
+    python tools/bench/dmr.py --plan auto                  # the same with a plan, after a profile
+    python tools/bench/dmr.py --pp 2 --plan auto --memory-budget +30MB     # windows, bubbles, and little memory
 
-Prints one JSON line. Steps of all sides take turns, so that a machine that slows down slows all of them; `over` is the
-median over rounds of (side - off) / off. Off is the trainer with DMR's patches in place and nobody listening. The model
-is recomputed in full, so that a forward's second execution is there anyway: duplicated work alone is the backward's and
-the optimizer's. Goals: 0.60 for full coverage with nothing hidden, and less with windows; never more memory than the
-budget. `kept_bytes`: what waits for windows, at most; much of it training has not let go of. `peak_bytes`: of training
-and what waits, by the plan's figures. `measured_peak_bytes`: the most that tensors and operators had allocated in one
-step after those that count, of the stage with most.
+Prints one JSON line. The sides alternate step by step, so that a slow machine slows all of them down. `over` is the
+median over rounds of (side - off) / off. "off" is the trainer with DMR's patches and without a listener. The model is
+recomputed in full, so that the second execution of the forward takes place anyway; only the backward and the optimizer
+are executed additionally. The goals are 0.60 for full coverage without windows, less with windows, and never more
+memory than the budget. `kept_bytes` is the largest memory of operators that wait for windows; training still uses much
+of it. `peak_bytes` is the peak memory with deferred verifications, as the plan predicts it. `measured_peak_bytes` is
+the most memory that tensors and operators allocated in a step after the measured ones, on the stage with the most.
 """
 
 import argparse

@@ -1,14 +1,15 @@
-"""The digest's speed beside a copy and a comparison of the same tensor.
+"""Compare the speed of the digest with that of a copy and of a comparison of the same tensor.
 
     python tools/bench/dmr_digest.py [--device cuda]
 
-Prints one JSON line. For each size, the sides take turns in one process, and every figure is a median: `us` of one
-call; `gb_s`, the tensor's bytes over that time (for a copy and a comparison too, which touch them twice); and
-`of_copy`, the digest's speed over the copy's. The goal on a GPU is `of_copy` >= 0.7.
+Prints one JSON line. For each size, the sides alternate in one process, and every figure is a median: `us` is the
+duration of one call; `gb_s` is the size of the tensor divided by this time (also for a copy and a comparison, which
+access twice as many bytes); `of_copy` is the speed of the digest divided by that of the copy. The goal on a GPU is
+`of_copy` >= 0.7.
 
-Sides: "digest" as users get it (`backend`), "eager" the same from plain torch, "copy" into memory that is there,
-"compare" our bitwise comparison and "equal" torch.equal, of two equal tensors; on a CPU also the digest with what the C
-library uses on lesser processors.
+Sides: "digest" is the digest with the default `backend`, "eager" the same from plain torch, "copy" a copy into existing
+memory, "compare" this project's bitwise comparison of two equal tensors, and "equal" torch.equal of them. On a CPU, the
+digest is also measured with the instructions that the C library uses on older processors.
 """
 
 import argparse

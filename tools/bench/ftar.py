@@ -1,11 +1,12 @@
-"""FTAR against gloo's all-reduce, side by side in one run: bandwidth by number of processes, size and type.
+"""Compare FTAR with gloo's all-reduce in one run: bandwidth by number of processes, size and type.
 
     python tools/bench/ftar.py
 
-Prints one JSON line. Each entry of `cells` is one (processes, MiB, type): medians of `ftar_ms` and `gloo_ms`, and
-`ratio`, gloo's time / FTAR's. Type bf16 rounds sums as often as gloo does, bf16-wide once (FTAR's default). The least
-ratios: `at_64_and_more` MiB and `at_1` of fp32 and bf16, `wide_at_64_and_more` of bf16-wide. `busy` is the same at
-64 MiB while the caller's thread computes (matrix products): the time until both are done.
+Prints one JSON line. Each entry of `cells` is one combination (processes, MiB, type) with the medians `ftar_ms` and
+`gloo_ms`, and `ratio`, gloo's time divided by FTAR's. Type bf16 rounds sums as often as gloo does, bf16-wide once
+(FTAR's default). The least ratios are `at_64_and_more` MiB and `at_1` for fp32 and bf16, and `wide_at_64_and_more` for
+bf16-wide. `busy` is the same at 64 MiB while the caller's thread computes matrix products: the time until both are
+done.
 """
 
 import argparse

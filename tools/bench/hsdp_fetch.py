@@ -1,16 +1,20 @@
-"""Catch-up: how fast a state comes in, and what serving it costs the training of the source.
+"""Measure the fetch of a training state by a replica that catches up, and what serving it costs the source.
 
     python tools/bench/hsdp_fetch.py
 
-Prints one JSON line; everything is measured in turns in the same run, medians, MB = 10^6 bytes. `MB_s`: a fetch from
-one source and from two (`fetch_1`, `fetch_2`), the download of a file of that size from Python's http.server (`file`),
-and a copy over a bare socket (`socket`), each into memory that is there already; sources are processes of their own.
-`against_file`, `against_socket`: the better fetch divided by each. `step`: step time of a compute loop in a source
-while it serves without pause, divided by that while it does not (`step_ms`: both), and `step_MB_s`, what it serves
-meanwhile: with the one who fetches on the same cores (`beside`), and with that one at the lowest priority, as if it
-were on another host (`apart`). `withdraw_ms`: longest withdrawal in the middle of a fetch. `offer_us`: an offer of 1000
-tensors, which every committed step pays. `checksum_GB_s`: what a block of 1 MiB could be checked with, ours first.
-`load` tells whether the machine was busy with other things, which serving, at low priority, then waits for.
+Prints one JSON line. All figures are medians from alternating measurements in one run; MB = 10^6 bytes.
+
+- `MB_s`: bandwidth of a fetch from one source (`fetch_1`) and from two (`fetch_2`), of the download of a file of the
+  same size from Python's http.server (`file`), and of a copy over a plain socket (`socket`), each into existing memory.
+  Each source is a process of its own.
+- `against_file`, `against_socket`: the faster fetch divided by the download and by the copy.
+- `step`: step time of a compute loop in a source that serves without pause, divided by the step time without serving
+  (`step_ms` has both). `step_MB_s`: bandwidth that the source serves meanwhile. The fetching process runs on the same
+  cores (`beside`), or with the lowest priority, as if it were on another host (`apart`).
+- `withdraw_ms`: longest time to withdraw an offer in the middle of a fetch.
+- `offer_us`: time to offer 1000 tensors, as every committed step does.
+- `checksum_GB_s`: speed of checksums of a block of 1 MiB, this project's first.
+- `load`: mean load of the machine. Serving has a low priority, so it waits for other work on the machine.
 """
 
 import argparse

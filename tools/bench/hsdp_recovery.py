@@ -1,17 +1,17 @@
-"""A replica dies, the others train on, it comes back: what each of these takes, in real runs of `ft run`.
+"""Measure the loss and the return of a replica in real runs of `ft run`, while the other replicas continue training.
 
     python tools/bench/hsdp_recovery.py --replicas 3 --torchft VENV/bin/python
 
-Prints one JSON line. One worker after another gets SIGKILL (or SIGSTOP: --kind hang) from outside, at no particular
-moment of a step, each time once all replicas have trained together for some steps. Medians over the faults:
-`stall_ms`: time of the others' step beyond a normal one; `back_in_quorum_ms`: from the fault until a quorum with the
-replica is formed again; `contributes_ms`: until it has done its first step; `rejoin_ratio`: the others' longest step
-while it returns over a normal one, beside `calm_ratio`, the longest of as many steps in which nothing happened.
-`phases_ms`: what its return consists of, one after the other, by the events of the run. Times of steps are those of the
-run's report.
+Prints one JSON line. Workers are killed one after the other by SIGKILL (with --kind hang: stopped by SIGSTOP) from
+outside, at a random point of a step, each after all replicas have trained together for some steps. The figures are
+medians over the faults. `stall_ms` is the duration of the other replicas' step beyond a normal one. `back_in_quorum_ms`
+is the time from the fault until a quorum includes the replica again, `contributes_ms` the time until its first step.
+`rejoin_ratio` is the longest step of the others during its return divided by a normal step; for comparison,
+`calm_ratio` is the same for as many undisturbed steps. `phases_ms` has the durations of the phases of the return, from
+the events of the run. Durations of steps are those of the run's report.
 
---torchft: the same model and fault with torchft-nightly, in the same run (tools/bench/peers); of itself where it is
-installed beside this. Otherwise the figures that the design document states for it are given, and named so.
+With --torchft, the same model and fault are measured with torchft-nightly in the same run (tools/bench/peers), which is
+also used if it is installed in this environment. Otherwise the output has published figures of torchft, marked as such.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What fault tolerance between replicas adds to a step, against the same training with gloo across the replicas.
+"""Compare the step time of FT-HSDP with that of data parallelism over gloo, with the same training.
 
     python tools/bench/hsdp_step.py --replicas 2 --ranks 1
 
 Prints one JSON line. Blocks of steps of the two sides alternate in the same processes of one run. "ours" is the step of
-FT-HSDP as a run has it: quorum, FTAR, vote, state on offer, records. "gloo" is ordinary data parallelism of the same
-ranks: the same model, data, batch and bucket groups, reduced inside the replica as core does it, and then summed over
-the replicas by a gloo all-reduce, in a thread, overlapped with the backward alike; nothing of it survives a fault.
-`added_ms` is the median over pairs of blocks of what a step of ours takes longer; the goal is `goal_ms`, 1 ms + 1 %.
-`parts_ms`: where a step of ours spends its time in the thread that trains, mean; parts may lie inside one another.
+FT-HSDP as in a run: quorum, FTAR, vote, offer of the state, records. "gloo" is ordinary data parallelism of the same
+ranks: the same model, data, batch and bucket groups, reduced inside the replica by core and then summed over the
+replicas by a gloo all-reduce in a thread that overlaps with the backward; this side survives no fault. `added_ms` is
+the median over pairs of blocks of the additional time of a step of "ours"; the goal is `goal_ms`, 1 ms + 1 %.
+`parts_ms` is the mean time that the training thread spends in each part of a step; parts may contain each other.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What protection costs: step time with hot-swap on and off, in turn, in the same processes of one run.
+"""Measure the cost of hot-swap: step time with and without it, alternating in the processes of one run.
 
     python tools/bench/protection.py
 
-Prints one JSON line. `ratio` is the median over pairs of blocks of (on / off); the blocks alternate, so that a machine
-that slows down slows both. Off is the same trainer with no snapshot, no copy and no fence; the groups are the
-interruptible ones in both (tools/bench/groups.py compares those with torch's own).
+Prints one JSON line. `ratio` is the median over pairs of blocks of (on / off). The blocks alternate, so that a slow
+machine slows both down. "off" is the same trainer without snapshots, peer copies and the barrier that commits a step.
+Both sides use the interruptible process groups (tools/bench/groups.py compares these with torch's own).
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""A quorum of FT-HSDP over its own protocol, beside the same round trip over the control plane's board.
+"""Compare the latency of FT-HSDP's quorum with that of the same round trip over the control plane's channel.
 
     python tools/bench/quorum.py
 
-Prints one JSON line. `quorum_ms`, `board_ms`: median and 99th percentile from the first of ``--replicas`` reports to
-the last answer; `restart_ms`: a server is killed and another one started at once, until what was asked meanwhile is
-answered; `board_start_ms`: until a board that is hosted by a new process can be connected to.
+Prints one JSON line. `quorum_ms` and `board_ms` are the median and the 99th percentile of the time from the first of
+``--replicas`` reports to the last answer. `restart_ms`: a server is killed and another one is started at once; the time
+until the requests made meanwhile are answered. `board_start_ms`: time until clients can connect to a channel that a new
+process hosts.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""The time to rebuild process groups after ranks were lost, by the production code, on tiny ranks of this machine.
+"""Measure the time to rebuild process groups after ranks were lost, with the production code and small processes.
 
     python tools/bench/rebuild.py --ranks 8 --tp 2 --pp 2 >> tools/bench/results/rebuild.jsonl
     python tools/bench/rebuild.py --all > tools/bench/results/rebuild.jsonl
 
-Prints one JSON line for each kind of rebuild: of all groups, of those that the loss of one rank asks for, and of those
-that the loss of a node of four does. `wall_s`: of the slowest rank, median; `busiest_cpu_s`: processor time of the rank
-that computes most; `store_cpu_s`: of the store they meet in. `ft simulate recovery` fits and extrapolates these lines.
+Prints one JSON line for each kind of rebuild: of all groups, of the groups that the loss of one rank requires, and of
+the groups that the loss of a node of four ranks requires. `wall_s` is the median wall time of the slowest rank,
+`busiest_cpu_s` the CPU time of the busiest rank, and `store_cpu_s` that of the rendezvous store. `ft simulate recovery`
+fits and extrapolates these lines.
 """
 
 import argparse

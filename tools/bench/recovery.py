@@ -1,13 +1,13 @@
-"""From SIGKILL to the next step: hot-swap against restarting the same job with torchrun from a checkpoint.
+"""Compare the time from SIGKILL to the next step with hot-swap and with a restart of the job by torchrun.
 
     python tools/bench/recovery.py --ranks 4
-    python tools/bench/recovery.py --ranks 6 --kind stage     # CheckFree: a stage and the only copy of it
+    python tools/bench/recovery.py --ranks 6 --kind stage     # CheckFree: a stage and the only copy of it are lost
 
-Prints one JSON line. Both sides train the same tiny model on the same data in the same layout, one after the other.
+Prints one JSON line. Both sides train the same small model on the same data in the same layout, one after the other.
 `ratio` is (torchrun's median) / (hot-swap's median) of the time from a worker's SIGKILL to the beginning of the first
-step after it. torchrun restarts from a checkpoint of the very step at which the worker was killed: its best case.
-With `--kind stage` each rank is a pipeline stage; a middle one and the one that holds its copy are killed at once, and
-the first is rebuilt from its neighbours.
+step after it. torchrun restarts from a checkpoint of exactly the step at which the worker was killed, its best case.
+With `--kind stage` each rank is a pipeline stage. A middle stage and the rank that holds its copy are killed at the
+same time, and the stage is rebuilt from its neighbours.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""SPARe's controller: how long its calls take, and how long the trials of the paper's tables 4 to 6.
+"""Measure the calls of SPARe's controller, and the Monte Carlo trials of tables 4 to 6 of the SPARe paper.
 
     python tools/bench/spare.py
     python tools/bench/spare.py --rows 55 --trials 1000
 
-Prints one JSON line. ``compiled`` (where numba is installed) and ``interpreted``: one call of ``Controller.lose`` for
-each failure of whole trials at (1000, 26), state and answer included: mean, median, 99th percentile, longest, in
-milliseconds. ``table_s``: ``--trials`` Monte Carlo trials of each of the first ``--rows`` rows of the tables, on one
-core, compiled where numba is installed; ``table_cpu_s`` is that core's own time.
+Prints one JSON line. ``compiled`` (if numba is installed) and ``interpreted`` hold the mean, median, 99th percentile
+and maximum, in milliseconds, of calls of ``Controller.lose`` for every failure of whole trials at (1000, 26), including
+state and answer. ``table_s`` is the time of ``--trials`` Monte Carlo trials for each of the first ``--rows`` rows of
+the tables on one core, compiled if numba is installed; ``table_cpu_s`` is its CPU time.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""What SPARe's machinery adds to a step of FT-HSDP in which nobody is lost, and what keeping gradients costs.
+"""Measure what SPARe adds to a step of FT-HSDP without failures, and what it costs to keep gradients.
 
     python tools/bench/spare_step.py
 
 Prints one JSON line. Blocks of steps of the two sides alternate in the same processes of one run, with the same
-compute: "spare" divides the shard types, and keeps what it gives into the exchange; "plain" is FT-HSDP's own stream.
-`added` is the median over pairs of blocks of (spare - plain) / plain; the goal is 0.02. `added_cpu` is the same of the
-processor's time in the first group's process, which others on the machine disturb less.
+computation: "spare" divides the shard types and keeps the gradients that it exchanges; "plain" is FT-HSDP's own stream
+of samples. `added` is the median over pairs of blocks of (spare - plain) / plain; the goal is 0.02. `added_cpu` is the
+same for the CPU time of the first group's process, which depends less on other load of the machine.
 
-Two ways to have what a failed exchange needs: one copy of what was reduced inside the group, and the lost types
-computed anew after a failure (`owner`: what the trainer does); or the gradient of every stack kept apart until the
-commit (`apart`). For each `bytes` of a rank with two stacks, and `ms`: of copies in every step; and `patch_ms`, what
-the former pays once per lost type, a forward and backward pass of one shard.
+There are two ways to keep what a failed exchange needs. `owner`, which the trainer uses, keeps one copy of the
+gradients that are reduced inside the group, and computes lost types again after a failure. `apart` keeps the gradients
+of every stack separately until the commit. For each of them, the output has `bytes` of a rank with two stacks and `ms`
+of the copies in every step. `patch_ms` is the time that `owner` needs once for each lost type: a forward and backward
+pass of one shard.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Step time of our trainer against a plain megatron-core loop: same model, same data, in turn, in the same processes.
+"""Compare the step time of this project's trainer with that of a plain megatron-core loop with the same model and data.
 
     python tools/bench/step_time.py
 
-Prints one JSON line. `ratio` is the median over pairs of blocks of (ours / plain); the blocks alternate, so that a
-machine that slows down slows both. Our side runs the whole loop, metrics file and exit consensus included.
+Prints one JSON line. `ratio` is the median over pairs of blocks of (ours / plain). The blocks alternate in the same
+processes, so that a slow machine slows both down. The side "ours" runs the whole training loop, including the metrics
+file and the agreement on the exit.
 """
 
 import argparse

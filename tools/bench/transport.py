@@ -1,11 +1,12 @@
-"""Snapshots over TCP against MPI: bytes per second and cost per step, in turn, in the same two processes.
+"""Compare snapshots over TCP with snapshots over MPI: bandwidth and cost per step, in the same two processes.
 
     python tools/bench/transport.py
 
-Two workers, each on a node of its own with its relay (`mpirun -n 2`, on this machine), keep copies for each other, as
-data-parallel neighbours do. Prints one JSON line. `send`: MB/s of each worker while both send and nothing else runs;
-`fetch`: MB/s of one that gets a snapshot from the other, as in a recovery; `step`: time of a step that computes for
-`step_off_ms` and has the snapshot sent meanwhile, divided by the time of one that only computes (median over rounds).
+Two workers hold copies for each other, like data-parallel neighbours. Each has a node and a relay of its own
+(`mpirun -n 2` on this machine). Prints one JSON line. `send` is the MB/s of each worker while both send and do nothing
+else. `fetch` is the MB/s of a worker that gets a snapshot from the other, as in a recovery. `step` is the time of a
+step that computes for `step_off_ms` while the snapshot is sent, divided by the time of a step that only computes
+(median over rounds).
 """
 
 import argparse

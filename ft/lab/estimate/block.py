@@ -243,7 +243,7 @@ def backward(steps: Sequence[Step]) -> list[Step]:
 
 
 def _added(steps: Sequence[Step], output: str) -> tuple[str, ...]:
-    """Return the tensors that are added to the residual stream to give ``output``; their gradient equals the sum's."""
+    """Return the tensors whose sum in the residual stream is ``output``; their gradients equal that of the sum."""
     return next((one.inputs[1:] for one in steps if isinstance(one, Work) and output in one.outputs), ())
 
 

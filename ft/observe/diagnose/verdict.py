@@ -167,7 +167,10 @@ class RankShare:
 
 
 def ranks(found: Comparison) -> list[RankShare]:
-    """Return a share for every rank that wrote a differing piece, by run, ignoring the part that is not sharded."""
+    """Return one entry for each deviating run and each rank of it that wrote a differing piece, ordered by run.
+
+    Pieces in the part of the checkpoint that is not sharded are ignored.
+    """
     shares = []
     for run, stored in enumerate(found.stored):
         by_rank: dict[int, list[Finding]] = {}
@@ -228,8 +231,7 @@ def _sharded(found: Comparison, run: int) -> list[Finding]:
 
 
 def _writer(found: Comparison, run: int, finding: Finding) -> int:
-    """Return the rank of ``run`` that wrote the piece, which may differ between runs that were saved in different ways.
-    """
+    """Return the rank of ``run`` that wrote the piece; it may differ between runs with different checkpoint flags."""
     return found.stored[run].pieces.get(finding.piece.key, finding.piece).rank
 
 

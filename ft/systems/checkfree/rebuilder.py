@@ -39,8 +39,9 @@ _NARROW = ("linear_proj.weight", "linear_fc2.weight")
 
 
 class CheckFreeRebuilder:
-    """The stage rebuilder of one rank (``ft.systems.hot_swap.rebuilder.StageRebuilder``). Create it on all ranks, after
-    model and optimizer are built and core is patched (WITH_CHECKFREE).
+    """The stage rebuilder of one rank (``ft.systems.hot_swap.rebuilder.StageRebuilder``).
+
+    Create it on all ranks, after model and optimizer are built and core is patched (WITH_CHECKFREE).
 
     Raises:
         UserError: the model cannot be rebuilt stage by stage.
@@ -102,7 +103,7 @@ class CheckFreeRebuilder:
             self._set_rate(step, self.rebuilt_at)
 
     def lend(self, order: Repair, envelope: dict[str, Any]) -> bool:
-        """Send this rank's blocks to the ranks under rebuild that it is a neighbour of. Collective with these.
+        """Send this rank's blocks to those neighbour ranks that are rebuilt. Collective with these ranks.
 
         Returns:
             whether this rank's own state is still that of the step; with CheckFree+ some of its moments may be reset.
@@ -119,8 +120,11 @@ class CheckFreeRebuilder:
         return not begin_anew
 
     def _begin_anew(self, order: Repair) -> list[torch.nn.Parameter]:
-        """Return the parameters that this rank shares with a rebuilt rank. There the moments are fresh, so they must be
-        reset here too, or the copies would diverge. All four end stages share a tied weight."""
+        """Return the parameters that this rank shares with a rebuilt rank.
+
+        The rebuilt rank has new optimizer moments for these parameters, so this rank must reset its own moments, too;
+        otherwise the copies would diverge. All four end stages share a tied weight.
+        """
         if not self._has_twin:
             return []
         chunk = self._subject.chunks[0]
@@ -160,13 +164,19 @@ class CheckFreeRebuilder:
         return {**position, "checkfree": self.kept | {"norms": list(norms.values())}}, {"owned": how, "replicated": how}
 
     def _strategy(self, blocks: list) -> str:
-        """Return the strategy: an end stage has one neighbour, which has learnt its work with CheckFree+: copy it."""
+        """Return the strategy of the rebuild.
+
+        An end stage has a single neighbour, which CheckFree+ has trained to do the same work; therefore it is copied.
+        """
         asked = self._settings.strategy
         return rebuild.COPY if None in blocks and asked != rebuild.RANDOM else asked
 
     @property
     def _has_twin(self) -> bool:
-        """Return whether a neighbour stage has a copy of embedding or head: then their learning rates must be equal."""
+        """Return whether a neighbour stage has a copy of this stage's embedding or head.
+
+        Both copies must have the same learning rate.
+        """
         return self._replicated_ends is not None and self._replicated_ends.twin is not None
 
     def _ends(self) -> dict[str, torch.Tensor]:
@@ -175,7 +185,7 @@ class CheckFreeRebuilder:
 
     @torch.no_grad()
     def _take_ends(self, lent: dict[int, dict[str, torch.Tensor]]) -> None:
-        """Copy embedding and head exactly from the stage that has the other copy of them."""
+        """Copy embedding and head from the stage that has the other copy of them."""
         if not self._has_twin:
             return
         given = lent.get(self._replicated_ends.twin, {})
@@ -198,9 +208,10 @@ class CheckFreeRebuilder:
         return parallel_state.get_pipeline_model_parallel_group()
 
     def _set_rate(self, step: int, rebuilt_at: int) -> None:
-        """Scale the learning rate, starting from the schedule's own unscaled rates: repeated failures do not compound.
+        """Scale the learning rate from the schedule's own unscaled rates, so that repeated failures do not compound.
 
-        With a twin the factor is 1, but the rates are set all the same: a new worker still has those of the first step.
+        If another stage has a copy of this stage's embedding or head, the factor is 1. The rates are set in this case,
+        too, because a new worker still has those of the first step.
         """
         schedule = self._subject.scheduler
         factor = 1.0 if self._has_twin else self._settings.boost.at(step, rebuilt_at)

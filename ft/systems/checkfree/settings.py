@@ -18,7 +18,7 @@ def _own_mapping() -> Callable[[], dict[str, int]]:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one rank, by which lost stages are rebuilt.
+    """The settings of one rank for the rebuild of lost stages.
 
     Attributes:
         strategy: one of :data:`ft.systems.checkfree.rebuild.STRATEGIES`.
@@ -28,7 +28,7 @@ class Settings:
         reseed: seeds this rank's random number generators for its position in the process grid and the given step.
         seed: seed of the run, for the strategy "random".
         rebuilt_at: returns a mutable mapping from pipeline stage, as text, to the step at which it was last rebuilt.
-            The trainer keeps it with its position and in checkpoints.
+            The trainer stores it with its position and in checkpoints.
         replicated_ends: the replicas of embedding and output layer (CheckFree+), with which the first and the last
             stage can be rebuilt; None without CheckFree+.
     """

@@ -77,7 +77,10 @@ def _table(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
 
 
 def needs(pipeline: Pipeline, unit: Unit) -> Unit | None:
-    """Return the unit whose result this unit waits for, possibly on the same stage; None for the input data."""
+    """Return the unit whose result is the input of ``unit``; it may be on the same stage.
+
+    The result is None if the input of ``unit`` is training data.
+    """
     stage, microbatch, chunk, backward = unit
     last = pipeline.stages - 1
     if not backward:
@@ -92,7 +95,10 @@ def needs(pipeline: Pipeline, unit: Unit) -> Unit | None:
 
 
 def receiver(pipeline: Pipeline, unit: Unit) -> Unit | None:
-    """Return the unit that waits for the result of this unit; None if there is none."""
+    """Return the unit that uses the result of ``unit``: the next forward or backward of the same microbatch.
+
+    The unit may be on the same stage. The result is None if no other unit needs the result.
+    """
     stage, microbatch, chunk, backward = unit
     last = pipeline.stages - 1
     if backward:

@@ -76,14 +76,20 @@ class Routes:
         return forwards + [unit._replace(backward=True) for unit in reversed(forwards)]
 
     def needs(self, unit: Unit) -> Unit | None:
-        """Return the unit whose result this unit waits for, possibly on the same stage; None for the input data."""
+        """Return the unit whose result is the input of ``unit``; it may be on the same stage.
+
+        The result is None if the input of ``unit`` is training data.
+        """
         way, at = self.ways[unit.microbatch], self.position(unit)
         if unit.backward:
             return unit._replace(backward=False) if at == len(way) - 1 else _at(way[at + 1], unit)
         return _at(way[at - 1], unit) if at > 0 else None
 
     def receiver(self, unit: Unit) -> Unit | None:
-        """Return the unit that waits for the result of this unit; None if there is none."""
+        """Return the unit that uses the result of ``unit``: the next forward or backward of the same microbatch.
+
+        The unit may be on the same stage. The result is None if no other unit needs the result.
+        """
         way, at = self.ways[unit.microbatch], self.position(unit)
         if unit.backward:
             return _at(way[at - 1], unit) if at > 0 else None

@@ -1,10 +1,10 @@
-"""torchft with the model of our benchmarks: what the loss of a replica group costs the others, and when it is back.
+"""Measure the loss and the return of a replica group with torchft, with the same model as the other benchmarks.
 
     python tools/bench/peers/torchft_recovery.py --python VENV/bin/python
 
-Prints one JSON line. torchft is no dependency of ours: VENV is an environment with torchft-nightly and what we depend
-on; without it the line says so. Every replica group is one process, restarted as soon as it has ended, as torchrun
-would; a lighthouse decides who is in a quorum. ``measure`` is what other benchmarks call.
+Prints one JSON line. torchft is not a dependency of this project: VENV is an environment with torchft-nightly and this
+project's dependencies; without it, the line says so. Every replica group is one process that is restarted as soon as it
+ends, as torchrun would do; a lighthouse decides which groups are in a quorum. Other benchmarks call ``measure``.
 """
 
 import argparse
