@@ -106,8 +106,9 @@ _DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number"
 
 
 FILE = "FT_FAULTS"
-"""Environment variable with the path of the file that ``write`` has written. A file is needed because the plan can be
-longer than an environment variable or a socket's buffer.
+"""Name of the environment variable that tells a worker the path of the file of planned faults, written by ``write``.
+
+The faults are passed in a file because a plan can be longer than an environment variable may be.
 """
 
 

@@ -123,7 +123,7 @@ class Supervisor:
             out: file that standard output is appended to.
             on_exit: called by ``turn`` with the exit code, or the negated number of the signal that killed the child.
             err: file that standard error is appended to; None: ``out``.
-            environment: variables set in addition to those of this process.
+            environment: its environment variables; None: those of this process.
             stdin: ``subprocess.PIPE`` or ``subprocess.DEVNULL``.
             pass_fds: file descriptors that stay open in the child.
             ignores_signals: whether the child ignores SIGINT and SIGTERM, which Slurm may send to all processes of a
@@ -135,7 +135,7 @@ class Supervisor:
         with open(out, "ab") as stdout, open(err or out, "ab") as stderr:
             child = subprocess.Popen(
                 command(module, arguments, os.getpid(), ignores_signals),
-                env={**os.environ, **(environment or {})},
+                env=environment,
                 start_new_session=True,
                 stdin=stdin,
                 stdout=stdout,

@@ -118,7 +118,7 @@ def test_options_that_cannot_work(text, words):
 
 
 def test_options():
-    options = parse_options('{"world_size": 2, "run_id": "x", "timeouts": {"join_s": 900.0}, "hot_swap": false}')
+    options = parse_options('{"world_size": 2, "timeouts": {"join_s": 900.0}, "hot_swap": false}')
     assert (options.world_size, options.nodes, options.hot_swap, options.timeouts.join_s) == (2, 1, False, 900.0)
 
 

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
 from ft.job.control.isolation import Solitude
 from ft.job.control.timeouts import Timeouts
 from ft.platform import election as election
-from ft.platform.election import LeaseRecord
+from ft.platform.election import LeaseKeeper, LeaseRecord
 from ft.platform.supervisor import Supervisor
 
 LIMITS = Timeouts()
@@ -50,6 +51,40 @@ def test_a_lease_that_is_renewed_is_told_from_one_that_was_left(tmp_path):
     assert not election.is_kept(tmp_path, 0.2)
     threading.Timer(0.1, lambda: election.renew(tmp_path, LeaseRecord(0, 0, "", "n0", 1, 1))).start()
     assert election.is_kept(tmp_path, 20.0)
+
+
+def come_about(true):
+    deadline = time.monotonic() + 20.0
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_lease_is_kept_for_a_leader_that_starts_until_that_one_serves(tmp_path):
+    starting = LeaseRecord(election.claim_next(tmp_path, "n0"), 0, "", "n0", 1)
+    keeper = LeaseKeeper(tmp_path, 0.01, starting)
+    keeper.start()
+    come_about(lambda: (found := election.read(tmp_path)) is not None and found.count > 2)
+    assert keeper.holds and keeper.serving(time.monotonic()) is None
+
+    def serve():
+        election.renew(tmp_path, replace(starting, where="tcp://h:1"))  # as a leader does at every beat
+        return not keeper.holds
+
+    come_about(serve)
+    come_about(lambda: keeper.serving(time.monotonic()) is not None)
+    keeper.close()
+
+
+def test_a_lease_is_lost_to_a_later_term(tmp_path):
+    keeper = LeaseKeeper(tmp_path, 0.01)
+    keeper.start()
+    keeper.hold(LeaseRecord(election.claim_next(tmp_path, "n0"), 0, "", "n0", 1))
+    assert keeper.holds and not keeper.lost
+    assert election.claim_next(tmp_path, "n1", least=7) == 7
+    come_about(lambda: keeper.lost)
+    assert not keeper.holds
+    keeper.close()
 
 
 @pytest.mark.parametrize(

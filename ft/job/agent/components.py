@@ -149,9 +149,7 @@ def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
 def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
     cluster = options.cluster
     return {
-        "run_id": options.run_id,
         "nodes": cluster.nnodes,
-        "standby_nodes": cluster.standby_nodes,
         "world_size": options.world_size,
         "max_restarts": options.max_restarts,
         "hot_swap": options.hot_swap,

@@ -85,13 +85,13 @@ class ControlPlaneSupervisor:
         self.sidecar.start(term, node, life)
         return True
 
-    def is_replaced(self, code: int) -> bool:
-        """Record the exit of the control plane's process, and return whether another control plane has replaced it."""
+    def ended(self, code: int) -> bool:
+        """Record the exit of the control plane's process. Return False if another control plane has replaced it."""
         if self._lease is not None:
             self._lease.drop()
         if code != SUCCEEDED:
             self._deaths.append(time.monotonic())
-        return code == SUCCEEDED
+        return code != SUCCEEDED
 
     def dies_again_and_again(self) -> bool:
         """Return whether the control plane has died so often that its journal may be the cause."""

@@ -7,6 +7,7 @@ control plane. A standby process, which has imported everything, can be prepared
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -77,7 +78,7 @@ class Sidecar:
             [],
             self.log,
             lambda code: self._ended(child, code),
-            environment={"OMP_NUM_THREADS": "1"},
+            environment={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
         )
         return child

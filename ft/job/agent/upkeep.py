@@ -166,8 +166,7 @@ class ControlPlaneUpkeep:
         self._steward.close()
 
     def _ended(self, code: int) -> None:
-        replaced = self._steward.is_replaced(code)
-        if replaced or self._is_over:
+        if not self._steward.ended(code) or self._is_over:
             return
         how = f"the control plane {processes.how_it_ended(code)}"
         lines = [f"    {line}" for line in last_lines(self._steward.sidecar.log)]

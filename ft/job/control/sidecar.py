@@ -24,8 +24,8 @@ from ft.job.control.decision import Note
 from ft.job.control.isolation import Solitude
 from ft.job.control.journal import Journal, Memory, lives, recall
 from ft.job.control.state import ENDED, Options, State
-from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentLeaving, ControlBack
+from ft.net.codec import BadMessage, from_json
 from ft.platform import election as election
 from ft.platform import processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
@@ -184,19 +184,10 @@ def parse_options(text: str) -> Options:
         UserError: the text is no JSON object, lacks the world size, or has inconsistent timeouts.
     """
     try:
-        values = json.loads(text)
-        timeouts = Timeouts(**values.get("timeouts", {})).check()
-        return Options(
-            nodes=int(values.get("nodes", 1)),
-            world_size=int(values["world_size"]),
-            max_restarts=int(values.get("max_restarts", 3)),
-            restarts=int(values.get("restarts", 0)),
-            hot_swap=bool(values.get("hot_swap", True)),
-            faults=int(values.get("faults", 0)),
-            command=[str(word) for word in values.get("command", [])],
-            timeouts=timeouts,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        options = from_json(Options, {"nodes": 1, **json.loads(text)})
+        options.timeouts.check()
+        return options
+    except (ValueError, TypeError, BadMessage) as error:
         raise UserError(
             f"--options {text[:200]} cannot be read ({type(error).__name__}: {error})",
             'give a JSON object such as {"world_size": 4, "nodes": 1}',

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from ft.job.quorum import reactions, wire
 from ft.job.quorum.decide import Decision, decide
 from ft.job.quorum.state import Note, Options, State
-from ft.job.quorum.values import BadMessage, NoQuorum, Quorum, Report
-from ft.net.codec import to_json
+from ft.job.quorum.values import NoQuorum, Quorum, Report
+from ft.net.codec import BadMessage, from_json, is_count, to_json
 
 _IDLE_S = 3600.0
 """Seconds until the next decision while no replica waits for an answer."""
@@ -163,9 +163,9 @@ class Dispatch:
 
     def _welcome(self, now: float, peer: Peer, message: Mapping[str, Any]) -> Acts[None]:
         replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
-        if not _is_count(replica) or not _is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
+        if not is_count(replica) or not is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
             raise BadMessage("a hello without replica, life, rows or known")
-        last = Quorum.parse(message["last"]) if message.get("last") is not None else None
+        last = from_json(Quorum, message["last"]) if message.get("last") is not None else None
         try:
             notes = reactions.hello(self.state, now, replica, life, last)
         except NoQuorum as error:
@@ -182,7 +182,7 @@ class Dispatch:
         yield from _logged(notes)
 
     def _asked(self, now: float, peer: Peer, message: Mapping[str, Any]) -> Acts[None]:
-        report = Report.parse(message.get("report"))
+        report = from_json(Report, message.get("report"))
         if (report.replica, report.life) != (peer.replica, peer.life):
             raise BadMessage(f"a report of life {report.life} of replica {report.replica} from another's connection")
         try:
@@ -192,8 +192,8 @@ class Dispatch:
 
     def _noted(self, now: float, message: Mapping[str, Any]) -> Acts[None]:
         replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
-        is_known = _is_count(replica) and what in ("given up", "arriving")
-        if not is_known or not (_is_count(life) or (life == -1 and what == "given up")):
+        is_known = is_count(replica) and what in ("given up", "arriving")
+        if not is_known or not (is_count(life) or (life == -1 and what == "given up")):
             raise BadMessage("a notice without replica, life or what")
         if what == "given up":
             reason = str(message.get("reason", ""))[:200]
@@ -288,10 +288,6 @@ def _refusal(peer: Peer, reason: str) -> Send:
 def _logged(notes: Iterable[Note]) -> Acts[None]:
     for note in notes:
         yield Log(note)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def _are_rows(rows: Any) -> bool:

@@ -27,9 +27,9 @@ from ft.base.errors import FtError, UserError
 from ft.job.quorum import wire
 from ft.job.quorum.connections import Connection, Guests
 from ft.job.quorum.dispatch import Act, ClaimTerm, Close, Dispatch, KeepLease, Log, NewestTerm, Send, carry_out
-from ft.job.quorum.limits import Limits
 from ft.job.quorum.state import Options
 from ft.platform import election, processes
+from ft.net.codec import BadMessage, from_json
 from ft.platform.election import QUORUM, SUCCEEDED, LeaseRecord
 
 _TOKEN_S = 60.0
@@ -162,16 +162,10 @@ def parse_options(text: str) -> Given:
     """
     try:
         values = json.loads(text)
-        options = Options(
-            replicas=int(values["replicas"]),
-            min_replicas=int(values.get("min_replicas", 1)),
-            forgiven=int(values.get("forgiven", 1)),
-            limits=Limits(**values.get("limits", {})),
-        )
-        where, takes_over = str(values.get("where", Given.where)), bool(values.get("takes_over", False))
+        where, takes_over = values.pop("where", Given.where), values.pop("takes_over", False)
         wire.parse_where(where)
-        return Given(options.check(), where, takes_over)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Given(from_json(Options, values).check(), where, bool(takes_over))
+    except (ValueError, TypeError, AttributeError, BadMessage) as error:
         raise UserError(
             f"--options {text[:200]} cannot be read ({type(error).__name__}: {error})",
             'give a JSON object such as {"replicas": 3, "min_replicas": 1, "where": "tcp://127.0.0.1:0"}',

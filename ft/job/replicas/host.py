@@ -156,7 +156,11 @@ class QuorumHost:
         self._since = time.monotonic()
         try:
             self._process = self._supervisor.start(
-                "ft.job.quorum.server", arguments, self._log, self._ended, environment={"OMP_NUM_THREADS": "1"}
+                "ft.job.quorum.server",
+                arguments,
+                self._log,
+                self._ended,
+                environment={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         except OSError as error:
             self._due = self._since + _LONGEST_PAUSE_S

@@ -4,6 +4,7 @@ A replica is a full copy of the model with its own world of ranks; its agent sup
 node. A life of a replica is one world of its worker processes; a new agent begins a new life.
 """
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -118,7 +119,7 @@ class Member:
             self.out,
             lambda code: self.on_exit(self, code),
             err=self.err,
-            environment=environment,
+            environment={**os.environ, **environment},
             ignores_signals=False,
         )
         self._since = time.monotonic()

@@ -132,7 +132,17 @@ def _client(port: int) -> dist.TCPStore:
 
 
 def _enter(address: str, token: str, timeout_s: float) -> socket.socket:
-    """Return a connection to the store's own port, after admission. Raises the same errors as ``StoreConnection``."""
+    """Authenticate on the admission port, and return a socket that is connected to the store's own port.
+
+    Args:
+        address: admission port of the store as host:port.
+        token: the run's token.
+        timeout_s: limit in seconds for each step of connecting.
+
+    Raises:
+        ConnectionError: no server answers at ``address``, or it is not the store of a run.
+        UserError: the server refuses the token.
+    """
     try:
         return _pass_door(address, token, timeout_s)
     except ConnectionError:
@@ -160,9 +170,13 @@ def _pass_door(address: str, token: str, timeout_s: float) -> socket.socket:
 
 
 def _ask_port(door: socket.socket, address: str, token: str, timeout_s: float, here: int) -> int:
-    """Authenticate on the admission port and return the store's port, which now accepts packets from port ``here``.
+    """Authenticate on the admission port, and return the store's own port.
 
-    Raises the same errors as ``StoreConnection``.
+    From then on, the store accepts packets from this host's port ``here``.
+
+    Raises:
+        ConnectionError: the other end is not the store of a run.
+        UserError: the other end refuses the token.
     """
     try:
         party = Party(token, PURPOSE, is_dialer=True)

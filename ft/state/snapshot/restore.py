@@ -35,7 +35,10 @@ class Restorer:
     def find(
         self, tables: Mapping[str, Table], step: int, source: Source, envelope_only: bool, epoch: int
     ) -> tuple[Slot | None, dict[str, str]]:
-        """Return a verified snapshot of ``step`` in one of this worker's own slots, fetched from a peer if necessary.
+        """Find the snapshot of ``step`` from which this worker restores its state.
+
+        The worker's own snapshot is used if its checksums are right. Otherwise the snapshot is copied from a peer into
+        one of this worker's own slots, and its checksums are checked there.
 
         Args:
             tables: name of a section -> layout of its tensors.
@@ -45,7 +48,7 @@ class Restorer:
             epoch: epoch in which the restore takes place; a cancellation of this epoch ends the search.
 
         Returns:
-            (the slot, {section: where it came from}); (None, {}) if ``epoch`` was cancelled meanwhile.
+            (slot with the snapshot, {section: where it came from}); (None, {}) if ``epoch`` was cancelled meanwhile.
 
         Raises:
             FallbackError: no source has a usable snapshot.
