@@ -5,9 +5,10 @@ import argparse
 from ft.base.errors import UserError
 from ft.lab.simulate import histories
 from ft.lab.simulate.control.faults import BY_NAME
-from ft.lab.simulate.control.mutants import Mutant, find, planted
+from ft.lab.simulate.control.mutants import find, planted
 from ft.lab.simulate.control.report import Summary
 from ft.lab.simulate.control.run import History, Wish, simulate
+from ft.lab.simulate.mutation import Replaced
 
 
 def add_parser(simulations) -> None:
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return histories.run(_SIMULATION, arguments, Wish(arguments.faults, arguments.ranks, kinds))
 
 
-def _play(seed: int, wish: Wish, plant: Mutant | None, with_lines: bool) -> History:
+def _play(seed: int, wish: Wish, plant: Replaced | None, with_lines: bool) -> History:
     with planted(plant):
         return simulate(seed, wish, with_lines=with_lines)
 
