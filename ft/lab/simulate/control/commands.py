@@ -20,8 +20,9 @@ def add_parser(simulations) -> None:
     parser = simulations.add_parser(
         "control",
         help="the control plane's decisions under simulated faults",
-        description="Plays histories of simulated clusters, each from its seed, with the control plane's production "
-        "code in them, and checks that training is right in all of them and that none hangs.",
+        description="Plays histories of simulated clusters, each from its seed, with the production code "
+        "of the control plane and of the workers' protocol in them, and checks that training is right in all of them "
+        "and that none hangs.",
     )
     histories.add_arguments(parser, faults=9)
     parser.add_argument("--ranks", type=int, metavar="N", help="logical ranks of every run (default: 2 to 8)")

@@ -391,7 +391,7 @@ def echo_order(cluster: "Cluster", worker: "Worker") -> str:
     received = cluster.plane.log[: worker.agent.link.position]
     old = [order for order in received if isinstance(order, tuple(_AWAITED))]
     if not old or not worker.attached:
-        return "nothing to "
+        return "no order yet to "
     order = cluster.rng.choice(old[-12:])
     worker.hear(order)
     return f"{type(order).__name__} of epoch {order.epoch} to "
