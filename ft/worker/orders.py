@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ft.base.errors import EpochClosed
-from ft.job.messages import Close, Finish, Open
+from ft.job.messages import Close
 
 AGENT_LOST = 70
 """Exit code of a worker whose agent has died."""
@@ -43,33 +42,9 @@ class Orders:
             self._on_close(order)
         self._queue.put(order)
 
-    def wait_open(self, worker: str, newer_than: int) -> tuple[int, Open]:
-        """Wait for the opening of an epoch after ``newer_than`` in which ``worker`` holds a logical rank.
-
-        Returns:
-            (logical rank of the worker, the order).
-
-        Raises:
-            SystemExit: the run is over.
-        """
-        while True:
-            order = self._queue.get()
-            if isinstance(order, Finish):
-                raise SystemExit(0)
-            if isinstance(order, Open) and order.epoch > newer_than:
-                for rank, seat in order.seats.items():
-                    if seat.worker == worker:
-                        return int(rank), order
-
-    def wait(self, kind: type, epoch: int) -> Any:
-        """Return the next order of type ``kind`` for ``epoch``; wait for it, and discard other orders.
-
-        Raises:
-            EpochClosed: the epoch ends before the order arrives.
-        """
-        while True:
-            order = self._queue.get()
-            if isinstance(order, Close) and order.epoch >= epoch:
-                raise EpochClosed(order.epoch, order.reason)
-            if isinstance(order, kind) and getattr(order, "epoch", epoch) == epoch:
-                return order
+    def next(self, within_s: float | None) -> Any | None:
+        """Return the next order, None if none arrives within ``within_s`` seconds (None: wait for ever)."""
+        try:
+            return self._queue.get(timeout=within_s)
+        except queue.Empty:
+            return None

@@ -23,24 +23,30 @@ class Progress:
 
     Args:
         waiting: function that returns the collective in which the training thread is blocked, as (name of the process
-            group, monotonic time of its start), or None.
+            group, time of its start on the clock), or None.
+        clock: function that returns the monotonic time in seconds.
 
     Attributes:
         waiting: see Args.
+        clock: see Args.
         lag: function that returns the number of steps by which the newest snapshot held by all peers is behind.
         epoch: number of the present epoch, -1 before the first.
         step: last committed step.
     """
 
-    def __init__(self, waiting: Callable[[], tuple[str, float] | None] = lambda: None):
-        self.waiting = waiting
+    def __init__(
+        self,
+        waiting: Callable[[], tuple[str, float] | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.waiting, self.clock = waiting, clock
         self.lag: Callable[[], int] = lambda: 0
         self.epoch, self.step = -1, 0
-        self._activity: tuple[str, str, float] = ("idle", "start", time.monotonic())
+        self._activity: tuple[str, str, float] = ("idle", "start", self.clock())
         self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._step_began: float | None = None
         self._seen_waiting: tuple[str, float] | None = None
-        self._moved_at = time.monotonic()
+        self._moved_at = self.clock()
 
     @contextmanager
     def at(self, doing: str, where: str):
@@ -52,32 +58,32 @@ class Progress:
             where: description of the activity.
         """
         before = self._activity
-        self._activity = (doing, where, time.monotonic())
+        self._activity = (doing, where, self.clock())
         try:
             yield
         finally:
-            self._activity = (before[0], before[1], time.monotonic())
+            self._activity = (before[0], before[1], self.clock())
 
     def begins(self, step: int) -> None:
         """Record that training continues after ``step``, and start to measure the next step's time."""
         self.step = step
-        self._step_began = time.monotonic()
+        self._step_began = self.clock()
         self._activity = ("compute", f"step {step + 1}", self._step_began)
 
     def committed(self, step: int) -> None:
         """Record that ``step`` is committed and the next step begins."""
         if self._step_began is not None:
-            self._step_times.append(time.monotonic() - self._step_began)
+            self._step_times.append(self.clock() - self._step_began)
         self.begins(step)
 
     def aside(self, what: str) -> None:
         """Record that the step continues with ``what``, which may take long and is exempt from hang detection."""
-        self._activity = ("aside", what, time.monotonic())
+        self._activity = ("aside", what, self.clock())
 
     def idles(self, where: str) -> None:
         """Record that no step is under way (``where`` says why), and stop measuring the step time."""
         self._step_began = None
-        self._activity = ("idle", where, time.monotonic())
+        self._activity = ("idle", where, self.clock())
 
     def step_time(self) -> float | None:
         """Return the median duration of the last steps in seconds, None before the end of the first step."""
@@ -86,7 +92,7 @@ class Progress:
 
     def beat(self) -> Beat:
         doing, where, since = self._activity
-        waiting, now = self.waiting(), time.monotonic()
+        waiting, now = self.waiting(), self.clock()
         # a collective has ended since the last heartbeat, so the worker makes progress
         if waiting != self._seen_waiting:
             self._seen_waiting, self._moved_at = waiting, now

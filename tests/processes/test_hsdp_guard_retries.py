@@ -2,11 +2,12 @@
 
 import threading
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 import torch
 
+from ft.job.messages import Finish
 from ft.job.quorum import Quorum
 from ft.protection.stack import Stack
 from ft.state.fetch import Fetched, Refused
@@ -48,6 +49,8 @@ class Made:
         place = Place(REPLICA, 3, tmp_path, "127.0.0.1", comes_back=comes_back)
         self.parts, self.told = MagicMock(place=place, work=OwnStream(place), batch=4, save_interval=None), []
         self.parts.session.rank, self.parts.session.closed = 0, False
+        self.parts.session.next_order = AsyncMock(return_value=Finish())
+        self.parts.session.is_ended_by.return_value = False
         self.parts.position = MagicMock(step=20, lineage=6)
         self.parts.state.whole.return_value = ({}, {})
         self.parts.server.withdraw.return_value = []

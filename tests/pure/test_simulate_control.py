@@ -1,4 +1,4 @@
-"""``ft simulate control``: the control plane's production code in simulated clusters, and bugs planted into it."""
+"""``ft simulate control``: production code of control plane and workers in simulated clusters, and bugs in it."""
 
 import os
 import random

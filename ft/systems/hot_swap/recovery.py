@@ -1,4 +1,5 @@
-"""A worker's recovery from the end of an epoch to the first step of the next (DEADPOOL, sections V-C, VI-D to VI-F).
+"""A worker under hot-swap from its first step to its last, through all recoveries, without I/O (DEADPOOL, sections V-C
+and VI-A to VI-F).
 
     leave   abort every operation; report the snapshots held and the operations that were pending
     enter   take the seats of the next epoch; a worker without a state of its own reports that it has arrived
@@ -6,90 +7,217 @@
     resume  start when all workers are ready and the invariants hold
 
 An epoch that is closed in between sends the worker back to the start of this list.
+
+The methods are coroutines, so that ``ft simulate control`` can run this same code (:mod:`ft.worker.protocol`).
 """
 
-import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ft.base.errors import EpochClosed
-from ft.job.messages import Repair, Resume, WorkerArrived, WorkerReleased, WorkerRepaired
-from ft.worker.acknowledged import send_until_acknowledged
-
-if TYPE_CHECKING:
-    from ft.systems.hot_swap.recovery_manager import RecoveryManager
-    pass
+from ft.job.messages import Repair, Resume, WorkerArrived, WorkerReleased, WorkerRepaired, WorkerResumed
+from ft.systems.hot_swap.operations import Operations
+from ft.worker import protocol
 
 
-def recover(guard: "RecoveryManager") -> None:
-    """Bring this worker to the first step of an open epoch."""
-    session = guard.session
-    while True:
-        session.progress.idles("recovery")
+class Recovery:
+    """The course of one worker: which report and which operation comes when.
+
+    Args:
+        member: the worker's process as a member of the run.
+        operations: what is done to process groups, snapshots and the training state.
+
+    Attributes:
+        is_empty: whether the worker has no training state yet, because it joins a running job.
+    """
+
+    def __init__(self, member: protocol.Member, operations: Operations):
+        self._member, self._operations = member, operations
+        self.is_empty = member.joins
+        # whether the live tensors are those of the committed step that the position counts
+        self._untouched = not member.joins
+        self._fence: Any = None
+        self._tidied_epoch = -1
+
+    async def run(self) -> Any:
+        """Train to the end with recovery, and return the training loop's result.
+
+        It returns on all workers or on none: a worker that is done waits for the others, because recovering their
+        faults needs its help.
+        """
+        begun = False
+        while True:
+            try:
+                if not begun:
+                    begun = True
+                    await self._begin()
+                self._operations.inject("between")
+                result = await self._operations.train()
+                await protocol.finish(self._member, self._operations.step)
+                return result
+            except Exception as error:
+                await self._fails(error)
+                await self.recover()
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    async def before_update(self) -> None:
+        """Wait, before the optimizer changes the state, until the last snapshot is complete here and with all peers;
+        then start the fence.
+        """
+        operations = self._operations
+        with self._member.progress.at("wait", "snapshot"):
+            await operations.wait_for_snapshot()
+            if self._fence is not None:  # from an attempt at this step that DMR has undone
+                await operations.wait_for_fence(self._fence)
+        self._fence = operations.start_fence()
+        self._untouched = False
+        operations.inject("optimizer")
+
+    async def committed(self) -> None:
+        """Take the snapshot of the step that the position now counts, when all work that belongs to it is done.
+
+        No worker overwrites its last but one snapshot until every worker's last snapshot has reached its peers. The
+        fence, an all-reduce started before the optimizer step, guarantees this. (To wait only for one's own peers, as
+        in DEADPOOL, section VI-A, is not enough: a fast worker would drop the step that a slow dead worker needs.)
+        """
+        operations, member = self._operations, self._member
+        if self._fence is not None:
+            await operations.wait_for_fence(self._fence)
+            self._fence = None
+            self._forget_moved_copies()
+        step = operations.step
+        operations.has_committed(step)
+        self._take_snapshot(step)
+        member.progress.committed(step)
+        operations.inject("between")
+
+    def _take_snapshot(self, step: int) -> None:
+        self._operations.take_snapshot(step)
+        self._untouched = True
+        self._operations.inject("transfer")
+
+    def _forget_moved_copies(self) -> None:
+        """Drop copies whose owner now sends them elsewhere: every worker's first snapshot of the epoch is safe.
+
+        Until then, these copies protect the run and are reported as held.
+        """
+        if self._tidied_epoch < self._member.epoch:
+            self._tidied_epoch = self._member.epoch
+            self._operations.forget_moved_copies()
+
+    # --- a recovery --------------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Bring this worker to the first step of an open epoch."""
+        member = self._member
+        while True:
+            member.progress.idles("recovery")
+            try:
+                if member.closed:
+                    await self._leave()
+                order = await self._await_repair()
+                repaired = await self._repair(order)
+                await protocol.await_order(member, Resume, repaired)
+                self._operations.inject("resume")
+            except EpochClosed:
+                continue
+            except Exception as error:
+                await self._fails(error)
+                continue
+            self._resume()
+            return
+
+    async def _leave(self) -> None:
+        """Leave the closed epoch, and enter the next one."""
+        operations, member = self._operations, self._member
         try:
-            if session.closed:
-                _leave(guard)
-            repaired = _repair(guard, _enter(guard))
-            with send_until_acknowledged(session.link, repaired):
-                session.orders.wait(Resume, session.epoch)
-            guard.at("resume")
-        except EpochClosed:
-            continue
+            await operations.settle_snapshots()
+            groups = operations.group_reports()
+            operations.drop_groups()
+            operations.inject("leave")
         except Exception as error:
-            guard.fails(error)
-            continue
-        guard.resumes()
-        return
+            # No operation of the epoch is pending here, so none can have caused the error: this worker may be unfit.
+            member.send(protocol.failure(member, operations.step, error))
+            raise
+        left = WorkerReleased(member.worker, member.epoch, operations.step, groups, operations.holdings())
+        await protocol.enter_next_epoch(member, left)
 
+    async def _await_repair(self) -> Repair:
+        """Wait for the order to repair; a worker without a state reports that it has arrived."""
+        member, arrived = self._member, None
+        if self.is_empty:
+            self._operations.inject("assemble")
+            arrived = WorkerArrived(member.worker, member.epoch, self._operations.group_reports())
+        return await protocol.await_order(member, Repair, arrived)
 
-def _leave(guard: "RecoveryManager") -> None:
-    session = guard.session
-    try:
-        guard.snapshots.settle()
-        groups = session.groups.reports()
-        session.groups.drop()
-        guard.at("leave")
-    except Exception as error:
-        # No operation of the epoch is pending here, so none can have caused the error: this worker may be unfit.
-        session.link.send(guard.failure(error))
-        raise
-    left = WorkerReleased(session.worker, session.epoch, guard.step, groups, guard.snapshots.holdings())
-    with send_until_acknowledged(session.link, left):
-        rank, opened = session.orders.wait_open(session.worker, newer_than=session.epoch)
-    session.enter(rank, opened)
+    async def _repair(self, order: Repair) -> WorkerRepaired:
+        """Rebuild the process groups and restore the state; return the report of both."""
+        operations, member = self._operations, self._member
+        operations.inject("rebuild")
+        rebuild_s = await operations.rebuild_groups(order)
+        operations.inject("restore")
+        began = member.progress.clock()
+        sources = await self._restore(order)
+        mine = {report.name for report in operations.group_reports()}
+        rebuilt, deferred = mine & set(order.rebuild), mine & set(order.defer)
+        return WorkerRepaired(
+            worker=member.worker,
+            epoch=member.epoch,
+            rank=member.rank,
+            step=operations.step,
+            topology=member.topology(operations.group_topology()),
+            shards=operations.shards,
+            rebuilt=len(rebuilt),
+            kept=len(mine) - len(rebuilt) - len(deferred),
+            deferred=len(deferred),
+            sources=sources,
+            rebuild_s=rebuild_s,
+            restore_s=member.progress.clock() - began,
+        )
 
+    async def _restore(self, order: Repair) -> dict[str, str]:
+        """Put the state of the order's step in place on this worker and, collectively, the parameters on all workers.
+        From the next snapshot on, copies go to the holders that the new seats require.
 
-def _enter(guard: "RecoveryManager") -> Repair:
-    session = guard.session
-    if guard.is_empty:
-        guard.at("assemble")
-        arrived = WorkerArrived(session.worker, session.epoch, session.groups.reports())
-        with send_until_acknowledged(session.link, arrived):
-            return session.orders.wait(Repair, session.epoch)
-    return session.orders.wait(Repair, session.epoch)
+        Returns:
+            the sources of the state: {"owned": "own" | "copy:RANK" | "rebuilt:RANK+RANK", "replicated": ...}.
+        """
+        operations, rank = self._operations, str(self._member.rank)
+        operations.prepare_restore(order)
+        as_committed = True
+        if rank in order.rebuilt:
+            self._untouched = False
+            position, sources = await operations.rebuild_stage(order.step, order.rebuilt[rank])
+            await operations.publish_parameters()
+        else:
+            keep = self._untouched and operations.step == order.step
+            position, sources = await operations.restore_snapshot(order.step, order.sources[rank], keep)
+            await operations.publish_parameters()
+            if order.rebuilt:
+                self._untouched = False  # during the rebuild: with CheckFree+ a lender changes some of its own state
+                as_committed = await operations.lend_stage(order)
+        self._untouched = as_committed
+        self.is_empty = False
+        operations.continue_from(position, order)
+        return sources
 
+    def _resume(self) -> None:
+        """Start an epoch: snapshot the state to the peers of the epoch's seats, before any step."""
+        operations, member = self._operations, self._member
+        self._fence = None
+        step = operations.step
+        member.send(WorkerResumed(member.worker, member.epoch, step))
+        operations.begins_epoch()
+        self._take_snapshot(step)
+        member.progress.begins(step)
 
-def _repair(guard: "RecoveryManager", order: Repair) -> WorkerRepaired:
-    session = guard.session
-    guard.at("rebuild")
-    meeting = session.meeting_place()
-    rebuild_s = session.groups.rebuild(order.rebuild, order.defer, session.prefix(), session.epoch, meeting)
-    session.groups.reopen(session.epoch)
-    guard.at("restore")
-    began = time.monotonic()
-    sources = guard.restore(order)
-    mine = {report.name for report in session.groups.reports()}
-    rebuilt, deferred = mine & set(order.rebuild), mine & set(order.defer)
-    return WorkerRepaired(
-        worker=session.worker,
-        epoch=session.epoch,
-        rank=session.rank,
-        step=guard.step,
-        topology=session.topology(),
-        shards=guard.shards,
-        rebuilt=len(rebuilt),
-        kept=len(mine) - len(rebuilt) - len(deferred),
-        deferred=len(deferred),
-        sources=sources,
-        rebuild_s=rebuild_s,
-        restore_s=time.monotonic() - began,
-    )
+    async def _begin(self) -> None:
+        """Start the run on this worker; one that joins a running job begins with a recovery."""
+        if self.is_empty:
+            await self.recover()
+        else:
+            self._resume()
+
+    async def _fails(self, error: Exception) -> None:
+        """Report an error of this worker; errors that the end of the epoch has caused need no report."""
+        await protocol.report_failure(self._member, self._operations.step, error)

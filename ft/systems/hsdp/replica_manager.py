@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ft.base.errors import UserError
-from ft.job.messages import Finish, WorkerDone, WorkerResumed
+from ft.job.messages import WorkerResumed
 from ft.job.quorum import Quorum, Report
 from ft.job.replicas.deadlines import Pause, StepTimes, fetch_wait, ring_wait
 from ft.protection.contract import Layer
@@ -28,8 +28,7 @@ from ft.systems.hsdp.last_save import LastSave, is_due
 from ft.systems.hsdp.retry import Retry, RunIsOver
 from ft.systems.hsdp.rings import is_same_ring
 from ft.systems.hsdp.votes import Votes
-from ft.worker.acknowledged import send_until_acknowledged
-from ft.worker.failures import report_failure
+from ft.worker import protocol
 
 _LEAVE_S = 2.0
 
@@ -91,7 +90,7 @@ class ReplicaManager(Layer):
             result = self._attempt(work)
             self._leaves()
         except Exception as error:
-            report_failure(session, self._position.step, error)
+            protocol.run(protocol.report_failure(session, self._position.step, error))
             raise SystemExit(1) from error
         self._finish()
         return result
@@ -455,9 +454,7 @@ class ReplicaManager(Layer):
                 self._see_to(self._last_save)
 
     def _finish(self) -> None:
-        session = self.session
-        session.progress.idles("done")
+        self.session.progress.idles("done")
         self._parts.finish(self._report())
-        with send_until_acknowledged(session.link, WorkerDone(session.worker, session.epoch, self._position.step)):
-            session.orders.wait(Finish, session.epoch)
+        protocol.run(protocol.finish(self.session, self._position.step))
         self._parts.close()

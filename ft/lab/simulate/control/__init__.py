@@ -1,7 +1,8 @@
 """Discrete-event simulation of the control plane, under random faults (``ft simulate control``).
 
-The control plane's decision code and journal (``ft.job.control``) are those of production. Time, hosts, networks,
-agents and workers are models. Terms used in this package:
+The control plane's decision code and journal (``ft.job.control``) are those of production, and so is the protocol of
+the workers (``ft.worker``, ``ft.systems.hot_swap.recovery``). Time, hosts, networks, agents, processes, process groups,
+snapshots and the training computation are models. Terms used in this package:
 
 - A logical rank is a position in the parallel layout, and outlives processes. A worker is the process that holds one.
   A standby is a started worker without a logical rank. An agent is the supervisor process of a node.

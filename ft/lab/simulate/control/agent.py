@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
+from ft.job.agent import liveness, succession
 from ft.lab.simulate.control.clock import HostClock
 from ft.lab.simulate.control.network import Link
 from ft.lab.simulate.control.worker import Worker
@@ -73,6 +74,8 @@ class Agent:
         self.alive, self.paused, self.excuse = True, False, False
         self.workers: dict[str, Worker] = {}
         self._started, self._restart, self._begin = 0, 0, None
+        limits = cluster.timeouts
+        self._limits = liveness.Limits(limits.stopped_s, limits.silent_s, limits.silent_start_s, limits.mute_s)
         self._backlog: list[tuple[Callable[..., None], tuple]] = []
         self.link = Link(cluster, self)
 
@@ -127,10 +130,13 @@ class Agent:
         """End the agent if it is cut off from a running control plane, which may give its logical ranks to others
         (fencing, ``ft.job.agent.succession``).
         """
-        now, limit = self.cluster.time.now, self.cluster.timeouts.fence_s
-        silent_s = min(now - self.link.contact_at, now - self.cluster.plane.serves_since)
-        if self.alive and self.workers and self.cluster.plane.is_up and silent_s > self.host.clock.true(limit):
-            self.cluster.note("{} is cut off and ends its workers", self.node)
+        plane, now, rate = self.cluster.plane, self.cluster.time.now, self.host.clock.rate
+        if not self.alive or not self.workers or not plane.is_up:
+            return
+        silent_s, serving_s = (now - self.link.contact_at) * rate, (now - plane.serves_since) * rate
+        what, why = succession.decide(succession.View(silent_s, 0.0, serving_s, turn=0), self.cluster.timeouts)
+        if what == succession.FENCE:
+            self.cluster.note("{}: {}, and ends its workers", self.node, why)
             self.given_up()
 
     def told_to_end(self, signum: int) -> None:
@@ -177,7 +183,7 @@ class Agent:
             return
         worker.alive = False
         self.cluster.mesh.lost(worker, noticed=0.6)
-        delay = _FORK_S[1] + self.cluster.rng.uniform(*_REAP_S) if worker.since == 0.0 else 0.0
+        delay = _FORK_S[1] + self.cluster.rng.uniform(*_REAP_S) if not worker.attached else 0.0
         delay += self.cluster.rng.uniform(*_REAP_S)
         self.cluster.time.after(delay, self.when_awake, self._reap, worker, code)
 
@@ -193,16 +199,19 @@ class Agent:
             worker: the silent worker.
             state: state of its process as in ``/proc``; "T" is a stopped process.
         """
-        limits, since = self.cluster.timeouts, worker.quiet_since
-        limit = limits.stopped_s if state == "T" else limits.silent_s if worker.step_s else limits.silent_start_s
+        limits, since, settled = self._limits, worker.quiet_since, worker.progress.step_time() is not None
+        limit = limits.stopped_s if state == "T" else limits.silent_s if settled else limits.unsettled_s
         wait = self.host.clock.true(limit) + self.cluster.rng.uniform(0.0, _TICK_S)
         self.cluster.time.after(wait, self.when_awake, self._judge, worker, since, state)
 
     def _judge(self, worker: Worker, since: float, state: str) -> None:
         is_quiet = (worker.stopped or worker.deaf) and worker.quiet_since == since
-        if is_quiet and worker.alive and worker.attached:
-            silent_s = round(self.cluster.time.now - since, 3)
-            self.link.post(m.WorkerSilent(worker.name, self.node, silent_s, state))
+        if not is_quiet or not worker.alive or not worker.attached:
+            return
+        clock, settled = self.host.clock, worker.progress.step_time() is not None
+        watches = {worker.name: liveness.Watch(clock.read(since), state, settled)}
+        for found in liveness.silent(clock.read(self.cluster.time.now), watches, self._limits):
+            self.link.post(m.WorkerSilent(worker.name, self.node, round(found.silent_s, 3), state))
 
     # --- orders ------------------------------------------------------------------------------------------------------
 

@@ -26,8 +26,11 @@ _LOOK_EVERY = 97
 """Out of so many calls of ``decide``, one without a report is checked to leave the state as it is."""
 
 
-class Violation(Exception):
-    """An invariant does not hold. The message names the invariant and the values that violate it."""
+class Violation(BaseException):
+    """An invariant does not hold. The message names the invariant and the values that violate it.
+
+    It is no ``Exception``, so that no handler in the production code under test catches it.
+    """
 
 
 class Checks:
@@ -55,6 +58,8 @@ class Checks:
         self._dead: set[str] = set()
         self._calls, self._before = 0, None
         self._rebuilt_at: set[int] = set()
+        self._repaired_to: dict[int, int] = {}
+        self._may_train: set[int] = set()
 
     def fail(self, text: str) -> None:
         raise Violation(text)
@@ -133,7 +138,7 @@ class Checks:
 
     def history_after(self, operation: "Operation", worker: "Worker") -> int:
         """Return the history of the worker's state after the step, and note that its rank has finished the step."""
-        step, before = operation.key[0], worker.owned[2]
+        step, before = operation.key[0], operation.members[worker.rank][1][0][2]
         history = hash((before, operation.epoch, step))
         if operation.epoch < self._fresh:
             return history
@@ -149,17 +154,55 @@ class Checks:
                 self.furthest, self.progress_at = step, self._cluster.time.now
         return history
 
-    def restored(self, worker: "Worker", step: int) -> None:
-        """Check that the restored state is the committed one of the ordered step (optimizer availability and step
-        atomicity, DEADPOOL, section V-C, invariants I3 and I4).
+    def restored(self, worker: "Worker") -> None:
+        """Check that the restored state is the committed one of the step that the control plane has ordered (optimizer
+        availability and step atomicity, DEADPOOL, section V-C, invariants I3 and I4).
         """
+        step, live = self._repaired_to[worker.epoch], worker.training
         shape, history = self._cluster.shape, self._lineage.get(step)
         wanted = (worker.rank, step, history), (shape.part_of(worker.rank), step, history)
-        if (worker.owned, worker.replicated) != wanted or worker.step != step:
+        if (live.owned, live.replicated) != wanted or worker.step != step:
             self.fail(
-                f"{worker.name}, rank {worker.rank}, restores step {step} as {worker.owned} and {worker.replicated}, "
+                f"{worker.name}, rank {worker.rank}, restores step {step} as {live.owned} and {live.replicated}, "
                 f"committed was {wanted}"
             )
+
+    def begins_epoch(self, worker: "Worker") -> None:
+        """Check that a worker begins to train in an epoch only when the control plane has ordered it."""
+        if worker.epoch not in self._may_train:
+            self.fail(f"{worker.name} goes on in epoch {worker.epoch}, which is not resumed")
+
+    def enters(self, worker: "Worker", opened: m.Open) -> None:
+        """Check that a worker enters newer and newer epochs."""
+        if opened.epoch <= worker.epoch:
+            self.fail(f"{worker.name} enters epoch {opened.epoch} after epoch {worker.epoch}")
+
+    def leaves(self, worker: "Worker") -> None:
+        """Check that a worker leaves its epoch only when the control plane has closed it."""
+        if self._is_open and worker.epoch == self._newest:
+            self.fail(f"{worker.name} leaves epoch {worker.epoch}, which is open")
+
+    def takes_snapshot(self, worker: "Worker", step: int) -> None:
+        """Check that a worker overwrites its last but one snapshot only when every worker's last one has reached its
+        peers.
+        """
+        for seat in worker.seats.values():
+            other = self._cluster.everyone[seat.worker]
+            is_behind = other.alive and other.inside and other.epoch == worker.epoch and other.step < step
+            if is_behind and not other.training.snapshots.is_safe:
+                self.fail(f"{worker.name} takes the snapshot of step {step}, and that of {other.name} is not complete")
+
+    def updates(self, worker: "Worker") -> None:
+        """Check that the optimizer changes a worker's state only when its last snapshot and all copies of it are
+        complete.
+        """
+        if not worker.training.snapshots.is_safe:
+            self.fail(f"{worker.name} updates the state of step {worker.step}, whose snapshot is not complete")
+
+    def ends_itself(self, worker: "Worker", code: int) -> None:
+        """Check that a worker ends without an error only when the run is finished."""
+        if code == 0 and not self._is_over:
+            self.fail(f"{worker.name} ends with code 0 before the order to finish")
 
     # --- orders ------------------------------------------------------------------------------------------------------
 
@@ -190,6 +233,7 @@ class Checks:
                 self.fail(f"{seat.worker} lives and has lost seat {rank} to {order.seats[rank].worker}")
         if order.fresh:
             self._fresh = order.epoch
+            self._may_train.add(order.epoch)
             self.committed, history = self._cluster.load(order.epoch)
             self._lineage = {self.committed: history}
             self.furthest = self.committed
@@ -205,12 +249,13 @@ class Checks:
         possible.
         """
         seated = self._seated(order.epoch)
+        self._repaired_to[order.epoch] = order.step
         for rank, worker in seated.items():
             if worker.inside:
                 self.fail(
                     f"repair of epoch {order.epoch} begins, {worker.name} (rank {rank}) is in epoch {worker.epoch}"
                 )
-            if not worker.assembled:
+            if worker.training is None:
                 self.fail(f"repair of epoch {order.epoch} begins, {worker.name} (rank {rank}) is not assembled")
         spoiled = self._cluster.plane.state.recovery.spoiled
         best = self._best(seated, set(spoiled))
@@ -250,9 +295,7 @@ class Checks:
         """Take the state of the remaining ranks as committed: they may have finished a step that the lost ranks had
         not finished.
         """
-        slots = [
-            (seated[source.owned].snapshots.stock, int(rank), source.owned) for rank, source in order.sources.items()
-        ]
+        slots = [(seated[source.owned].stock, int(rank), source.owned) for rank, source in order.sources.items()]
         found = [(stock.own if owner == rank else stock.copies[rank]).find(order.step) for stock, rank, owner in slots]
         histories = {slot.value[0][2] for slot in found}
         if len(histories) > 1:
@@ -269,7 +312,7 @@ class Checks:
             spoiled: steps whose restoration has failed, and which are not tried again.
         """
         shape = self._cluster.shape
-        stocks = {rank: worker.snapshots.stock for rank, worker in seated.items() if not worker.empty}
+        stocks = {rank: worker.stock for rank, worker in seated.items() if not worker.empty}
         own = {rank: set(stock.own.steps()) for rank, stock in stocks.items()}
         steps = {step for stock in stocks.values() for pair in stock.copies.values() for step in pair.steps()}
         for step in sorted(steps.union(*own.values()) - spoiled, reverse=True):
@@ -293,12 +336,13 @@ class Checks:
             if name in order.rebuild or name in order.defer or len(ranks) == 1:
                 continue
             members = [seated[rank] for rank in ranks]
-            if any(member.empty for member in members) or len({tuple(w.groups[name]) for w in members}) > 1:
+            if any(member.empty for member in members) or len({tuple(w.training.groups[name]) for w in members}) > 1:
                 self.fail(f"group {name} is kept in epoch {order.epoch}, though its members are not in step")
 
     def _on_resume(self, order: m.Resume) -> None:
+        self._may_train.add(order.epoch)
         for rank, worker in self._seated(order.epoch).items():
-            if worker.repaired_epoch != order.epoch or worker.step != order.step:
+            if worker.training.repaired_epoch != order.epoch or worker.step != order.step:
                 self.fail(f"epoch {order.epoch} goes on, {worker.name} (rank {rank}) is not repaired")
 
     def _on_kill(self, order: m.Kill) -> None:

@@ -1,9 +1,16 @@
 """Virtual time of a simulated cluster: the discrete-event queue, and the clocks of hosts, which deviate from it."""
 
 import heapq
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
+
+
+@types.coroutine
+def pause(seconds: float | None) -> Generator[float | None, None, None]:
+    """Let a simulated thread be busy for ``seconds`` virtual seconds; None: let it wait for the next event."""
+    yield seconds
 
 
 class Timeline:

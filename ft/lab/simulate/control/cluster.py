@@ -207,7 +207,7 @@ class Cluster:
 
     def saved(self, worker: Worker) -> None:
         """Record that the worker's part of its step's checkpoint is on disk."""
-        _, step, history = worker.owned
+        _, step, history = worker.training.owned
         ranks = self._saves.setdefault((step, history), set())
         ranks.add(worker.rank)
         if len(ranks) == self.shape.world_size and step >= self.checkpoint[0]:

@@ -5,9 +5,10 @@ import argparse
 from ft.base.errors import UserError
 from ft.lab.simulate import histories
 from ft.lab.simulate.control.faults import BY_NAME
-from ft.lab.simulate.control.mutants import Mutant, find, planted
+from ft.lab.simulate.control.mutants import find, planted
 from ft.lab.simulate.control.report import Summary
 from ft.lab.simulate.control.run import History, Wish, simulate
+from ft.lab.simulate.mutation import Replaced
 
 
 def add_parser(simulations) -> None:
@@ -19,8 +20,9 @@ def add_parser(simulations) -> None:
     parser = simulations.add_parser(
         "control",
         help="the control plane's decisions under simulated faults",
-        description="Plays histories of simulated clusters, each from its seed, with the control plane's production "
-        "code in them, and checks that training is right in all of them and that none hangs.",
+        description="Plays histories of simulated clusters, each from its seed, with the production code "
+        "of the control plane and of the workers' protocol in them, and checks that training is right in all of them "
+        "and that none hangs.",
     )
     histories.add_arguments(parser, faults=9)
     parser.add_argument("--ranks", type=int, metavar="N", help="logical ranks of every run (default: 2 to 8)")
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     return histories.run(_SIMULATION, arguments, Wish(arguments.faults, arguments.ranks, kinds))
 
 
-def _play(seed: int, wish: Wish, plant: Mutant | None, with_lines: bool) -> History:
+def _play(seed: int, wish: Wish, plant: Replaced | None, with_lines: bool) -> History:
     with planted(plant):
         return simulate(seed, wish, with_lines=with_lines)
 

@@ -92,9 +92,16 @@ KINDS = (
     Kind("workers hang at the start", 0.7, strikes.trouble("never")),
     Kind("repeat an old report", 3, strikes.echo, at_worst=NOTHING),
     Kind("repeat reports of an earlier epoch", 4, strikes.echo_later, at_worst=NOTHING),
+    Kind("repeat an old order", 2, strikes.on_worker(strikes.echo_order), at_worst=NOTHING),
+    Kind("repeat orders of an earlier epoch", 3, strikes.echo_orders_later, at_worst=NOTHING),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
-HARMLESS = ("repeat an old report", "repeat reports of an earlier epoch")
+HARMLESS = (
+    "repeat an old report",
+    "repeat reports of an earlier epoch",
+    "repeat an old order",
+    "repeat orders of an earlier epoch",
+)
 """Kinds of faults that cannot justify any reaction of the control plane."""
 _PAUSES_S = (0.0, 0.0, 0.02, 0.2, 1.0, 3.0, 8.0)
 """Virtual seconds between two timed faults, before a random factor."""

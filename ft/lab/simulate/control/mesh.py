@@ -1,6 +1,7 @@
 """Model of the collectives between the workers of a simulated cluster (``ft simulate control``).
 
-All workers of an epoch (a version of the map from logical ranks to workers) join each collective. If a worker dies or
+The workers of an epoch (a version of the map from logical ranks to workers) join each collective, all of them or
+those of one process group. If a worker dies or
 the network fails, a collective may complete for all members, for some of them, or for none.
 """
 
@@ -22,13 +23,14 @@ class Operation:
         key: identifier of the collective within its epoch.
         members: logical rank -> (worker, contribution) of those that have joined.
         ended: logical ranks for which the collective has completed.
+        size: number of members; the collective begins when they have all joined.
         under_way: True while all members have joined and the collective is being executed.
     """
 
-    __slots__ = ("ended", "epoch", "key", "members", "under_way")
+    __slots__ = ("ended", "epoch", "key", "members", "size", "under_way")
 
-    def __init__(self, epoch: int, key: Any):
-        self.epoch, self.key = epoch, key
+    def __init__(self, epoch: int, key: Any, size: int):
+        self.epoch, self.key, self.size = epoch, key, size
         self.members: dict[int, tuple[Worker, Any]] = {}
         self.ended: set[int] = set()
         self.under_way = False
@@ -46,15 +48,15 @@ class Mesh:
         self._pending: dict[tuple[int, Any], Operation] = {}
         self.stuck: set[int] = set()
 
-    def join(self, worker: "Worker", key: Any, value: Any) -> Operation:
+    def join(self, worker: "Worker", key: Any, value: Any, size: int | None = None) -> Operation:
         """Let the worker join the collective ``key`` of its epoch with its contribution ``value``.
 
-        The collective completes when all workers of the epoch have joined.
+        The collective completes when ``size`` workers have joined; None: all workers of the epoch.
         """
         place = (worker.epoch, key)
         operation = self._pending.get(place)
         if operation is None:
-            operation = self._pending[place] = Operation(*place)
+            operation = self._pending[place] = Operation(*place, size or self._cluster.shape.world_size)
         self._cluster.checks.takes_part(operation, worker)
         operation.members[worker.rank] = (worker, value)
         self._look(operation)
@@ -100,7 +102,7 @@ class Mesh:
             del self._pending[place]
 
     def _look(self, operation: Operation) -> None:
-        if operation.under_way or len(operation.members) < self._cluster.shape.world_size:
+        if operation.under_way or len(operation.members) < operation.size:
             return
         if operation.epoch in self.stuck or not self._is_connected(operation):
             return

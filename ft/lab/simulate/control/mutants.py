@@ -1,39 +1,24 @@
-"""Mutation test of ``ft simulate control``: bugs that are injected into the control plane's production decision code.
+"""Mutation test of ``ft simulate control``: bugs that are injected into production code.
 
-Each bug replaces one function of ``ft.job.control`` or ``ft.faults``, within the simulation's process only. The
-simulation must find each of them, which shows that its checks are strong enough.
+Each bug replaces one function of the control plane's decision code (``ft.job.control``, ``ft.faults``) or of the
+worker's protocol (``worker_mutants``), within the simulation's process only. The simulation must find each of them,
+which shows that its checks are strong enough.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
-from ft.base.errors import UserError
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE
 from ft.job import messages as m
 from ft.job.control import absence, arrivals, controller, deadlines, epochs, failures, liveness, sources
 from ft.job.control import run_ends as ends
 from ft.job.control.state import CLOSED, REPAIRING
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A bug: the function ``owner.name`` is replaced by ``wrong(original function)``.
-
-    Attributes:
-        title: name of the bug for the user.
-        owner: module of the function.
-        name: name of the function.
-        wrong: takes the right function and returns the wrong one.
-    """
-
-    title: str
-    owner: Any
-    name: str
-    wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
+from ft.lab.simulate.control import worker_mutants
+from ft.lab.simulate.mutation import Replaced, find_in
 
 
 def _no_release_barrier(right):
@@ -158,39 +143,30 @@ def _seats_need_no_taking(right):
 
 
 PLANTS = (
-    Mutant("skips the release barrier", epochs, "_order_repair", _no_release_barrier),
-    Mutant("restores a step one too old", sources, "choose", _one_step_too_old),
-    Mutant("forgets to close the epoch on a second failure", epochs, "close", _second_failure_closes_nothing),
-    Mutant("accepts a stale WorkerRepaired", arrivals, "worker_repaired", _any_epoch_repaired),
-    Mutant("resumes with one worker not repaired", epochs, "_order_resume", _repaired_twice_counts_for_all),
-    Mutant("restores by an earlier recovery's holdings", arrivals, "worker_released", _old_holdings),
-    Mutant("replays the journal without the resume stamp", absence, "control_back", _no_resume_stamp),
-    Mutant("gives seats to dead standbys", failures, "_standby_exit", _dead_standbys_stay),
-    Mutant("keeps groups that are not in step", epochs, "plan_rebuild", _busy_groups_are_kept),
-    Mutant("finishes when the first worker is done", ends, "finish_if_done", _done_is_done),
-    Mutant("never judges a worker to hang", liveness, "stalled", _nobody_hangs),
-    Mutant("does not wait for joiners", epochs, "_order_repair", _joiners_are_full),
-    Mutant("replaces a worker for a lost connection", verdict, "of_suspicion", _connections_die_with_workers),
-    Mutant("does not miss who never takes its seat", deadlines, "_epoch_of", _seats_need_no_taking),
+    Replaced("skips the release barrier", epochs, "_order_repair", _no_release_barrier),
+    Replaced("restores a step one too old", sources, "choose", _one_step_too_old),
+    Replaced("forgets to close the epoch on a second failure", epochs, "close", _second_failure_closes_nothing),
+    Replaced("accepts a stale WorkerRepaired", arrivals, "worker_repaired", _any_epoch_repaired),
+    Replaced("resumes with one worker not repaired", epochs, "_order_resume", _repaired_twice_counts_for_all),
+    Replaced("restores by an earlier recovery's holdings", arrivals, "worker_released", _old_holdings),
+    Replaced("replays the journal without the resume stamp", absence, "control_back", _no_resume_stamp),
+    Replaced("gives seats to dead standbys", failures, "_standby_exit", _dead_standbys_stay),
+    Replaced("keeps groups that are not in step", epochs, "plan_rebuild", _busy_groups_are_kept),
+    Replaced("finishes when the first worker is done", ends, "finish_if_done", _done_is_done),
+    Replaced("never judges a worker to hang", liveness, "stalled", _nobody_hangs),
+    Replaced("does not wait for joiners", epochs, "_order_repair", _joiners_are_full),
+    Replaced("replaces a worker for a lost connection", verdict, "of_suspicion", _connections_die_with_workers),
+    Replaced("does not miss who never takes its seat", deadlines, "_epoch_of", _seats_need_no_taking),
+    *worker_mutants.PLANTS,
 )
 
 
-def find(name: str) -> list[Mutant]:
-    """Return the bug with the title ``name``, or all bugs for "all".
-
-    Raises:
-        UserError: no bug has this title.
-    """
-    found = [plant for plant in PLANTS if name in ("all", plant.title)]
-    if not found:
-        titles = "".join(f"\n    {plant.title}" for plant in PLANTS)
-        raise UserError(f"no bug is called {name!r}", f"give all, or one of{titles}")
-    return found
+find = partial(find_in, PLANTS)
 
 
 @contextmanager
-def planted(plant: Mutant | None) -> Iterator[None]:
-    """Inject the bug into the decision code for the duration of the context; None injects nothing."""
+def planted(plant: Replaced | None) -> Iterator[None]:
+    """Inject the bug into the production code for the duration of the context; None injects nothing."""
     if plant is None:
         yield
         return

@@ -6,41 +6,46 @@ model follows ``ft.state.snapshot.store`` and ``ft.state.snapshot.restore``. An 
 logical ranks to workers, which the control plane closes after a failure.
 """
 
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from ft.base.errors import EpochClosed, FallbackError
 from ft.job import messages as m
-from ft.lab.simulate.control.errors import Broken, EpochClosed
-from ft.lab.simulate.control.memory import COMPLETE, EMPTY, STAGING, CopyStore, Slot
+from ft.lab.simulate.control.clock import pause
+from ft.lab.simulate.control.memory import COMPLETE, EMPTY, STAGING, Slot
 
 if TYPE_CHECKING:
+    from ft.lab.simulate.control.training import Training
     from ft.lab.simulate.control.worker import Worker
 
 _STALLED_S = 0.1
 """Virtual seconds after which a stalled transfer is checked again."""
-_KINDS = ["FallbackError", "FtError", "Exception"]
 
 
 class Snapshots:
     """The snapshots of one worker, and the peer copies that the worker holds for others.
 
     Attributes:
-        stock: the snapshots and copies.
+        stock: the snapshots and copies in the worker's memory.
         copied_at: true time in seconds at which the worker's last own snapshot is complete.
     """
 
-    def __init__(self, worker: "Worker"):
-        self._worker, self._cluster = worker, worker.cluster
-        self.stock, self.copied_at = CopyStore(), 0.0
+    def __init__(self, worker: "Worker", training: "Training"):
+        self._worker, self._training, self._cluster = worker, training, worker.cluster
+        self.stock, self.copied_at = worker.stock, 0.0
         self._pending: set[int] = set()
         self._refused = False
         self._taken = (-1, -1)
 
-    def take(self) -> None:
+    @property
+    def is_safe(self) -> bool:
+        """Return whether the last snapshot is complete on this worker and on all peers."""
+        return self._cluster.time.now >= self.copied_at and not self._pending
+
+    def take(self, step: int) -> None:
         """Copy the live state to host memory and send it to the peers, in the background."""
         worker, cluster = self._worker, self._cluster
-        self._taken = place = (worker.step, worker.epoch)
-        value = (worker.owned, worker.replicated)
+        self._taken = place = (step, worker.epoch)
+        value = (self._training.owned, self._training.replicated)
         slot = self.stock.own.begin(*place, value, own=True)
         copy_s = cluster.rng.uniform(*cluster.habits.copy_s)
         self.copied_at = cluster.time.now + copy_s
@@ -52,28 +57,22 @@ class Snapshots:
             other = cluster.worker_in(worker.seats[peer].worker, worker)
             if other is not None and other.closed_epoch >= worker.epoch:
                 other = None
-            theirs = None if other is None else other.snapshots.stock.of(worker.rank).begin(*place, value)
+            theirs = None if other is None else other.stock.of(worker.rank).begin(*place, value)
             cluster.time.after(send_s, self._sent, peer, other, theirs, place)
 
-    def wait(self) -> Generator[float | None, None, None]:
+    async def wait(self) -> None:
         """Wait until the last snapshot is complete on this worker and on all peers that hold a copy.
 
         The training thread waits for snapshots only here, before the optimizer step.
 
         Raises:
             EpochClosed: the control plane has closed the epoch.
-            Broken: a copy could not be sent, and the control plane has not closed the epoch in time.
+            RecoverableError: a copy could not be sent, and the control plane has not closed the epoch in time.
         """
-        worker = self._worker
-        before = (worker.doing, worker.where)
-        worker.does("wait", "snapshot")
-        while self._cluster.time.now < self.copied_at or self._pending:
-            if worker.closed:
-                raise EpochClosed
-            if self._refused:
-                yield from worker.suspect("snapshot")
-            yield None
-        worker.does(*before)
+        while not self.is_safe:
+            if self._worker.closed or self._refused:
+                await self._training.suspect("snapshot")
+            await pause(None)
 
     def _copied(self, slot: Slot, place: tuple[int, int]) -> None:
         if slot.status == STAGING and (slot.step, slot.epoch) == place:
@@ -99,55 +98,38 @@ class Snapshots:
 
     # --- restore -----------------------------------------------------------------------------------------------------
 
-    def restore(self, step: int, source: m.Source) -> Generator[float | None, None, dict[str, str]]:
-        """Restore the state of ``step``, like ``RecoveryManager.restore``.
+    async def restore(self, step: int, source: m.Source, keep: bool) -> tuple[Any, dict[str, str]]:
+        """Find the snapshot of ``step``, and drop those of later steps (``ft.state.snapshot.restore``).
 
         Args:
             step: step to restore.
             source: logical ranks from which the control plane tells the worker to take the state.
+            keep: whether the worker's own snapshot is needed to be there, but not to be intact.
 
         Returns:
-            Part of the state ("owned" by this rank, "replicated" over data-parallel ranks) -> where it came from.
+            (the states in the snapshot, part of the state ("owned" by this rank, "replicated" over data-parallel ranks)
+            -> where it came from).
 
         Raises:
-            Broken: no source has an intact snapshot.
+            FallbackError: no source has an intact snapshot.
             EpochClosed: the epoch was closed meanwhile.
         """
-        worker = self._worker
-        keep = not worker.touched and not worker.empty and worker.step == step
-        slot = self.stock.own.find(step) if source.owned == worker.rank else None
+        slot = self.stock.own.find(step) if source.owned == self._worker.rank else None
         if slot is not None and slot.damaged and not keep:
             slot.status, slot = EMPTY, None
         how = {"owned": "own", "replicated": "own"}
         if slot is None:
-            slot, how = yield from self._fetch(step, source)
-            keep = False
-        if not keep:
-            worker.owned, worker.replicated = slot.value
-            worker.step = step
+            slot, how = await self._fetch(step, source)
         self.stock.drop_after(step)
-        worker.empty = worker.touched = False
-        return how
+        return slot.value, how
 
-    def rebuild(self, step: int, lent: Any) -> None:
-        """Install a state that is made from the state ``lent`` of an adjacent pipeline stage, like
-        ``RecoveryManager.restore`` for a rebuilt stage.
-        """
-        worker = self._worker
-        history = lent[0][2]
-        worker.owned = (worker.rank, step, history)
-        worker.replicated = (self._cluster.shape.part_of(worker.rank), step, history)
-        worker.step = step
-        self.stock.drop_after(step)
-        worker.empty = worker.touched = False
-
-    def _fetch(self, step: int, source: m.Source) -> Generator[float | None, None, tuple[Slot, dict[str, str]]]:
+    async def _fetch(self, step: int, source: m.Source) -> tuple[Slot, dict[str, str]]:
         worker, cluster = self._worker, self._cluster
         staging = self.stock.own.begin(step, worker.epoch, None)
-        yield cluster.rng.uniform(*cluster.habits.fetch_s)
+        await pause(cluster.rng.uniform(*cluster.habits.fetch_s))
         try:
             if worker.closed:
-                raise EpochClosed
+                raise EpochClosed(worker.closed_epoch, "as ordered")
             others = [rank for rank in cluster.shape.copies_at(worker.rank) if rank != source.owned]
             holder, (owned, replicated) = self._first([source.owned, *others], worker.rank, step)
             how = {"owned": f"copy:{holder}", "replicated": "none"}
@@ -155,7 +137,7 @@ class Snapshots:
                 others = [rank for rank in peers if rank != source.replicated]
                 holder, (_, replicated) = self._first([source.replicated, *others], None, step)
                 how["replicated"] = f"peer:{holder}"
-        except (EpochClosed, Broken):
+        except (EpochClosed, FallbackError):
             staging.status = EMPTY
             raise
         staging.value, staging.status = (owned, replicated), COMPLETE
@@ -170,16 +152,16 @@ class Snapshots:
             step: step of the snapshot.
 
         Raises:
-            Broken: no rank has an intact snapshot.
+            FallbackError: no rank has an intact snapshot.
         """
         worker = self._worker
         for holder in holders:
             other = self._cluster.worker_in(worker.seats[holder].worker, worker)
             if holder == worker.rank or other is None or other.stopped:
                 continue
-            stock = other.snapshots.stock
+            stock = other.stock
             pair = stock.own if owner is None else stock.copies.get(owner)
             slot = pair.find(step) if pair is not None else None
             if slot is not None and not slot.damaged:
                 return holder, slot.value
-        raise Broken(_KINDS, f"logical rank {worker.rank} finds no usable snapshot of step {step}")
+        raise FallbackError(f"logical rank {worker.rank} finds no usable snapshot of step {step}")

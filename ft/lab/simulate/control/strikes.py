@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
-from ft.lab.simulate.control.errors import Broken
 from ft.lab.simulate.control.memory import COMPLETE
 from ft.lab.simulate.control.plane import AFTER, BEFORE, TORN, WRITTEN
+from ft.lab.simulate.control.training import ERRORS
 
 if TYPE_CHECKING:
     from ft.lab.simulate.control.agent import Agent
@@ -120,7 +120,8 @@ def exits(code: int) -> "Callable[[Cluster, Worker], None]":
 def stop(cluster: "Cluster", worker: "Worker") -> None:
     """Stop the worker's process for good, as by SIGSTOP."""
     if not worker.stopped:
-        worker.stopped, worker.quiet_since = True, cluster.time.now
+        worker.falls_silent()
+        worker.stopped = True
         worker.agent.watch(worker, "T")
 
 
@@ -136,7 +137,8 @@ def pause(cluster: "Cluster", worker: "Worker") -> str:
 def fall_deaf(cluster: "Cluster", worker: "Worker") -> None:
     """Hang the worker with the interpreter lock held, so that none of its threads runs."""
     if not worker.deaf and not worker.stopped:
-        worker.deaf, worker.quiet_since = True, cluster.time.now
+        worker.falls_silent()
+        worker.deaf = True
         worker.agent.watch(worker, cluster.rng.choice("DRS"))
 
 
@@ -155,7 +157,7 @@ def raises(kind: str) -> "Callable[[Cluster, Worker], None]":
     """Return a fault that makes the worker raise an exception of class ``kind`` once."""
 
     def strike(cluster: "Cluster", worker: "Worker") -> None:
-        worker.defect = Broken([kind, "Exception"], f"planted {kind}")
+        worker.defect = ERRORS[kind](f"planted {kind}")
 
     return strike
 
@@ -198,13 +200,13 @@ def stick(cluster: "Cluster", worker: "Worker") -> None:
 
 def damage_own(cluster: "Cluster", worker: "Worker") -> None:
     """Damage some of the worker's own snapshots, so that their checksums do not match."""
-    for slot in worker.snapshots.stock.own.slots:
+    for slot in worker.stock.own.slots:
         slot.damaged |= slot.status == COMPLETE and cluster.rng.random() < 0.7
 
 
 def damage_copy(cluster: "Cluster", worker: "Worker") -> None:
     """Damage some of the snapshot copies that the worker holds for other logical ranks."""
-    for pair in worker.snapshots.stock.copies.values():
+    for pair in worker.stock.copies.values():
         for slot in pair.slots:
             slot.damaged |= slot.status == COMPLETE and cluster.rng.random() < 0.7
 
@@ -379,6 +381,36 @@ def echo_later(cluster: "Cluster") -> str:
             count -= 1
             delay = cluster.rng.choice([0.0, 0.02, 0.1, 0.4])
             cluster.time.after(delay, cluster.plane.echo, cluster.rng.choice(said[-8:]))
+
+    cluster.on_order.append(repeat)
+    return f"up to {count}"
+
+
+def echo_order(cluster: "Cluster", worker: "Worker") -> str:
+    """Deliver an old order of an epoch to a worker again. The protocol excludes this; the order must have no effect."""
+    received = cluster.plane.log[: worker.agent.link.position]
+    old = [order for order in received if isinstance(order, tuple(_AWAITED))]
+    if not old or not worker.attached:
+        return "no order yet to "
+    order = cluster.rng.choice(old[-12:])
+    worker.hear(order)
+    return f"{type(order).__name__} of epoch {order.epoch} to "
+
+
+def echo_orders_later(cluster: "Cluster") -> str:
+    """During recoveries, deliver old orders of earlier epochs to the workers.
+
+    The protocol excludes this; the orders must have no effect.
+    """
+    count = cluster.rng.randint(2, 6)
+
+    def repeat(order: Any) -> None:
+        nonlocal count
+        workers = [w for w in cluster.workers() if w.attached] if isinstance(order, m.Close | m.Open | m.Repair) else []
+        if workers and count:
+            count -= 1
+            delay = cluster.rng.choice([0.02, 0.1, 0.4])
+            cluster.time.after(delay, echo_order, cluster, cluster.rng.choice(workers))
 
     cluster.on_order.append(repeat)
     return f"up to {count}"

@@ -7,13 +7,14 @@ the rules of the protocol that they follow, is switched off.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
-from ft.base.errors import UserError
 from ft.job.quorum import blame, decide, reactions
 from ft.job.quorum.values import NO_STATE
 from ft.lab.simulate.hsdp_protocol.shape import Habits
+from ft.lab.simulate.mutation import find_in
 
 
 @dataclass(frozen=True)
@@ -89,17 +90,7 @@ PLANTS = (
 )
 
 
-def find(name: str) -> list[Mutant]:
-    """Return the bug with the title ``name``, or all bugs for "all".
-
-    Raises:
-        UserError: no bug has this title.
-    """
-    found = [plant for plant in PLANTS if name in ("all", plant.title)]
-    if not found:
-        titles = "".join(f"\n    {plant.title}" for plant in PLANTS)
-        raise UserError(f"no bug is called {name!r}", f"give all, or one of{titles}")
-    return found
+find = partial(find_in, PLANTS)
 
 
 @contextmanager

@@ -24,9 +24,7 @@ LIMITS = Limits(
     ban_s=8.0,
     ban_most_s=20.0,
 ).check()
-"""Production's timeouts, shortened with their order kept: virtual seconds cost real time, and no checked property
-depends on the length of a timeout.
-"""
+"""The limits of production, shortened as in ``ft.lab.simulate.control.shape``, for the same reason."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,202 @@
+"""The protocol between a worker and the control plane, without I/O: which report follows which order.
+
+A worker is a training process; the control plane is the process that decides about recoveries. An epoch is a version of
+the assignment of workers to logical ranks; closing it begins a recovery.
+
+The functions are coroutines, so that ``ft simulate control`` can run them for many workers in one thread with a virtual
+clock. In production nothing suspends a coroutine: each await blocks the training thread until it has its result, and
+:func:`run` carries the coroutine through.
+"""
+
+import contextlib
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from ft.base.errors import EpochClosed
+from ft.job.messages import Finish, WorkerDone, WorkerFailed, WorkerReady, WorkerSuspects
+from ft.worker.place import Place
+from ft.worker.progress import Progress
+
+REPEAT_S = 3.0
+"""Seconds until an unanswered report is sent again: longer than an answer usually takes. The receiver ignores
+duplicates.
+"""
+_MESSAGE_LIMIT, _TRACE_LIMIT, _SUSPICION_LIMIT = 2000, 8000, 500
+
+T = TypeVar("T")
+
+
+class Member(Place):
+    """A worker's process as a member of the run: its place, and the I/O that the protocol needs.
+
+    Attributes:
+        address: host:port of the worker's snapshot server.
+        progress: what the training thread does, for heartbeats.
+    """
+
+    address: str
+    progress: Progress
+
+    @abstractmethod
+    def send(self, report: Any) -> None:
+        """Send a report to the control plane; it may be lost.
+
+        Raises:
+            OSError: the connection to the node agent is closed.
+        """
+
+    @abstractmethod
+    async def next_order(self, within_s: float | None) -> Any | None:
+        """Return the next order of the control plane, None if none arrives within ``within_s`` seconds (None: wait for
+        ever)."""
+
+    @abstractmethod
+    async def wait_closed(self, within_s: float) -> bool:
+        """Wait until the worker's epoch is closed, at most ``within_s`` seconds; return whether it is closed."""
+
+    @abstractmethod
+    def log_error(self, error: Exception) -> None:
+        """Write the traceback of ``error`` to the worker's log."""
+
+
+def run(steps: Coroutine[Any, Any, T]) -> T:
+    """Carry out a coroutine of the protocol on the calling thread, and return its result."""
+    try:
+        steps.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    steps.close()
+    raise RuntimeError("an operation of the protocol has suspended its coroutine outside of a simulation")
+
+
+async def take_seat(member: Member) -> None:
+    """Report that this worker is ready, wait for a logical rank, and enter its first epoch.
+
+    Raises:
+        SystemExit: the run is over.
+    """
+    member.progress.idles("waiting for a seat")
+    member.send(WorkerReady(member.worker, member.node, member.address))
+    await enter_next_epoch(member)
+    member.progress.idles("assembling")
+
+
+async def enter_next_epoch(member: Member, report: Any = None) -> None:
+    """Wait for the next epoch in which the worker has a logical rank, and enter it.
+
+    Args:
+        member: the worker.
+        report: report that is sent until the epoch opens; None: nothing is sent.
+
+    Raises:
+        SystemExit: the run is over, or the worker got another logical rank than before.
+    """
+
+    def has_come(order: Any) -> bool:
+        if isinstance(order, Finish):
+            raise SystemExit(0)
+        return member.is_seated_by(order)
+
+    member.enter(await _await(member, report, has_come))
+    member.progress.epoch = member.epoch
+
+
+async def await_order(member: Member, kind: type[T], report: Any = None) -> T:
+    """Wait for the order of type ``kind`` for the worker's epoch, and return it; other orders are discarded.
+
+    Args:
+        member: the worker.
+        kind: type of the order.
+        report: report that is sent until the order arrives; None: nothing is sent.
+
+    Raises:
+        EpochClosed: the epoch was closed before the order arrived.
+    """
+
+    def has_come(order: Any) -> bool:
+        if member.is_ended_by(order):
+            raise EpochClosed(order.epoch, order.reason)
+        return member.is_for(order, kind)
+
+    found: T = await _await(member, report, has_come)
+    return found
+
+
+async def _await(member: Member, report: Any, has_come: Callable[[Any], bool]) -> Any:
+    """Return the first order that ``has_come`` accepts. Until then, send ``report`` again and again.
+
+    Without repetition, a lost report would make all workers wait until a timeout expires.
+    """
+    if report is not None:
+        member.send(report)
+    while True:
+        order = await member.next_order(None if report is None else REPEAT_S)
+        if order is None:
+            repeat(member, report)
+        elif has_come(order):
+            return order
+
+
+def repeat(member: Member, report: Any) -> None:
+    """Send a report again that has had no answer."""
+    with contextlib.suppress(OSError):  # the thread that receives orders detects the agent's death
+        member.send(report)
+
+
+async def finish(member: Member, step: int) -> None:
+    """Report that the worker has done its last step, and wait until all workers have.
+
+    Args:
+        member: the worker.
+        step: the last committed step.
+
+    Raises:
+        EpochClosed: a failure on another worker was first, and this worker has to help with the recovery.
+    """
+    member.progress.idles("done")
+    await await_order(member, Finish, WorkerDone(member.worker, member.epoch, step))
+
+
+def failure(member: Member, step: int, error: Exception) -> WorkerFailed:
+    """Return the report of an exception, and write its traceback to the worker's log.
+
+    Args:
+        member: the worker.
+        step: the last committed step (all ranks have finished its optimizer update).
+        error: the exception.
+    """
+    member.log_error(error)
+    kinds = [kind.__name__ for kind in type(error).__mro__[:-1]]
+    message, trace = str(error)[:_MESSAGE_LIMIT], "".join(traceback.format_exception(error))[-_TRACE_LIMIT:]
+    return WorkerFailed(member.worker, member.epoch, step, kinds, message, trace)
+
+
+async def report_failure(member: Member, step: int, error: Exception) -> None:
+    """Report an exception to the control plane, and return when the control plane has closed the epoch.
+
+    If the epoch is closed already, the exception is a consequence of that and is not reported. The arguments are those
+    of :func:`failure`.
+    """
+    if isinstance(error, EpochClosed) or member.closed:
+        return
+    member.progress.idles("failed")
+    report = failure(member, step, error)
+    member.send(report)
+    while not await member.wait_closed(REPEAT_S):
+        repeat(member, report)
+
+
+async def suspect(member: Member, what: str, error: BaseException, verdict_s: float) -> None:
+    """Report that a collective or a transfer failed in an open epoch, and wait for the control plane's verdict.
+
+    Args:
+        member: the worker.
+        what: name of the process group, or description of the transfer.
+        error: the exception.
+        verdict_s: longest wait for the control plane to close the epoch, in seconds.
+    """
+    member.send(WorkerSuspects(member.worker, member.epoch, what, str(error)[:_SUSPICION_LIMIT]))
+    await member.wait_closed(verdict_s)
