@@ -7,7 +7,7 @@ from ft_runs import flags
 _KNOWN: dict[tuple, list[float]] = {}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     from megatron import patches
 

@@ -291,11 +291,12 @@ def test_users_of_etcd_say_their_password(single, board_on, monkeypatch):
         ("auth/enable", {}),
     ):
         assert "header" in single.ask(0, path, body), path
-    monkeypatch.setattr(etcd_control, "PATIENCE_S", 1.0)
     hosts = single.url.removeprefix("etcd://")
-    for wrong in (f"etcd://{hosts}", f"etcd://root:guess@{hosts}"):
-        with pytest.raises(UserError):
-            boards.host(wrong, "run-0", TOKEN)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(etcd_control, "PATIENCE_S", 1.0)
+        for wrong in (f"etcd://{hosts}", f"etcd://root:guess@{hosts}"):
+            with pytest.raises(UserError):
+                boards.host(wrong, "run-0", TOKEN)
 
     def works(url: str) -> None:
         control = boards.host(url, "run-0", TOKEN)

@@ -120,7 +120,8 @@ def moments(optimizer) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize(
     ("nproc", "extra"),
     [
-        (4, "--use-distributed-optimizer --bf16"),
+        # "data parallel" has the same optimizer, sharded in fact.
+        pytest.param(4, "--use-distributed-optimizer --bf16", marks=pytest.mark.long),
         (4, "--bf16 --position-embedding-type learned_absolute"),
         (8, "--use-distributed-optimizer --bf16 --ft-checkfree-most-in-flight 4"),
     ],

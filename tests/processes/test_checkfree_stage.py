@@ -105,7 +105,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("nproc", "extra"), LAYOUTS.values(), ids=LAYOUTS.keys())
+IN_ANOTHER = ("bf16 with main parameters",)
+"""Layouts whose flags are all in others."""
+
+
+@pytest.mark.parametrize(
+    ("nproc", "extra"),
+    [
+        pytest.param(*layout, id=name, marks=pytest.mark.long if name in IN_ANOTHER else ())
+        for name, layout in LAYOUTS.items()
+    ],
+)
 def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(nproc, extra, ranks, corpus):
     flags = f"{runs.BASE} --data-path {corpus} {SHAPE} {extra}"
     seen = ranks(rebuilt_in_the_middle, nproc, flags, timeout=120)

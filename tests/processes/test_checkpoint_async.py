@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import pytest
 from test_checkpoint_faults import _slow_writer
 from test_checkpoint_gpt import Run, Shape
 
@@ -39,6 +40,7 @@ def _save_both_ways(folder: str, shape: Shape) -> dict:
     return {"running": running, "changed": changed, "polled": polled, "idle": idle}
 
 
+@pytest.mark.alone
 def test_async_equals_sync_bit_for_bit(ranks, tmp_path):
     for shape in (Shape(pp=2), Shape(bf16=True)):
         folder = tmp_path / str(hash(shape))

@@ -27,8 +27,16 @@ def _resume(shape: Shape, folder: str, options: dict):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["sync", "async"])
-@pytest.mark.parametrize("shape", [Shape(tp=2, pp=2), Shape(pp=2)], ids=["tp2pp2", "pp2dp2"])
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        pytest.param(Shape(tp=2, pp=2), {}, id="tp2pp2-sync"),
+        pytest.param(Shape(pp=2), {"async_save": True}, id="pp2dp2-async"),
+        # Each shape and each way to save is also in one of those above.
+        pytest.param(Shape(tp=2, pp=2), {"async_save": True}, id="tp2pp2-async", marks=pytest.mark.long),
+        pytest.param(Shape(pp=2), {}, id="pp2dp2-sync", marks=pytest.mark.long),
+    ],
+)
 def test_resume_is_bit_exact(ranks, tmp_path, shape, options):
     before = ranks(_save_and_go_on, 4, shape, str(tmp_path), options)
     after = ranks(_resume, 4, shape, str(tmp_path), {})

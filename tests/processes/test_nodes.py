@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nodes
 import pytest
+import start_up
 from nodes import Lab, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -107,6 +108,7 @@ def test_lost_packets_are_sent_again_and_everything_arrives(lab):
     assert ask(one, two, count=10, size=20000, patience_s=30) is not None
 
 
+@pytest.mark.alone
 def test_delay_and_rate_slow_a_conversation_down(lab):
     one, two, _ = lab.hosts
     serve(two)
@@ -145,10 +147,11 @@ def test_a_host_ends_with_whoever_made_it(tmp_path):
 def test_a_control_plane_behind_a_broken_network_is_a_lost_connection(lab):
     """What an agent's uplink tries again after; anything else ends it for good."""
     one, two, _ = lab.hosts
+    command = (sys.executable, "-c", CONNECT, f"tcp://{two.address}:29400")
     one.cut()
-    assert "lost: " in one.run(sys.executable, "-c", CONNECT, f"tcp://{two.address}:29400")
+    assert "lost: " in one.run(*command, timeout_s=20.0 + start_up.limit_s())
     one.interface(up=False)
-    assert "lost: " in one.run(sys.executable, "-c", CONNECT, f"tcp://{two.address}:29400")
+    assert "lost: " in one.run(*command, timeout_s=20.0 + start_up.limit_s())
 
 
 def serve(host) -> None:

@@ -12,7 +12,7 @@ from ft.job.quorum import NoQuorum, Quorum, Report, reactions
 from ft.job.quorum.decide import decide
 from ft.job.quorum.state import SPAN
 
-HISTORIES, STEPS, DISTURBED_S, PATIENCE_S = 600, 12, 20.0, 400.0
+HISTORIES, STEPS, DISTURBED_S, PATIENCE_S = 300, 12, 20.0, 400.0
 TICK_S = 0.05
 MOST_S = 3000.0
 

@@ -14,7 +14,7 @@ from ft.lab.simulate.control.mutants import PLANTS, planted
 from ft.lab.simulate.control.run import Wish, simulate
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]
-SEEDS, ANY = 300, Wish()
+SEEDS, ANY = 150, Wish()
 
 
 def told(seed, hash_seed):

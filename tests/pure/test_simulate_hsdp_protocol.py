@@ -13,7 +13,7 @@ from ft.lab.simulate.hsdp_protocol.mutants import PLANTS, planted
 from ft.lab.simulate.hsdp_protocol.run import Wish, simulate
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]
-SEEDS, ANY = 60, Wish()
+SEEDS, ANY = 30, Wish()
 
 
 def told(seed, hash_seed):
