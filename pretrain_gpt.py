@@ -4,7 +4,7 @@ import os
 import sys
 
 from ft.base.errors import UserError
-from megatron.training.arguments import Options, help_text, may_have_te, parse, refusals
+from megatron.training.arguments import Options, help_text, may_have_gpu, may_have_te, parse, refusals
 from megatron.training.launcher import launch_from
 from megatron.training.logging.quiet import quieten
 
@@ -29,7 +29,7 @@ def refuse(argv: list[str], error: UserError) -> int:
     """Says all that is wrong with the command line, of which ``error`` is a part; returns the exit code."""
     try:
         place = launch_from(os.environ)
-        _, problems = refusals(argv, place.world_size, has_te=may_have_te())
+        _, problems = refusals(argv, place.world_size, has_te=may_have_te(), has_gpu=may_have_gpu())
         error = UserError.of(problems)
     except UserError as torn:
         place, error = None, UserError.of([*error.problems, *torn.problems])

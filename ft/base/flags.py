@@ -29,7 +29,7 @@ def read_flags(
         (the parsed values, the problems, flags whose values could not be parsed).
     """
     namespace, problems, doubtful = argparse.Namespace(), [], []
-    for group in _groups(words):
+    for group in groups(words):
         flag, equals, value = group[0].partition("=")
         if not flag.startswith("-"):
             problems.append(_unexpected(group[0]))
@@ -53,8 +53,11 @@ def _unexpected(word: str) -> Problem:
     return f"unexpected word {word!r} on the command line", "quote values that contain spaces"
 
 
-def _groups(words: Sequence[str]) -> list[list[str]]:
-    """Group the words: each flag with the words that follow it. A word before the first flag is a group of its own."""
+def groups(words: Sequence[str]) -> list[list[str]]:
+    """Group the words of a command line: each flag with the words that follow it.
+
+    A word before the first flag is a group of its own.
+    """
     found: list[list[str]] = []
     for word in words:
         if word.startswith("--") or not found or not found[-1][0].startswith("--"):

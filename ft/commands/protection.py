@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HOT_SWAP, REPLICAS, NOTHING, UNKNOWN = "hot-swap", "replicas", "nothing", "unknown"
 
-_TRAINER = CHECKOUT / "pretrain_gpt.py"
+TRAINER = CHECKOUT / "pretrain_gpt.py"
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def is_trainer(script: "Script") -> bool:
     """Return whether ``script`` is this project's own ``pretrain_gpt.py`` or an identical copy of that file."""
     path = Path(script.target)
     if script.is_module:
-        found = importlib.util.find_spec(script.target) if script.target == _TRAINER.stem else None
+        found = importlib.util.find_spec(script.target) if script.target == TRAINER.stem else None
         path = Path(found.origin) if found is not None and found.origin else path
     try:
-        return path.samefile(_TRAINER) or path.read_bytes() == _TRAINER.read_bytes()
+        return path.samefile(TRAINER) or path.read_bytes() == TRAINER.read_bytes()
     except OSError:
         return False
 
@@ -97,10 +97,11 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
         return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), []
-    from megatron.training.arguments import may_have_te, refusals
+    from megatron.training.arguments import may_have_gpu, may_have_te, refusals
 
     world_size, replicas = (asked.world_size, asked.replicas) if asked is not None else (None, 0)
-    options, problems = refusals(script.args, world_size, has_te=may_have_te(), replicas=replicas)
+    here = {"has_te": may_have_te(), "has_gpu": may_have_gpu()}
+    options, problems = refusals(script.args, world_size, **here, replicas=replicas)
     problems = [_belongs_before(problem) or (problem, fix) for problem, fix in problems]
     if options is None or asked is None:
         return Protection(UNKNOWN), problems

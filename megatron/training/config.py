@@ -1,4 +1,11 @@
-"""Builds megatron-core's ``TransformerConfig`` from the options."""
+"""Builds megatron-core's configurations from the options.
+
+A field has the option of the same name. Written out here are only the fields that follow from other options, and those
+that depend on what this process offers (a GPU, Transformer Engine, Apex).
+"""
+
+from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -6,10 +13,13 @@ import torch.nn.functional as F
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import Layout, Options
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8, "auto": None}
 
 
 def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
@@ -18,97 +28,104 @@ def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
     Raises:
         UserError: megatron-core rejects the combination; the error has megatron-core's message.
     """
+    config = MLATransformerConfig if options.core.multi_latent_attention else TransformerConfig
+    given = {
+        **same_names(config, options),
+        **_network(options),
+        **_kernels(options),
+        **_parallelism(options, layout),
+    }
     try:
-        return TransformerConfig(
-            **_network(options),
-            **_kernels(options),
-            **_experts(options),
-            **_parallelism(options, layout),
-            **_recomputation(options),
-        )
+        built = config(**{name: value for name, value in given.items() if name in {f.name for f in fields(config)}})
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(f"megatron-core refuses this configuration: {error}", "change the flags it names") from error
+    _add_yarn(built, options)
+    return built
+
+
+def data_parallel_config(
+    options: Options, parameters: int, *, interleaved: bool, checks_nan: bool
+) -> DistributedDataParallelConfig:
+    """Return megatron-core's configuration of data parallelism.
+
+    Args:
+        options: options of the run.
+        parameters: number of parameters of this rank.
+        interleaved: whether the interleaved pipeline schedule is used.
+        checks_nan: whether NaN in gradients ends the run.
+    """
+    c = options.core
+    given = {
+        **same_names(DistributedDataParallelConfig, options),
+        "grad_reduce_in_fp32": c.accumulate_allreduce_grads_in_fp32,
+        "align_param_gather": c.align_param_gather and interleaved,
+        "check_for_nan_in_grad": checks_nan,
+        "bucket_size": parameters // c.ddp_num_buckets if c.ddp_num_buckets else c.ddp_bucket_size,
+    }
+    return DistributedDataParallelConfig(**given)
+
+
+def same_names(config: type, options: Options) -> dict[str, Any]:
+    """Return field -> value for the fields of a configuration of megatron-core that have an option of their name."""
+    values = vars(options.core)
+    given = {f.name: values[f.name] for f in fields(config) if f.name in values}
+    dtypes = {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype") and value in _DTYPES}
+    return given | dtypes
 
 
 def params_dtype(options: Options) -> torch.dtype:
-    return torch.bfloat16 if options.precision.bf16 else torch.float16 if options.precision.fp16 else torch.float32
+    return torch.bfloat16 if options.core.bf16 else torch.float16 if options.core.fp16 else torch.float32
 
 
-def _network(options: Options) -> dict:
-    m = options.model
-    activation = {}
-    if m.swiglu:
-        activation = {"activation_func": F.silu, "gated_linear_unit": True}
-    elif m.quick_geglu:
-        activation = {"activation_func": quick_gelu, "gated_linear_unit": True}
-    elif m.squared_relu:
-        activation = {"activation_func": squared_relu}
-    return {
-        "num_layers": m.num_layers,
-        "hidden_size": m.hidden_size,
-        "ffn_hidden_size": m.ffn_hidden_size,
-        "num_attention_heads": m.num_attention_heads,
-        "kv_channels": m.kv_channels,
-        "num_query_groups": m.num_query_groups if m.group_query_attention else None,
-        "normalization": m.normalization,
-        "layernorm_epsilon": m.norm_epsilon,
-        "layernorm_zero_centered_gamma": m.apply_layernorm_1p,
-        "apply_residual_connection_post_layernorm": m.apply_residual_connection_post_layernorm,
-        "fp32_residual_connection": m.fp32_residual_connection,
-        "add_bias_linear": m.add_bias_linear,
-        "add_qkv_bias": m.add_qkv_bias,
-        "qk_layernorm": m.qk_layernorm,
-        "rotary_interleaved": m.rotary_interleaved,
-        "attention_dropout": m.attention_dropout,
-        "hidden_dropout": m.hidden_dropout,
-        "init_method_std": m.init_method_std,
-        "apply_query_key_layer_scaling": m.apply_query_key_layer_scaling,
-        "calculate_per_token_loss": options.training.calculate_per_token_loss,
-        **activation,
+def _network(options: Options) -> dict[str, Any]:
+    c = options.core
+    found: dict[str, Any] = {
+        "num_query_groups": c.num_query_groups if c.group_query_attention else None,
+        "num_moe_experts": c.num_experts,
+        "add_qkv_bias": c.add_qkv_bias or c.add_bias_linear,
+        "fp8_param": c.fp8_param_gather,
+        "fp4_param": c.fp4_param_gather,
+        "is_hybrid_model": bool(c.hybrid_override_pattern or c.hybrid_layer_pattern),
+        "inference_sampling_seed": options.training.seed,
+        "calculate_per_token_loss": c.calculate_per_token_loss,
     }
+    if c.swiglu:
+        found |= {"activation_func": F.silu, "gated_linear_unit": True}
+    elif c.quick_geglu:
+        found |= {"activation_func": quick_gelu, "gated_linear_unit": True}
+    elif c.squared_relu:
+        found |= {"activation_func": squared_relu}
+    if c.init_method_xavier_uniform:
+        found |= {"init_method": torch.nn.init.xavier_uniform_}
+    if c.rope_type is None:
+        found |= {"rope_type": "yarn"}  # the default of megatron-core's configuration for multi-latent attention
+    return found
 
 
-def _kernels(options: Options) -> dict:
-    k, m, platform = options.kernels, options.model, patches.platform()
+def _kernels(options: Options) -> dict[str, Any]:
+    c, platform = options.core, patches.platform()
     sees_all = options.fault_tolerance.follows_operators  # DMR executes each operator twice: no fused kernels
     use_te, has_apex = uses_te(options), platform.offers("apex") and not sees_all
     has_softmax = platform.offers("scaled_masked_softmax_cuda") and not sees_all
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
-    fused = k.bias_swiglu_fusion if m.swiglu else k.bias_gelu_fusion and not options.moe.num_experts
-    fused = fused and not (m.squared_relu or m.quick_geglu)
+    fused = c.bias_swiglu_fusion if c.swiglu else c.bias_gelu_fusion and c.add_bias_linear and not c.num_experts
+    fused = fused and not (c.squared_relu or c.quick_geglu)
     return {
         "transformer_impl": "transformer_engine" if use_te else "local",
-        "attention_backend": AttnBackend[k.attention_backend],
-        "attention_softmax_in_fp32": options.precision.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
-        "masked_softmax_fusion": has_softmax and k.masked_softmax_fusion,
+        "attention_backend": AttnBackend[c.attention_backend or "auto"],
+        "attention_softmax_in_fp32": c.attention_softmax_in_fp32 or c.apply_query_key_layer_scaling,
+        "masked_softmax_fusion": has_softmax and c.masked_softmax_fusion,
         "bias_activation_fusion": fused,
-        "bias_dropout_fusion": k.bias_dropout_fusion,
-        "apply_rope_fusion": use_te and k.rope_fusion and m.position_embedding_type == "rope",
-        "persist_layer_norm": has_apex and k.persist_layer_norm,
-        "gradient_accumulation_fusion": (use_te or has_apex) and k.gradient_accumulation_fusion,
-        "cross_entropy_loss_fusion": k.cross_entropy_loss_fusion,
-        "cross_entropy_fusion_impl": k.cross_entropy_fusion_impl,
-        "deterministic_mode": k.deterministic_mode,
-        "use_cpu_initialization": k.use_cpu_initialization,
-        "perform_initialization": k.perform_initialization,
+        "apply_rope_fusion": use_te and c.apply_rope_fusion and c.position_embedding_type == "rope",
+        "persist_layer_norm": has_apex and c.persist_layer_norm,
+        "gradient_accumulation_fusion": (use_te or has_apex) and c.gradient_accumulation_fusion,
+        "use_cpu_initialization": bool(c.use_cpu_initialization),
     }
 
 
-def _experts(options: Options) -> dict:
-    moe = options.moe
-    if moe.num_experts is None:
-        return {}
-    plain = {name: value for name, value in vars(moe).items() if name.startswith("moe_")}
-    return {
-        "num_moe_experts": moe.num_experts,
-        **plain,
-        "moe_token_dropping": False,
-    }
-
-
-def _parallelism(options: Options, layout: Layout) -> dict:
-    p, dtype = options.parallel, params_dtype(options)
-    interleaved = layout.vpp is not None
+def _parallelism(options: Options, layout: Layout) -> dict[str, Any]:
+    c, dtype = options.core, params_dtype(options)
+    overlaps = layout.vpp is not None and c.overlap_p2p_comm
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -116,34 +133,38 @@ def _parallelism(options: Options, layout: Layout) -> dict:
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        "sequence_parallel": p.sequence_parallel,
-        "num_layers_in_first_pipeline_stage": p.decoder_first_pipeline_num_layers,
-        "num_layers_in_last_pipeline_stage": p.decoder_last_pipeline_num_layers,
-        "account_for_embedding_in_pipeline_split": p.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": p.account_for_loss_in_pipeline_split,
-        "microbatch_group_size_per_vp_stage": p.microbatch_group_size_per_virtual_pipeline_stage,
-        "cp_comm_type": p.cp_comm_type[0] if len(p.cp_comm_type) == 1 else p.cp_comm_type,
-        "overlap_p2p_comm": interleaved and p.overlap_p2p_communication,
+        "num_layers_in_first_pipeline_stage": c.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": c.decoder_last_pipeline_num_layers,
+        "cp_comm_type": c.cp_comm_type[0] if len(c.cp_comm_type) == 1 else c.cp_comm_type,
+        "overlap_p2p_comm": overlaps,
         # With --ft-hot-swap, process groups can be interrupted by a recovery. Torch then launches NCCL messages one by
         # one; without batch_p2p_comm core uses an order in which they cannot deadlock.
-        "batch_p2p_comm": not (interleaved and p.overlap_p2p_communication) and not options.fault_tolerance.ft_hot_swap,
+        "batch_p2p_comm": not overlaps and not options.fault_tolerance.ft_hot_swap,
         "deallocate_pipeline_outputs": True,
-        "fp16": options.precision.fp16,
-        "bf16": options.precision.bf16,
+        "cpu_offloading": bool(c.cpu_offloading_num_layers),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
     }
 
 
-def _recomputation(options: Options) -> dict:
-    r = options.recompute
-    return {
-        "recompute_granularity": r.recompute_granularity,
-        "recompute_method": r.recompute_method,
-        "recompute_num_layers": r.recompute_num_layers,
-        "recompute_modules": r.recompute_modules,
-        "distribute_saved_activations": r.distribute_saved_activations,
+def _add_yarn(config: TransformerConfig, options: Options) -> None:
+    """Give the configuration of a model with YaRN's positions the attributes that megatron-core looks for there."""
+    c = options.core
+    if c.position_embedding_type != "yarn" or c.multi_latent_attention:
+        return
+    rounds = c.yarn_correction_range_round_to_int
+    values = {
+        "yarn_rotary_scaling_factor": c.rotary_scaling_factor,
+        "yarn_original_max_position_embeddings": c.yarn_original_max_position_embeddings or 4096,
+        "yarn_beta_fast": 32.0 if c.yarn_beta_fast is None else c.yarn_beta_fast,
+        "yarn_beta_slow": 1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow,
+        "yarn_mscale": c.mscale,
+        "yarn_mscale_all_dim": c.mscale_all_dim,
+        "yarn_correction_range_round_to_int": True if rounds is None else rounds,
     }
+    for name, value in values.items():
+        if not hasattr(config, name):
+            setattr(config, name, value)
 
 
 def uses_te(options: Options) -> bool:
@@ -154,4 +175,4 @@ def uses_te(options: Options) -> bool:
     """
     if options.fault_tolerance.follows_operators:
         return False
-    return options.kernels.transformer_impl != "local" and patches.platform().offers("transformer_engine")
+    return options.core.transformer_impl != "local" and patches.platform().offers("transformer_engine")

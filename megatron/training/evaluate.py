@@ -10,7 +10,7 @@ from megatron.training.step import mean_loss, run_schedule
 
 def evaluate(job: Job, loaders: Loaders) -> float:
     """Return the mean loss per token over --eval-iters batches from ``loaders``, on every rank."""
-    batch = job.options.training.global_batch_size
+    batch = batch_size(job)
     reported = []
     _set_training(job, False)
     try:
@@ -22,10 +22,15 @@ def evaluate(job: Job, loaders: Loaders) -> float:
     return _known_to_all(mean_loss(reported), job)
 
 
+def batch_size(job: Job) -> int:
+    """Return the number of samples in a batch of an evaluation."""
+    return job.options.evaluation.eval_global_batch_size or job.options.training.global_batch_size
+
+
 def validate(job: Job) -> float:
     """Evaluate on the next samples of the validation set, and log the loss. Advances ``job.state``."""
     loss = evaluate(job, job.valid_loaders)
-    samples = job.options.evaluation.eval_iters * job.options.training.global_batch_size
+    samples = job.options.evaluation.eval_iters * batch_size(job)
     job.state.consumed_valid_samples += samples
     job.log.evaluation(job.state.step, "validation", loss)
     return loss

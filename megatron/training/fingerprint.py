@@ -15,19 +15,13 @@ from megatron import core
 from megatron.patches import platform
 from megatron.training.arguments import Layout, Options
 
-_DECIDE = ("model", "moe", "kernels", "precision", "recompute")
-_OTHERS = {
-    "data": ("seq_length",),
-    "parallel": (
-        *("sequence_parallel", "use_distributed_optimizer", "num_distributed_optimizer_instances"),
-        *("overlap_grad_reduce", "overlap_p2p_communication", "microbatch_group_size_per_virtual_pipeline_stage"),
-        *("context_parallel_size", "expert_tensor_parallel_size"),
-        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    ),
-    "training": ("calculate_per_token_loss",),
-    "optimizer": ("optimizer", "clip_grad"),
-}
+_NOT_DECIDING = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),  # in the grid
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "distributed_backend", "local_rank"),
+    *("distributed_timeout_minutes", "use_tp_pp_dp_mapping", "log_num_zeros_in_grad"),
+)
+"""Options of megatron-core that leave the operators of an iteration as they are."""
 
 
 def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
@@ -37,8 +31,8 @@ def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
     of the final global batch size, after a batch-size ramp.
     """
     told, training = options.as_dict(), options.training
-    shape = {name: told[name] for name in _DECIDE}
-    shape |= {f"{concern}.{name}": told[concern][name] for concern, names in _OTHERS.items() for name in names}
+    shape = {name: value for name, value in told["core"].items() if name not in _NOT_DECIDING}
+    shape["seq_length"] = options.data.seq_length
     here = platform()
     return {
         "model": _digest(shape),

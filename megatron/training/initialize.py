@@ -13,12 +13,12 @@ from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
 from megatron.training.arguments import Layout
-from megatron.training.arguments.parallel import ParallelOptions
+from megatron.training.arguments.core_options import CoreOptions
 from megatron.training.arguments.training import TrainingOptions
 from megatron.training.launcher import Launch
 
 
-def init_process_group(options: ParallelOptions, launch: Launch) -> None:
+def init_process_group(options: CoreOptions, launch: Launch) -> None:
     """Create torch.distributed's default process group. MASTER_ADDR and MASTER_PORT give the address of its store.
 
     Raises:
@@ -39,7 +39,7 @@ def init_process_group(options: ParallelOptions, launch: Launch) -> None:
     )
 
 
-def init_model_parallel(options: ParallelOptions, layout: Layout, *, ends_are_double: bool = False) -> None:
+def init_model_parallel(options: CoreOptions, layout: Layout, *, ends_are_double: bool = False) -> None:
     """Make megatron-core's process groups for ``layout``.
 
     Args:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from ft.protection.stack import Stack
 from megatron.core.timers import Timers
 from megatron.training.arguments import Layout, Options
+from megatron.training.arguments.logging import LoggingOptions
 from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.exits import Exits
 from megatron.training.loaders import Loaders
+from megatron.training.logging.profile import Profiler
 from megatron.training.logging.runlog import RunLog
 from megatron.training.model import Trainee
 
@@ -37,6 +39,7 @@ class Job:
     ending: str | None = None
     protection: Stack = field(default_factory=Stack)
     verified: bool = False
+    profiler: Profiler = field(default_factory=lambda: Profiler(LoggingOptions(), 0))
 
     def microbatches(self, samples: int) -> int:
         """Return the number of forward passes on each data-parallel rank for ``samples`` samples."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ft.base.errors import UserError
 from ft.protection.stack import Protections
 from megatron import patches
+from megatron.core.config import set_experimental_flag
 from megatron.training import determinism
 from megatron.training.arguments import Layout, Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
@@ -28,7 +29,10 @@ def launch(options: Options) -> int:
     try:
         place = launch_from(os.environ)
         has_te = patches.platform().offers("transformer_engine")
-        layout = check(options, place.world_size, has_te=has_te, replicas=replicas_of(os.environ))
+        has_gpu, replicas = patches.platform().name == "cuda", replicas_of(os.environ)
+        layout = check(options, place.world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas)
+        if options.training.enable_experimental:
+            set_experimental_flag(True)
         protections = Protections.of(options.fault_tolerance, os.environ)
         transformer_config(options, layout)
     except UserError as error:  # depends on flags and world size only: every rank gets the same error, one prints it
@@ -36,7 +40,7 @@ def launch(options: Options) -> int:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     try:
-        if options.kernels.deterministic_mode:
+        if options.core.deterministic_mode:
             determinism.enforce()
     except UserError as error:  # depends on the node's environment: one rank of each node prints it
         if place.local_rank == 0:
@@ -73,7 +77,7 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
     try:
         session = attach(settings=settings)
         patches.platform().select_device(session.local_rank)
-        session.init_process_group(patches.platform().choose_backend(options.parallel.distributed_backend))
+        session.init_process_group(patches.platform().choose_backend(options.core.distributed_backend))
     except UserError as error:
         return report(error, place.rank)
     try:
@@ -97,7 +101,7 @@ def resume_own_checkpoints(options: CheckpointOptions) -> None:
 def launch_plain(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
     """Run one rank of a torchrun, srun or mpirun job. If one rank fails, all end."""
     try:
-        init_process_group(options.parallel, place)
+        init_process_group(options.core, place)
     except UserError as error:
         return report(error, place.rank)
     notice = FailureNotice(place.rank)

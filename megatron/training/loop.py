@@ -2,6 +2,8 @@
 
 import gc
 
+from ft.base.errors import FtError
+from megatron.core.utils import check_param_hashes_across_dp_replicas
 from megatron.training.arguments import Options
 from megatron.training.arguments.batch import train_steps
 from megatron.training.checkpoints import save
@@ -11,11 +13,19 @@ from megatron.training.logging.timing import phase_times
 from megatron.training.step import train_step
 
 
+class DifferentWeights(FtError):
+    """Data-parallel ranks, which hold copies of the same weights, hold different ones."""
+
+
 def train(job: Job) -> None:
     """Train to the end of the run, or until ``job.ending`` holds a reason to end earlier."""
     options, state, last = job.options, job.state, train_steps(job.options.training)
     while state.step < last and job.ending is None:
+        job.profiler.before(state.step + 1)
         report = train_step(job)
+        job.profiler.after(state.step)
+        if weights_are_compared(options, state.step):
+            compare_weights(job)
         job.ending = job.exits.answer(state.step)
         evaluates = job.ending is None and job.valid_loaders and evaluation_is_due(options, state.step, last)
         if evaluates:
@@ -33,6 +43,22 @@ def train(job: Job) -> None:
         if garbage_is_due(options, state.step, evaluates):
             gc.collect()
         job.protection.committed()
+
+
+def weights_are_compared(options: Options, step: int) -> bool:
+    interval = options.training.check_weight_hash_across_dp_replicas_interval
+    return interval is not None and step % interval == 0
+
+
+def compare_weights(job: Job) -> None:
+    """Compare the weights of all data-parallel ranks. Collective.
+
+    Raises:
+        DifferentWeights: they are not equal.
+    """
+    with job.trainee.whole_params():
+        if not check_param_hashes_across_dp_replicas(job.trainee.chunks, cross_check=True):
+            raise DifferentWeights(f"the data-parallel ranks have different weights after step {job.state.step}")
 
 
 def evaluation_is_due(options: Options, step: int, last: int) -> bool:

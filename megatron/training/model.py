@@ -7,7 +7,7 @@ import torch
 
 from ft.protection.contract import ModelEnds
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -15,8 +15,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import import_module
+from megatron.patches.releases import hybrid_model
 from megatron.training.arguments import Layout, Options
-from megatron.training.config import transformer_config, uses_te
+from megatron.training.config import data_parallel_config, transformer_config, uses_te
 from megatron.training.optimizer import build_optimizer, build_scheduler
 
 
@@ -100,7 +102,7 @@ def build_model(
         ends: whether this stage has embedding and output layer; None: the first and the last stage have.
     """
     config = transformer_config(options, layout)
-    if ends is not None and ends.embeds and ends.is_double and not options.model.untie_embeddings_and_output_weights:
+    if ends is not None and ends.embeds and ends.is_double and not options.core.untie_embeddings_and_output_weights:
         config.embedding_init_method = _zero  # core sums all copies of a tied weight to make them equal
     if not initialize:
         # Not perform_initialization=False: this also skips the marks on tensor-parallel parameters, and without these
@@ -111,7 +113,7 @@ def build_model(
         for param in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
         chunk.cuda(torch.cuda.current_device())
-    if options.precision.fp16 or options.precision.bf16:
+    if options.core.fp16 or options.core.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     return config, chunks
 
@@ -125,20 +127,52 @@ def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _layer_spec(options: Options, config: TransformerConfig, vp_stage: int | None):
-    m, moe, use_te = options.model, options.moe, uses_te(options)
-    if moe.num_experts:
+    c, use_te = options.core, uses_te(options)
+    if c.spec and (named := _named_spec(options)) is not None:
+        return named
+    if c.experimental_attention_variant is not None:
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    if c.num_experts:
         return specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=use_te, normalization=m.normalization, vp_stage=vp_stage
+            config, use_te, normalization=c.normalization, qk_l2_norm=c.qk_l2_norm, vp_stage=vp_stage
         )
-    if use_te:
-        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=m.qk_layernorm)
-    return specs.get_gpt_layer_local_spec(qk_layernorm=m.qk_layernorm, normalization=m.normalization)
+    return _plain_layer_spec(options, config)
+
+
+def _named_spec(options: Options):
+    """Return the specification that --spec names; None without the flag, or for Megatron-LM's word ``local``."""
+    words = [word for part in options.core.spec or [] for word in part.rsplit(".", 1)]
+    if not options.core.spec or options.core.spec == ["local"]:
+        return None
+    return import_module(tuple(options.core.spec) if len(options.core.spec) > 1 else tuple(words))
+
+
+def _plain_layer_spec(options: Options, config: TransformerConfig):
+    """Return the specification of a layer without experts."""
+    c = options.core
+    common = {"multi_latent_attention": c.multi_latent_attention, "qk_l2_norm": c.qk_l2_norm}
+    if uses_te(options):
+        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=c.qk_layernorm, **common)
+    return specs.get_gpt_layer_local_spec(qk_layernorm=c.qk_layernorm, normalization=c.normalization, **common)
+
+
+def _prediction_spec(options: Options, config: TransformerConfig, vp_stage: int | None):
+    """Return the specification of the multi-token prediction behind the last layer; None if there is none."""
+    if options.core.mtp_num_layers is None:
+        return None
+    use_te = uses_te(options)
+    layers = specs.get_gpt_decoder_layer_specs(
+        config, use_te, normalization=options.core.normalization, qk_l2_norm=options.core.qk_l2_norm, vp_stage=vp_stage
+    )
+    return specs.get_gpt_mtp_block_spec(config, layers[-1], use_transformer_engine=use_te, vp_stage=vp_stage)
 
 
 def _gpt_chunks(
     options: Options, layout: Layout, config: TransformerConfig, vocab_size: int, ends: ModelEnds | None
 ) -> list[GPTModel]:
-    m = options.model
+    m = options.core
     chunks = []
     for index in range(layout.vpp or 1):
         vp_stage = index if layout.vpp else None
@@ -146,23 +180,30 @@ def _gpt_chunks(
         heads = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         if ends is not None:
             embeds, heads = ends.embeds, ends.heads
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=_layer_spec(options, config, vp_stage),
-            vocab_size=vocab_size,
-            max_sequence_length=m.max_position_embeddings,
-            pre_process=embeds,
-            post_process=heads,
-            fp16_lm_cross_entropy=options.precision.fp16_lm_cross_entropy,
-            share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
-            position_embedding_type=m.position_embedding_type,
-            rotary_percent=m.rotary_percent,
-            rotary_base=m.rotary_base,
-            rope_scaling=m.use_rope_scaling,
-            rope_scaling_factor=m.rope_scaling_factor,
-            seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
-            vp_stage=vp_stage,
-        )
+        common = {
+            "vocab_size": vocab_size,
+            "max_sequence_length": m.max_position_embeddings,
+            "pre_process": embeds,
+            "post_process": heads,
+            "fp16_lm_cross_entropy": m.fp16_lm_cross_entropy,
+            "share_embeddings_and_output_weights": not m.untie_embeddings_and_output_weights,
+            "position_embedding_type": m.position_embedding_type,
+            "rotary_percent": m.rotary_percent,
+            "rotary_base": m.rotary_base,
+            "seq_len_interpolation_factor": m.rotary_seq_len_interpolation_factor,
+            "vp_stage": vp_stage,
+        }
+        if m.hybrid_override_pattern or m.hybrid_layer_pattern:
+            chunk = hybrid_model(config, _named_spec(options), m, **common)
+        else:
+            chunk = GPTModel(
+                config=config,
+                transformer_layer_spec=_layer_spec(options, config, vp_stage),
+                rope_scaling=m.use_rope_scaling,
+                rope_scaling_factor=m.rope_scaling_factor,
+                mtp_block_spec=_prediction_spec(options, config, vp_stage),
+                **common,
+            )
         chunk.model_type = ModelType.encoder_or_decoder
         if vp_stage is not None:
             chunk.vp_stage = vp_stage
@@ -173,20 +214,14 @@ def _gpt_chunks(
 def _in_data_parallel(
     options: Options, config: TransformerConfig, chunks: list[torch.nn.Module], verified: bool
 ) -> list[DistributedDataParallel]:
-    p, t = options.parallel, options.training
+    t = options.training
     parameters = sum(param.numel() for chunk in chunks for param in chunk.parameters())
-    scales_loss = options.precision.fp16 and options.precision.loss_scale is None  # then NaN is an expected result
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=options.precision.accumulate_allreduce_grads_in_fp32,
-        overlap_grad_reduce=p.overlap_grad_reduce,
-        overlap_param_gather=p.overlap_param_gather,
-        align_param_gather=p.align_param_gather and config.virtual_pipeline_model_parallel_size is not None,
-        use_distributed_optimizer=p.use_distributed_optimizer,
-        num_distributed_optimizer_instances=p.num_distributed_optimizer_instances,
-        check_for_nan_in_grad=t.check_for_nan_in_loss_and_grad and not scales_loss and not verified,
-        check_for_large_grads=t.check_for_large_grads,
-        bucket_size=parameters // p.ddp_num_buckets if p.ddp_num_buckets else p.ddp_bucket_size,
-        average_in_collective=p.ddp_average_in_collective,
+    scales_loss = options.core.fp16 and options.core.loss_scale is None  # then NaN is an expected result
+    ddp_config = data_parallel_config(
+        options,
+        parameters,
+        interleaved=config.virtual_pipeline_model_parallel_size is not None,
+        checks_nan=t.check_for_nan_in_loss_and_grad and not scales_loss and not verified,
     )
     wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -206,9 +241,9 @@ def _connect(options: Options, config: TransformerConfig, chunks: list[Distribut
 
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if options.parallel.overlap_grad_reduce:
+    if options.core.overlap_grad_reduce:
         config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
-        if options.parallel.align_grad_reduce:
+        if options.core.align_grad_reduce:
             config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
-    if options.parallel.overlap_param_gather and chunks[0].ddp_config.align_param_gather:
+    if options.core.overlap_param_gather and chunks[0].ddp_config.align_param_gather:
         config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])

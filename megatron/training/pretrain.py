@@ -9,6 +9,7 @@ from ft.protection.stack import Protections
 from megatron.training import model
 from megatron.training.arguments import Layout, Options
 from megatron.training.arguments.batch import train_steps
+from megatron.training.arguments.core_options import OF_THE_MODEL
 from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.checkpoints import load, say
 from megatron.training.data import dataset_prefixes
@@ -18,6 +19,7 @@ from megatron.training.exits import Exits
 from megatron.training.initialize import init_model_parallel, seed_everything
 from megatron.training.job import Job
 from megatron.training.loaders import make_loaders
+from megatron.training.logging.profile import Profiler
 from megatron.training.logging.runlog import RunLog
 from megatron.training.logging.summary import count_parameters, startup_summary
 from megatron.training.logging.timing import attach_timers
@@ -38,7 +40,7 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
     """
     started = time.monotonic()
     protections = protections or Protections()
-    init_model_parallel(options.parallel, layout, ends_are_double=protections.replicates_ends)
+    init_model_parallel(options.core, layout, ends_are_double=protections.replicates_ends)
     job = assemble(options, layout, started, protections)
     job.protection = protections.stack(JobTrainer(job))
     with job.log, job.exits:
@@ -76,7 +78,9 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     )
     timers = attach_timers(options.logging, trainee)
     if not is_given_state:
-        say(startup_summary(options, layout, count_parameters(trainee.chunks), tokenizer))
+        say(
+            "\n".join([startup_summary(options, layout, count_parameters(trainee.chunks), tokenizer), *options.notices])
+        )
 
     state = TrainState()
     checkpointer = Checkpointer(
@@ -96,6 +100,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         is_writer=dist.get_rank() == layout.world_size - 1,
         first_step=train_steps(options.training) or 0 if is_given_state else state.step,
         last_step=train_steps(options.training),
+        config=options.as_dict(),
     )
     if options.training.manual_gc:
         gc.disable()
@@ -103,8 +108,11 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     exits = Exits(options.training, started)
     loaders = (train_loaders, valid_loaders, test_loaders)
     verified = protections.follows_operators
+    profiler = Profiler(options.logging, dist.get_rank())
     return Job(
-        options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, timers, verified=verified
+        *(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, timers),
+        verified=verified,
+        profiler=profiler,
     )
 
 
@@ -125,11 +133,10 @@ def run(job: Job) -> None:
 def run_info(options: Options, tokenizer: Tokenizer) -> dict:
     """Return what a checkpoint records about the run that wrote it."""
     stored = options.as_dict()
-    shape = {**stored["model"], **stored["moe"], "vocab_size": tokenizer.vocab_size}
-    for name in ("attention_dropout", "hidden_dropout", "init_method_std", "max_position_embeddings"):
-        shape.pop(name)
-    if options.model.position_embedding_type == "learned_absolute":
-        shape["max_position_embeddings"] = options.model.max_position_embeddings
+    shape = {name: stored["core"][name] for name in OF_THE_MODEL if name in stored["core"]}
+    shape["vocab_size"] = tokenizer.vocab_size
+    if options.core.position_embedding_type == "learned_absolute":
+        shape["max_position_embeddings"] = options.core.max_position_embeddings
     return {"model": shape, "options": stored, "fingerprints": {"tokenizer": tokenizer.fingerprint}}
 
 

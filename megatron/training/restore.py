@@ -10,7 +10,6 @@ from megatron import patches
 from megatron.training import model
 from megatron.training.arguments import Options, check
 from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.arguments.parallel import ParallelOptions
 from megatron.training.checkpointing import Checkpointer, TrainState, naming, verify
 from megatron.training.checkpoints import say
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
@@ -36,12 +35,12 @@ def load_for_inference(folder: Path) -> Trained:
         UserError: there is no checkpoint, or none that passes verification.
     """
     options = stored_options(folder)
-    options.parallel = ParallelOptions()
+    options.core = options.core.on_one_rank()
     options.checkpoint = CheckpointOptions(load=str(folder), finetune=True, no_load_optim=True, no_load_rng=True)
     options.training.global_batch_size = options.training.rampup_batch_size = None
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
-    init_process_group(options.parallel, Launch(0, 1, 0))
-    init_model_parallel(options.parallel, layout)
+    init_process_group(options.core, Launch(0, 1, 0))
+    init_model_parallel(options.core, layout)
     seed_everything(options.training)
     tokenizer = build_tokenizer(options.tokenizer)
     vocab_size = options.tokenizer.padded_vocab_size

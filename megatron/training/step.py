@@ -121,7 +121,12 @@ def _apply(job: Job, samples: int, reported: list[torch.Tensor]) -> Update:
     trainee = job.trainee
     job.exits.ask()
     lr = get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0
+    level = job.options.training.empty_unused_memory_level
+    if level:
+        torch.cuda.empty_cache()
     applied, grad_norm, num_zeros = trainee.optimizer.step()
+    if level > 1:
+        torch.cuda.empty_cache()
     if applied:
         trainee.scheduler.step(increment=samples)
     return Update(samples, lr, mean_loss(reported), applied, grad_norm, num_zeros)
@@ -130,7 +135,7 @@ def _apply(job: Job, samples: int, reported: list[torch.Tensor]) -> Update:
 def _report(job: Job, update: Update, seconds: float) -> StepReport:
     options = job.options
     tokens = update.samples * options.data.seq_length
-    flops = step_flops(options.model, options.moe, options.data.seq_length, job.padded_vocab_size, update.samples)
+    flops = step_flops(options.core, options.data.seq_length, job.padded_vocab_size, update.samples)
     return StepReport(
         step=job.state.step,
         loss=update.loss,
@@ -156,7 +161,7 @@ def _params_norm(job: Job) -> float:
 
 def _load_balancing_loss(job: Job, samples: int) -> float | None:
     """Return the mean auxiliary loss of the MoE layers over the step; None if the run has no such loss."""
-    moe = job.options.moe
+    moe = job.options.core
     if moe.num_experts is None or not moe.moe_aux_loss_coeff or "aux_loss" not in moe.moe_router_load_balancing_type:
         return None
     name = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}.get(
@@ -169,7 +174,7 @@ def _load_balancing_loss(job: Job, samples: int) -> float | None:
         total_loss_dict=totals,
         force_initialize=True,
         track_names=[name],
-        num_layers=job.options.model.num_layers,
+        num_layers=job.options.core.num_layers,
         moe_layer_freq=moe.moe_layer_freq,
     )
     return totals[name].item()

@@ -28,7 +28,7 @@ def losses_without(flags: str, skipped: set[int]) -> dict[int, float]:
 
     options = parse(flags.replace("--ft-hot-swap", ""))
     layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.parallel, layout)
+    init_model_parallel(options.core, layout)
     job = assemble(options, layout, time.monotonic())
     trainer, found = JobTrainer(job), {}
     while job.state.step < STEPS:

@@ -20,7 +20,7 @@ def assemble(flags: str):
     patches.apply(WITH_DMR)
     options = parse(f"{flags} --ft-dmr naive")
     layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.parallel, layout)
+    init_model_parallel(options.core, layout)
     return pretrain.assemble(options, layout, time.monotonic(), Protections.of(options.fault_tolerance, {}))
 
 

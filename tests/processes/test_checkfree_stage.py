@@ -34,7 +34,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     patches.apply(WITH_CHECKFREE)
     options = parse(flags)
     layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.parallel, layout)
+    init_model_parallel(options.core, layout)
     job = pretrain.assemble(options, layout, 0.0)
     trainee, told = job.trainee, []
     session = SimpleNamespace(rank=dist.get_rank(), observe=lambda name, **detail: told.append((name, detail)))

@@ -7,7 +7,7 @@ import pytest
 
 from ft.base.errors import UserError
 from megatron.training import arguments
-from megatron.training.arguments import Options, check, known, parse, schema
+from megatron.training.arguments import Options, check, core_options, known, parse, schema
 from megatron.training.arguments.batch import global_batch_size, train_steps
 
 GOOD = (
@@ -23,8 +23,10 @@ def refusal(flags: str, world_size: int = 4, has_te: bool = False) -> str:
 
 
 def test_every_field_has_a_help_text_and_a_flag_of_its_own():
-    seen = {}
+    seen = {flag: row.name for row in core_options.rows() for flag in (*row.on, *row.off)}
     for concern in dataclasses.fields(Options):
+        if concern.name == "core":
+            continue
         docs = schema.field_docs(concern.default_factory)
         for f in dataclasses.fields(concern.default_factory):
             assert docs.get(f.name), f"{concern.name}.{f.name} has no docstring"
@@ -44,8 +46,7 @@ OURS = {
 
 
 def test_flags_are_megatron_lms_but_for_a_few_of_our_own():
-    mine = {s for concern in dataclasses.fields(Options) for s in schema.all_spellings(concern.default_factory)}
-    foreign = {flag for flag in mine - known.megatron_lm_flags() if not flag.startswith("--no-")}
+    foreign = {flag for flag in set(arguments.all_flags()) - known.megatron_lm_flags() if not flag.startswith("--no-")}
     assert foreign - {"--encoder-seq-length", "--local_rank"} <= OURS
 
 
@@ -69,8 +70,8 @@ def test_an_existing_launch_script_runs_unchanged():
     )
     layout = check(options, 8, has_te=True)
     assert (layout.tp, layout.dp) == (2, 4)
-    assert options.model.add_bias_linear is False
-    assert options.model.ffn_hidden_size == 14336
+    assert options.core.add_bias_linear is False
+    assert options.core.ffn_hidden_size == 14336
     assert options.data.split == "99,1,0"
 
 
@@ -80,8 +81,9 @@ def test_an_existing_launch_script_runs_unchanged():
         ("--hiden-size 3", ["unknown flag --hiden-size", "did you mean --hidden-size?"]),
         ("--hiden-size=3", ["unknown flag --hiden-size", "--hidden-size?"]),
         ("--qwzx", ["unknown flag --qwzx", "--help"]),
-        ("--fp8-format hybrid", ["--fp8-format is a Megatron-LM flag that is not supported here"]),
-        ("--profile --use-torch-fsdp2", ["--profile", "--use-torch-fsdp2"]),
+        ("--full-validation", ["--full-validation is a Megatron-LM flag that is not supported here"]),
+        ("--inprocess-restart --vision-pretraining", ["ft run", "--vision-pretraining", "another program"]),
+        ("--perform-rl-step", ["--perform-rl-step", "reinforcement learning"]),
         ("--batch-size 4", ["--batch-size is no longer", "--micro-batch-size"]),
         ("--num-layers two", ["--num-layers", "two"]),
         ("--normalization BatchNorm", ["BatchNorm", "RMSNorm"]),
@@ -144,7 +146,9 @@ def test_a_combination_that_cannot_work_is_refused_with_its_numbers_and_the_fix(
         "--num-experts 4 --moe-router-topk 5",
         "--moe-layer-freq __import__('os')",
         "--attention-dropout 1.5",
-        "--save-interval 5",
+        "--save-retain-interval 0",
+        "--optimizer sgd --num-distributed-optimizer-instances 2",
+        "--step-batch-size-schedule 5:8",
         "--keep-last 0",
         "--tokenizer-type HuggingFaceTokenizer",
     ],
@@ -170,13 +174,13 @@ def test_what_is_missing_is_named():
 
 def test_unknown_flags_wrong_values_and_contradictions_are_one_list():
     misspelt = GOOD.replace("--hidden-size", "--hiden-size").replace("--seq-length", "--seq-lenght")
-    line = f"{misspelt} --max-position-embeddings 64 --fp8-format x --lr-decay-samples 4 --keep-last 0 stray"
+    line = f"{misspelt} --max-position-embeddings 64 --full-validation --lr-decay-samples 4 --keep-last 0 stray"
     with pytest.raises(UserError) as error:
         parse(line)
     assert [problem.split()[:3] for problem, _ in error.value.problems[:3]] == [
         ["unknown", "flag", "--hiden-size"],
         ["unknown", "flag", "--seq-lenght"],
-        ["--fp8-format", "is", "a"],
+        ["--full-validation", "is", "a"],
     ]
     line = line.replace("--keep-last 0 ", "")  # it hides no other flag, but its concern cannot be judged
     _, problems = arguments.refusals(line, 4, has_te=False)
@@ -197,11 +201,11 @@ def test_defaults_follow_from_other_flags():
     options = parse(GOOD + "--swiglu --sequence-parallel --bf16")
     check(options, 4, has_te=False)
     assert options.training.global_batch_size == 8
-    assert options.model.ffn_hidden_size == 128
-    assert options.model.kv_channels == 8
-    assert options.model.max_position_embeddings == 128
-    assert options.parallel.sequence_parallel is False
-    assert options.precision.accumulate_allreduce_grads_in_fp32 is True
+    assert options.core.ffn_hidden_size == 128
+    assert options.core.kv_channels == 8
+    assert options.core.max_position_embeddings == 128
+    assert options.core.sequence_parallel is False
+    assert options.core.accumulate_allreduce_grads_in_fp32 is True
 
 
 def test_options_survive_the_way_through_a_checkpoint():
@@ -230,4 +234,3 @@ def test_the_batch_ramps_up_as_megatron_cores_does():
         consumed += global_batch_size(t, consumed)
         steps += 1
     assert steps - train_steps(t) in (0, 1)  # an incomplete last batch is not a step
-

@@ -47,7 +47,7 @@ def snapshot_bytes(flags: str) -> dict:
 
     options = parse(f"{flags} --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 1 --mock-data")
     grid = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.parallel, grid)
+    init_model_parallel(options.core, grid)
     seed_everything(options.training)
     trainee = model.build(options, grid, 512)
     alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
@@ -67,7 +67,7 @@ def parallel_stage(grid) -> int:
 def test_bytes_are_those_of_real_snapshots(name, ranks):
     flags = MODEL + SIZES[name]
     options = parse(flags + "--padded-vocab-size 512" if flags.endswith(" ") else flags + " --padded-vocab-size 512")
-    grid = layout(options.parallel, options.model.num_layers, 4)
+    grid = layout(options.core, options.core.num_layers, 4)
     predicted = shards(from_flags(options, grid), options, grid)
     real = ranks(snapshot_bytes, 4, flags, timeout=120)
     for stage, expected in enumerate(predicted):
@@ -90,7 +90,7 @@ def test_known_models():
     )
     for flags, billions in ((gpt3, 174.6), (llama, 70.55)):
         options = parse(flags)
-        (stage,) = from_flags(options, layout(options.parallel, options.model.num_layers, 1))
+        (stage,) = from_flags(options, layout(options.core, options.core.num_layers, 1))
         assert stage.dense / 1e9 == pytest.approx(billions, rel=1e-3)
 
 

@@ -101,8 +101,8 @@ def measure(arguments: argparse.Namespace) -> None:
     place = launch_from(os.environ)
     options = parse(f"{flags(arguments, in_ranks.folder())} --ft-dmr piggyback")
     layout = check(options, place.world_size, has_te=False)
-    init_process_group(options.parallel, place)
-    init_model_parallel(options.parallel, layout)
+    init_process_group(options.core, place)
+    init_model_parallel(options.core, layout)
     job = assemble(options, layout, time.monotonic())
     sides = {"off": None, **protections(arguments, job)}
     times = alternate(arguments, job, sides)

@@ -62,7 +62,7 @@ def measure(arguments: argparse.Namespace) -> None:
     options, layout = options_of(arguments)
     place, session = Place.from_environment(), attach()
     session.init_process_group(patches.platform().backend)
-    init_model_parallel(options.parallel, layout)
+    init_model_parallel(options.core, layout)
     protections = Protections.of(options.fault_tolerance, os.environ)
     protections.connected(session)
     job = assemble(options, layout, time.monotonic(), protections)

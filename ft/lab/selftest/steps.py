@@ -20,7 +20,6 @@ from megatron.training.arguments.checkpoint import CheckpointOptions
 from megatron.training.arguments.data import DataOptions, TokenizerOptions
 from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
 from megatron.training.arguments.logging import LoggingOptions
-from megatron.training.arguments.parallel import ParallelOptions
 from megatron.training.arguments.training import EvaluationOptions
 from megatron.training.config import transformer_config
 from megatron.training.data import dataset_prefixes
@@ -47,11 +46,11 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
     options = alone(parse(case.flags), layers)
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     transformer_config(options, layout)
-    if options.kernels.deterministic_mode:
+    if options.core.deterministic_mode:
         determinism.enforce()
     probe.case = case.name
     with _one_rank(options), contextlib.redirect_stdout(io.StringIO()):
-        init_model_parallel(options.parallel, layout)
+        init_model_parallel(options.core, layout)
         try:
             job = assemble(options, layout, time.monotonic())
             with probe:
@@ -68,15 +67,15 @@ def alone(options: Options, layers: int = 0) -> Options:
 
     Layers that a tensor-parallel run splits over ranks are whole here, so their operators have larger inputs.
     """
-    given, training = options.parallel, options.training
-    if options.model.num_layers and layers:
-        options.model.num_layers = min(options.model.num_layers, layers)
+    given, training = options.core, options.training
+    core = given.on_one_rank()
+    core.use_distributed_optimizer = given.use_distributed_optimizer
+    core.distributed_backend = given.distributed_backend
+    if options.core.num_layers and layers:
+        options.core.num_layers = min(options.core.num_layers, layers)
     return replace(
         options,
-        parallel=ParallelOptions(
-            use_distributed_optimizer=given.use_distributed_optimizer, distributed_backend=given.distributed_backend
-        ),
-        recompute=replace(options.recompute, distribute_saved_activations=False),
+        core=core,
         training=replace(
             training,
             global_batch_size=2 * (training.micro_batch_size or 1),
@@ -113,7 +112,7 @@ def _one_rank(options: Options) -> Iterator[None]:
     """Create a world with only this process, without a network."""
     here = patches.platform()
     here.select_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = here.choose_backend(options.parallel.distributed_backend)
+    backend = here.choose_backend(options.core.distributed_backend)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

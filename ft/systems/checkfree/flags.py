@@ -14,7 +14,7 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
 
 
 def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
-    asked, p = options.fault_tolerance, options.parallel
+    asked, p = options.fault_tolerance, options.core
     if not asked.rebuilds_stages:
         return
     if not asked.ft_hot_swap:
@@ -62,7 +62,7 @@ def _check_numbers(options: Any) -> Iterator[Problem]:
         yield f"--ft-checkfree-lr-factor is {asked.ft_checkfree_lr_factor}", "above 0, up to 100"
     if asked.ft_checkfree_lr_decay_iters < 0:
         yield f"--ft-checkfree-lr-decay-iters is {asked.ft_checkfree_lr_decay_iters}", "0 (the factor stays) or more"
-    if asked.ft_checkfree_strategy == "weighted" and not options.optimizer.clip_grad:
+    if asked.ft_checkfree_strategy == "weighted" and not options.core.clip_grad:
         yield (
             "--ft-checkfree-strategy weighted with --clip-grad 0: gradient norms are taken for clipping only",
             "give --clip-grad a large number, or use --ft-checkfree-strategy uniform",

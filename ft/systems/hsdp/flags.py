@@ -13,7 +13,7 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     training = options.training
     if training.rampup_batch_size is not None:
         yield "--rampup-batch-size does not go with replicas", "drop it, or --ft-hsdp-replicas"
-    if options.moe.moe_router_enable_expert_bias:
+    if options.core.moe_router_enable_expert_bias:
         yield (
             "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
             "drop it, or --ft-hsdp-replicas",

@@ -2,54 +2,58 @@
 
 ``parse(argv)`` reads the command line. ``check(options, world_size)`` fills in defaults that depend on other flags, and
 rejects combinations that cannot work. ``refusals`` collects the problems that these two would raise, without importing
-torch. There is no global state: ``options.model.hidden_size``, ``options.parallel.tensor_model_parallel_size``, ... are
+torch. There is no global state: ``options.core.hidden_size``, ``options.core.tensor_model_parallel_size``, ... are
 passed to the code that needs them.
 """
 
 import argparse
-import importlib.util
 import json
 import re
 import shlex
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 from ft.base.errors import Problem, Problems, UserError
-from ft.base.flags import read_flags
-from megatron.training.arguments import known, schema
+from ft.base.flags import groups, read_flags
+from megatron.training.arguments import core_options, known, schema
 from megatron.training.arguments.check import check, examine
 from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.training.arguments.core_options import OF_THE_MODEL, CoreOptions
 from megatron.training.arguments.data import DataOptions, TokenizerOptions
 from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
 from megatron.training.arguments.layout import Layout, layout
 from megatron.training.arguments.logging import LoggingOptions
-from megatron.training.arguments.model import KernelOptions, ModelOptions
-from megatron.training.arguments.moe import MoeOptions
-from megatron.training.arguments.optimizer import OptimizerOptions, ScheduleOptions
-from megatron.training.arguments.parallel import ParallelOptions
-from megatron.training.arguments.precision import PrecisionOptions, RecomputeOptions
+from megatron.training.arguments.needs import may_have_gpu, may_have_te
+from megatron.training.arguments.schedule import ScheduleOptions
 from megatron.training.arguments.training import EvaluationOptions, TrainingOptions
 
 _OF_A_NODE = ("metrics_file", "tensorboard_dir", "data_cache_path", "progress_bar")
 
-__all__ = ["Layout", "Options", "all_flags", "check", "help_text", "layout", "may_have_te", "parse", "refusals"]
+__all__ = [
+    "Layout",
+    "Options",
+    "all_flags",
+    "check",
+    "help_text",
+    "layout",
+    "may_have_gpu",
+    "may_have_te",
+    "parse",
+    "read",
+    "refusals",
+]
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 
 
 @dataclass
 class Options:
-    """All options of the command line, one dataclass per topic (model, data, checkpoint, ...)."""
+    """All options of the command line: those of megatron-core, and one dataclass per topic (data, checkpoint, ...)."""
 
-    model: ModelOptions = field(default_factory=ModelOptions)
-    moe: MoeOptions = field(default_factory=MoeOptions)
-    kernels: KernelOptions = field(default_factory=KernelOptions)
-    parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    precision: PrecisionOptions = field(default_factory=PrecisionOptions)
-    recompute: RecomputeOptions = field(default_factory=RecomputeOptions)
+    core: CoreOptions = field(default_factory=CoreOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
-    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     data: DataOptions = field(default_factory=DataOptions)
@@ -58,9 +62,13 @@ class Options:
     logging: LoggingOptions = field(default_factory=LoggingOptions)
     fault_tolerance: FaultToleranceOptions = field(default_factory=FaultToleranceOptions)
 
+    notices: ClassVar[tuple[str, ...]] = ()
+    """Sentences about flags that have no effect, which a run prints once."""
+
     def as_dict(self) -> dict:
         """Return a nested plain dict, as stored in checkpoints and event files."""
-        return json.loads(json.dumps(asdict(self), default=str))
+        told = {f.name: vars(getattr(self, f.name)) for f in fields(self)}
+        return json.loads(json.dumps(told, default=str))
 
     def given(self) -> dict[str, str]:
         """Return flag -> value of every option that differs from its default.
@@ -69,22 +77,26 @@ class Options:
         """
         found = {}
         for concern in fields(self):
-            options, defaults = getattr(self, concern.name), concern.default_factory()
-            for f in fields(options):
-                value = getattr(options, f.name)
-                if value != getattr(defaults, f.name) and f.name not in _OF_A_NODE:
-                    found["--" + f.name.replace("_", "-")] = str(value)
+            defaults = vars(concern.default_factory())
+            for name, value in vars(getattr(self, concern.name)).items():
+                if value != defaults.get(name) and name not in _OF_A_NODE:
+                    found["--" + name.replace("_", "-")] = str(value)
         return found
 
     @classmethod
     def from_dict(cls, stored: dict) -> "Options":
         """Return the options of which ``stored`` is the ``as_dict``. Ignore fields that this version does not have."""
-        concerns = {}
+        flat = {name: value for concern in stored.values() for name, value in concern.items()}
+        concerns: dict[str, Any] = {"core": CoreOptions(**_only(flat, {row.name for row in core_options.rows()}))}
         for f in fields(cls):
-            known_names = {g.name for g in fields(f.default_factory)}
-            given = {name: value for name, value in stored.get(f.name, {}).items() if name in known_names}
-            concerns[f.name] = f.default_factory(**given)
+            if f.name != "core":
+                names = {g.name for g in fields(f.default_factory)}
+                concerns[f.name] = f.default_factory(**_only(stored.get(f.name, {}), names))
         return cls(**concerns)
+
+
+def _only(values: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
 
 
 def parse(argv: list[str] | str) -> Options:
@@ -93,14 +105,14 @@ def parse(argv: list[str] | str) -> Options:
     Raises:
         UserError: flags are unknown, unsupported or have a wrong value; the message names the nearest known flag.
     """
-    options, problems, _ = _read(argv)
+    options, problems, _ = read(argv)
     if problems:
         raise UserError.of(problems)
     return options
 
 
 def refusals(
-    argv: list[str] | str, world_size: int | None, *, has_te: bool, replicas: int = 0
+    argv: list[str] | str, world_size: int | None, *, has_te: bool, has_gpu: bool | None = None, replicas: int = 0
 ) -> tuple[Options | None, list[Problem]]:
     """Find all problems of a command line: with single flags and, as far as their values are known, combinations.
 
@@ -108,37 +120,68 @@ def refusals(
         argv: the command line (words, or one string).
         world_size: number of ranks of the job, or of one replica; None: unknown, so combinations are not checked.
         has_te: as for ``check``.
+        has_gpu: as for ``check``.
         replicas: number of replicas of the model (FT-HSDP); 0: the job has no replicas.
 
     Returns:
         (the options, or None if some cannot be determined; the problems, each with its fix).
     """
-    options, problems, doubtful = _read(argv)
+    options, problems, doubtful = read(argv)
     if options is None or world_size is None:
         return options, problems
-    _, found = examine(options, world_size, has_te=has_te, replicas=replicas, shapes_are_known=not doubtful)
+    _, found = examine(
+        options, world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas, shapes_are_known=not doubtful
+    )
     problems += [entry for entry in found if not set(doubtful) & set(_FLAG.findall(f"{entry[0]} {entry[1]}"))]
     return options, problems
 
 
-def may_have_te() -> bool:
-    """Return whether Transformer Engine is installed on a machine with a GPU, as far as is known without torch."""
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
-    return has_gpu and importlib.util.find_spec("transformer_engine") is not None
+def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str]]:
+    """Read a command line, and return (options, problems, doubtful flags).
 
+    Args:
+        argv: the command line (words, or one string).
 
-def _read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str]]:
-    """Return (the options, or None if a value is rejected; problems; flags whose values could not be read)."""
+    Returns:
+        (the options, or None if a value is rejected; the problems of single flags; flags whose values could not be
+        read).
+    """
     words = shlex.split(argv) if isinstance(argv, str) else list(argv)
     parser, supported = _parser()
     explain = partial(known.explain, supported=supported)
-    namespace, problems, doubtful = read_flags(parser, _without_accepted(words), supported, explain)
-    concerns, refused = {}, Problems()
-    for f in fields(Options):
+    prepared, notices = _prepared(words)
+    namespace, problems, doubtful = read_flags(parser, prepared, supported, explain)
+    concerns: dict[str, Any] = {}
+    refused = Problems()
+    with refused:
+        concerns["core"] = CoreOptions(**_only(vars(namespace), {row.name for row in core_options.rows()}))
+    for f in _topics():
         with refused:
             concerns[f.name] = schema.build(f.default_factory, namespace)
     problems += refused.found
-    return (None if refused.found else Options(**concerns)), problems, doubtful
+    if refused.found:
+        return None, problems, doubtful
+    options = Options(**concerns)
+    if options.checkpoint.use_checkpoint_args and options.checkpoint.load:
+        _take_from_checkpoint(options, Path(options.checkpoint.load))
+    options.notices = (*notices, *known.idle(options))
+    return options, problems, doubtful
+
+
+def _take_from_checkpoint(options: Options, folder: Path) -> None:
+    """Take the shape of the model and the tokenizer from the newest checkpoint in ``folder``, if there is one."""
+    from megatron.training.checkpointing import naming, verify
+
+    newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
+    if newest is None:
+        return
+    stored = Options.from_dict(verify.read_manifest(folder / newest.name).run["options"])
+    for name in (*OF_THE_MODEL, "max_position_embeddings"):
+        if hasattr(stored.core, name):
+            setattr(options.core, name, getattr(stored.core, name))
+    options.tokenizer = stored.tokenizer
+    if options.data.seq_length is None:
+        options.data.seq_length = stored.data.seq_length
 
 
 def all_flags() -> list[str]:
@@ -163,21 +206,42 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings.",
         allow_abbrev=False,
     )
-    supported = []
-    for concern in fields(Options):
+    core_options.add_flags(parser)
+    supported = core_options.spellings()
+    for concern in _topics():
         schema.add_flags(parser, concern.default_factory)
         supported += schema.all_spellings(concern.default_factory)
     return parser, supported
 
 
-def _without_accepted(words: list[str]) -> list[str]:
-    """Remove the Megatron-LM flags that request something that this trainer always does."""
-    kept, skip = [], False
-    for word in words:
-        if skip:
-            skip = False
-        elif word in known.ACCEPTED:
-            skip = word in known.ACCEPTED_WITH_VALUE
-        else:
-            kept.append(word)
-    return kept
+def _topics():
+    return [f for f in fields(Options) if f.name != "core"]
+
+
+def _prepared(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return (the words that are to be parsed, a sentence about each flag that has no effect).
+
+    A list may be written in brackets, in one word or several: ``--recompute-modules "[mlp moe_act]"``.
+    """
+    kept: list[str] = []
+    ignored: dict[str, list[str]] = {}
+    for group in groups(words):
+        flag, equals, value = group[0].partition("=")
+        reason = known.without_effect(flag)
+        if reason is not None:
+            ignored.setdefault(reason, []).append(flag)
+            continue
+        if flag in _list_flags() and len(group) + len(equals) > 1:
+            listed = " ".join([*([value] if equals else []), *group[1:]]).strip()
+            bare = listed[1:-1] if listed.startswith("[") and listed.endswith("]") else listed
+            group = [flag, *bare.split()]
+        kept += group
+    notices = [f"without effect here: {', '.join(dict.fromkeys(flags))} ({why})" for why, flags in ignored.items()]
+    return kept, notices
+
+
+@cache
+def _list_flags() -> frozenset[str]:
+    return frozenset(
+        flag for action in _parser()[0]._actions for flag in action.option_strings if action.nargs == "+"
+    ) - {"--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"}

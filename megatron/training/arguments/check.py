@@ -9,40 +9,47 @@ from collections.abc import Iterator
 
 from ft.base.errors import Problem, UserError
 from ft.protection.table import problems as problems_of_protections
-from megatron.training.arguments.batch import global_batch_size
-from megatron.training.arguments.layout import Layout, layout
+from megatron.training.arguments.batch import batch_sizes, global_batch_size
+from megatron.training.arguments.layout import Layout, expanded, layout
+from megatron.training.arguments.needs import GPU, TE, is_installed, needs, unmet
+from megatron.training.arguments.training import read_schedule
 
 REQUIRED = {
-    "model": ("num_layers", "hidden_size", "num_attention_heads"),
+    "core": ("num_layers", "hidden_size", "num_attention_heads"),
     "data": ("seq_length",),
     "training": ("micro_batch_size",),
 }
 
-NEED_TE_TO_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
-"""Modules whose activation recomputation megatron-core implements only with Transformer Engine."""
 
-
-def check(options, world_size: int, *, has_te: bool, replicas: int = 0) -> Layout:
+def check(options, world_size: int, *, has_te: bool, has_gpu: bool | None = None, replicas: int = 0) -> Layout:
     """Check the options, and return the parallel layout of ``world_size`` ranks.
 
     Args:
         options: ``megatron.training.arguments.Options``; defaults that depend on other flags are filled in.
         world_size: number of ranks of the job.
         has_te: whether Transformer Engine can be imported.
+        has_gpu: whether there is a GPU; None: where there is Transformer Engine.
         replicas: number of replicas of the model in an FT-HSDP run, each of which has its own process groups; 0 in
             other runs.
 
     Raises:
         UserError: the options cannot work; the message names every problem, each with its fix.
     """
-    grid, found = examine(options, world_size, has_te=has_te, replicas=replicas)
+    grid, found = examine(options, world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas)
     if found:
         raise UserError.of(found)
     return grid
 
 
 def examine(
-    options, world_size: int, *, has_te: bool, replicas: int = 0, shapes_are_known: bool = True
+    options,
+    world_size: int,
+    *,
+    has_te: bool,
+    has_gpu: bool | None = None,
+    replicas: int = 0,
+    shapes_are_known: bool = True,
+    assumes_machine: bool = False,
 ) -> tuple[Layout | None, list[Problem]]:
     """Check the options as ``check`` does, but return (layout, problems) instead of raising an error.
 
@@ -56,13 +63,15 @@ def examine(
         replicas: as for ``check``.
         shapes_are_known: whether ``options`` has the final sizes (of the model, the batch, ...); if not, sizes are not
             checked.
+        has_gpu: as for ``check``.
+        assumes_machine: whether to take for granted that the machine has what the options require.
     """
     found = list(_check_required(options))
     found += _check_world(options, world_size) if shapes_are_known else ()
     without_shapes = (_check_schedule, _check_optimizer, _check_checkpoint, _check_data)
     if found or not shapes_are_known:
         return None, found + [problem for one in without_shapes for problem in one(options, None)]
-    grid = layout(options.parallel, options.model.num_layers, world_size)
+    grid = layout(options.core, options.core.num_layers, world_size)
     _fill_defaults(options, grid)
     checks = (
         *(_check_model, _check_pipeline, _check_moe, _check_batch, _check_length),
@@ -71,22 +80,32 @@ def examine(
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += problems_of_protections(options, grid, replicas, {})
-    found += _check_needs_te(options, grid) if not has_te and not options.fault_tolerance.follows_operators else []
+    here = {GPU: has_te if has_gpu is None else has_gpu, TE: has_te}
+    wanted = needs(options, grid)
+    if options.fault_tolerance.follows_operators:  # then _check_operators has refused what needs Transformer Engine
+        wanted = [need for need in wanted if need.requirement != TE]
+    if not assumes_machine:
+        found += unmet(wanted, lambda name: here[name] if name in here else is_installed(name))
     return grid, found
 
 
 def _fill_defaults(options, grid: Layout) -> None:
     """Fill in defaults that depend on other flags."""
+    t = options.training
+    if t.step_batch_size_schedule is not None:
+        steps = read_schedule(t.step_batch_size_schedule, options.data.seq_length)
+        t.step_batch_size_schedule = " ".join(f"{samples}s:{size}" for samples, size in steps)
+        t.global_batch_size = steps[-1][1]
     if options.training.global_batch_size is None:
         options.training.global_batch_size = options.training.micro_batch_size * grid.dp
-    if options.model.max_position_embeddings is None:
-        options.model.max_position_embeddings = options.data.seq_length
+    if options.core.max_position_embeddings is None:
+        options.core.max_position_embeddings = options.data.seq_length
     if options.data.data_path and options.data.split is None:
         options.data.split = "969,30,1"
-    if options.moe.num_experts and options.moe.moe_ffn_hidden_size is None:
-        options.moe.moe_ffn_hidden_size = options.model.ffn_hidden_size
+    if options.core.num_experts and options.core.moe_ffn_hidden_size is None:
+        options.core.moe_ffn_hidden_size = options.core.ffn_hidden_size
     if grid.tp == 1:
-        options.parallel.sequence_parallel = False  # as in Megatron-LM: there is nothing to split over
+        options.core.sequence_parallel = False  # as in Megatron-LM: there is nothing to split over
 
 
 def _check_required(options) -> Iterator[Problem]:
@@ -96,12 +115,12 @@ def _check_required(options) -> Iterator[Problem]:
                 yield f"--{name.replace('_', '-')} is missing", f"add --{name.replace('_', '-')} N"
     if not (options.training.train_iters or options.training.train_samples or options.evaluation.skip_train):
         yield "the length of the run is missing", "add --train-iters N or --train-samples N"
-    if options.schedule.lr is None and not options.evaluation.skip_train:
+    if options.core.lr is None and not options.evaluation.skip_train:
         yield "--lr is missing", "add --lr RATE"
 
 
 def _check_world(options, world_size: int) -> Iterator[Problem]:
-    p = options.parallel
+    p = options.core
     tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
     if world_size % (tp * pp * cp):
         need = tp * pp * cp
@@ -117,7 +136,7 @@ def _check_world(options, world_size: int) -> Iterator[Problem]:
                 f"{world_size} ranks cannot be split into expert-TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}",
                 f"start a multiple of {etp * ep * pp} ranks, or change the sizes",
             )
-        if ep > 1 and not options.moe.num_experts:
+        if ep > 1 and not options.core.num_experts:
             yield f"--expert-model-parallel-size {ep} without experts", "add --num-experts N"
     dp, instances = world_size // (tp * pp * cp), p.num_distributed_optimizer_instances
     if (dp * cp) % instances:
@@ -128,18 +147,20 @@ def _check_world(options, world_size: int) -> Iterator[Problem]:
 
 
 def _check_model(options, grid: Layout) -> Iterator[Problem]:
-    m, seq = options.model, options.data.seq_length
+    m, seq = options.core, options.data.seq_length
     heads, groups = m.num_attention_heads, m.num_query_groups
     if heads % grid.tp:
         yield f"{heads} attention heads cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp} heads"
     if m.kv_channels == 0:
         yield f"{heads} heads for a hidden size of {m.hidden_size}", f"use at most {m.hidden_size} heads"
-    if m.group_query_attention:
+    if m.multi_latent_attention:
+        pass
+    elif m.group_query_attention:
         if heads % groups:
             yield f"{heads} heads cannot share {groups} query groups evenly", f"use a divisor of {heads} groups"
         if groups % grid.tp:
             yield f"{groups} query groups cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp} groups"
-    elif groups != 1:
+    elif groups not in (None, 1):
         yield f"--num-query-groups {groups} without --group-query-attention", "add --group-query-attention"
     if m.ffn_hidden_size % grid.tp:
         yield (
@@ -151,7 +172,7 @@ def _check_model(options, grid: Layout) -> Iterator[Problem]:
             f"--max-position-embeddings {m.max_position_embeddings} is shorter than --seq-length {seq}",
             f"use --max-position-embeddings {seq}",
         )
-    if options.parallel.sequence_parallel and seq % grid.tp:
+    if options.core.sequence_parallel and seq % grid.tp:
         yield f"--seq-length {seq} cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp}"
     if grid.cp > 1 and seq % (2 * grid.cp):
         yield f"--seq-length {seq} cannot be split over 2 x CP {grid.cp}", f"use a multiple of {2 * grid.cp}"
@@ -160,12 +181,15 @@ def _check_model(options, grid: Layout) -> Iterator[Problem]:
 
 
 def _check_pipeline(options, grid: Layout) -> Iterator[Problem]:
-    p, layers = options.parallel, options.model.num_layers
+    p, layers = options.core, options.core.num_layers
     if grid.pp == 1:
         if p.num_layers_per_virtual_pipeline_stage or p.num_virtual_stages_per_pipeline_rank:
             yield "the interleaved schedule needs pipeline stages", "add --pipeline-model-parallel-size 2 or more"
         return
     chunks = grid.vpp or 1
+    if p.pipeline_model_parallel_layout or p.hybrid_layer_pattern:
+        yield from _check_given_stages(options, grid)
+        return
     first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
     rest = layers - (first or 0) - (last or 0)
     stages = grid.pp - (first is not None) - (last is not None)
@@ -186,12 +210,30 @@ def _check_pipeline(options, grid: Layout) -> Iterator[Problem]:
             f"{(layers + extra) // grid.pp} layers per stage cannot be cut into chunks of {per_chunk}",
             "change --num-layers-per-virtual-pipeline-stage",
         )
-    if grid.vpp and not p.overlap_p2p_communication and grid.pp < 3:
+    if grid.vpp and not p.overlap_p2p_comm and grid.pp < 3:
         yield "the interleaved schedule without overlapped communication needs 3 stages", "use PP 3 or more"
 
 
+def _check_given_stages(options, grid: Layout) -> Iterator[Problem]:
+    text = options.core.pipeline_model_parallel_layout
+    if not text:
+        return
+    stages = expanded(text)
+    if len(stages) % grid.pp:
+        yield (
+            f"--pipeline-model-parallel-layout has {len(stages)} stages for PP {grid.pp}",
+            f"give a multiple of {grid.pp} stages",
+        )
+    layers = "".join(stages).count("t")
+    if layers != options.core.num_layers:
+        yield (
+            f"--pipeline-model-parallel-layout has {layers} layers, the model {options.core.num_layers}",
+            "make them equal",
+        )
+
+
 def _check_moe(options, grid: Layout) -> Iterator[Problem]:
-    moe = options.moe
+    moe = options.core
     if not moe.num_experts:
         return
     if moe.num_experts % grid.ep:
@@ -201,25 +243,24 @@ def _check_moe(options, grid: Layout) -> Iterator[Problem]:
             f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size} cannot be split over expert-TP {grid.etp}",
             f"use a multiple of {grid.etp}",
         )
-    if grid.tp > 1 and not options.parallel.sequence_parallel:
+    if grid.tp > 1 and not options.core.sequence_parallel:
         yield "experts with tensor parallelism train only with sequence parallelism", "add --sequence-parallel"
-    if isinstance(moe.moe_layer_freq, list) and len(moe.moe_layer_freq) != options.model.num_layers:
+    if isinstance(moe.moe_layer_freq, list) and len(moe.moe_layer_freq) != options.core.num_layers:
         yield (
-            f"--moe-layer-freq describes {len(moe.moe_layer_freq)} layers, the model has {options.model.num_layers}",
+            f"--moe-layer-freq describes {len(moe.moe_layer_freq)} layers, the model has {options.core.num_layers}",
             "make them equal",
         )
-    if options.model.add_bias_linear and moe.moe_shared_expert_intermediate_size:
+    if options.core.add_bias_linear and moe.moe_shared_expert_intermediate_size:
         yield "megatron-core's shared experts have no biases", "add --disable-bias-linear"
-    elif options.model.add_bias_linear and grid.etp == grid.ep == 1 and not moe.moe_grouped_gemm:
+    elif options.core.add_bias_linear and grid.etp == grid.ep == 1 and not moe.moe_grouped_gemm:
         yield "megatron-core cannot add the biases of experts that no rank shares", "add --disable-bias-linear"
     if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs a capacity", "add --moe-expert-capacity-factor 1.0"
 
 
 def _check_batch(options, grid: Layout) -> Iterator[Problem]:
-    t, group = options.training, options.parallel.microbatch_group_size_per_virtual_pipeline_stage or grid.pp
+    t, group = options.training, options.core.microbatch_group_size_per_vp_stage or grid.pp
     rank_samples = t.micro_batch_size * grid.dp
-    sizes = {t.global_batch_size}
     if t.rampup_batch_size is not None:
         start, increment, samples = t.rampup_batch_size
         if min(start, increment, samples) < 1 or start > t.global_batch_size:
@@ -231,8 +272,7 @@ def _check_batch(options, grid: Layout) -> Iterator[Problem]:
                 f"make {t.global_batch_size - start} a multiple of the increment",
             )
             return
-        sizes = set(range(start, t.global_batch_size + 1, increment))
-    for size in sorted(sizes):
+    for size in sorted(batch_sizes(t)):
         if size % rank_samples:
             yield (
                 f"global batch {size} is not a multiple of micro batch {t.micro_batch_size} x DP {grid.dp} = "
@@ -275,14 +315,20 @@ def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
             )
 
 
-def _check_optimizer(options, grid: Layout) -> Iterator[Problem]:
-    if options.optimizer.optimizer == "sgd" and options.parallel.use_distributed_optimizer:
+def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(options.core, name, False):
+            yield (
+                f"--{name.replace('_', '-')} shards parameters in a way that this trainer neither saves nor recovers",
+                "use --use-distributed-optimizer, which shards the optimizer's state",
+            )
+    if options.core.optimizer == "sgd" and options.core.use_distributed_optimizer:
         yield "--optimizer sgd has no sharded state for --use-distributed-optimizer", "drop one of them"
 
 
 def _check_checkpoint(options, grid: Layout) -> Iterator[Problem]:
     c = options.checkpoint
-    if c.distrib_optim_fully_reshardable_mem_efficient and not options.parallel.create_gloo_process_groups:
+    if c.distrib_optim_fully_reshardable_mem_efficient and not options.core.create_gloo_process_groups:
         yield (
             "--distrib-optim-fully-reshardable-mem-efficient gathers over gloo groups, and there are none",
             "drop --disable-gloo-process-groups",
@@ -293,28 +339,8 @@ def _check_data(options, grid: Layout) -> Iterator[Problem]:
     d = options.data
     if not (d.mock_data or d.data_path or d.train_data_path or options.evaluation.skip_train):
         yield "there is nothing to train on", "add --data-path PREFIX or --mock-data"
-    if d.reset_attention_mask and options.kernels.transformer_impl == "transformer_engine":
+    if d.reset_attention_mask and options.core.transformer_impl == "transformer_engine":
         yield "--reset-attention-mask needs explicit masks", "add --transformer-impl local"
-
-
-def _wants_te(options, grid: Layout) -> list[str]:
-    """Return the given flags that need Transformer Engine."""
-    wanted = {
-        "--context-parallel-size": grid.cp > 1,
-        "--transformer-impl transformer_engine": options.kernels.transformer_impl == "transformer_engine",
-        "--moe-grouped-gemm": bool(options.moe.num_experts) and options.moe.moe_grouped_gemm,
-        "--moe-permute-fusion": bool(options.moe.num_experts) and options.moe.moe_permute_fusion,
-        "--apply-layernorm-1p": options.model.apply_layernorm_1p,
-        **{f"--recompute-modules {m}": m in (options.recompute.recompute_modules or []) for m in NEED_TE_TO_RECOMPUTE},
-        "--cross-entropy-fusion-impl te": options.kernels.cross_entropy_fusion_impl == "te",
-    }
-    return [flag for flag, on in wanted.items() if on]
-
-
-def _check_needs_te(options, grid: Layout) -> Iterator[Problem]:
-    for flag in _wants_te(options, grid):
-        problem = f"{flag} needs Transformer Engine, which is not installed"
-        yield problem, "pip install 'megatron-ft[te]' on a CUDA machine, or drop the flag"
 
 
 def _check_operators(options, grid: Layout) -> Iterator[Problem]:
@@ -323,7 +349,7 @@ def _check_operators(options, grid: Layout) -> Iterator[Problem]:
     """
     if not options.fault_tolerance.follows_operators:
         return
-    for flag in _wants_te(options, grid):
+    for flag in [need.flag for need in needs(options, grid) if need.requirement == TE]:
         problem = (
             f"{flag} needs Transformer Engine, whose kernels bypass torch's dispatcher, by which DMR follows operators"
         )

@@ -17,6 +17,9 @@ class CheckpointOptions:
     save_interval: int | None = flag(None, on=["--save-interval", "--persistent-save-interval"])
     """Steps between checkpoints."""
 
+    save_retain_interval: int | None = None
+    """Keep only the checkpoints of steps that this divides, and the newest one."""
+
     keep_last: int | None = None
     """Complete checkpoints to keep; older ones are removed after a newer one is complete. Default: keep all."""
 
@@ -47,8 +50,11 @@ class CheckpointOptions:
     async_save: bool = False
     """Write checkpoints from a forked process while training goes on."""
 
-    ckpt_format: Literal["torch_dist"] = "torch_dist"
-    """On-disk format of megatron-core's dist_checkpointing."""
+    ckpt_format: Literal["torch_dist", "torch", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
+    """On-disk format. Only torch_dist is written, that of megatron-core's dist_checkpointing."""
+
+    use_checkpoint_args: bool = False
+    """Take the shape of the model and the tokenizer from the checkpoint in --load."""
 
     ckpt_fully_parallel_save: bool = flag(True, on="--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save")
     """Spread the writing of replicated tensors over the data-parallel ranks."""
@@ -60,7 +66,7 @@ class CheckpointOptions:
     """Reuse the save plan of the first checkpoint for the later ones."""
 
     dist_ckpt_strictness: Literal[
-        "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all"
+        "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "ignore_all"
     ] = "assume_ok_unexpected"
     """What to do when the checkpoint's keys and the model's differ."""
 
@@ -76,9 +82,12 @@ class CheckpointOptions:
     def __post_init__(self):
         if self.save_interval is not None and self.save_interval < 1:
             raise UserError(f"--save-interval is {self.save_interval}", "give at least 1")
-        if self.save_interval is not None and self.save is None:
-            raise UserError("--save-interval was given without --save", "add --save FOLDER")
         if self.keep_last is not None and self.keep_last < 1:
             raise UserError(f"--keep-last is {self.keep_last}", "keep at least 1 checkpoint")
+        kept = self.save_retain_interval
+        if kept is not None and kept < 1:
+            raise UserError(f"--save-retain-interval is {kept}", "give at least 1")
+        if kept is not None and self.keep_last is not None:
+            raise UserError("--save-retain-interval and --keep-last exclude each other", "give one of them")
         if self.ckpt_step is not None and self.load is None:
             raise UserError("--ckpt-step was given without --load", "add --load FOLDER")

@@ -1,12 +1,23 @@
 """Flags: the training text, and its tokenizer."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ft.base.errors import UserError
 from megatron.training.arguments.schema import flag
 
-TOKENIZERS = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
+OF_CORE = {
+    "GPT2BPETokenizer": "megatron",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
+    "SFTTokenizer": "sft",
+}
+"""Tokenizers that megatron-core's tokenizer library reads -> the part of it that does."""
+
+TOKENIZERS = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer", *OF_CORE)
 
 
 @dataclass
@@ -15,6 +26,9 @@ class DataOptions:
 
     data_path: list[str] | None = None
     """Indexed dataset prefix, or a blend: weight prefix weight prefix ... (or prefixes alone, weighted by size)."""
+
+    data_args_path: str | None = None
+    """File whose words stand for those of --data-path."""
 
     split: str | None = None
     """Comma-separated shares of documents for train, valid and test, e.g. 969,30,1."""
@@ -62,6 +76,13 @@ class DataOptions:
     """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
 
     def __post_init__(self):
+        if self.data_args_path is not None:
+            if self.data_path:
+                raise UserError("--data-args-path and --data-path say the same thing", "give one of them")
+            try:
+                self.data_path = Path(self.data_args_path).read_text(encoding="utf-8").split()
+            except OSError as error:
+                raise UserError(f"--data-args-path {self.data_args_path}: {error}", "give a file of words") from error
         per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
         if self.data_path and any(per_split):
             raise UserError(
@@ -81,11 +102,36 @@ class TokenizerOptions:
     """tokenizer"""
 
     tokenizer_type: Literal[TOKENIZERS] | None = None
-    """ByteLevelTokenizer (256 bytes + special tokens), HuggingFaceTokenizer (a local tokenizers file) or NullTokenizer
-    (token ids are numbers). Default: what the dataset was made with, else ByteLevelTokenizer."""
+    """ByteLevelTokenizer (256 bytes + special tokens), HuggingFaceTokenizer (a local tokenizers file), NullTokenizer
+    (token ids are numbers), or one of megatron-core's library. Default: what the dataset was made with; with
+    --vocab-file and --merge-file GPT2BPETokenizer, else ByteLevelTokenizer."""
 
     tokenizer_model: str | None = None
-    """File (tokenizer.json) or folder of a HuggingFaceTokenizer."""
+    """File of the tokenizer, or folder of a HuggingFaceTokenizer."""
+
+    vocab_file: str | None = None
+    """Vocabulary of a GPT2BPETokenizer."""
+
+    merge_file: str | None = None
+    """Merges of a GPT2BPETokenizer."""
+
+    tokenizer_metadata: str | None = None
+    """Metadata file of megatron-core's tokenizer library, in place of what --tokenizer-type says."""
+
+    tokenizer_special_tokens: list[str] | None = None
+    """Further special tokens of a tokenizer of megatron-core's library."""
+
+    trust_remote_code: bool = False
+    """Let a tokenizer of the transformers library run code of its own."""
+
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """How a TikTokenizer splits text."""
+
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens of a TikTokenizer."""
+
+    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
+    """Prompt format of an SFTTokenizer."""
 
     vocab_size: int | None = None
     """Size of the vocabulary before padding; needed by NullTokenizer, checked against the others."""
@@ -101,3 +147,9 @@ class TokenizerOptions:
             raise UserError("HuggingFaceTokenizer needs its file", "add --tokenizer-model /path/to/tokenizer.json")
         if self.tokenizer_type == "NullTokenizer" and not self.vocab_size:
             raise UserError("NullTokenizer needs the number of token ids", "add --vocab-size N")
+        if self.tokenizer_type is None and self.vocab_file and self.merge_file:
+            self.tokenizer_type = "GPT2BPETokenizer"
+        if self.tokenizer_type == "GPT2BPETokenizer" and not (self.vocab_file and self.merge_file):
+            raise UserError("GPT2BPETokenizer needs its files", "add --vocab-file FILE --merge-file FILE")
+        if self.tokenizer_type in OF_CORE and self.tokenizer_type != "GPT2BPETokenizer" and not self.tokenizer_model:
+            raise UserError(f"{self.tokenizer_type} needs its file", "add --tokenizer-model FILE")

@@ -217,6 +217,7 @@ class Checkpointer:
             SavePlanning(group if spread else None, self._options.ckpt_assume_constant_structure),
             in_background=self._options.async_save,
             keep_last=self._options.keep_last,
+            retain_interval=self._options.save_retain_interval,
             distrusted=self._distrusted,
             log=self._log,
         )

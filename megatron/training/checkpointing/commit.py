@@ -106,13 +106,17 @@ def discard(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> list[str]:
-    """Remove checkpoints that were replaced or exceed ``keep_last``. Return one text for each failed removal."""
+def retire(
+    folder: Path, keep_last: int | None, distrusted: Collection[str], retain_interval: int | None = None
+) -> list[str]:
+    """Remove checkpoints that were replaced or are not to be kept (``naming.to_remove``).
+
+    Return one text for each failed removal."""
     failures = []
     for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
         with contextlib.suppress(OSError):
             durable.remove_folder(folder / name, folder / name)
-    for entry in naming.to_remove(scan(folder), keep_last, distrusted):
+    for entry in naming.to_remove(scan(folder), keep_last, distrusted, retain_interval):
         try:
             durable.remove_folder(folder / entry.name, folder / naming.removed_name(entry.name))
         except OSError as error:

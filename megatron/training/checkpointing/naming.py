@@ -93,16 +93,24 @@ def next_serial(entries: Iterable[Entry]) -> int:
     return 1 + max((e.serial for e in entries if e.serial is not None), default=0)
 
 
-def to_remove(entries: Iterable[Entry], keep_last: int | None, distrusted: Collection[str] = ()) -> list[Entry]:
-    """Return the complete checkpoints beyond the ``keep_last`` newest, oldest first.
+def to_remove(
+    entries: Iterable[Entry],
+    keep_last: int | None,
+    distrusted: Collection[str] = (),
+    retain_interval: int | None = None,
+) -> list[Entry]:
+    """Return the complete checkpoints that are not to be kept, oldest first.
 
     Args:
         entries: the checkpoints in a folder.
-        keep_last: how many to keep; None keeps all.
+        keep_last: how many to keep, the newest; None keeps all.
         distrusted: names of checkpoints that failed verification: they do not count as kept, and they are not removed,
             so that the user can examine them.
+        retain_interval: keep only the newest, and those of steps that this divides; None keeps all.
     """
-    if keep_last is None:
+    if keep_last is None and retain_interval is None:
         return []
     trusted = [e for e in newest_first(entries) if e.name not in distrusted]
-    return trusted[max(keep_last, 1) :][::-1]
+    if retain_interval is not None:
+        return [e for e in trusted[1:] if e.step % retain_interval][::-1]
+    return trusted[max(keep_last or 1, 1) :][::-1]

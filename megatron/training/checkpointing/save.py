@@ -82,6 +82,7 @@ class Saver:
         keep_last: number of complete checkpoints to keep; None: all.
         distrusted: names of checkpoints that failed verification; the caller may add names later.
         log: prints a message.
+        retain_interval: keep only the newest checkpoint and those of steps that this divides; None: all.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class Saver:
         keep_last: int | None,
         distrusted: Collection[str],
         log: Callable[[str], None],
+        retain_interval: int | None = None,
     ):
+        self._retain_interval = retain_interval
         self._folder, self._channel, self._planning = folder, channel, planning
         self._in_background, self._keep_last, self._distrusted, self._log = in_background, keep_last, distrusted, log
 
@@ -178,7 +181,7 @@ class Saver:
         """On rank 0, do what follows a commit. Return what went wrong; the checkpoint is valid nevertheless."""
         try:
             commit.track(self._folder, step)
-            failures = commit.retire(self._folder, self._keep_last, self._distrusted)
+            failures = commit.retire(self._folder, self._keep_last, self._distrusted, self._retain_interval)
         except Exception as failure:
             return [explain(failure, self._folder) if isinstance(failure, OSError) else repr(failure)]
         return [f"could not remove {failure}" for failure in failures]

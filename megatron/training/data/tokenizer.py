@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy
 
 from ft.base.errors import UserError
-from megatron.training.arguments.data import TokenizerOptions
+from megatron.training.arguments.data import OF_CORE, TokenizerOptions
 from megatron.training.data.sidecar import Sidecar, read_sidecar
 
 NO_TOKEN = -1
@@ -171,6 +171,64 @@ class HuggingFaceTokenizer(Tokenizer):
         return {part: content.get(part) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
 
 
+class CoreTokenizer(Tokenizer):
+    """A tokenizer of megatron-core's library: GPT2BPETokenizer, SentencePiece, TikTokenizer, ...
+
+    Raises:
+        UserError: its files or its package are missing, or megatron-core cannot read the files.
+    """
+
+    def __init__(self, options: TokenizerOptions, kind: str, model: str | None):
+        from megatron.core.tokenizers import MegatronTokenizer
+
+        self._kind, self.model = kind, str(Path(model).absolute()) if model else None
+        self._files = [file for file in (model, options.vocab_file, options.merge_file) if file is not None]
+        for file in self._files:
+            if not Path(file).exists():
+                raise UserError(f"no tokenizer file at {file}", "check --tokenizer-model, --vocab-file, --merge-file")
+        self._given = _given_to_core(options, kind)
+        try:
+            self._tokenizer = MegatronTokenizer.from_pretrained(
+                tokenizer_path=kind if OF_CORE[kind] == "megatron" else model,
+                metadata_path=options.tokenizer_metadata or {"library": OF_CORE[kind]},
+                **self._given,
+            )
+        except Exception as error:  # the libraries raise exceptions of many kinds
+            raise UserError(f"megatron-core cannot build {kind}: {error}", "check the tokenizer's files") from error
+        self.vocab_size, self.eod = self._tokenizer.vocab_size, self._tokenizer.eod
+        pad = self._tokenizer.pad
+        self.pad = NO_TOKEN if pad is None or pad == self.eod or not 0 <= pad < self.vocab_size else pad
+
+    @property
+    def kind(self) -> str:
+        return self._kind
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.tokenize(text)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.detokenize([int(i) for i in ids])
+
+    def _segmentation(self):
+        digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in self._files if Path(file).is_file()]
+        return [digests, {name: value for name, value in self._given.items() if not name.endswith("_file")}]
+
+
+def _given_to_core(options: TokenizerOptions, kind: str) -> dict:
+    """Return what megatron-core's library is told about a tokenizer, beside its file."""
+    special = options.tokenizer_special_tokens
+    if kind == "GPT2BPETokenizer":
+        files = {"vocab_file": options.vocab_file, "merges_file": options.merge_file}
+        return {**files, "additional_special_tokens": special or [], "trust_remote_code": options.trust_remote_code}
+    if kind == "TikTokenizer":
+        given = {"pattern": options.tiktoken_pattern, "vocab_size": options.vocab_size, "special_tokens": special}
+        found = {name: value for name, value in given.items() if value is not None}
+        return {**found, "num_special_tokens": options.tiktoken_num_special_tokens}
+    if kind == "SFTTokenizer":
+        return {"prompt_format": options.sft_tokenizer_prompt_format}
+    return {"special_tokens": special}
+
+
 def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] = ()) -> Tokenizer:
     """Return the tokenizer that the flags name, else the one that the datasets were made with, else the byte-level one.
 
@@ -186,7 +244,7 @@ def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] =
     kind = options.tokenizer_type or (made_with[0][1].tokenizer_type if made_with else "ByteLevelTokenizer")
     first = made_with[0][1] if made_with and made_with[0][1].tokenizer_type == kind else None
     tokenizer = _build(kind, options, first)
-    if kind != "NullTokenizer" and options.vocab_size not in (None, tokenizer.vocab_size):
+    if kind not in ("NullTokenizer", "TikTokenizer") and options.vocab_size not in (None, tokenizer.vocab_size):
         raise UserError(
             f"--vocab-size is {options.vocab_size} but {_named(tokenizer)} has {tokenizer.vocab_size} ids",
             f"drop --vocab-size or give {tokenizer.vocab_size}",
@@ -238,6 +296,8 @@ def _build(kind: str, options: TokenizerOptions, sidecar: Sidecar | None) -> Tok
         return ByteLevelTokenizer()
     if kind == "NullTokenizer":
         return NullTokenizer(options.vocab_size or sidecar.vocab_size)
+    if kind in OF_CORE:
+        return CoreTokenizer(options, kind, options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None))
     model = options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None)
     if kind != "HuggingFaceTokenizer" or model is None:
         raise UserError(f"the dataset was made with {kind}", "add --tokenizer-model with its file, or make it again")

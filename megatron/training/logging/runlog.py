@@ -7,9 +7,11 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ft.base.errors import UserError
 from megatron.training.arguments.logging import LoggingOptions
@@ -45,13 +47,22 @@ class RunLog(AbstractContextManager):
         is_writer: whether this rank writes.
         first_step: number of steps done before; an existing metrics file loses later steps, which will be repeated.
         last_step: number of steps of the whole run.
+        config: the run's options, which Weights & Biases shows.
     """
 
-    def __init__(self, options: LoggingOptions, *, is_writer: bool, first_step: int, last_step: int):
+    def __init__(
+        self,
+        options: LoggingOptions,
+        *,
+        is_writer: bool,
+        first_step: int,
+        last_step: int,
+        config: Mapping[str, Any] | None = None,
+    ):
         self._options, self._last_step = options, last_step
         self._since_line: list[StepReport] = []
         self._skipped = 0
-        self._metrics = self._tensorboard = self._bar = None
+        self._metrics = self._tensorboard = self._bar = self._wandb = None
         if not is_writer:
             self._options = None
             return
@@ -59,6 +70,8 @@ class RunLog(AbstractContextManager):
             self._metrics = MetricsFile(Path(options.metrics_file), first_step, self.line)
         if options.tensorboard_dir:
             self._tensorboard = _open_tensorboard(options)
+        if options.wandb_project:
+            self._wandb = _open_wandb(options, config)
         if options.progress_bar:
             from tqdm import tqdm
 
@@ -73,7 +86,9 @@ class RunLog(AbstractContextManager):
         for writer in (bar, self._tensorboard, self._metrics):
             if writer is not None:
                 writer.close()
-        self._metrics = self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._metrics = self._tensorboard = self._wandb = None
 
     def rewind(self, step: int) -> None:
         """Go back to ``step``, from which training is repeated: drop the values of later steps."""
@@ -93,8 +108,8 @@ class RunLog(AbstractContextManager):
         if self._metrics is not None:
             figures = {name: value for name, value in asdict(report).items() if value is not None}
             self._metrics.write({**figures, "wall": round(time.time(), 3)})
-        if self._tensorboard is not None and report.step % self._options.tensorboard_log_interval == 0:
-            self._to_tensorboard(report)
+        if report.step % self._options.tensorboard_log_interval == 0:
+            self._write_scalars(self._scalars(report), report.step)
         self._since_line.append(report)
         self._skipped += report.skipped
         if self._bar is not None:
@@ -111,10 +126,10 @@ class RunLog(AbstractContextManager):
             return
         perplexity = math.exp(min(20.0, loss))
         self.line(f" {name} loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | ")
-        if self._tensorboard is not None:
-            self._tensorboard.add_scalar(f"lm loss {name}", loss, step)
-            if self._options.log_validation_ppl_to_tensorboard:
-                self._tensorboard.add_scalar(f"lm loss {name} ppl", perplexity, step)
+        scalars = {f"lm loss {name}": loss}
+        if self._options.log_validation_ppl_to_tensorboard:
+            scalars[f"lm loss {name} ppl"] = perplexity
+        self._write_scalars(scalars, step)
 
     def line(self, text: str) -> None:
         """Print one line on the terminal, above the progress bar if there is one."""
@@ -125,8 +140,16 @@ class RunLog(AbstractContextManager):
         else:
             print(text, flush=True)
 
-    def _to_tensorboard(self, report: StepReport) -> None:
-        scalars = {
+    def _write_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
+        given = {name: value for name, value in scalars.items() if value is not None}
+        if self._tensorboard is not None:
+            for name, value in given.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(given, step=step)
+
+    def _scalars(self, report: StepReport) -> dict[str, float | None]:
+        scalars: dict[str, float | None] = {
             "lm loss": report.loss,
             "learning-rate": report.lr,
             "grad-norm": report.grad_norm,
@@ -146,9 +169,7 @@ class RunLog(AbstractContextManager):
             import torch
 
             scalars["mem-allocated-bytes"] = torch.cuda.memory_allocated()
-        for name, value in scalars.items():
-            if value is not None:
-                self._tensorboard.add_scalar(name, value, report.step)
+        return scalars
 
 
 def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> str:
@@ -187,3 +208,20 @@ def _open_tensorboard(options: LoggingOptions):
         raise UserError(
             f"--tensorboard-dir {options.tensorboard_dir} cannot be written: {error}", "give a writable folder"
         ) from error
+
+
+def _open_wandb(options: LoggingOptions, config: Mapping[str, Any] | None):
+    """Return a run of Weights & Biases. WANDB_MODE=offline keeps its figures in files."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("--wandb-project needs Weights & Biases", "pip install wandb") from error
+    folder = Path(options.wandb_save_dir or "wandb")
+    folder.mkdir(parents=True, exist_ok=True)
+    return wandb.init(
+        dir=str(folder),
+        name=options.wandb_exp_name,
+        project=options.wandb_project,
+        entity=options.wandb_entity,
+        config=dict(config or {}),
+    )

@@ -13,8 +13,8 @@ from megatron.training.config import params_dtype, uses_te
 
 def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer) -> str:
     """Return a summary of model, data and platform, in a few lines."""
-    m, t = options.model, options.training
-    experts = f", {options.moe.num_experts} experts" if options.moe.num_experts else ""
+    m, t = options.core, options.training
+    experts = f", {options.core.num_experts} experts" if options.core.num_experts else ""
     rows = {
         "megatron-core": f"{version('megatron-core')}, torch {torch.__version__}, {_installed('transformer-engine')}, "
         f"{_installed('apex')}",

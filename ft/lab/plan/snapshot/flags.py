@@ -157,7 +157,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
     else:
         stages = from_flags(options, grid)
     sizes = shards(stages, options, grid, given.bytes_per_parameter)
-    pipeline_first = options.parallel.use_tp_pp_dp_mapping
+    pipeline_first = options.core.use_tp_pp_dp_mapping
     kinds = {kind for node in nodes for kind in node if kind != NODE}
     node_mtbf = given.node_mtbf or _GPU_MTBF_S / given.gpus_per_node
     mtbf = {NODE: node_mtbf, **dict.fromkeys(sorted(kinds), given.domain_mtbf)}
@@ -203,7 +203,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _layout(options: Options, world: int) -> Layout:
-    parallel = options.parallel
+    parallel = options.core
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -218,7 +218,7 @@ def _layout(options: Options, world: int) -> Layout:
             raise UserError(
                 f"{world} ranks (nodes x GPUs) cannot be split into {what} = {need}", f"use a multiple of {need} ranks"
             )
-    return layout(parallel, options.model.num_layers or pp, world)
+    return layout(parallel, options.core.num_layers or pp, world)
 
 
 def _copies(text: str) -> list[int]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ft.base.errors import UserError
-from megatron.training.arguments.layout import Layout
+from megatron.training.arguments.layout import Layout, expanded
 
 if TYPE_CHECKING:
     from megatron.training.arguments import Options
 
-MAIN, MOMENTS = 4, {"adam": 8, "sgd": 4}
+MAIN, MOMENTS = 4, {"adam": 8, "sgd": 4, "lion": 4, "muon": 4, "dist_muon": 4, "adaptive_muon": 8, "soap": 8}
 """Bytes per parameter: MAIN for the fp32 main copy, MOMENTS for the fp32 tensors of each optimizer."""
 
 
@@ -55,15 +55,15 @@ def shards(
         grid: sizes of the parallel groups.
         per_parameter: bytes of main copy and optimizer state for each parameter; default: those with all in fp32.
     """
-    optimizer = options.optimizer
-    momentum = optimizer.optimizer == "adam" or optimizer.sgd_momentum != 0
+    optimizer = options.core
+    momentum = optimizer.optimizer != "sgd" or optimizer.sgd_momentum != 0
     size = per_parameter or MAIN + MOMENTS[optimizer.optimizer] * momentum
     found = []
     for stage in stages:
         replicas = grid.dp * grid.cp
         expert_replicas = grid.world_size // (grid.etp * grid.ep * grid.pp)
-        if options.parallel.use_distributed_optimizer:
-            instances = options.parallel.num_distributed_optimizer_instances
+        if options.core.use_distributed_optimizer:
+            instances = options.core.num_distributed_optimizer_instances
             owned = stage.dense / (replicas / instances) + stage.expert / max(1.0, expert_replicas / instances)
             found.append(Shard(size * owned, 0.0))
         elif replicas == 1:
@@ -93,7 +93,7 @@ def from_flags(options: "Options", grid: Layout) -> list[Parameters]:
         UserError: a flag that determines the size is missing, or layers cannot be split over the stages.
     """
     _check(options, grid)
-    model, tp, hidden = options.model, grid.tp, options.model.hidden_size
+    model, tp, hidden = options.core, grid.tp, options.core.hidden_size
     vocabulary = _vocabulary(options, tp)
     per_layer = [_layer(options, grid, is_moe) for is_moe in _moe_layers(options)]
     dense, expert = [0.0] * grid.pp, [0.0] * grid.pp
@@ -110,7 +110,7 @@ def from_flags(options: "Options", grid: Layout) -> list[Parameters]:
 
 
 def _check(options: "Options", grid: Layout) -> None:
-    model = options.model
+    model = options.core
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(model, name)]
     if not (options.tokenizer.vocab_size or options.tokenizer.padded_vocab_size):
         missing.append("vocab_size")
@@ -122,7 +122,7 @@ def _check(options: "Options", grid: Layout) -> None:
         raise UserError(f"the size of the model depends on {names}, which is missing", "add it, or give --params N")
     for what, count, parts, by in (
         ("attention heads", model.num_attention_heads, grid.tp, "TP"),
-        ("experts", options.moe.num_experts or grid.ep, grid.ep, "EP"),
+        ("experts", options.core.num_experts or grid.ep, grid.ep, "EP"),
     ):
         if count % parts:
             raise UserError(f"{count} {what} cannot be split over {by} {parts}", f"use a multiple of {parts}")
@@ -137,7 +137,7 @@ def _vocabulary(options: "Options", tp: int) -> int:
 
 
 def _moe_layers(options: "Options") -> list[bool]:
-    layers, moe = options.model.num_layers, options.moe
+    layers, moe = options.core.num_layers, options.core
     if not moe.num_experts:
         return [False] * layers
     if isinstance(moe.moe_layer_freq, int):
@@ -149,7 +149,10 @@ def _moe_layers(options: "Options") -> list[bool]:
 
 def _stages(options: "Options", grid: Layout) -> list[int]:
     """Return the stage of each layer; with the interleaved schedule, each stage gets several ranges of layers."""
-    parallel, layers, chunks = options.parallel, options.model.num_layers, grid.vpp or 1
+    parallel, layers, chunks = options.core, options.core.num_layers, grid.vpp or 1
+    if parallel.pipeline_model_parallel_layout:
+        given = expanded(parallel.pipeline_model_parallel_layout)
+        return [index % grid.pp for index, parts in enumerate(given) for part in parts if part == "t"]
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     before, after = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     if first is not None or last is not None:
@@ -173,7 +176,9 @@ def _stages(options: "Options", grid: Layout) -> list[int]:
 
 def _layer(options: "Options", grid: Layout, is_moe: bool) -> Parameters:
     """Return the parameters of one transformer layer on one rank."""
-    model, tp, hidden = options.model, grid.tp, options.model.hidden_size
+    model, tp, hidden = options.core, grid.tp, options.core.hidden_size
+    if model.multi_latent_attention:
+        return _with_mlp(options, grid, is_moe, _latent_attention(options, tp) + 2 * _norm(options, hidden))
     queries = model.num_attention_heads * model.kv_channels
     groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
     projected = queries + 2 * groups * model.kv_channels
@@ -182,9 +187,25 @@ def _layer(options: "Options", grid: Layout, is_moe: bool) -> Parameters:
     dense += projected / tp * (bias or model.add_qkv_bias) + hidden * bias
     if model.qk_layernorm:
         dense += 2 * _norm(options, model.kv_channels)
+    return _with_mlp(options, grid, is_moe, dense)
+
+
+def _latent_attention(options: "Options", tp: int) -> float:
+    """Return the parameters of one multi-latent attention: its low-rank projections are whole on each TP rank."""
+    c = options.core
+    heads, hidden, rank = c.num_attention_heads, c.hidden_size, c.q_lora_rank
+    queries = heads * (c.qk_head_dim + c.qk_pos_emb_head_dim)
+    down = hidden * (c.kv_lora_rank + c.qk_pos_emb_head_dim) + (hidden * rank if rank else 0)
+    up = (rank or hidden) * queries + c.kv_lora_rank * heads * (c.qk_head_dim + c.v_head_dim)
+    return down + (up + heads * c.v_head_dim * hidden) / tp
+
+
+def _with_mlp(options: "Options", grid: Layout, is_moe: bool, dense: float) -> Parameters:
+    """Return the parameters of a layer whose attention and norms have ``dense`` parameters on one rank."""
+    model, tp, hidden = options.core, grid.tp, options.core.hidden_size
     if not is_moe:
         return Parameters(dense + _mlp(options, model.ffn_hidden_size, tp))
-    moe = options.moe
+    moe = options.core
     dense += moe.num_experts * hidden
     if moe.moe_shared_expert_intermediate_size:
         dense += _mlp(options, moe.moe_shared_expert_intermediate_size, tp)
@@ -195,10 +216,10 @@ def _layer(options: "Options", grid: Layout, is_moe: bool) -> Parameters:
 
 
 def _mlp(options: "Options", width: int, tp: int) -> float:
-    hidden, gates = options.model.hidden_size, 2 if options.model.swiglu or options.model.quick_geglu else 1
+    hidden, gates = options.core.hidden_size, 2 if options.core.swiglu or options.core.quick_geglu else 1
     weights = (gates * width * hidden + width * hidden) / tp
-    return weights + (gates * width / tp + hidden) * options.model.add_bias_linear
+    return weights + (gates * width / tp + hidden) * options.core.add_bias_linear
 
 
 def _norm(options: "Options", width: int) -> int:
-    return width * (2 if options.model.normalization == "LayerNorm" else 1)
+    return width * (2 if options.core.normalization == "LayerNorm" else 1)

@@ -156,8 +156,8 @@ def groups_of(sizes: Sizes) -> list[GroupSpec]:
 
 def make_groups(sizes: Sizes) -> None:
     """Create all process groups except the default group, as a training process does at its start."""
+    from megatron.training.arguments.core_options import CoreOptions
     from megatron.training.arguments.layout import Layout
-    from megatron.training.arguments.parallel import ParallelOptions
     from megatron.training.initialize import init_model_parallel
 
     layout = Layout(
@@ -170,7 +170,7 @@ def make_groups(sizes: Sizes) -> None:
         pp=sizes.pp,
         vpp=None,
     )
-    init_model_parallel(ParallelOptions(), layout)
+    init_model_parallel(CoreOptions(), layout)
     for purpose in (EXITS, FENCE):
         dist.new_group(backend="gloo", group_desc=purpose)
 

@@ -1,4 +1,4 @@
-"""Flags: the optimizer and its schedules."""
+"""Flags: the schedules of learning rate and weight decay."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,54 +8,8 @@ from megatron.training.arguments.schema import flag
 
 
 @dataclass
-class OptimizerOptions:
-    """optimizer"""
-
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """Update rule (adam is AdamW)."""
-
-    weight_decay: float = 0.01
-    """Decoupled weight decay."""
-
-    apply_wd_to_qk_layernorm: bool = False
-    """Decay the QK norms too."""
-
-    clip_grad: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
-
-    adam_beta1: float = 0.9
-    """First moment's decay."""
-
-    adam_beta2: float = 0.999
-    """Second moment's decay."""
-
-    adam_eps: float = 1e-8
-    """Adam's epsilon."""
-
-    sgd_momentum: float = 0.9
-    """SGD's momentum."""
-
-    def __post_init__(self):
-        for name in ("weight_decay", "clip_grad"):
-            if getattr(self, name) < 0:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}", "give 0 or more")
-
-
-@dataclass
 class ScheduleOptions:
     """learning rate and weight decay"""
-
-    lr: float | None = None
-    """Learning rate at the end of the warm-up."""
-
-    min_lr: float = 0.0
-    """Learning rate at the end of the decay."""
-
-    decoupled_lr: float | None = None
-    """Learning rate of embedding and output layer, if it is to differ."""
-
-    decoupled_min_lr: float | None = None
-    """Its end value."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay."""
@@ -107,10 +61,6 @@ class ScheduleOptions:
     """On resuming take the schedule from the checkpoint, whatever the flags say."""
 
     def __post_init__(self):
-        if self.lr is not None and self.lr < 0:
-            raise UserError(f"--lr is {self.lr}", "give 0 or more")
-        if self.lr is not None and self.min_lr > self.lr:
-            raise UserError(f"--min-lr {self.min_lr} is above --lr {self.lr}", "lower --min-lr")
         if self.lr_warmup_fraction is not None:
             if self.lr_warmup_iters or self.lr_warmup_samples:
                 raise UserError("the warm-up was given twice, as fraction and as length", "give one of them")

@@ -1,0 +1,67 @@
+"""Define the command ``ft check``, which says what a launch line will do and need, without starting anything."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ft.base.errors import UserError
+from ft.base.quantities import count
+from ft.commands.check_line import Answer, answer_for
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand ``check`` to the command ``ft``."""
+    parser = subparsers.add_parser(
+        "check",
+        help="what a launch line will do and need: layout, memory, protections, what is refused",
+        description="Say what a launch line will do and need, without starting anything and without a GPU.",
+    )
+    parser.add_argument("--gpus", type=count(), metavar="N", help="GPUs of the run (default: the fewest that fit)")
+    parser.add_argument("--nnodes", type=count(), metavar="N", help="nodes of the run, with --nproc-per-node")
+    parser.add_argument("--nproc-per-node", type=count(), metavar="N", help="GPUs of each node")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text; memory in bytes")
+    parser.add_argument("script", help="pretrain_gpt.py of this project or of a Megatron-LM checkout")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its flags")
+    parser.set_defaults(main=main)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Print the answer; return 0 if the line is accepted and 2 if not."""
+    answer = answer_for(Path(given.script), given.script_args, _gpus(given))
+    print(json.dumps(answer.as_dict()) if given.json else _text(answer))
+    return 0 if answer.accepted else 2
+
+
+def _gpus(given: argparse.Namespace) -> int | None:
+    if given.gpus is not None and (given.nnodes or given.nproc_per_node):
+        raise UserError("--gpus and --nnodes or --nproc-per-node say the same thing", "give one of them")
+    if given.nnodes is None and given.nproc_per_node is None:
+        return given.gpus
+    return (given.nnodes or 1) * (given.nproc_per_node or 1)
+
+
+def _text(answer: Answer) -> str:
+    lines = ["accepted" if answer.accepted else f"refused: {len(answer.refused)} problem(s)"]
+    for number, entry in enumerate(answer.refused, 1):
+        lines += [f"  {number}. {entry['reason']}", f"     fix: {entry['fix']}"]
+    lines.append(f"needs: {', '.join(answer.needs) or 'nothing but this machine'}")
+    if answer.layout is not None:
+        sizes = " x ".join(f"{name.upper()}{size}" for name, size in answer.layout.items() if name != "world_size")
+        lines.append(f"layout: {answer.layout['world_size']} GPU(s): {sizes}")
+    if answer.batch is not None:
+        lines.append("batch: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in answer.batch.items()))
+    lines += _memory(answer)
+    for each in answer.protections:
+        lines.append(f"{each['name']} ({each['asked_by']}): {'fits' if each['fits'] else 'does not fit yet'}")
+        lines += [f"  {entry['reason']}; {entry['fix']}" for entry in each["needs"]]
+    return "\n".join([*lines, *answer.notices])
+
+
+def _memory(answer: Answer) -> list[str]:
+    if answer.memory is None:
+        return []
+    lines = [f"memory per GPU, estimated ({answer.memory['assumes']}):"]
+    for place in ("gpu", "host"):
+        for name, size in answer.memory[place].items():
+            lines.append(f"  {place}, {name.replace('_', ' ')}: {size / 1e9:.2f} GB")
+    return lines
