@@ -15,7 +15,7 @@ from ft.commands import checkouts
 from ft.job.agent.options import Script
 
 TRAINER = '''
-def pretrain(provider):
+def pretrain(train_valid_test_dataset_provider):
     initialize_megatron()
     setup_model_and_optimizer()
     build_train_valid_test_data_iterators()
@@ -24,6 +24,8 @@ def pretrain(provider):
 
 def setup_model_and_optimizer(checkpointing_context=None):
     load_checkpoint()
+
+def get_train_valid_test_num_samples(): pass
 
 def build_train_valid_test_datasets(provider): pass
 
@@ -165,7 +167,7 @@ def test_what_can_be_protected_is_not_refused(checkout):
 
 
 def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():
-    arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single")
+    arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single", rerun_mode="disabled")
     assert [problem.split()[0] for problem, _ in refusals.of_arguments(arguments)] == ["--skip-train", "--cuda-graph-impl"]
 
 
@@ -185,10 +187,11 @@ def test_the_rest_of_a_function_can_be_called_again(tmp_path):
     )
     made: dict = {"work": lambda items: items.append("work")}
     exec(compile(file.read_text(), str(file), "exec"), made)
-    split(made["whole"], "work", lambda rest: [rest(), rest()])
+    begun: list[dict] = []
+    split(made["whole"], "work", begun.append, lambda rest: [rest(), rest()])
     items: list[str] = []
     made["whole"](items)
-    assert items == ["head", "work", "work"]
+    assert items == ["head", "work", "work"] and begun == [{"items": items, "start": 1}]
     assert made["total"] == 2 + 3  # the variable of the enclosing function goes on from call to call
 
 

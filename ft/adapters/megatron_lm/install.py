@@ -19,6 +19,8 @@ from ft.adapters.megatron_lm.trainer import CheckoutTrainer
 from megatron.patches.replace import replace
 
 _TRAINING = "megatron.training.training"
+_FOR_WEIGHTS = ("load", "pretrained_checkpoint", "perform_initialization")
+"""Arguments that say where a model's weights come from."""
 
 
 def install(run: Run, metrics: Path) -> None:
@@ -29,10 +31,10 @@ def install(run: Run, metrics: Path) -> None:
         metrics: the file that gets a line for each step.
     """
     initialize, training = tree.module("initialize"), tree.module("training")
-    split(training.pretrain, "train", functools.partial(_repeat, run, metrics))
+    split(training.pretrain, "train", functools.partial(_begin, run), functools.partial(_repeat, run, metrics))
     run.iterators = Iterators(training.build_train_valid_test_data_iterators, training.build_train_valid_test_datasets)
     replace(_TRAINING, "build_train_valid_test_datasets", run.iterators.datasets)
-    replace(_TRAINING, "build_train_valid_test_data_iterators", run.iterators.make)
+    _around(training, "build_train_valid_test_data_iterators", run, _make_iterators)
     _around(initialize, "_initialize_distributed", run, take_seat)
     for name, wrapper in (
         ("setup_model_and_optimizer", _set_up),
@@ -57,19 +59,33 @@ def _named(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
+def _begin(run: Run, given: dict[str, Any]) -> None:
+    run.provider = given["train_valid_test_dataset_provider"]
+
+
 def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build model, optimizer and schedule. A worker that is given its state loads nothing, and draws no weights."""
     own = run.args
     step.leave_checks_to_layers(run)
-    kept = {name: getattr(own, name) for name in ("load", "pretrained_checkpoint", "perform_initialization")}
+    kept = {name: value for name, value in vars(own).items() if name in _FOR_WEIGHTS}
     if run.protections.is_given_state:
         own.load = own.pretrained_checkpoint = None
-        own.perform_initialization = own.perform_initialization and run.protections.draws_weights
+        own.perform_initialization = kept.get("perform_initialization", True) and run.protections.draws_weights
     run.chunks, run.optimizer, run.scheduler = original(*args, **kwargs)
     vars(own).update(kept)
     context = _named(original, args, kwargs).get("checkpointing_context")
     run.checkpointing_context = {} if context is None else context
     return run.chunks, run.optimizer, run.scheduler
+
+
+def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tuple:
+    """Make the iterators of a chunk. Those of a worker that is given its state are made anew with the state, so they
+    start no processes yet."""
+    workers = run.args.num_workers
+    run.args.num_workers = 0 if run.protections.is_given_state else workers
+    made = run.iterators.make(provider)
+    run.args.num_workers = workers
+    return made
 
 
 def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
@@ -111,6 +127,14 @@ def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
         run.live_sums.update(sums.decode(run.sums, run.device))
     given["report_memory_flag"] = given["report_memory_flag"] and run.reports_memory
     given["is_first_iteration"] = given["iteration"] == run.first_step + 1
+    if run.log.writes:
+        _log(run, given)
+    run.reports_memory = original(**given)
+    return run.reports_memory
+
+
+def _log(run: Run, given: dict[str, Any]) -> None:
+    """Put the values of a step that the trainer is about to log into the metrics file."""
     losses = {name: value.item() for name, value in given["loss_dict"].items() if value.numel() == 1}
     run.log.add(
         loss=losses.pop("lm loss", None),
@@ -124,8 +148,6 @@ def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
         params_norm=_number(given["params_norm"]),
         **{name.replace(" ", "_"): value for name, value in losses.items()},
     )
-    run.reports_memory = original(**given)
-    return run.reports_memory
 
 
 def _number(value: Any) -> Any:

@@ -1,12 +1,16 @@
 """Data iterators of a checkout: its datasets are built once, and its iterators are moved to another sample in place."""
 
+import contextlib
+import io
 import random
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
+
+from ft.adapters.megatron_lm import tree
+from megatron.patches.replace import replace
 
 
 class Iterators:
@@ -49,6 +53,21 @@ class Iterators:
                     vars(old).update(vars(other))
 
 
+def prepare(provider: Callable[[Any], Any]) -> None:
+    """Build the data sets of ``provider`` on a standby, before it has a rank. When it has one, the checkout's builder
+    returns them, if its rank reads data."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        made = list(provider(tree.module("training").get_train_valid_test_num_samples()))
+    build = Builder.build
+
+    def built(self: Any) -> Any:
+        return made if self.is_built_on_rank() else build(self)
+
+    replace(Builder.__module__, "BlendedMegatronDatasetBuilder.build", built)
+
+
 def _flat(made: Any) -> list[Any]:
     """Return the iterators in a tuple or list of them, in order, without those that are None."""
     if isinstance(made, list | tuple):
@@ -56,7 +75,7 @@ def _flat(made: Any) -> list[Any]:
     return [] if made is None else [made]
 
 
-@contextmanager
+@contextlib.contextmanager
 def _preserved_generators():
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:

@@ -48,6 +48,7 @@ SEAMS = (
         _TRAINING,
         "pretrain",
         "what follows the set-up is repeated after a recovery",
+        parameters=("train_valid_test_dataset_provider",),
         calls=("initialize_megatron", "setup_model_and_optimizer", "build_train_valid_test_data_iterators"),
         splits_at="train",
     ),
@@ -58,6 +59,7 @@ SEAMS = (
         parameters=("checkpointing_context",),
         calls=("load_checkpoint",),
     ),
+    Seam(_TRAINING, "get_train_valid_test_num_samples", "a standby builds data sets that have no stored index"),
     Seam(_TRAINING, "build_train_valid_test_datasets", "datasets are built once, and kept for recoveries"),
     Seam(
         _TRAINING,

@@ -55,7 +55,7 @@ def load(script: str) -> None:
     from ft.adapters.megatron_lm import cpu
     from megatron import patches
 
-    without_gpu = cpu.is_platform()
+    without_gpu = patches.platform().name == "cpu"
     if without_gpu:
         cpu.before_import()
     patches.apply()

@@ -18,6 +18,7 @@ class Run:
     Attributes:
         protections: the systems that protect the run.
         session: this worker's place in the run.
+        provider: the script's function that builds the data sets.
         iterators: the data iterators of this rank.
         stack: the layers of the protections; None before model and data are built.
         log: what is logged of each step.
@@ -43,6 +44,7 @@ class Run:
 
     protections: Protections
     session: Session | None = None
+    provider: Any = None
     iterators: Iterators | None = None
     stack: Stack | None = None
     log: Log | None = None
