@@ -29,6 +29,8 @@ def get_train_valid_test_num_samples(): pass
 
 def build_train_valid_test_datasets(provider): pass
 
+def build_train_valid_test_data_loaders(provider): pass
+
 def build_train_valid_test_data_iterators(provider):
     return build_train_valid_test_data_loaders(RerunDataIterator(provider))
 

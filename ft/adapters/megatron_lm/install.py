@@ -32,7 +32,11 @@ def install(run: Run, metrics: Path) -> None:
     """
     initialize, training = tree.module("initialize"), tree.module("training")
     split(training.pretrain, "train", functools.partial(_begin, run), functools.partial(_repeat, run, metrics))
-    run.iterators = Iterators(training.build_train_valid_test_data_iterators, training.build_train_valid_test_datasets)
+    run.iterators = Iterators(
+        training.build_train_valid_test_data_iterators,
+        training.build_train_valid_test_data_loaders,
+        training.build_train_valid_test_datasets,
+    )
     replace(_TRAINING, "build_train_valid_test_datasets", run.iterators.datasets)
     _around(training, "build_train_valid_test_data_iterators", run, _make_iterators)
     _around(initialize, "_initialize_distributed", run, take_seat)

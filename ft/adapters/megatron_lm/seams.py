@@ -64,9 +64,10 @@ SEAMS = (
     Seam(
         _TRAINING,
         "build_train_valid_test_data_iterators",
-        "iterators are made anew at the samples of the restored step",
+        "its iterators are moved to the samples of the restored step",
         calls=("build_train_valid_test_data_loaders", "RerunDataIterator"),
     ),
+    Seam(_TRAINING, "build_train_valid_test_data_loaders", "iterators begin at the samples of the restored step"),
     Seam(
         _TRAINING,
         "train",

@@ -31,7 +31,7 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     with refusing():
         from ft.worker.session import attach
 
-        run.session = session = attach(settings={"arguments": " ".join(sys.argv[1:])})
+        run.session = session = attach(settings={"arguments": run.arguments})
         platform = patches.platform()
         platform.select_device(session.local_rank)
         session.init_process_group(platform.choose_backend(None if platform.name == "cpu" else own.distributed_backend))

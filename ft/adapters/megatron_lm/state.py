@@ -17,6 +17,7 @@ class Run:
 
     Attributes:
         protections: the systems that protect the run.
+        arguments: the checkout's command line, the same on all workers.
         session: this worker's place in the run.
         provider: the script's function that builds the data sets.
         iterators: the data iterators of this rank.
@@ -43,6 +44,7 @@ class Run:
     """
 
     protections: Protections
+    arguments: str = ""
     session: Session | None = None
     provider: Any = None
     iterators: Iterators | None = None
