@@ -96,7 +96,7 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
         return _by_hot_swap(options, asked, faults, problems)
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
-        return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), []
+        return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), checkouts.strays(script)
     from megatron.training.arguments import may_have_te, refusals
 
     world_size, replicas = (asked.world_size, asked.replicas) if asked is not None else (None, 0)

@@ -93,7 +93,7 @@ def test_a_checkout_is_known_by_the_trainer_beside_the_script(checkout, tmp_path
 
 
 def test_a_checkout_with_all_seams_fits(checkout):
-    assert all(finding.status == seams.FITS for finding in seams.check_tree(tree.read(checkout)))
+    assert all(finding.status == seams.FITS for finding in seams.check_tree(checkout))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_our_flags_are_taken_out_and_given_to_the_adapter(checkout):
     [
         (["--ft-hot-swp"], "unknown flag --ft-hot-swp"),
         (["--ft-snapshot-peers", "2"], "ask for no protection"),
-        (["--ft-hot-swap", "--ft-checkfree"], "does not protect a checkout of Megatron-LM"),
+        (["--ft-hot-swap", "--ft-checkfree-plus"], "does not protect a checkout of Megatron-LM"),
         (["--ft-hot-swap", "--perform-rl-step"], "--perform-rl-step cannot be protected"),
         (["--ft-dmr-plan", "a.json"], "--ft-dmr-plan needs a profile"),
         (["--optimizer=muon", "--ft-hot-swap"], "--optimizer muon cannot be protected"),
@@ -166,6 +166,16 @@ def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, say
 def test_what_can_be_protected_is_not_refused(checkout):
     options, problems = checkouts.examine(script(checkout, "--optimizer", "adam", "--ft-hot-swap"), 4, 0)
     assert problems == [] and options.fault_tolerance.ft_hot_swap
+
+
+def test_a_script_of_a_checkout_outside_of_it_is_refused(tmp_path):
+    file = tmp_path / "pretrain_gpt.py"
+    file.write_text("from megatron.training import get_args, pretrain\n")
+    stray = Script(str(file), False, ["--ft-hot-swap"])
+    assert not checkouts.is_protected_checkout(stray)
+    ((problem, _),) = checkouts.strays(stray)
+    assert "no megatron/training/training.py beside it" in problem
+    assert checkouts.strays(Script(str(file), False, ["--lr", "1"])) == []
 
 
 def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():

@@ -132,12 +132,12 @@ class Finding:
     differs: str = ""
 
 
-def check_tree(tree: Tree) -> list[Finding]:
-    """Return one finding for each seam, in order."""
+def check_tree(root: Path) -> list[Finding]:
+    """Return one finding for each seam of the checkout in the folder ``root``, in order."""
     modules: dict[str, dict[str, ast.AST] | None] = {}
     for seam in SEAMS:
         if seam.file not in modules:
-            modules[seam.file] = _symbols(tree.root / seam.file)
+            modules[seam.file] = _symbols(root / seam.file)
     return [_check(seam, modules[seam.file]) for seam in SEAMS]
 
 
@@ -147,7 +147,7 @@ def problems(tree: Tree) -> Iterator[Problem]:
     if tree.release[:2] not in RELEASES:
         known = ", ".join(".".join(map(str, release)) for release in RELEASES)
         yield f"{tree.root} is Megatron-LM {tree.version}; the releases that can be protected are {known}", fix
-    for finding in check_tree(tree):
+    for finding in check_tree(tree.root):
         if finding.status != FITS:
             seam = finding.seam
             yield f"{tree.root / seam.file}: {seam.symbol} {finding.differs}, and {seam.why}", fix
