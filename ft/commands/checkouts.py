@@ -29,15 +29,20 @@ MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
 _SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.STAGES)
 
 
+def is_checkout(script: "Script") -> bool:
+    """Return whether ``script`` belongs to a checkout of Megatron-LM."""
+    return not script.is_module and tree.root_of(script.target) is not None
+
+
 def is_protected_checkout(script: "Script") -> bool:
     """Return whether ``script`` belongs to a checkout of Megatron-LM and has a flag that begins with ``--ft-``."""
-    return not script.is_module and tree.root_of(script.target) is not None and bool(_split(script.args)[0])
+    return is_checkout(script) and bool(_split(script.args)[0])
 
 
 def strays(script: "Script") -> list[Problem]:
     """Return the problem of a script that is written for Megatron-LM, asks for a protection, and lies beside none."""
     file = Path(script.target)
-    if script.is_module or not _split(script.args)[0] or tree.root_of(script.target) is not None:
+    if script.is_module or is_checkout(script) or not _split(script.args)[0]:
         return []
     try:
         body = ast.walk(ast.parse(file.read_text(encoding="utf-8")))

@@ -37,6 +37,7 @@ def build_train_valid_test_data_iterators(provider):
 def train(train_data_iterator, config):
     iteration = args.iteration
     num_floating_point_operations_so_far = args.num_floating_point_operations_so_far
+    config.finalize_model_grads_func = finalize_model_grads
     train_step(), training_log(), checkpoint_and_decide_exit()
 
 def train_step(optimizer, data_iterator): pass
@@ -161,6 +162,11 @@ def test_our_flags_are_taken_out_and_given_to_the_adapter(checkout):
 def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, says):
     _, problems = checkouts.examine(script(checkout, *flags), 4, 0)
     assert [problem for problem, fix in problems if says in problem and fix]
+
+
+def test_replicas_of_a_checkout_are_refused(checkout):
+    _, problems = checkouts.examine(script(checkout, "--lr", "1"), 4, 2)
+    assert any("--ft-hsdp-replicas" in problem for problem, _ in problems)
 
 
 def test_what_can_be_protected_is_not_refused(checkout):

@@ -19,8 +19,6 @@ from ft.adapters.megatron_lm.trainer import CheckoutTrainer
 from megatron.patches.replace import replace
 
 _TRAINING = "megatron.training.training"
-_FOR_WEIGHTS = ("load", "pretrained_checkpoint", "perform_initialization")
-"""Arguments that say where a model's weights come from."""
 
 
 def install(run: Run, metrics: Path) -> None:
@@ -68,15 +66,15 @@ def _begin(run: Run, given: dict[str, Any]) -> None:
 
 
 def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build model, optimizer and schedule. A worker that is given its state loads nothing, and draws no weights."""
+    """Build model, optimizer and schedule. A worker that is given its state loads nothing. It draws weights like
+    any other: without that, megatron-core does not mark the parameters that are split over tensor-parallel ranks."""
     own = run.args
     step.leave_checks_to_layers(run)
-    kept = {name: value for name, value in vars(own).items() if name in _FOR_WEIGHTS}
+    kept = own.load, own.pretrained_checkpoint
     if run.protections.is_given_state:
         own.load = own.pretrained_checkpoint = None
-        own.perform_initialization = kept.get("perform_initialization", True) and run.protections.draws_weights
     run.chunks, run.optimizer, run.scheduler = original(*args, **kwargs)
-    vars(own).update(kept)
+    own.load, own.pretrained_checkpoint = kept
     context = _named(original, args, kwargs).get("checkpointing_context")
     run.checkpointing_context = {} if context is None else context
     return run.chunks, run.optimizer, run.scheduler
@@ -103,13 +101,20 @@ def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
     with refusing():
         first = args.train_iters if run.protections.is_given_state else run.step
         run.log = Log(metrics if writes else None, first)
-        run.stack = run.protections.stack(CheckoutTrainer(run))
+        _stack(run)
     code = run.stack.run_with_recovery(functools.partial(_work, run, rest))
     run.log.close()
     if run.session is not None:
         run.session.close()
     if code is not None:
         raise SystemExit(code)
+
+
+def _stack(run: Run) -> None:
+    """Build the layers. What they wrap around the reduction of gradients is what the trainer's loop sets, too."""
+    run.config.finalize_model_grads_func = tree.module("training").finalize_model_grads
+    run.stack = run.protections.stack(CheckoutTrainer(run))
+    replace(_TRAINING, "finalize_model_grads", run.config.finalize_model_grads_func)
 
 
 def _work(run: Run, rest: Callable[[], None]) -> int | str | None:

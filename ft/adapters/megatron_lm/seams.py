@@ -77,6 +77,7 @@ SEAMS = (
         sets=(
             "iteration = args.iteration",
             "num_floating_point_operations_so_far = args.num_floating_point_operations_so_far",
+            "config.finalize_model_grads_func = finalize_model_grads",
         ),
     ),
     Seam(
