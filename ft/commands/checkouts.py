@@ -5,6 +5,7 @@ any such flag the script runs as with torchrun, and nothing here has an effect.
 """
 
 import argparse
+import ast
 import json
 import math
 import os
@@ -25,12 +26,38 @@ if TYPE_CHECKING:
     from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
-_SUPPORTED = (table.HOT_SWAP, table.DOUBLE)
+_SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.STAGES)
+
+
+def is_checkout(script: "Script") -> bool:
+    """Return whether ``script`` belongs to a checkout of Megatron-LM."""
+    return not script.is_module and tree.root_of(script.target) is not None
 
 
 def is_protected_checkout(script: "Script") -> bool:
     """Return whether ``script`` belongs to a checkout of Megatron-LM and has a flag that begins with ``--ft-``."""
-    return not script.is_module and tree.root_of(script.target) is not None and bool(_split(script.args)[0])
+    return is_checkout(script) and bool(_split(script.args)[0])
+
+
+def strays(script: "Script") -> list[Problem]:
+    """Return the problem of a script that is written for Megatron-LM, asks for a protection, and lies beside none."""
+    file = Path(script.target)
+    if script.is_module or is_checkout(script) or not _split(script.args)[0]:
+        return []
+    try:
+        body = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    except (OSError, SyntaxError, ValueError):
+        return []
+    names = {
+        alias.name
+        for node in body
+        if isinstance(node, ast.ImportFrom) and node.module == "megatron.training"
+        for alias in node.names
+    }
+    if "pretrain" not in names:
+        return []
+    problem = f"{file} is a script of Megatron-LM, and there is no megatron/training/training.py beside it"
+    return [(problem, "give the script in its checkout: Megatron-LM/pretrain_gpt.py")]
 
 
 def adapted(script: "Script") -> "Script":
@@ -121,7 +148,7 @@ def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Proble
     environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
     asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
     found: list[Problem] = [
-        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", "use --ft-hot-swap or --ft-dmr")
+        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", "use --ft-hot-swap, --ft-dmr or --ft-checkfree")
         for entry in asked
         if entry.name not in _SUPPORTED
     ]

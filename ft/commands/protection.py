@@ -88,20 +88,19 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
         asked: settings from the command line of ``ft run``; None if the flags of ``ft run`` are invalid.
         faults: all faults that will be injected into the run.
     """
-    if checkouts.is_protected_checkout(script):
-        size, replicas = (asked.world_size, asked.replicas) if asked is not None else (None, 0)
+    size, replicas = (asked.world_size, asked.replicas) if asked is not None else (None, 0)
+    if checkouts.is_protected_checkout(script) or (replicas and checkouts.is_checkout(script)):
         options, problems = checkouts.examine(script, size, replicas)
         if options is None or asked is None:
             return Protection(UNKNOWN), problems
         return _by_hot_swap(options, asked, faults, problems)
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
-        return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), []
+        return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), checkouts.strays(script)
     from megatron.training.arguments import may_have_gpu, may_have_te, refusals
 
-    world_size, replicas = (asked.world_size, asked.replicas) if asked is not None else (None, 0)
     here = {"has_te": may_have_te(), "has_gpu": may_have_gpu()}
-    options, problems = refusals(script.args, world_size, **here, replicas=replicas)
+    options, problems = refusals(script.args, size, **here, replicas=replicas)
     problems = [_belongs_before(problem) or (problem, fix) for problem, fix in problems]
     if options is None or asked is None:
         return Protection(UNKNOWN), problems

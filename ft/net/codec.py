@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from ft.base.errors import FtError
 
@@ -56,7 +56,7 @@ def from_json(kind: Any, value: Any) -> Any:
     return _reader(kind)(value)
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """Return whether a value is a whole number from 0 on that fits in 63 bits."""
     return type(value) is int and 0 <= value < 1 << 62
 

@@ -39,10 +39,10 @@ def faults(*texts: str, standby: int = 1) -> str:
     return " ".join([f"--standby {standby}", *(f"--inject {text}" for text in texts)])
 
 
-def equal(script, flags, folder, options, recoveries: int):
+def equal(script, flags, folder, options, recoveries: int, protections: str = ""):
     """Train with and without faults, and compare all that is logged, bit for bit; return the protected run's output."""
     plain, shown = checkouts.plain(script, flags.format(save=folder / "plain-save"), folder / "plain")
-    done = checkouts.protected(script, flags.format(save=folder / "save"), folder / "run", options)
+    done = checkouts.protected(script, flags.format(save=folder / "save"), folder / "run", options, protections)
     assert done.returncode == 0, done.stdout[-5000:]
     assert done.stdout.count("-- recovery ") == recoveries, done.stdout[-5000:]
     steps = {line["step"]: (line["losses"]["lm loss"], line["grad_norm"]) for line in plain if "step" in line}
@@ -94,6 +94,27 @@ def test_interleaved_stages_two_faults_at_once_and_a_hang(tmp_path):
     at_once = ("kill@step=6:rank=0:phase=optimizer", "kill@step=6:rank=3:phase=optimizer")
     planned = ("kill@step=3:rank=1:phase=forward", *at_once, "hang@step=9:rank=0")
     equal(script, INTERLEAVED, tmp_path, faults(*planned, standby=2), recoveries=3)
+
+
+@pytest.mark.long
+def test_a_flipped_bit_is_found_and_the_step_is_taken_again(tmp_path):
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+    flags, planned = f"{TWO_STAGES} --rerun-mode disabled", "bit-flip@step=3:rank=1:operator=mm:phase=forward"
+    shown = equal(script, flags, tmp_path, faults(planned), recoveries=0, protections="--ft-dmr piggyback")
+    assert "DMR: step 3: attempt 1 of 3 went wrong" in shown
+
+
+@pytest.mark.long
+def test_a_stage_lost_with_its_copy_is_rebuilt_from_its_neighbours(tmp_path):
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+    flags = TWO_STAGES.replace("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")
+    flags += " --untie-embeddings-and-output-weights"
+    planned = faults("kill@step=6:rank=1", "kill@step=6:rank=2", standby=2)
+    done = checkouts.protected(script, flags, tmp_path / "run", planned, "--ft-checkfree")
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "stage 1 rebuilt from its neighbours" in done.stdout
+    found = checkouts.metrics(tmp_path / "run")
+    assert sorted(found) == list(range(1, 9)) and found[8]["loss"] < found[1]["loss"]
 
 
 def test_bad_input_is_refused_at_once(tmp_path):

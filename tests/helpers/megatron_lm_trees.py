@@ -53,10 +53,13 @@ def plain(script: Path, flags: str, folder: Path) -> tuple[list[dict], str]:
     return [json.loads(line) for line in out.read_text().splitlines()], done.stdout
 
 
-def protected(script: Path, flags: str, folder: Path, options: str = "") -> subprocess.CompletedProcess:
-    """Train with ``ft run`` on 4 workers and ``--ft-hot-swap``; the folder of the run is ``folder``."""
+def protected(
+    script: Path, flags: str, folder: Path, options: str = "", protections: str = ""
+) -> subprocess.CompletedProcess:
+    """Train with ``ft run`` on 4 workers, ``--ft-hot-swap`` and further ``protections``; the run's folder is ``folder``.
+    """
     ft = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "4", "--run-dir", folder, *options.split()]
-    return _run([*ft, script, *flags.split(), "--ft-hot-swap"])
+    return _run([*ft, script, *flags.split(), "--ft-hot-swap", *protections.split()])
 
 
 def metrics(folder: Path) -> dict[int, dict]:

@@ -15,7 +15,7 @@ from ft.commands import checkouts
 from ft.job.agent.options import Script
 
 TRAINER = '''
-def pretrain(provider):
+def pretrain(train_valid_test_dataset_provider):
     initialize_megatron()
     setup_model_and_optimizer()
     build_train_valid_test_data_iterators()
@@ -25,7 +25,11 @@ def pretrain(provider):
 def setup_model_and_optimizer(checkpointing_context=None):
     load_checkpoint()
 
+def get_train_valid_test_num_samples(): pass
+
 def build_train_valid_test_datasets(provider): pass
+
+def build_train_valid_test_data_loaders(provider): pass
 
 def build_train_valid_test_data_iterators(provider):
     return build_train_valid_test_data_loaders(RerunDataIterator(provider))
@@ -33,6 +37,7 @@ def build_train_valid_test_data_iterators(provider):
 def train(train_data_iterator, config):
     iteration = args.iteration
     num_floating_point_operations_so_far = args.num_floating_point_operations_so_far
+    config.finalize_model_grads_func = finalize_model_grads
     train_step(), training_log(), checkpoint_and_decide_exit()
 
 def train_step(optimizer, data_iterator): pass
@@ -89,7 +94,7 @@ def test_a_checkout_is_known_by_the_trainer_beside_the_script(checkout, tmp_path
 
 
 def test_a_checkout_with_all_seams_fits(checkout):
-    assert all(finding.status == seams.FITS for finding in seams.check_tree(tree.read(checkout)))
+    assert all(finding.status == seams.FITS for finding in seams.check_tree(checkout))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ def test_our_flags_are_taken_out_and_given_to_the_adapter(checkout):
     [
         (["--ft-hot-swp"], "unknown flag --ft-hot-swp"),
         (["--ft-snapshot-peers", "2"], "ask for no protection"),
-        (["--ft-hot-swap", "--ft-checkfree"], "does not protect a checkout of Megatron-LM"),
+        (["--ft-hot-swap", "--ft-checkfree-plus"], "does not protect a checkout of Megatron-LM"),
         (["--ft-hot-swap", "--perform-rl-step"], "--perform-rl-step cannot be protected"),
         (["--ft-dmr-plan", "a.json"], "--ft-dmr-plan needs a profile"),
         (["--optimizer=muon", "--ft-hot-swap"], "--optimizer muon cannot be protected"),
@@ -159,13 +164,28 @@ def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, say
     assert [problem for problem, fix in problems if says in problem and fix]
 
 
+def test_replicas_of_a_checkout_are_refused(checkout):
+    _, problems = checkouts.examine(script(checkout, "--lr", "1"), 4, 2)
+    assert any("--ft-hsdp-replicas" in problem for problem, _ in problems)
+
+
 def test_what_can_be_protected_is_not_refused(checkout):
     options, problems = checkouts.examine(script(checkout, "--optimizer", "adam", "--ft-hot-swap"), 4, 0)
     assert problems == [] and options.fault_tolerance.ft_hot_swap
 
 
+def test_a_script_of_a_checkout_outside_of_it_is_refused(tmp_path):
+    file = tmp_path / "pretrain_gpt.py"
+    file.write_text("from megatron.training import get_args, pretrain\n")
+    stray = Script(str(file), False, ["--ft-hot-swap"])
+    assert not checkouts.is_protected_checkout(stray)
+    ((problem, _),) = checkouts.strays(stray)
+    assert "no megatron/training/training.py beside it" in problem
+    assert checkouts.strays(Script(str(file), False, ["--lr", "1"])) == []
+
+
 def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():
-    arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single")
+    arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single", rerun_mode="disabled")
     assert [problem.split()[0] for problem, _ in refusals.of_arguments(arguments)] == ["--skip-train", "--cuda-graph-impl"]
 
 
@@ -185,10 +205,11 @@ def test_the_rest_of_a_function_can_be_called_again(tmp_path):
     )
     made: dict = {"work": lambda items: items.append("work")}
     exec(compile(file.read_text(), str(file), "exec"), made)
-    split(made["whole"], "work", lambda rest: [rest(), rest()])
+    begun: list[dict] = []
+    split(made["whole"], "work", begun.append, lambda rest: [rest(), rest()])
     items: list[str] = []
     made["whole"](items)
-    assert items == ["head", "work", "work"]
+    assert items == ["head", "work", "work"] and begun == [{"items": items, "start": 1}]
     assert made["total"] == 2 + 3  # the variable of the enclosing function goes on from call to call
 
 

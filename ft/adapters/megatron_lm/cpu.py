@@ -13,8 +13,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-import torch
-
 from ft.adapters.megatron_lm import tree
 from megatron.patches.replace import replace
 
@@ -28,6 +26,7 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 def before_import() -> None:
     """Prepare the import of a checkout. Call it before any module of ``megatron.core`` is imported."""
     sys.meta_path.insert(0, _WithoutTriton())
+    replace("torch.cuda", "is_available", lambda: False)  # it may count devices
     replace("torch.cuda", "device_count", lambda: 1)  # the trainer makes its process groups only where there is one
     replace("torch.cuda", "memory_stats", lambda device=None: dict.fromkeys(_MEMORY, 0))
     multiprocessing.spawn.get_preparation_data = _without_main(multiprocessing.spawn.get_preparation_data)
@@ -126,8 +125,3 @@ class _Loader(Loader):
         finally:
             for name in stand_ins:
                 del sys.modules[name]
-
-
-def is_platform() -> bool:
-    """Return whether torch has no GPU here."""
-    return not torch.cuda.is_available()

@@ -29,10 +29,14 @@ def install(run: Run, metrics: Path) -> None:
         metrics: the file that gets a line for each step.
     """
     initialize, training = tree.module("initialize"), tree.module("training")
-    split(training.pretrain, "train", functools.partial(_repeat, run, metrics))
-    run.iterators = Iterators(training.build_train_valid_test_data_iterators, training.build_train_valid_test_datasets)
+    split(training.pretrain, "train", functools.partial(_begin, run), functools.partial(_repeat, run, metrics))
+    run.iterators = Iterators(
+        training.build_train_valid_test_data_iterators,
+        training.build_train_valid_test_data_loaders,
+        training.build_train_valid_test_datasets,
+    )
     replace(_TRAINING, "build_train_valid_test_datasets", run.iterators.datasets)
-    replace(_TRAINING, "build_train_valid_test_data_iterators", run.iterators.make)
+    _around(training, "build_train_valid_test_data_iterators", run, _make_iterators)
     _around(initialize, "_initialize_distributed", run, take_seat)
     for name, wrapper in (
         ("setup_model_and_optimizer", _set_up),
@@ -57,19 +61,33 @@ def _named(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
     return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
+def _begin(run: Run, given: dict[str, Any]) -> None:
+    run.provider = given["train_valid_test_dataset_provider"]
+
+
 def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build model, optimizer and schedule. A worker that is given its state loads nothing, and draws no weights."""
+    """Build model, optimizer and schedule. A worker that is given its state loads nothing. It draws weights like
+    any other: without that, megatron-core does not mark the parameters that are split over tensor-parallel ranks."""
     own = run.args
     step.leave_checks_to_layers(run)
-    kept = {name: getattr(own, name) for name in ("load", "pretrained_checkpoint", "perform_initialization")}
+    kept = own.load, own.pretrained_checkpoint
     if run.protections.is_given_state:
         own.load = own.pretrained_checkpoint = None
-        own.perform_initialization = own.perform_initialization and run.protections.draws_weights
     run.chunks, run.optimizer, run.scheduler = original(*args, **kwargs)
-    vars(own).update(kept)
+    own.load, own.pretrained_checkpoint = kept
     context = _named(original, args, kwargs).get("checkpointing_context")
     run.checkpointing_context = {} if context is None else context
     return run.chunks, run.optimizer, run.scheduler
+
+
+def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tuple:
+    """Make the iterators of a chunk. Those of a worker that is given its state are made anew with the state, so they
+    start no processes yet."""
+    workers = run.args.num_workers
+    run.args.num_workers = 0 if run.protections.is_given_state else workers
+    made = run.iterators.make(provider)
+    run.args.num_workers = workers
+    return made
 
 
 def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
@@ -83,13 +101,20 @@ def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
     with refusing():
         first = args.train_iters if run.protections.is_given_state else run.step
         run.log = Log(metrics if writes else None, first)
-        run.stack = run.protections.stack(CheckoutTrainer(run))
+        _stack(run)
     code = run.stack.run_with_recovery(functools.partial(_work, run, rest))
     run.log.close()
     if run.session is not None:
         run.session.close()
     if code is not None:
         raise SystemExit(code)
+
+
+def _stack(run: Run) -> None:
+    """Build the layers. What they wrap around the reduction of gradients is what the trainer's loop sets, too."""
+    run.config.finalize_model_grads_func = tree.module("training").finalize_model_grads
+    run.stack = run.protections.stack(CheckoutTrainer(run))
+    replace(_TRAINING, "finalize_model_grads", run.config.finalize_model_grads_func)
 
 
 def _work(run: Run, rest: Callable[[], None]) -> int | str | None:
@@ -111,6 +136,14 @@ def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
         run.live_sums.update(sums.decode(run.sums, run.device))
     given["report_memory_flag"] = given["report_memory_flag"] and run.reports_memory
     given["is_first_iteration"] = given["iteration"] == run.first_step + 1
+    if run.log.writes:
+        _log(run, given)
+    run.reports_memory = original(**given)
+    return run.reports_memory
+
+
+def _log(run: Run, given: dict[str, Any]) -> None:
+    """Put the values of a step that the trainer is about to log into the metrics file."""
     losses = {name: value.item() for name, value in given["loss_dict"].items() if value.numel() == 1}
     run.log.add(
         loss=losses.pop("lm loss", None),
@@ -124,8 +157,6 @@ def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
         params_norm=_number(given["params_norm"]),
         **{name.replace(" ", "_"): value for name, value in losses.items()},
     )
-    run.reports_memory = original(**given)
-    return run.reports_memory
 
 
 def _number(value: Any) -> Any:

@@ -1,12 +1,16 @@
 """Data iterators of a checkout: its datasets are built once, and its iterators are moved to another sample in place."""
 
+import contextlib
+import io
 import random
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
 import torch
+
+from ft.adapters.megatron_lm import tree
+from megatron.patches.replace import replace
 
 
 class Iterators:
@@ -14,11 +18,12 @@ class Iterators:
 
     Args:
         build: the checkout's ``build_train_valid_test_data_iterators``.
+        build_loaders: the checkout's ``build_train_valid_test_data_loaders``.
         build_datasets: the checkout's ``build_train_valid_test_datasets``.
     """
 
-    def __init__(self, build: Callable[..., tuple], build_datasets: Callable[..., Any]):
-        self._build, self._build_datasets = build, build_datasets
+    def __init__(self, build: Callable[..., tuple], build_loaders: Callable[..., tuple], build_datasets: Callable):
+        self._build, self._build_loaders, self._build_datasets = build, build_loaders, build_datasets
         self._datasets: dict[int | None, Any] = {}
         self._made: list[tuple[Any, tuple]] = []
 
@@ -38,26 +43,47 @@ class Iterators:
     def move(self) -> None:
         """Move all iterators to the samples that the arguments of the checkout name, on all ranks. Collective.
 
-        The random generators stay where they are, although a new iterator draws from torch's.
+        The iterators remain the same objects, to which the checkout holds references.
         """
         for provider, made in self._made:
-            for old in _flat(made):
-                old.iterable = None  # ends its worker processes before new ones start
+            train, valid, test = self._build_loaders(provider)
+            for iterator, loader in zip(made, (train, valid[0] if valid else None, test), strict=True):
+                if iterator is not None:
+                    iterator.load_state_dict({"saved_microbatches": [], "replaying": False, "replay_pos": 0})
+                    iterator.iterable = _Later(loader)
+
+
+class _Later:
+    """An iterator over a data loader that starts the loader's processes when it is first asked for a batch. The random
+    generators stay where they are, although a new iterator draws from torch's."""
+
+    def __init__(self, loader: Iterable):
+        self._loader, self._iterator = loader, None
+
+    def __next__(self) -> Any:
+        if self._iterator is None:
             with _preserved_generators():
-                new = self._build(provider)
-                for old, other in zip(_flat(made), _flat(new), strict=True):
-                    vars(old).update(vars(other))
+                self._iterator = iter(self._loader)
+        return next(self._iterator)
 
 
-def _flat(made: Any) -> list[Any]:
-    """Return the iterators in a tuple or list of them, in order, without those that are None."""
-    if isinstance(made, list | tuple):
-        return [each for part in made for each in _flat(part)]
-    return [] if made is None else [made]
+def prepare(provider: Callable[[Any], Any]) -> None:
+    """Build the data sets of ``provider`` on a standby, before it has a rank. When it has one, the checkout's builder
+    returns them, if its rank reads data."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        made = list(provider(tree.module("training").get_train_valid_test_num_samples()))
+    build = Builder.build
+
+    def built(self: Any) -> Any:
+        return made if self.is_built_on_rank() else build(self)
+
+    replace(Builder.__module__, "BlendedMegatronDatasetBuilder.build", built)
 
 
-@contextmanager
-def _preserved_generators():
+@contextlib.contextmanager
+def _preserved_generators() -> Iterator[None]:
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         yield

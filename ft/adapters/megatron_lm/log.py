@@ -20,6 +20,11 @@ class Log:
         self._figures: dict[str, Any] = {}
         self._since = time.perf_counter()
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the file."""
+        return self._file is not None
+
     def add(self, **figures: Any) -> None:
         """Add values of the step under way. Values that are None are left out."""
         self._figures |= {name: value for name, value in figures.items() if value is not None}

@@ -48,7 +48,7 @@ ROWS = (
     Row("moe_use_upcycling", "--moe-use-upcycling", "it builds a second model at the start"),
     Row("iterations_to_skip", "--iterations-to-skip", "a skipped iteration is never committed"),
     Row("phase_transition_iterations", "--phase-transition-iterations", "data are read from another start"),
-    Row("dataloader_type", "--dataloader-type", "its position is unknown here", ("external",)),
+    Row("dataloader_type", "--dataloader-type", "its position cannot be restored exactly", ("external", "cyclic")),
     Row("hybrid_context_parallel", "--hybrid-context-parallel", "its batches are made across ranks"),
     Row("full_validation", "--full-validation", "the length of an evaluation is agreed on once"),
     Row("multiple_validation_sets", "--multiple-validation-sets", "the position in each of them is not kept"),

@@ -48,6 +48,7 @@ SEAMS = (
         _TRAINING,
         "pretrain",
         "what follows the set-up is repeated after a recovery",
+        parameters=("train_valid_test_dataset_provider",),
         calls=("initialize_megatron", "setup_model_and_optimizer", "build_train_valid_test_data_iterators"),
         splits_at="train",
     ),
@@ -58,13 +59,15 @@ SEAMS = (
         parameters=("checkpointing_context",),
         calls=("load_checkpoint",),
     ),
+    Seam(_TRAINING, "get_train_valid_test_num_samples", "a standby builds data sets that have no stored index"),
     Seam(_TRAINING, "build_train_valid_test_datasets", "datasets are built once, and kept for recoveries"),
     Seam(
         _TRAINING,
         "build_train_valid_test_data_iterators",
-        "iterators are made anew at the samples of the restored step",
+        "its iterators are moved to the samples of the restored step",
         calls=("build_train_valid_test_data_loaders", "RerunDataIterator"),
     ),
+    Seam(_TRAINING, "build_train_valid_test_data_loaders", "iterators begin at the samples of the restored step"),
     Seam(
         _TRAINING,
         "train",
@@ -74,6 +77,7 @@ SEAMS = (
         sets=(
             "iteration = args.iteration",
             "num_floating_point_operations_so_far = args.num_floating_point_operations_so_far",
+            "config.finalize_model_grads_func = finalize_model_grads",
         ),
     ),
     Seam(
@@ -129,12 +133,12 @@ class Finding:
     differs: str = ""
 
 
-def check_tree(tree: Tree) -> list[Finding]:
-    """Return one finding for each seam, in order."""
+def check_tree(root: Path) -> list[Finding]:
+    """Return one finding for each seam of the checkout in the folder ``root``, in order."""
     modules: dict[str, dict[str, ast.AST] | None] = {}
     for seam in SEAMS:
         if seam.file not in modules:
-            modules[seam.file] = _symbols(tree.root / seam.file)
+            modules[seam.file] = _symbols(root / seam.file)
     return [_check(seam, modules[seam.file]) for seam in SEAMS]
 
 
@@ -144,7 +148,7 @@ def problems(tree: Tree) -> Iterator[Problem]:
     if tree.release[:2] not in RELEASES:
         known = ", ".join(".".join(map(str, release)) for release in RELEASES)
         yield f"{tree.root} is Megatron-LM {tree.version}; the releases that can be protected are {known}", fix
-    for finding in check_tree(tree):
+    for finding in check_tree(tree.root):
         if finding.status != FITS:
             seam = finding.seam
             yield f"{tree.root / seam.file}: {seam.symbol} {finding.differs}, and {seam.why}", fix

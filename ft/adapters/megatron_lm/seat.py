@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ft.adapters.megatron_lm import refusals, tree
+from ft.adapters.megatron_lm.iterators import prepare
 from ft.adapters.megatron_lm.state import Run
 from ft.base.errors import UserError
 from megatron import patches
@@ -15,7 +16,8 @@ from megatron import patches
 def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Attach to the run, make the default process group, and let the checkout make the others.
 
-    A standby waits here for a rank: its modules are imported, its arguments parsed and its tokenizer built.
+    A standby waits here for a rank: its modules are imported, its arguments parsed and its tokenizer built. Mock
+    data sets, whose index is stored nowhere, are built, too.
     """
     run.args = own = tree.module("global_vars").get_args()
     is_standby = bool(os.environ.get("FT_STANDBY"))
@@ -24,10 +26,12 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     if not run.protections.joins_run:
         run.protections.connected(None)
         return original(*args, **kwargs)
+    if is_standby and own.mock_data and own.train_iters:
+        prepare(run.provider)
     with refusing():
         from ft.worker.session import attach
 
-        run.session = session = attach(settings={"arguments": " ".join(sys.argv[1:])})
+        run.session = session = attach(settings={"arguments": run.arguments})
         platform = patches.platform()
         platform.select_device(session.local_rank)
         session.init_process_group(platform.choose_backend(None if platform.name == "cpu" else own.distributed_backend))

@@ -4,13 +4,19 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 from ft.adapters.megatron_lm.seams import function_of, split_index
 
-_REST, _RUN = "_ft_rest", "_ft_run_rest"
+_REST, _RUN, _BEGIN = "_ft_rest", "_ft_run_rest", "_ft_begin"
 
 
-def split(function: FunctionType, marker: str, run: Callable[[Callable[[], None]], None]) -> None:
+def split(
+    function: FunctionType,
+    marker: str,
+    begin: Callable[[dict[str, Any]], None],
+    run: Callable[[Callable[[], None]], None],
+) -> None:
     """Change ``function`` in place: from the statement on that calls ``marker``, its body is passed to ``run``.
 
     Line numbers and file of the code stay, so tracebacks point into the checkout's file.
@@ -18,6 +24,7 @@ def split(function: FunctionType, marker: str, run: Callable[[Callable[[], None]
     Args:
         function: a function without closure, whose return value is not used.
         marker: name of a function that exactly one statement of the body calls.
+        begin: called first, with the arguments by name.
         run: called with a function that executes the rest of the body, any number of times.
     """
     file = function.__code__.co_filename
@@ -32,14 +39,15 @@ def split(function: FunctionType, marker: str, run: Callable[[Callable[[], None]
     scope = [ast.Nonlocal(names=shared)] if shared else []
     scope += [ast.Global(names=world)] if world else []
     rest.body = [*scope, *tail]
-    call = ast.parse(f"{_RUN}({_REST})").body[0]
+    first, call = ast.parse(f"{_BEGIN}(dict(locals()))\n{_RUN}({_REST})").body
     for new in (rest, call, *scope):
         ast.copy_location(new, tail[0])
-    node.body, node.decorator_list, node.returns = [*head, rest, call], [], None
+    ast.copy_location(first, head[0])
+    node.body, node.decorator_list, node.returns = [first, *head, rest, call], [], None
     module = ast.fix_missing_locations(ast.Module(body=[node], type_ignores=[]))
     made: dict = {}
     exec(compile(module, file, "exec"), function.__globals__, made)
-    function.__globals__[_RUN] = run
+    function.__globals__[_BEGIN], function.__globals__[_RUN] = begin, run
     function.__code__ = made[function.__name__].__code__
 
 

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     protections = Protections.of(SimpleNamespace(**json.loads(options)), os.environ)
     for feature in sorted(protections.features):
         patches.apply(feature)
-    install(Run(protections), Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
+    install(Run(protections, " ".join(flags)), Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
     if int(os.environ.get("FT_RESTART", "0")) > 0:
         flags = resuming(flags, lambda folder: newest(folder) is not None)
     return run_script(script, False, flags)
@@ -55,7 +55,7 @@ def load(script: str) -> None:
     from ft.adapters.megatron_lm import cpu
     from megatron import patches
 
-    without_gpu = cpu.is_platform()
+    without_gpu = patches.platform().name == "cpu"
     if without_gpu:
         cpu.before_import()
     patches.apply()

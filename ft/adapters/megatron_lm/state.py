@@ -17,7 +17,9 @@ class Run:
 
     Attributes:
         protections: the systems that protect the run.
+        arguments: the checkout's command line, the same on all workers.
         session: this worker's place in the run.
+        provider: the script's function that builds the data sets.
         iterators: the data iterators of this rank.
         stack: the layers of the protections; None before model and data are built.
         log: what is logged of each step.
@@ -42,7 +44,9 @@ class Run:
     """
 
     protections: Protections
+    arguments: str = ""
     session: Session | None = None
+    provider: Any = None
     iterators: Iterators | None = None
     stack: Stack | None = None
     log: Log | None = None

@@ -1,11 +1,19 @@
 """The interface of a checkout's trainer to the systems that protect it: :class:`ft.protection.contract.Trainer`."""
 
+import random
 from pathlib import Path
 from typing import Any
+
+import numpy
+import torch
 
 from ft.adapters.megatron_lm import saves, step
 from ft.adapters.megatron_lm.position import CheckoutPosition
 from ft.adapters.megatron_lm.state import Run
+from megatron.core import parallel_state, tensor_parallel
+
+_STEP_SEEDS = 1_000_003
+"""What a step's number is multiplied by in a seed, so that the seeds of steps and ranks differ."""
 
 
 class CheckoutTrainer:
@@ -54,6 +62,14 @@ class CheckoutTrainer:
 
     def fingerprint(self) -> dict[str, str | int]:
         return step.fingerprint(self._run)
+
+    def reseed(self, step: int) -> None:
+        args = self._run.args
+        seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _STEP_SEEDS * step
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, args.te_rng_tracker, args.inference_rng_tracker)
 
     def newest_checkpoint(self) -> Path | None:
         return saves.newest(self._run.args.save)
