@@ -86,6 +86,12 @@ HOT_SWAP = (
         ("recovery 1: replaced in", "SIGKILL", "PCIe / host / kernel fault -> replace", "detect", LAST_STEP),
         makes=("runs/a/events.jsonl", "runs/a/journal.jsonl", "runs/a/metrics.jsonl", "runs/a/status.json"),
     ),
+    Walk(
+        "check",
+        "ft check --gpus 8 pretrain_gpt.py <Megatron flags>",
+        {"--gpus 8": "--gpus 2", "<Megatron flags>": MEGATRON},
+        says=("accepted", "layout: 2 GPU(s)", "hot-swap (--ft-hot-swap): fits"),
+    ),
     Walk("status", "ft status runs/a", says=("rank", "finished"), after=("hot-swap",)),
     Walk("report", "ft report runs/a", makes=("runs/a/timeline.png", "runs/a/report.html"), after=("hot-swap",)),
     Walk(

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent.parent
 HEAVY = ("torch", "scipy", "matplotlib", "megatron.core")
 
 
-@pytest.mark.parametrize("subcommand", ["run", "status", "faults"])
+@pytest.mark.parametrize("subcommand", ["run", "check", "status", "faults"])
 def test_a_subcommand_brings_no_library_that_it_does_not_need(subcommand):
     code = f"""
 import sys

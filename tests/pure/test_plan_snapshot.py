@@ -99,7 +99,7 @@ def test_groups_are_megatron_cores():
 
     for tp, cp, dp, pp in itertools.product((1, 2), (1, 2), (1, 3), (1, 2)):
         for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"):
-            options = parse(f"--tensor-model-parallel-size {tp} --context-parallel-size {cp}").parallel
+            options = parse(f"--tensor-model-parallel-size {tp} --context-parallel-size {cp}").core
             options.pipeline_model_parallel_size = pp
             grid = layout(options, pp, tp * cp * dp * pp)
             core = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)

@@ -167,6 +167,8 @@ def _complete(o: Any) -> Iterator[Problem]:
             setattr(o, name, value[0])
     if o.bf16 and not o.grad_reduce_in_bf16:
         o.accumulate_allreduce_grads_in_fp32 = True
+    if o.num_layers is None and o.hybrid_layer_pattern:  # one letter a layer, | between stages, / before predictions
+        o.num_layers = len(o.hybrid_layer_pattern.split("/")[0].replace("|", ""))
     yield from _impossible_numbers(o)
     yield from _contradictions(o)
     yield from _wants(o)

@@ -1,0 +1,81 @@
+"""ft check: what it says about a launch line, as text and as JSON."""
+
+import json
+
+import pytest
+
+from ft import cli
+from ft.base.checkout import CHECKOUT
+
+TRAINER = str(CHECKOUT / "pretrain_gpt.py")
+LINE = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 "
+    "--global-batch-size 32 --train-iters 10 --lr 1e-3 --mock-data --bf16 --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 4 --use-distributed-optimizer "
+)
+
+
+def asked(capsys, flags: str, *before: str) -> tuple[int, dict]:
+    code = cli.main(["check", *before, "--json", TRAINER, *(LINE + flags).split()])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_without_gpus_the_smallest_world_is_assumed(capsys):
+    code, said = asked(capsys, "")
+    assert code == 0 and said["accepted"] and said["refused"] == []
+    assert (said["layout"]["world_size"], said["layout"]["dp"]) == (8, 1)
+    assert said["batch"]["microbatches"] == 16
+
+
+def test_what_a_line_needs_does_not_refuse_it(capsys):
+    code, said = asked(capsys, "--transformer-impl transformer_engine --fp8-format hybrid")
+    assert code == 0 and said["needs"] == ["GPU", "transformer-engine"]
+
+
+def test_all_problems_are_named_at_once_with_flag_reason_and_fix(capsys):
+    code, said = asked(capsys, "--hiden-size 3 --perform-rl-step --num-attention-heads 7 --global-batch-size 3")
+    assert code == 2 and not said["accepted"]
+    flags = {entry["flag"] for entry in said["refused"]}
+    assert {"--hiden-size", "--perform-rl-step"} <= flags and len(said["refused"]) >= 2
+    assert all(entry["reason"] and entry["fix"] for entry in said["refused"])
+
+
+def test_memory_falls_with_the_ranks_and_grows_with_snapshots(capsys):
+    _, small = asked(capsys, "", "--gpus", "8")
+    _, large = asked(capsys, "", "--nnodes", "4", "--nproc-per-node", "8")
+    assert large["layout"]["dp"] == 4
+    assert large["memory"]["gpu"]["optimizer"] * 4 == pytest.approx(small["memory"]["gpu"]["optimizer"])
+    assert large["memory"]["gpu"]["weights"] == small["memory"]["gpu"]["weights"]
+    assert large["memory"]["host"]["snapshots_of_hot_swap"] > large["memory"]["host"]["without_protection"]
+
+
+def test_each_protection_says_whether_it_fits_and_what_it_lacks(capsys):
+    _, said = asked(capsys, "--transformer-impl transformer_engine")
+    found = {each["name"]: each for each in said["protections"]}
+    assert found["hot-swap"]["fits"] and found["stage rebuild"]["fits"]
+    assert not found["double execution"]["fits"]
+    assert "--transformer-impl" in found["double execution"]["needs"][0]["reason"]
+
+
+def test_text_has_the_same_answer(capsys):
+    assert cli.main(["check", TRAINER, *LINE.split()]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("accepted") and "8 GPU(s)" in out and "hot-swap (--ft-hot-swap): fits" in out
+
+
+def test_a_checkouts_own_flags_are_not_refused(capsys, tmp_path):
+    (tmp_path / "pretrain_gpt.py").write_text("# another trainer\n")
+    training = tmp_path / "megatron/training"
+    training.mkdir(parents=True)
+    (training / "training.py").write_text("")
+    (training / "arguments.py").write_text("group.add_argument('--fim-rate', type=float)\n")
+    words = ["check", "--json", str(tmp_path / "pretrain_gpt.py"), *(LINE + "--fim-rate 0.5").split()]
+    assert cli.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["program"] == "checkout"
+
+
+@pytest.mark.parametrize("name", ["missing.py", "other.py"])
+def test_another_script_is_refused(name, tmp_path, capsys):
+    (tmp_path / "other.py").write_text("print(1)\n")
+    assert cli.main(["check", str(tmp_path / name), "--num-layers", "2"]) == 2
+    assert "fix:" in capsys.readouterr().err
