@@ -9,7 +9,7 @@ yield the I/O to do (:data:`Act`), in order; :func:`carry_out` runs them. The se
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from ft.job.quorum import reactions, wire
 from ft.job.quorum.decide import Decision, decide
@@ -192,12 +192,13 @@ class Dispatch:
 
     def _noted(self, now: float, message: Mapping[str, Any]) -> Acts[None]:
         replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
-        is_known = _is_count(replica) and what in ("given up", "arriving")
-        if not is_known or not (_is_count(life) or (life == -1 and what == "given up")):
-            raise BadMessage("a notice without replica, life or what")
+        if not _is_count(replica) or not (_is_count(life) or life == -1):
+            raise BadMessage("a notice without replica or life")
         if what == "given up":
             reason = str(message.get("reason", ""))[:200]
-            yield from _logged(reactions.given_up(self.state, now, replica, life, reason))
+            yield from _logged(reactions.given_up(self.state, now, replica, int(life), reason))
+        elif what != "arriving" or not _is_count(life):
+            raise BadMessage("a notice without what, or without life")
         else:
             yield from _logged(reactions.arriving(self.state, now, replica, life))
 
@@ -290,7 +291,7 @@ def _logged(notes: Iterable[Note]) -> Acts[None]:
         yield Log(note)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
