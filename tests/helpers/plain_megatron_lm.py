@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ft.adapters.megatron_lm.start import load  # noqa: E402
-from ft.job.agent.script import run  # noqa: E402
+from ft.adapters.megatron_lm.start import load
+from ft.job.agent.script import run
 
 
 def main() -> int:

@@ -192,12 +192,13 @@ class Dispatch:
 
     def _noted(self, now: float, message: Mapping[str, Any]) -> Acts[None]:
         replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
-        is_known = is_count(replica) and what in ("given up", "arriving")
-        if not is_known or not (is_count(life) or (life == -1 and what == "given up")):
-            raise BadMessage("a notice without replica, life or what")
+        if not is_count(replica) or not (is_count(life) or life == -1):
+            raise BadMessage("a notice without replica or life")
         if what == "given up":
             reason = str(message.get("reason", ""))[:200]
-            yield from _logged(reactions.given_up(self.state, now, replica, life, reason))
+            yield from _logged(reactions.given_up(self.state, now, replica, int(life), reason))
+        elif what != "arriving" or not is_count(life):
+            raise BadMessage("a notice without what, or without life")
         else:
             yield from _logged(reactions.arriving(self.state, now, replica, life))
 

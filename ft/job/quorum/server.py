@@ -28,8 +28,8 @@ from ft.job.quorum import wire
 from ft.job.quorum.connections import Connection, Guests
 from ft.job.quorum.dispatch import Act, ClaimTerm, Close, Dispatch, KeepLease, Log, NewestTerm, Send, carry_out
 from ft.job.quorum.state import Options
-from ft.platform import election, processes
 from ft.net.codec import BadMessage, from_json
+from ft.platform import election, processes
 from ft.platform.election import QUORUM, SUCCEEDED, LeaseRecord
 
 _TOKEN_S = 60.0

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import UserError
-from megatron.training.arguments.logging import LoggingOptions
 from ft.record.metrics import MetricsFile
+from megatron.training.arguments.logging import LoggingOptions
 
 
 @dataclass
