@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ft.adapters.megatron_lm import saves, sums, tree
+from ft.adapters.megatron_lm import saves, tree
 from ft.adapters.megatron_lm.state import Run
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ft.base.errors import UserError
-from megatron.training.arguments.logging import LoggingOptions
 from ft.record.metrics import MetricsFile
+from megatron.training.arguments.logging import LoggingOptions
 
 
 @dataclass
