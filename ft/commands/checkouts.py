@@ -1,7 +1,7 @@
 """Read the command line of ``ft run`` for a script of NVIDIA's Megatron-LM: a checkout's trainer, not this project's.
 
-Flags that begin with ``--ft-`` are this project's and are taken out; all others go to the checkout's own parser. Without
-any such flag the script runs as with torchrun, and nothing here has an effect.
+Flags that begin with ``--ft-`` are this project's and are taken out; all others go to the checkout's own parser.
+Without any such flag the script runs as with torchrun, and nothing here has an effect.
 """
 
 import argparse
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
+_CAN = "--ft-hot-swap, --ft-dmr or --ft-checkfree"
 _SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.STAGES)
 
 
@@ -139,7 +140,7 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
 def _mixed(root: Path) -> list[Problem]:
     others = tree.others_on_path(root, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])
     return [
-        (f"Python finds a second package megatron in {other}, beside the checkout {root}", f"take {other} off PYTHONPATH")
+        (f"Python finds a second package megatron in {other}, beside that of {root}", f"take {other} off PYTHONPATH")
         for other in others
     ]
 
@@ -148,7 +149,7 @@ def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Proble
     environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
     asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
     found: list[Problem] = [
-        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", "use --ft-hot-swap, --ft-dmr or --ft-checkfree")
+        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", f"use {_CAN}")
         for entry in asked
         if entry.name not in _SUPPORTED
     ]

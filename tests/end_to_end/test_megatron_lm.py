@@ -34,9 +34,28 @@ INTERLEAVED = (
     "--eval-interval 6 --eval-iters 1 --log-interval 3"
 )
 
+EXPERTS = (
+    f"{checkouts.BASE} --num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 "
+    "--expert-model-parallel-size 2 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --disable-bias-linear "
+    "--use-distributed-optimizer --mock-data --global-batch-size 8 --train-iters 6 --lr-decay-iters 6 "
+    "--eval-interval 3 --eval-iters 1 --log-interval 2"
+)
+
 
 def faults(*texts: str, standby: int = 1) -> str:
     return " ".join([f"--standby {standby}", *(f"--inject {text}" for text in texts)])
+
+
+def of_steps(plain: list[dict]) -> dict[int, tuple[str, str]]:
+    """Return (loss, gradient norm) of each step of a run without protection, as hex floats."""
+    return {line["step"]: (line["losses"]["lm loss"], line["grad_norm"]) for line in plain if "step" in line}
+
+
+def of_run(folder) -> dict[int, tuple[str, str]]:
+    """Return the same of a protected run."""
+    found = checkouts.metrics(folder)
+    return {step: (line["loss"].hex(), line["grad_norm"].hex()) for step, line in found.items()}
 
 
 def equal(script, flags, folder, options, recoveries: int, protections: str = ""):
@@ -45,9 +64,7 @@ def equal(script, flags, folder, options, recoveries: int, protections: str = ""
     done = checkouts.protected(script, flags.format(save=folder / "save"), folder / "run", options, protections)
     assert done.returncode == 0, done.stdout[-5000:]
     assert done.stdout.count("-- recovery ") == recoveries, done.stdout[-5000:]
-    steps = {line["step"]: (line["losses"]["lm loss"], line["grad_norm"]) for line in plain if "step" in line}
-    found = checkouts.metrics(folder / "run")
-    assert {step: (line["loss"].hex(), line["grad_norm"].hex()) for step, line in found.items()} == steps
+    assert of_run(folder / "run") == of_steps(plain)
     assert checkouts.log_lines(done.stdout) == checkouts.log_lines(shown)
     return done.stdout
 
@@ -84,8 +101,8 @@ def test_real_data_evaluation_and_asynchronous_saves(tmp_path, corpus):
 @pytest.mark.long
 def test_sequence_parallel_bf16_and_a_growing_batch(tmp_path):
     script = checkouts.tree("0.16") / "pretrain_gpt.py"
-    planned = ("kill@step=3:rank=2:phase=backward", "kill@step=7:rank=0:phase=forward", "kill@step=9:rank=3:phase=reduce")
-    equal(script, TENSOR_PARALLEL, tmp_path, faults(*planned), recoveries=3)
+    forward_backward = ("kill@step=3:rank=2:phase=backward", "kill@step=7:rank=0:phase=forward")
+    equal(script, TENSOR_PARALLEL, tmp_path, faults(*forward_backward, "kill@step=9:rank=3:phase=reduce"), recoveries=3)
 
 
 @pytest.mark.long
@@ -94,6 +111,26 @@ def test_interleaved_stages_two_faults_at_once_and_a_hang(tmp_path):
     at_once = ("kill@step=6:rank=0:phase=optimizer", "kill@step=6:rank=3:phase=optimizer")
     planned = ("kill@step=3:rank=1:phase=forward", *at_once, "hang@step=9:rank=0")
     equal(script, INTERLEAVED, tmp_path, faults(*planned, standby=2), recoveries=3)
+
+
+@pytest.mark.long
+def test_a_run_that_lost_all_copies_goes_on_as_torchrun_does_from_the_checkpoint(tmp_path):
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+    flags = TWO_STAGES.replace(" --use-distributed-optimizer", "") + " --save {save} --save-interval 4"
+    whole, _ = checkouts.plain(script, flags.format(save=tmp_path / "kept"), tmp_path / "whole")
+    resuming = f"{flags.format(save=tmp_path / 'again')} --load {tmp_path / 'kept'} --ckpt-step 4"
+    resumed, _ = checkouts.plain(script, resuming, tmp_path / "resumed")
+    planned = faults(*(f"kill@step=6:rank={rank}" for rank in range(4)))
+    done = checkouts.protected(script, flags.format(save=tmp_path / "save"), tmp_path / "run", planned)
+    assert done.returncode == 0 and "warm restart 1" in done.stdout, done.stdout[-5000:]
+    before = {step: values for step, values in of_steps(whole).items() if step <= 4}
+    assert of_run(tmp_path / "run") == before | of_steps(resumed)
+
+
+@pytest.mark.long
+def test_experts_keep_their_gradient_norm_after_a_recovery(tmp_path):
+    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+    equal(script, EXPERTS, tmp_path, faults("kill@step=4:rank=1:phase=backward"), recoveries=1)
 
 
 @pytest.mark.long

@@ -56,8 +56,7 @@ def plain(script: Path, flags: str, folder: Path) -> tuple[list[dict], str]:
 def protected(
     script: Path, flags: str, folder: Path, options: str = "", protections: str = ""
 ) -> subprocess.CompletedProcess:
-    """Train with ``ft run`` on 4 workers, ``--ft-hot-swap`` and further ``protections``; the run's folder is ``folder``.
-    """
+    """Train with ``ft run`` on 4 workers, ``--ft-hot-swap`` and further ``protections``; ``folder`` gets its record."""
     ft = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "4", "--run-dir", folder, *options.split()]
     return _run([*ft, script, *flags.split(), "--ft-hot-swap", *protections.split()])
 

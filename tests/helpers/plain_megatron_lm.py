@@ -5,6 +5,7 @@
 Beside what a machine without a GPU needs, only the functions that log are wrapped.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -30,10 +31,11 @@ def record(out: Path) -> None:
 
     log, evaluate = training.training_log, training.evaluate
 
-    def training_log(loss_dict, total, learning_rate, iteration, loss_scale, memory, skipped, grad_norm, *args, **kwargs):
-        losses = {name: value.item().hex() for name, value in loss_dict.items() if value.numel() == 1}
-        write(out, {"step": iteration, "losses": losses, "grad_norm": float(grad_norm).hex()})
-        return log(loss_dict, total, learning_rate, iteration, loss_scale, memory, skipped, grad_norm, *args, **kwargs)
+    def training_log(*args, **kwargs):
+        given = inspect.signature(log).bind(*args, **kwargs).arguments
+        losses = {name: value.item().hex() for name, value in given["loss_dict"].items() if value.numel() == 1}
+        write(out, {"step": given["iteration"], "losses": losses, "grad_norm": float(given["grad_norm"]).hex()})
+        return log(*args, **kwargs)
 
     def evaluated(*args, **kwargs):
         result = evaluate(*args, **kwargs)

@@ -185,8 +185,11 @@ def test_a_script_of_a_checkout_outside_of_it_is_refused(tmp_path):
 
 
 def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():
-    arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single", rerun_mode="disabled")
-    assert [problem.split()[0] for problem, _ in refusals.of_arguments(arguments)] == ["--skip-train", "--cuda-graph-impl"]
+    arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single")
+    found = [problem.split()[0] for problem, _ in refusals.of_arguments(arguments)]
+    assert found == ["--skip-train", "--cuda-graph-impl"]
+    (repeated,) = refusals.of_arguments(SimpleNamespace(rerun_mode="validate_results"), follows_operators=True)
+    assert "--rerun-mode validate_results" in repeated[0]
 
 
 def test_the_rest_of_a_function_can_be_called_again(tmp_path):
@@ -217,7 +220,8 @@ def test_sums_keep_every_bit():
     values = {"advanced iterations": 3, "lm loss": torch.tensor([0.1], dtype=torch.float32), "z": torch.tensor(1e-3)}
     back = sums.decode(json.loads(json.dumps(sums.encode(values))), torch.device("cpu"))
     assert list(back) == list(values) and back["advanced iterations"] == 3
-    assert all(torch.equal(back[name], values[name]) and back[name].shape == values[name].shape for name in ("lm loss", "z"))
+    for name in ("lm loss", "z"):
+        assert torch.equal(back[name], values[name]) and back[name].shape == values[name].shape
 
 
 def test_a_warm_restart_loads_the_newest_checkpoint_of_the_run():

@@ -1,4 +1,4 @@
-"""Imported by the warm pool of ``ft run``: it imports the checkout and what its script needs, before workers are forked.
+"""Imported by the warm pool of ``ft run`` before workers are forked: imports the checkout and what its script needs.
 
 The pool's command line is that of its workers (:mod:`ft.adapters.megatron_lm.start`).
 """

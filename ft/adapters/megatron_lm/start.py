@@ -65,7 +65,8 @@ def load(script: str) -> None:
         if error.name is None or error.name.partition(".")[0] == "megatron":
             raise
         problem = f"the trainer of {tree.root_of(script)} imports the package {error.name}, which is not installed"
-        raise UserError(problem, f"pip install {error.name} (most of them: pip install 'megatron-ft[megatron-lm]')") from error
+        fix = f"pip install {error.name} (most of them: pip install 'megatron-ft[megatron-lm]')"
+        raise UserError(problem, fix) from error
     if without_gpu:
         cpu.after_import()
 
