@@ -137,7 +137,7 @@ def in_rank(given: argparse.Namespace) -> None:
 
     case = CASES[given.case] if given.case else CLEAN[given.clean]
     flags = f"{runs.BASE} {TINY} {case.flags} --seed {1234 + given.seed} --data-path {os.environ[_FOLDER]}/corpus"
-    init_process_group(parse(flags).parallel, launch_from(os.environ))
+    init_process_group(parse(flags).core, launch_from(os.environ))
     job = dmr_jobs.assemble(flags)
     if given.case:
         lab = Lab(job, way_of(job, case))
