@@ -2,8 +2,8 @@
 
     python tools/experiments/launch_lines.py
 
-The trees are those of ``MEGATRON_LM_TREES``, or ``../shared/megatron_lm``. Each line is read and checked as ``ft check``
-does.
+The trees are those of ``MEGATRON_LM_TREES``, or ``../shared/megatron_lm``. Each line is read and checked as by
+``ft check``.
 """
 
 import argparse
