@@ -1,1 +1,3 @@
-"""Adapters: each protects a training program of others, unmodified, through the contract of ``ft.protection``."""
+"""Adapters: each adds fault tolerance to an unmodified third-party training program, through the interface
+``ft.protection``.
+"""

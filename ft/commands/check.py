@@ -1,4 +1,5 @@
-"""Define the command ``ft check``, which says what a launch line will do and need, without starting anything."""
+"""Define the command ``ft check``, which reports whether a launch line is valid and what it needs, without starting it.
+"""
 
 import argparse
 import json
@@ -26,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Print the answer; return 0 if the line is accepted and 2 if not."""
+    """Print the result of the check; return 0 if the line is accepted and 2 if not."""
     answer = answer_for(Path(given.script), given.script_args, _gpus(given))
     print(json.dumps(answer.as_dict()) if given.json else _text(answer))
     return 0 if answer.accepted else 2

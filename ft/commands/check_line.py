@@ -22,16 +22,16 @@ _MARK = Path("megatron/training/training.py")
 
 @dataclass
 class Answer:
-    """What ``ft check`` says about a line.
+    """The result of ``ft check`` for one launch line.
 
     Attributes:
         program: "trainer" or "checkout" (of Megatron-LM).
         refused: the problems, each with ``flag``, ``reason`` and ``fix``.
         needs: what the line requires of the machine that runs it: "GPU", "transformer-engine", names of packages.
         layout: sizes of the parallel groups; None if they cannot be determined.
-        batch: sizes of the batch; None likewise.
+        batch: sizes of the batch; None if they cannot be determined.
         memory: bytes per GPU, see :func:`ft.commands.check_memory.memory`; None if they cannot be estimated.
-        protections: for each protection whether it fits this line, and what it lacks.
+        protections: for each protection, whether it can be added to this line, and the problems that prevent it.
         notices: sentences about flags without effect.
     """
 
@@ -90,7 +90,7 @@ def program_of(script: Path) -> str:
     """Return "trainer" for this project's trainer, and "checkout" for a script of a Megatron-LM checkout.
 
     Raises:
-        UserError: it is neither.
+        UserError: the script is neither.
     """
     if not script.is_file() and script.name != TRAINER.name:
         raise UserError(f"there is no script {script}", "give the path of pretrain_gpt.py")
@@ -144,7 +144,7 @@ _ASKS: dict[str, dict[str, Any]] = {
 
 
 def _protection(entry: table.Entry, options: Options, grid: Layout) -> dict[str, Any]:
-    """Return whether a protection fits the line, and what it lacks: the problems that asking for it adds."""
+    """Return whether a protection can be added to the line, and the problems that it would add."""
     asked = copy.deepcopy(options)
     for name, value in _ASKS.get(entry.name, {}).items():
         setattr(asked.fault_tolerance, name, value)
@@ -161,6 +161,8 @@ def _protection(entry: table.Entry, options: Options, grid: Layout) -> dict[str,
 
 
 def _flag_of(problem: str, fix: str | None) -> str:
-    """Return the flag that a problem is about: the first one in its text, else in that of its fix."""
+    """Return the flag that causes a problem: the first flag in the problem's text or, if there is none, in that of its
+    fix.
+    """
     found = _FLAG.findall(problem) or _FLAG.findall(fix or "")
     return found[0] if found else ""

@@ -1,4 +1,4 @@
-"""Estimate the memory of a run from its flags: of one GPU, and of its share of the host's memory."""
+"""Estimate from the flags of a run the memory of one GPU, and the host memory that the rank of this GPU needs."""
 
 import copy
 from typing import Any
@@ -12,11 +12,12 @@ _ANY_VOCABULARY = 128_000
 
 
 def memory(options: Options, grid: Layout) -> dict[str, Any] | None:
-    """Return the estimate for the rank that needs most; None if the flags do not determine the size of the model.
+    """Return the estimate for the rank that needs most memory; None if the flags do not determine the size of the
+    model.
 
     Returns:
         ``gpu``: bytes of weights, gradients, optimizer state and activations, and what DMR adds; ``host``: bytes that
-        snapshots and peer copies take with --ft-hot-swap; ``assumes``: what the estimate takes for granted.
+        snapshots and peer copies take with --ft-hot-swap; ``assumes``: the assumptions of the estimate.
     """
     if options.core.hybrid_override_pattern or options.core.hybrid_layer_pattern:
         return None
@@ -53,7 +54,7 @@ def memory(options: Options, grid: Layout) -> dict[str, Any] | None:
 
 
 def _share(own: Any, held: float) -> float:
-    """Return the share of this rank's parameters whose optimizer state it holds."""
+    """Return the fraction of this rank's parameters whose optimizer state is on this rank."""
     return min(1.0, (own.owned + own.replicated) / (12 * held)) if held else 0.0
 
 
@@ -75,7 +76,7 @@ def _activations(options: Options, grid: Layout) -> float:
 
 
 def _widest(options: Options, grid: Layout) -> float:
-    """Return the elements of the widest result that double execution holds a second time."""
+    """Return the number of elements of the largest operator result that double execution stores a second time."""
     c, t = options.core, options.training
     tokens = options.data.seq_length * t.micro_batch_size / grid.cp
     return tokens * max(c.ffn_hidden_size * (2 if c.swiglu else 1), c.hidden_size * 4) / grid.tp

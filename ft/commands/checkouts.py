@@ -1,7 +1,8 @@
-"""Read the command line of ``ft run`` for a script of NVIDIA's Megatron-LM: a checkout's trainer, not this project's.
+"""Read the command line of ``ft run`` for a script in a checkout of NVIDIA's Megatron-LM, not for this project's
+trainer.
 
 Flags that begin with ``--ft-`` are this project's and are taken out; all others go to the checkout's own parser.
-Without any such flag the script runs as with torchrun, and nothing here has an effect.
+Without any such flag the script runs as with torchrun, and this module has no effect.
 """
 
 import argparse
@@ -41,7 +42,9 @@ def is_protected_checkout(script: "Script") -> bool:
 
 
 def strays(script: "Script") -> list[Problem]:
-    """Return the problem of a script that is written for Megatron-LM, asks for a protection, and lies beside none."""
+    """Return the problem of a Megatron-LM script that is given protection flags but is not in a checkout of
+    Megatron-LM.
+    """
     file = Path(script.target)
     if script.is_module or is_checkout(script) or not _split(script.args)[0]:
         return []
@@ -62,7 +65,7 @@ def strays(script: "Script") -> list[Problem]:
 
 
 def adapted(script: "Script") -> "Script":
-    """Return what the workers run instead of ``script``: the adapter, which runs the script.
+    """Return the script that the workers run instead of ``script``: the adapter, which runs ``script``.
 
     Raises:
         UserError: the flags that begin with ``--ft-`` cannot be parsed.
@@ -74,8 +77,10 @@ def adapted(script: "Script") -> "Script":
 
 
 def examine(script: "Script", world_size: int | None, replicas: int) -> tuple[Any, list[Problem]]:
-    """Return what is known of the trainer's options (None if they are not valid), with the values of the ``--ft`` flags
-    in ``fault_tolerance``, and all (problem, fix) pairs that are found before anything starts.
+    """Return the known options of the trainer, and all (problem, fix) pairs that are found before anything starts.
+
+    The values of the ``--ft`` flags are in the field ``fault_tolerance`` of the options. The options are None if they
+    are not valid.
 
     Args:
         script: a script of a checkout.
@@ -169,7 +174,7 @@ _SWITCHES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 
 
 def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: int) -> tuple[Any, Any]:
-    """Return what the systems' checks of flags read: (the trainer's options, the sizes of its parallel groups)."""
+    """Return (the trainer's options, the sizes of its parallel groups), from which the systems check their flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in {**_SIZES, "micro_batch_size": 1, **dict.fromkeys(_NUMBERS)}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)

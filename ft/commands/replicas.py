@@ -115,7 +115,7 @@ def prepare(
 def reachable(whole: RunOptions, asked: Replicas) -> RunOptions:
     """Return the options with the local address through which this node reaches the quorum server.
 
-    This applies to a replica that is started alone, and only if the user has not given an address.
+    The local address is set only for a replica that is started alone, and only if the user has not given an address.
     """
     served = election.read(whole.run_dir, QUORUM) if asked.only is not None else None
     if served is None or whole.local_addr is not None:

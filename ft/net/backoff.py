@@ -13,7 +13,7 @@ def doubled(failures: int, first_s: float, longest_s: float) -> float:
 
 
 class Backoff:
-    """Counts failures in a row, and says how long to wait after each.
+    """Counts failures in a row, and computes how long to wait after each.
 
     Args:
         first_s: pause after the first failure, in seconds.

@@ -1,7 +1,9 @@
-"""Converts dataclasses to JSON values and back, by their type hints: the codec of what the parts of a run exchange.
+"""Converts dataclasses to JSON values and back, by their type hints. The processes of a run encode their messages with
+it.
 
-Reading is strict: a value of another type than its field's, an unknown field and a missing field are errors that say
-where in the value the problem is and what was expected there. The readers of a type are built once.
+Reading is strict: a value of another type than its field's, an unknown field and a missing field are errors, whose
+message names the place of the problem in the value and what was expected there. The function that reads a type is built
+once.
 """
 
 import types
@@ -17,7 +19,7 @@ _Reader = Callable[[Any], Any]
 
 
 class BadMessage(FtError):
-    """A value that was received is not what its type says.
+    """A received value does not match its type.
 
     Args:
         problem: what is wrong.
@@ -29,7 +31,7 @@ class BadMessage(FtError):
         self.problem, self.path = problem, path
 
     def below(self, name: str) -> "BadMessage":
-        """Return the same error, for a value that holds the present one as ``name``."""
+        """Return the same error for the value that contains the present one as its part ``name``."""
         return BadMessage(self.problem, (name, *self.path))
 
 
@@ -57,7 +59,7 @@ def from_json(kind: Any, value: Any) -> Any:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether a value is a whole number from 0 on that fits in 63 bits."""
+    """Return whether a value is an integer from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 1 << 62
 
 

@@ -6,7 +6,7 @@ failed process to some member, that member revokes the communicator, so that all
 shrink the communicator, which starts another ``generation``. Frames on their way at that time are lost, also between
 survivors, and the relays have to restart their streams.
 
-Requirements of this with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
+This has the following requirements with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
 
 * Only the blocking shrink works: on a revoked communicator the test of ``MPIX_Comm_ishrink`` fails with MPI_ERR_INTERN.
 The blocking shrink waits for a member that hangs. Open MPI's heartbeat detector solves this: it declares a process dead
@@ -100,9 +100,9 @@ class World:
         self._of_before: list[tuple[Any, Any]] = []
 
     def share(self, mine: bytes) -> list[bytes]:
-        """All-gather: return the bytes ``mine`` of all members, by rank; at most ``_SHARED`` bytes each.
+        """Return the bytes ``mine`` of all members, by rank (an all-gather); at most ``_SHARED`` bytes each.
 
-        A collective operation, which must come before all other operations.
+        This is a collective operation, which all members have to call before any other operation.
         """
         everything = bytearray(_SHARED * self.size)
         self._comm.Allgather([mine.ljust(_SHARED, b"\0"), self._mpi.BYTE], [everything, self._mpi.BYTE])

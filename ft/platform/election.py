@@ -149,7 +149,7 @@ class LeaseKeeper:
 
     @property
     def holds(self) -> bool:
-        """Whether this process renews the lease."""
+        """Return whether this process renews the lease."""
         return self._mine is not None and not self.lost
 
     def start(self) -> None:

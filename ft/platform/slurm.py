@@ -31,7 +31,7 @@ class SlurmJob:
 
     @property
     def endpoint(self) -> str:
-        """The nodes' rendezvous address: the first host, at a port derived from the job id."""
+        """Return the nodes' rendezvous address: the first host, at a port derived from the job id."""
         digits = re.sub(r"\D", "", self.job) or "0"
         return f"{self.hosts[0]}:{_FIRST_PORT + int(digits) % _PORTS}"
 

@@ -154,7 +154,7 @@ class Supervisor:
     def strangers(self, others: Collection[int] = ()) -> list[int]:
         """Return the child processes that are neither in ``others`` nor started by ``start``.
 
-        They are orphans that this process has adopted.
+        These children are orphans that this process has adopted.
         """
         known = self._children.keys() | set(others)
         return [pid for pid in processes.children(os.getpid()) if pid not in known]

@@ -1,1 +1,1 @@
-"""What a rank is and how it moves: process groups, snapshots, the placement of copies, fetches."""
+"""The state of a rank and its transfer: process groups, snapshots, the placement of copies, and fetches by replicas."""

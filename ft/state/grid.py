@@ -1,4 +1,4 @@
-"""Groups of all ranks, where megatron-core tells a rank its own alone."""
+"""Computes the parallel groups of all ranks; megatron-core gives a rank only the groups that the rank belongs to."""
 
 import torch.distributed as dist
 
@@ -9,11 +9,13 @@ _ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
 
 def groups_like(mine: list[int], kind: str) -> list[list[int]]:
-    """The groups of all ranks, of which ``mine`` is this rank's; the same on every rank.
+    """Return all parallel groups of a kind, each as a list of ranks. The result is the same on every rank.
 
     Args:
-        kind: of core's ``RankGenerator``: "pp", "dp-cp". In an order of one's own, which no kind gives, the other ranks
-            are taken for groups of one.
+        mine: ranks of the group that this rank belongs to.
+        kind: name of the groups in megatron-core's ``RankGenerator``, such as "pp" or "dp-cp". If ``mine`` is not one
+            of
+            the groups of this kind, because the ranks have a custom order, each other rank forms a group of its own.
     """
     sizes = {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),

@@ -50,7 +50,7 @@ class Progress:
 
     @contextmanager
     def at(self, doing: str, where: str):
-        """Context in which heartbeats report the given activity.
+        """Return a context in which heartbeats report the given activity.
 
         Args:
             doing: kind of activity: "compute", "wait" (for other ranks), "aside" (exempt from hang detection), "idle"
@@ -65,7 +65,9 @@ class Progress:
             self._activity = (before[0], before[1], self.clock())
 
     def begins(self, step: int) -> None:
-        """Record that training continues after ``step``, and start to measure the next step's time."""
+        """Record that training continues after the committed step ``step``, and start to measure the time of the next
+        step.
+        """
         self.step = step
         self._step_began = self.clock()
         self._activity = ("compute", f"step {step + 1}", self._step_began)

@@ -1,6 +1,7 @@
 """Collects the settings of a worker (training process) that must be equal on all workers of a run.
 
-They are environment variables, package versions and the source code: differences could change results between ranks.
+The settings are environment variables, package versions and the source code. If they differed, results could differ
+between ranks.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""Runs a checkout's trainer on a machine without a GPU, beside the CPU platform of ``megatron.patches``.
+"""Runs a checkout's trainer on a machine without a GPU, in addition to the CPU support of ``megatron.patches``.
 
-NVIDIA's trainer asserts that CUDA is there, compiles kernels for it and imports Triton. On a machine with a GPU none of
-this is used.
+NVIDIA's trainer asserts that CUDA is available, compiles CUDA kernels and imports Triton. On a machine with a GPU this
+module has no effect.
 """
 
 import functools
@@ -33,7 +33,7 @@ def before_import() -> None:
 
 
 def after_import() -> None:
-    """Adapt the modules of a checkout that ask for a GPU."""
+    """Adapt the modules of a checkout that require a GPU."""
     initialize, training = tree.module("initialize"), tree.module("training")
     for module in (tree.module("utils"), tree.module("arguments")):
         if hasattr(module, "get_device_arch_version"):
@@ -47,7 +47,7 @@ def after_import() -> None:
 
 
 def _load_helpers() -> None:
-    """Take the compiled index builder of the installed megatron-core where the checkout has none of its own."""
+    """Use the compiled index builder of the installed megatron-core if the checkout has none of its own."""
     if importlib.util.find_spec(_HELPERS) is not None:
         return
     for entry in sys.path:
@@ -80,7 +80,7 @@ _MEMORY = (
 
 
 class _Absent:
-    """What a module gets that imports Triton: it can be named and decorate, but no kernel of it can be launched."""
+    """Replacement for Triton: its attributes can be read and used as decorators, but no kernel can be launched."""
 
     def __getattr__(self, name: str) -> "_Absent":
         if name.startswith("__"):
@@ -95,7 +95,7 @@ class _Absent:
 
 
 class _WithoutTriton(MetaPathFinder):
-    """Finds modules that cannot be imported without Triton, and gives them a stand-in for it during their import."""
+    """Import finder that provides a replacement for Triton while modules that require Triton are imported."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname not in _NEEDS_TRITON or importlib.util.find_spec("triton") is not None:

@@ -22,10 +22,10 @@ _TRAINING = "megatron.training.training"
 
 
 def install(run: Run, metrics: Path) -> None:
-    """Wrap every seam, for a process that trains under ``run.protections``.
+    """Wrap every seam in a process that trains with the protections ``run.protections``.
 
     Args:
-        run: what the wrappers read and write.
+        run: the state of the run, which the wrappers read and write.
         metrics: the file that gets a line for each step.
     """
     initialize, training = tree.module("initialize"), tree.module("training")
@@ -66,8 +66,12 @@ def _begin(run: Run, given: dict[str, Any]) -> None:
 
 
 def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build model, optimizer and schedule. A worker that is given its state loads nothing. It draws weights like
-    any other: without that, megatron-core does not mark the parameters that are split over tensor-parallel ranks."""
+    """Build model, optimizer and learning-rate schedule.
+
+    A worker that takes its state from other workers does not load a checkpoint. It initialises its weights like any
+    other worker, because otherwise megatron-core would not mark the parameters that are split over tensor-parallel
+    ranks.
+    """
     own = run.args
     step.leave_checks_to_layers(run)
     kept = own.load, own.pretrained_checkpoint
@@ -81,8 +85,12 @@ def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tuple:
-    """Make the iterators of a chunk. Those of a worker that is given its state are made anew with the state, so they
-    start no processes yet."""
+    """Make the iterators of a model chunk.
+
+    A worker that takes its state from other workers makes its iterators again when it has the state. Therefore its
+    first
+    iterators start no processes.
+    """
     workers = run.args.num_workers
     run.args.num_workers = 0 if run.protections.is_given_state else workers
     made = run.iterators.make(provider)
@@ -91,8 +99,10 @@ def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tu
 
 
 def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
-    """Run the rest of the trainer's main function: training, and the last save and evaluations. It is called again
-    after every recovery."""
+    """Run the rest of the trainer's main function: training, the last save and the evaluations.
+
+    The rest is called again after every recovery.
+    """
     args = run.args
     run.step = run.first_step = args.iteration
     run.flops, run.samples = args.num_floating_point_operations_so_far, args.consumed_train_samples
@@ -111,14 +121,16 @@ def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
 
 
 def _stack(run: Run) -> None:
-    """Build the layers. What they wrap around the reduction of gradients is what the trainer's loop sets, too."""
+    """Build the layers of the protections, and pass their function for the reduction of gradients to the trainer's
+    loop.
+    """
     run.config.finalize_model_grads_func = tree.module("training").finalize_model_grads
     run.stack = run.protections.stack(CheckoutTrainer(run))
     replace(_TRAINING, "finalize_model_grads", run.config.finalize_model_grads_func)
 
 
 def _work(run: Run, rest: Callable[[], None]) -> int | str | None:
-    """Run to the end once; return the exit code that the trainer asks for, None if it returns."""
+    """Call ``rest`` once; return the exit code with which the trainer ends, None if ``rest`` returns."""
     if run.exit_code is not None:  # a failure after the step that ends the run was committed
         return run.exit_code
     try:
@@ -129,7 +141,7 @@ def _work(run: Run, rest: Callable[[], None]) -> int | str | None:
 
 
 def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Log a step of the trainer. The first one after a recovery goes on with the sums from before it."""
+    """Log a step of the trainer. The first step after a recovery continues with the sums from before the recovery."""
     given = _named(original, args, kwargs)
     if not run.is_entered:
         run.is_entered, run.live_sums = True, given["total_loss_dict"]
@@ -143,7 +155,7 @@ def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _log(run: Run, given: dict[str, Any]) -> None:
-    """Put the values of a step that the trainer is about to log into the metrics file."""
+    """Write the values of a step that the trainer is about to log into the metrics file."""
     losses = {name: value.item() for name, value in given["loss_dict"].items() if value.numel() == 1}
     run.log.add(
         loss=losses.pop("lm loss", None),

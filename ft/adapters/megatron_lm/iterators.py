@@ -41,7 +41,7 @@ class Iterators:
         return made
 
     def move(self) -> None:
-        """Move all iterators to the samples that the arguments of the checkout name, on all ranks. Collective.
+        """Move all iterators to the sample numbers in the arguments of the checkout. All ranks have to call it.
 
         The iterators remain the same objects, to which the checkout holds references.
         """
@@ -54,8 +54,11 @@ class Iterators:
 
 
 class _Later:
-    """An iterator over a data loader that starts the loader's processes when it is first asked for a batch. The random
-    generators stay where they are, although a new iterator draws from torch's."""
+    """An iterator over a data loader that starts the loader's processes with its first batch.
+
+    The state of the random generators is preserved, although a new iterator of torch draws a number from torch's
+    generator.
+    """
 
     def __init__(self, loader: Iterable):
         self._loader, self._iterator = loader, None
@@ -68,8 +71,10 @@ class _Later:
 
 
 def prepare(provider: Callable[[Any], Any]) -> None:
-    """Build the data sets of ``provider`` on a standby, before it has a rank. When it has one, the checkout's builder
-    returns them, if its rank reads data."""
+    """Build the datasets of ``provider`` on a standby, before the standby has a rank.
+
+    When the standby has a rank that reads data, the checkout's builder returns these datasets.
+    """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
 
     with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""What is logged of each step of a checkout: one line of ``metrics.jsonl`` in the folder of the run."""
+"""Logs each step of a checkout's trainer as one line of ``metrics.jsonl`` in the folder of the run."""
 
 import time
 from pathlib import Path
@@ -8,11 +8,11 @@ from ft.record.metrics import MetricsFile
 
 
 class Log:
-    """Collects the values of a step, and writes them when it is committed.
+    """Collects the values of a step, and writes them when the step is committed.
 
     Args:
         path: the metrics file; None: this rank writes nothing.
-        first_step: number of steps done before; later lines of an existing file are removed.
+        first_step: number of steps that are done already; lines of later steps in an existing file are removed.
     """
 
     def __init__(self, path: Path | None, first_step: int):
@@ -22,7 +22,7 @@ class Log:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the file."""
+        """Return whether this rank writes the file."""
         return self._file is not None
 
     def add(self, **figures: Any) -> None:

@@ -1,4 +1,4 @@
-"""The position of a checkout's trainer: all its state that changes from step to step beside model and optimizer."""
+"""The position of a checkout's trainer: all state except model and optimizer that changes from step to step."""
 
 from typing import Any
 
@@ -25,9 +25,9 @@ class CheckoutPosition:
         return {**own, "args": args, "large_values": _large_values(), "extra": dict(run.extra)}
 
     def set(self, position: dict[str, Any]) -> None:
-        """Move the trainer to ``position``. Collective.
+        """Move the trainer to ``position``. All ranks have to call it.
 
-        Inside a step, the step is taken again. Outside, the trainer's loop is entered anew.
+        If the call is made inside a step, the step is repeated. Otherwise the trainer's loop is started again.
         """
         run = self._run
         for name in _PLAIN:
@@ -75,8 +75,10 @@ def _large_values() -> list[dict[str, Any]]:
 
 
 def _reset_rerun_machine(run: Run, large_values: list[dict[str, Any]]) -> None:
-    """Put the machine that repeats suspicious steps into its state before a step. It may have been switched off for an
-    evaluation, or be inside a step."""
+    """Set megatron-core's rerun state machine, which repeats suspicious steps, to its state before a step.
+
+    The machine may be inside a step, or an evaluation may have disabled it.
+    """
     from megatron.core.rerun_state_machine import RerunMode
 
     machine = _rerun_machine()
@@ -93,7 +95,7 @@ def _reset_rerun_machine(run: Run, large_values: list[dict[str, Any]]) -> None:
 
 
 def _reset_model(run: Run) -> None:
-    """Put chunks and configuration into the state in which the trainer's loop expects them at its start."""
+    """Set the model chunks and their configuration to the state that the trainer's loop expects at its start."""
     config = run.config
     config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
     overlaps = run.args.overlap_param_gather and run.args.use_distributed_optimizer
@@ -106,7 +108,9 @@ def _reset_model(run: Run) -> None:
 
 
 def _forget_saves(run: Run) -> None:
-    """Forget what an earlier save has agreed on with other ranks, some of which are new, and saves under way."""
+    """Discard saves under way, and what earlier saves have cached about other ranks, because some ranks have new
+    workers.
+    """
     run.checkpointing_context.clear()
     if run.args.async_save:
         saves.abandon()

@@ -1,4 +1,4 @@
-"""What a checkout's trainer can be asked for and cannot be protected: one row for each, as data."""
+"""Table of the modes of a checkout's trainer that cannot be protected, with one row for each mode."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -8,14 +8,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def finish() -> None:
-    """Wait until the asynchronous saves that have been started are complete, on all ranks. Collective."""
+    """Wait until all asynchronous saves that were started are complete. All ranks have to call it."""
     async_utils = tree.module("async_utils")
     if not async_utils.is_empty_async_queue():
         async_utils._async_calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
 
 
 def abandon() -> None:
-    """Stop the asynchronous saves under way. The step that they belong to is not committed, and saves again."""
+    """Stop the asynchronous saves under way. Their step is not committed yet; when it is repeated, it saves again."""
     async_utils = tree.module("async_utils")
     queue = async_utils._async_calls_queue
     while queue.async_calls:

@@ -1,7 +1,7 @@
 """The seams of Megatron-LM's trainer: the functions that the adapter wraps or splits, as data, and their check.
 
-The check reads a checkout's source and imports nothing. It looks at what the adapter relies on only: names of
-parameters, and calls within a function. So checkouts with local changes elsewhere fit.
+The check reads a checkout's source and imports nothing. It examines only what the adapter
+relies on: names of parameters, and calls within a function. Therefore checkouts with local changes elsewhere pass.
 """
 
 import ast
@@ -26,11 +26,11 @@ class Seam:
     Attributes:
         file: path of its module in the checkout.
         symbol: its name.
-        why: what it is wrapped or called for.
+        why: the reason why the adapter wraps or calls it.
         parameters: names of parameters that the adapter reads or passes.
         calls: functions that its body has to call.
         sets: statements that its body has to contain, as ``ast.unparse`` writes them.
-        splits_at: the function whose call marks the statement of the body from which on a recovery repeats it.
+        splits_at: a function that the body calls; a recovery repeats the body from the statement with this call.
     """
 
     file: str
@@ -125,7 +125,7 @@ class Finding:
     Attributes:
         seam: the seam.
         status: FITS, MISSING or CHANGED.
-        differs: what is not as the adapter needs it, as a clause; "" if the seam fits.
+        differs: the difference from what the adapter needs, as a clause; "" if the seam fits.
     """
 
     seam: Seam
@@ -155,7 +155,9 @@ def problems(tree: Tree) -> Iterator[Problem]:
 
 
 def split_index(function: ast.FunctionDef, name: str) -> int | None:
-    """Return the index of the only statement of a function's body that calls ``name``; None if there is not one."""
+    """Return the index of the only statement of a function's body that calls ``name``; None unless there is exactly
+    one.
+    """
     found = [index for index, node in enumerate(function.body) if name in _called(node)]
     return found[0] if len(found) == 1 else None
 

@@ -1,4 +1,4 @@
-"""A worker's way into the run: what cannot be protected is refused, and the worker takes its logical rank."""
+"""Lets a worker join the run: refuses options that cannot be protected, and obtains the worker's logical rank."""
 
 import os
 import sys
@@ -16,8 +16,8 @@ from megatron import patches
 def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Attach to the run, make the default process group, and let the checkout make the others.
 
-    A standby waits here for a rank: its modules are imported, its arguments parsed and its tokenizer built. Mock
-    data sets, whose index is stored nowhere, are built, too.
+    A standby waits here for a rank. By then it has imported its modules, parsed its arguments and built its tokenizer
+    and, because the index of mock datasets is not stored in a file, also mock datasets.
     """
     run.args = own = tree.module("global_vars").get_args()
     is_standby = bool(os.environ.get("FT_STANDBY"))
@@ -43,7 +43,7 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def _make_writers(own: Any) -> None:
-    """Make the writers that only the last rank has, now that the rank is known."""
+    """Make the log writers (such as TensorBoard's) that only the last rank has. The rank has to be known."""
     global_vars = tree.module("global_vars")
     global_vars._set_tensorboard_writer(own)
     global_vars._set_wandb_writer(own)
@@ -52,7 +52,9 @@ def _make_writers(own: Any) -> None:
 
 @contextmanager
 def refusing(speaks: bool = True) -> Iterator[None]:
-    """End the process with exit code 2 on an error in the user's input, and print it if this rank ``speaks``."""
+    """Return a context that ends the process with exit code 2 on a UserError, and prints the error if ``speaks`` is
+    True.
+    """
     try:
         yield
     except UserError as error:

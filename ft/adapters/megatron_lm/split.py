@@ -17,9 +17,9 @@ def split(
     begin: Callable[[dict[str, Any]], None],
     run: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Change ``function`` in place: from the statement on that calls ``marker``, its body is passed to ``run``.
+    """Change ``function`` in place: pass its body, from the statement that calls ``marker`` to the end, to ``run``.
 
-    Line numbers and file of the code stay, so tracebacks point into the checkout's file.
+    The code keeps its file name and line numbers, so tracebacks refer to the checkout's file.
 
     Args:
         function: a function without closure, whose return value is not used.

@@ -14,7 +14,7 @@ from ft.base.errors import UserError
 
 
 def main(argv: list[str]) -> int:
-    """Run the script under the protections that the options ask for; return its exit code."""
+    """Run the script with the protections that the options request; return its exit code."""
     options, script, *flags = argv
     if os.environ.get("FT_STANDBY"):
         # A standby is no rank yet, and must not do what the first or the last rank does before groups exist.
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def load(script: str) -> None:
-    """Import the checkout that ``script`` is part of. On a machine without a GPU, prepare it for that first.
+    """Import the checkout that ``script`` is part of. On a machine without a GPU, adapt the checkout to the CPU first.
 
     Raises:
         UserError: a package that the checkout imports is not installed.
@@ -72,7 +72,8 @@ def load(script: str) -> None:
 
 
 def resuming(flags: list[str], has_checkpoint: Callable[[str], bool]) -> list[str]:
-    """Return the flags of a warm restart: the run's own newest checkpoint is loaded, whatever it first started from.
+    """Return the flags of a warm restart, which load the newest checkpoint of the run itself, not that of the first
+    start.
 
     Args:
         flags: the trainer's flags.

@@ -1,4 +1,4 @@
-"""What the adapter knows of one process that runs a checkout: the trainer's objects, and the step it has reached."""
+"""The state of the adapter in one process that runs a checkout: the trainer's objects, and the current step."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from ft.worker.session import Session
 
 @dataclass
 class Run:
-    """One process's part in the run of a checkout.
+    """The state of one process that runs a checkout.
 
     Attributes:
         protections: the systems that protect the run.
@@ -22,24 +22,26 @@ class Run:
         provider: the script's function that builds the data sets.
         iterators: the data iterators of this rank.
         stack: the layers of the protections; None before model and data are built.
-        log: what is logged of each step.
+        log: writer of the values that are logged for each step.
         args: the checkout's own arguments, which also hold its counters.
         chunks: wrapped model chunks.
         optimizer: megatron-core's optimizer.
         scheduler: learning-rate schedule.
-        checkpointing_context: what the checkout keeps from one save to the next.
+        checkpointing_context: data that the checkout carries over from one save to the next.
         step: number of committed steps.
         first_step: number of steps done before this job started.
         flops: floating-point operations of the committed steps, as the checkout counts them.
         samples: samples consumed by the committed steps.
-        earlier_samples: samples consumed before the last committed step, which decide on a ramp-up's batch size in it.
+        earlier_samples: samples consumed before the last committed step; they determine the batch size of that step
+            during a
+        ramp-up.
         reports_memory: whether the checkout's log still reports memory.
         sums: sums since the last log line, as :func:`ft.adapters.megatron_lm.sums.encode` returns them.
         live_sums: the dict that the checkout keeps these sums in.
         is_entered: whether the trainer's loop has logged a step since it was last entered.
         running_timers: inside a step the timers that were running at its beginning; None outside.
         checks_loss: whether each step's loss is checked after the layers, and not by the trainer.
-        exit_code: exit code with which the run ends after the committed step; None while it goes on.
+        exit_code: exit code with which the run ends after the committed step; None while the run continues.
         extra: JSON values of the layers.
     """
 
@@ -71,12 +73,12 @@ class Run:
 
     @property
     def config(self) -> Any:
-        """The model's configuration."""
+        """Return the model's configuration."""
         from megatron.core.utils import get_model_config
 
         return get_model_config(self.chunks[0])
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's tensors."""
+        """Return the device of this rank's tensors."""
         return next(self.chunks[0].parameters()).device

@@ -1,4 +1,4 @@
-"""One step of a checkout's trainer, as the layers of protections see it."""
+"""Runs one step of a checkout's trainer within the layers of the protections."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ class Outcome:
 
 
 def take(run: Run, original: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
-    """Take a step under the layers, which may take it again.
+    """Run a step within the layers, which may repeat the step.
 
     Raises:
         NonFiniteLossError: operators are verified, and the loss is not finite.
@@ -61,15 +61,17 @@ def timers() -> dict[str, Any]:
 
 
 def leave_checks_to_layers(run: Run) -> None:
-    """Have wrong values found by the layers that verify operators, and check the loss after them. The trainer would
-    end the run at a value that a layer is about to compute again."""
+    """Disable the trainer's check of the loss, and check the loss after the layers that verify operators.
+
+    The trainer would end the run because of a wrong value that a layer is about to compute again.
+    """
     if run.protections.follows_operators:
         run.checks_loss = run.args.check_for_nan_in_loss_and_grad
         run.args.check_for_nan_in_loss_and_grad = False
 
 
 def fingerprint(run: Run) -> dict[str, str | int]:
-    """Return the settings that decide which operators a step executes, by name."""
+    """Return the settings that determine which operators a step executes, as setting name -> value."""
     args = run.args
     told = {name: str(value) for name, value in sorted(vars(args).items()) if name not in _APART}
     return {

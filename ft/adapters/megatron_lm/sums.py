@@ -1,4 +1,4 @@
-"""The sums between two log lines of a checkout's trainer, as JSON values that keep every bit."""
+"""Encodes the sums that a checkout's trainer accumulates between two log lines as JSON values, bit for bit."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ def encode(sums: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the sums that :func:`encode` was given, with tensors on ``device``."""
+    """Decode the result of :func:`encode`; return the sums with their tensors on ``device``."""
     return {name: _decode(value, device) for name, value in values.items()}
 
 

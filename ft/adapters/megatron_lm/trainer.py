@@ -17,7 +17,7 @@ _STEP_SEEDS = 1_000_003
 
 
 class CheckoutTrainer:
-    """Offers the parts of a :class:`Run` under the names of the contract, which documents them."""
+    """Provides the parts of a :class:`Run` through the interface that :mod:`ft.protection.contract` documents."""
 
     def __init__(self, run: Run):
         self._run, self.position = run, CheckoutPosition(run)

@@ -29,7 +29,7 @@ class Tree:
 
     @property
     def version(self) -> str:
-        """The release as text, such as "0.16.1"."""
+        """Return the release as text, such as "0.16.1"."""
         return ".".join(map(str, self.release))
 
 
@@ -64,8 +64,11 @@ def read(root: Path) -> Tree:
 
 
 def others_on_path(root: Path, path: Sequence[str]) -> list[Path]:
-    """Return the folders of ``path`` with a second trainer of Megatron-LM, which Python might mix with the one in
-    ``root``. Installed packages (``site-packages``) do not count: the checkout comes before them."""
+    """Return the folders of ``path`` that contain another trainer of Megatron-LM than the one in ``root``.
+
+    Python might mix the modules of the two. Installed packages (``site-packages``) are ignored, because the checkout
+    precedes them on the path.
+    """
     folders = {Path(entry or ".").absolute().resolve() for entry in path} - {root.resolve(), CHECKOUT.resolve()}
     return sorted(
         folder
@@ -78,8 +81,9 @@ def others_on_path(root: Path, path: Sequence[str]) -> list[Path]:
 def enter(root: Path) -> None:
     """Make this process import ``megatron`` from the checkout in ``root``, and ``megatron.patches`` from this project.
 
-    Without an ``__init__.py``, ``megatron`` is a namespace that joins the folders of all entries of the path, the
-    checkout's first. A checkout whose ``megatron`` is a package gets this project's folder as a further one.
+    Without an ``__init__.py``, ``megatron`` is a namespace package, which joins the folders of all entries of the path,
+    the checkout's first. If the checkout's ``megatron`` has an ``__init__.py``, this project's folder is appended to
+    its ``__path__``.
     """
     sys.path[:] = [str(root), *(entry for entry in sys.path if entry != str(root))]
     if str(CHECKOUT) not in sys.path:
@@ -94,6 +98,7 @@ def enter(root: Path) -> None:
 def module(name: str) -> ModuleType:
     """Return the module ``megatron.training.NAME`` of the checkout that this process has entered.
 
-    Code of this package calls it instead of an import statement, which would look like one of this project's trainer.
+    This package calls this function instead of an import statement, which would look like an import of this project's
+    trainer.
     """
     return import_module(f"megatron.training.{name}")

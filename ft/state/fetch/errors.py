@@ -7,10 +7,13 @@ from ft.base.errors import FallbackError, RecoverableError
 
 
 class Refused(RecoverableError):
-    """No source holds this state any more, or none could deliver it in time; the fetch is to be retried for the next
+    """No source holds this state any more, or none could deliver it in time. The fetch has to be retried at the next
     step.
     """
 
 
 class BadState(FallbackError):
-    """No source has the requested state: their tensors differ, belong to another rank, or arrive damaged."""
+    """No source has the requested state: the sources' tensors have other names, shapes or dtypes, belong to another
+    rank, or
+    arrive damaged.
+    """

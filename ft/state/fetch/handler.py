@@ -250,7 +250,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _step_back() -> None:
-    """Give this thread, not its process, a lower priority (Linux has one priority for each thread)."""
+    """Lower the scheduling priority of this thread only (Linux has one priority for each thread)."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):  # not permitted here; the lower priority is only an optimization
         os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -119,7 +119,7 @@ class Offer:
         return self.envelope.lineage
 
     def visit(self, peer: str) -> Visit:
-        """Register a fetch.
+        """Register a fetch by the rank at address ``peer``.
 
         Raises:
             Withdrawn: the withdrawal has begun, so no new fetch is accepted.
@@ -142,7 +142,7 @@ class Offer:
 
     @contextlib.contextmanager
     def reading(self, connection: socket.socket) -> Iterator[FlatState]:
-        """Context in which the state may be read, to compute the checksum of one block and send the block.
+        """Return a context in which the state may be read, to compute the checksum of one block and send the block.
 
         A withdrawal waits until all contexts have ended, so the tensors do not change inside a context. The withdrawal
         also shuts ``connection`` down, so that a peer that does not receive cannot delay it.

@@ -129,7 +129,7 @@ class Source:
             return answer["envelope"]
 
     def envelope(self, wanted: Wanted) -> str:
-        """Return the encoded envelope alone; raises as :meth:`state` does."""
+        """Return the encoded envelope alone. This raises the same exceptions as :meth:`state`."""
         answer = self._when_held(wire.envelope_target(wanted.step, wanted.lineage), wanted.step)
         with self._failures():
             return answer["envelope"]

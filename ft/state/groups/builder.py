@@ -53,7 +53,7 @@ class Meeting:
     token: str
 
     def connect(self) -> StoreConnection:
-        """Connect to the store. Raises the exceptions of ``StoreConnection``."""
+        """Connect to the store. This raises the same exceptions as the constructor of ``StoreConnection``."""
         return StoreConnection(self.address, self.token, _CONNECT_S)
 
 

@@ -176,12 +176,12 @@ class Group(dist.ProcessGroup):
 
     @property
     def is_connected(self) -> bool:
-        """Whether the group has a connection, or needs none because its operations complete locally."""
+        """Return whether the group has a connection, or needs none because its operations complete locally."""
         return self._local is not None or self._inner is not None
 
     @property
     def is_alone(self) -> bool:
-        """Whether the group's operations complete locally although it has other members."""
+        """Return whether the group's operations complete locally although the group has other members."""
         return self._local is not None and self._size > 1
 
     def attach(self, connection: Connection) -> None:

@@ -69,7 +69,9 @@ class Capture:
 
     @property
     def copies_are_complete(self) -> bool:
-        """Whether a peer copy holds the whole state, so that a restore needs nothing else from data-parallel peers."""
+        """Return whether a peer copy holds the whole state, so that a restore needs nothing else from data-parallel
+        peers.
+        """
         if self._storages is None:
             self._find()
         return not any(tensor.numel() for tensor in self._replicated.values())

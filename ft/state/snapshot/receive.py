@@ -1,4 +1,4 @@
-"""The request handler of a snapshot server: it stores incoming peer copies, and serves copies that are asked for."""
+"""The request handler of a snapshot server, which stores incoming peer copies and sends requested copies."""
 
 import threading
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class _Arrival:
 class RequestHandler:
     """Receives peer copies and serves snapshots; the threads of connections call it.
 
-    For each owner one copy is received at a time. A newer connection of the same owner replaces an older one, because
+    At most one copy of each owner is received at a time. A newer connection of the same owner replaces an older one, because
     the sender of the older one has died or has lost its connection.
     """
 
@@ -40,7 +40,7 @@ class RequestHandler:
         self._lock = threading.Lock()
 
     def answer(self, wire: Wire, header: dict[str, Any]) -> None:
-        """Answer one request. Afterwards the next request follows on the connection."""
+        """Answer one request. Afterwards the connection can carry the next request."""
         kind = header["kind"]
         if kind == "put":
             self._take_in(wire, header)

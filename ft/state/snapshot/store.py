@@ -95,12 +95,12 @@ class Snapshots:
 
     @property
     def lag(self) -> int:
-        """Number of steps between the last snapshot taken and the newest snapshot that all peers hold."""
+        """Return the number of steps between the last snapshot taken and the newest snapshot that all peers hold."""
         return self._taken - self._safe
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Host memory in bytes: {"own": both own buffers, "copies": copies held for other ranks}."""
+        """Return host memory in bytes: {"own": both own buffers, "copies": copies held for other ranks}."""
         return self._stock.nbytes()
 
     def place(self, addresses: Mapping[int, str]) -> None:
