@@ -1,1 +1,1 @@
-"""Who lives and who decides: agents, the control plane, quorums, and the launcher of replicas."""
+"""The supervision of a run: node agents, the control plane, the quorum service, and the launcher of replicas."""

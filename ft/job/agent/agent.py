@@ -279,7 +279,7 @@ class Agent:
     def _leave_after_grace(self, now: float) -> None:
         """End this agent ``_GRACE_S`` seconds after the last worker that held a logical rank has ended.
 
-        The delay leaves time for the control plane's order that says how the run ended.
+        The delay leaves time for the control plane's order that contains the result of the run.
         """
         self._empty_since = self._empty_since or now
         if now - self._empty_since > _GRACE_S:

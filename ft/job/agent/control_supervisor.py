@@ -51,12 +51,12 @@ class ControlPlaneSupervisor:
 
     @property
     def hosts(self) -> bool:
-        """Whether the control plane runs on this agent's node."""
+        """Return whether the control plane runs on this agent's node."""
         return self.sidecar.pid >= 0
 
     @property
     def events(self) -> Path:
-        """The event log of the run, which the control plane writes."""
+        """Return the path of the run's event log, which the control plane writes."""
         return self._run_dir / "events.jsonl"
 
     def start(self, life: int, node: str) -> bool:
@@ -98,7 +98,8 @@ class ControlPlaneSupervisor:
         return len(self._deaths) > _MOST_DEATHS and time.monotonic() - self._deaths[0] < _WINDOW_S
 
     def look(self, now: float, contact_at: float) -> tuple[str, str]:
-        """Return (action, reason): what this agent does about the control plane now, by ``succession.decide``.
+        """Return the (action, reason) of ``succession.decide``: whether this agent waits, takes over or fences its
+        workers.
 
         The lease is watched only while the control plane does not answer this agent.
 

@@ -34,7 +34,7 @@ class Room:
         self._step = max([self._step, *(beat.step for beat in beats.values())])
 
     def poll(self) -> None:
-        """Warn when the disk becomes full, and say when it has space again."""
+        """Warn when the disk becomes full, and print a message when it has space again."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -57,7 +57,7 @@ class Link:
 
     @property
     def sock(self) -> socket.socket:
-        """The socket, for code that must distinguish it from other sockets of this process."""
+        """Return the socket, for code that must distinguish it from other sockets of this process."""
         return self._sock
 
     def send(self, report: Any) -> None:

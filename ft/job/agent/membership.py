@@ -43,12 +43,11 @@ class Membership:
     """The present role of this agent in the run.
 
     Args:
-        run_dir: the run's directory.
-        run_dir: the run's directory.
+            run_dir: the run's directory.
         place: properties of this node, with the agent's first name.
         seats: number of workers for logical ranks that the agent offers.
         standbys: number of standbys that the agent offers.
-        is_late: see Attributes.
+        is_late: whether the agent joins a run that is under way, and therefore offers standbys only.
 
     Attributes:
         place: properties of this node, which its workers have in common.

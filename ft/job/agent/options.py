@@ -68,7 +68,7 @@ class Cluster:
 
     @property
     def trains(self) -> bool:
-        """Whether this node's workers hold logical ranks from the start."""
+        """Return whether this node's workers hold logical ranks from the start."""
         return self.node_rank < self.training_nodes
 
     @property
@@ -128,7 +128,9 @@ class RunOptions:
 
     @property
     def standbys_here(self) -> int:
-        """Number of standbys on this node. A standby node has at least as many as a training node has workers."""
+        """Return the number of standbys on this node. A standby node has at least as many as a training node has
+        workers.
+        """
         return self.standby if self.cluster.trains else max(self.nproc, self.standby)
 
 

@@ -1,7 +1,7 @@
 """Chooses and imports the modules that the training script needs, in the warm pool, before workers are forked.
 
 The warm pool is a process of ``ft run`` whose forked children are the workers (training processes). Imports of torch
-and megatron take seconds; a forked worker finds them done.
+and megatron take seconds; a forked worker need not repeat them.
 """
 
 import ast
@@ -153,7 +153,7 @@ def _patch() -> None:
 
 
 def _rehearse() -> None:
-    """Do the first work of every worker (parsing, patches) once here, so that forked workers find it done.
+    """Do the first work of every worker (parsing, patches) once here, so that forked workers need not repeat it.
 
     The start-up time of a replacement worker matters, because the other ranks wait for that worker.
     """

@@ -50,7 +50,7 @@ class Sidecar:
 
     @property
     def pid(self) -> int:
-        """Pid of the process, -1 if there is none."""
+        """Return the pid of the process, -1 if there is none."""
         return self._process.pid if self._process is not None else -1
 
     def prepare(self) -> None:

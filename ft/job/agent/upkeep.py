@@ -23,14 +23,17 @@ from ft.platform.supervisor import Supervisor
 
 @dataclass(frozen=True)
 class Fenced:
-    """Event: this node is cut off from a control plane that goes on, so its workers have to end."""
+    """Event: this node is cut off from a control plane that continues on another node, so this node's workers have to
+    end.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class JournalBroken:
-    """Event: control planes die again and again on the run's journal; the run has to go on without that journal."""
+    """Event: control planes that read the run's journal die repeatedly; the run has to continue without that journal.
+    """
 
     reason: str
 
@@ -64,7 +67,8 @@ class PoolUpkeep:
         self._supervisor.watch(self._pool.channel, self._hear)
 
     def look(self, now: float) -> None:
-        """Kill the pool if it owes workers and makes no progress. ``now``: monotonic time in seconds."""
+        """Kill the pool if requests for workers are open and it makes no progress. ``now``: monotonic time in seconds.
+        """
         if why := self._pool.kill_if_stuck(now):
             self._console.complain(f"{why}: it is killed")
 
@@ -127,7 +131,7 @@ class ControlPlaneUpkeep:
 
     @property
     def is_here(self) -> bool:
-        """Whether the control plane runs on this node."""
+        """Return whether the control plane runs on this node."""
         return self._steward.hosts
 
     def settle(self, life: int, node: str) -> None:
@@ -143,7 +147,7 @@ class ControlPlaneUpkeep:
         return self._steward.start(self._life, self._node)
 
     def look(self, now: float) -> None:
-        """Do what is due about a control plane that does not answer. ``now``: monotonic time in seconds."""
+        """If the control plane does not answer, wait, take over or fence. ``now``: monotonic time in seconds."""
         self._uplink.mind(now)
         what, why = self._steward.look(now, self._uplink.contact_at)
         if what == succession.RENEW:

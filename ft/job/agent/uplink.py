@@ -119,7 +119,8 @@ class Uplink:
         return found
 
     def mind(self, now: float) -> None:
-        """Close the present connection if the control plane has not answered over it for ``contact_s`` seconds.
+        """Close the present connection if the control plane has not answered over this connection for ``contact_s``
+        seconds.
 
         A host that loses power closes no connection. Without this check, the agent would wait on the dead connection
         for ever and would not connect to a control plane that has taken over on another host.

@@ -100,7 +100,7 @@ class Workforce:
         """Wall-clock time at which training first began; injection times of planned faults are relative to it."""
 
     def settle(self, place: environment.Place) -> None:
-        """Use ``place`` for workers that are started from now on."""
+        """Use the values of ``place`` in the environments of workers that are started from now on."""
         self._place = place
 
     # --- processes ---------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Workforce:
 
     @property
     def pids(self) -> set[int]:
-        """The pids of the workers that the pool has started."""
+        """Return the pids of the workers that the pool has started."""
         return {worker.pid for worker in self.workers.values() if worker.pid is not None}
 
     # --- conversation ------------------------------------------------------------------------------------------------

@@ -118,8 +118,9 @@ def _late(
 ) -> None:
     """Replace the workers that are late.
 
-    ``together`` says that one late worker can delay all others. If then more than half of the workers are late, nothing
-    shows which one is at fault, and all keep their seats and try again (RETRY).
+    ``together``: whether one late worker can delay all others. If that is so and more than half of the workers are
+    late,
+    the worker at fault cannot be determined; then all workers keep their seats and try again (RETRY).
     """
     if not late:
         return

@@ -126,7 +126,7 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
 
 
 def _replenish(state: State, now: float, out: Decisions) -> None:
-    """Order missing standbys. Only while training runs, so that they do not compete with a start or a recovery."""
+    """Order missing standbys, but only while training runs: their start must not compete with a start or a recovery."""
     if state.failed_starts >= MOST_FAILED_STARTS or not state.options.hot_swap:
         return
     wanted = membership.replenish(state)

@@ -1,5 +1,5 @@
-"""Detection of a partitioned control plane: one that hears of few agents gives up its lease, so that another can
-take over.
+"""Detection of a partitioned control plane: if few agents reach a control plane, it gives up its lease, so that another
+can take over.
 """
 
 from collections.abc import Mapping

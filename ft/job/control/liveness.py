@@ -9,7 +9,7 @@ from ft.job.messages import Beat
 
 @dataclass(frozen=True)
 class View:
-    """What the control plane sees of one worker that holds a logical rank.
+    """The data that the control plane has about one worker that holds a logical rank.
 
     Attributes:
         beat: its last heartbeat.
@@ -23,7 +23,7 @@ class View:
 
     @property
     def since_s(self) -> float:
-        """Seconds for which the worker has been doing what its heartbeat says."""
+        """Return the seconds for which the worker has been in the activity that its heartbeat names."""
         return self.beat.since_s + self.beat.age_s + self.age_s
 
 

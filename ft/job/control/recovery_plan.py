@@ -118,7 +118,7 @@ def decide(memory: Memory, stages: Stages) -> Rung:
 def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Rung:
     """Return a REBUILD at ``step``, or a RESTART with the reason why that is impossible.
 
-    ``again`` says whether stages that were already rebuilt at this step are rebuilt again.
+    ``again``: whether stages that were already rebuilt at this step are rebuilt again.
     """
     if step in memory.unbuildable:
         return Rung(RESTART, None, f"at step {step} the neighbours' blocks turned out unusable")

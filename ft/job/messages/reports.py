@@ -35,7 +35,7 @@ class AgentJoined:
 
 @dataclass(frozen=True)
 class AgentBeat:
-    """The heartbeat of an agent. ``workers`` holds the last heartbeat of each of its workers."""
+    """The heartbeat of an agent. ``workers``: worker -> its last heartbeat, for the agent's workers."""
 
     node: str
     workers: dict[str, Beat] = field(default_factory=dict)

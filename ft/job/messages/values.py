@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What one worker knows of one process group when an epoch ends.
+    """The data that one worker has about one process group when an epoch ends.
 
     Attributes:
         name: name of the group, the same on all members.
@@ -64,7 +64,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a logical rank gets its state of the restored step from.
+    """The ranks from which a logical rank gets its state of the restored step.
 
     Attributes:
         owned: logical rank whose worker holds the optimizer shard: the rank itself (own snapshot) or the holder of a
@@ -91,7 +91,7 @@ class Neighbours:
 
     @property
     def there(self) -> list[int]:
-        """The neighbours that exist, the previous one first."""
+        """Return the logical ranks of the neighbours that exist, the previous one first."""
         return [rank for rank in (self.previous, self.following) if rank is not None]
 
 

@@ -61,7 +61,7 @@ class Guests:
             self._selector.register(guest.channel, selectors.EVENT_READ, guest)
 
     def attend(self, guest: Connection) -> None:
-        """Watch for writability while bytes wait to be sent."""
+        """Watch whether the connection is writable while bytes wait to be sent."""
         wants = guest.channel.wants_write
         if guest in self._here and wants != self._here[guest]:
             self._here[guest] = wants
@@ -78,7 +78,9 @@ class Guests:
         self._say(f"{who}: {reason}")
 
     def send_strangers_away(self, now: float) -> None:
-        """Drop peers that have not authenticated in time, and the oldest unauthenticated ones if there are too many."""
+        """Disconnect peers that have not authenticated in time and, if there are too many, the oldest unauthenticated
+        peers.
+        """
         strangers = [guest for guest in self._here if not guest.channel.is_known]
         for place, guest in enumerate(strangers):  # oldest first
             if now - guest.since > _STRANGER_S or len(strangers) - place > _MOST_STRANGERS:

@@ -1,4 +1,4 @@
-"""Quorum decision as a pure function: form a quorum now, or wait, for which replicas and until when.
+"""Quorum decision as a pure function: whether to form a quorum now or to wait, for which replicas, and until when.
 
 A quorum is the set of replicas (full copies of the model) that take part in a training step. The leader of each replica
 asks for it with a report. Healthy members have the furthest state and train; members that are behind fetch this state
@@ -112,7 +112,7 @@ def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[
 
 @dataclass(frozen=True)
 class _Round:
-    """What the waits of one decision have in common.
+    """Values that all waits of one decision share.
 
     Attributes:
         state: state of the server.
@@ -226,7 +226,7 @@ def _lacks(last: Quorum, report: Report) -> bool:
 
 
 def _finished(state: State, pending: Mapping[int, Report]) -> Decision | None:
-    """Tell replicas at or behind the last step that it is done, once a replica has finished the run."""
+    """Notify replicas at or behind the last step that the last step is done, once a replica has finished the run."""
     if state.end is None:
         return None
     told = {number: report for number, report in pending.items() if report.next_step <= state.end[0]}

@@ -1,4 +1,4 @@
-"""Dispatch of the quorum server as a state machine without I/O: what each message changes, and who is answered when.
+"""Dispatch of the quorum server: a state machine without I/O that processes messages and decides when to answer them.
 
 The quorum server decides which replicas (full copies of the model) take part in a training step: the quorum. The leader
 of a replica is its rank that talks to the server; a life is one world of a replica's worker processes; a term is the
@@ -24,7 +24,7 @@ _BEAT = wire.pack({"kind": "beat"})
 
 @dataclass(eq=False, kw_only=True)
 class Peer:
-    """What the dispatch knows of one connection.
+    """The data of the dispatch about one connection.
 
     Attributes:
         replica: number of the replica if the peer is its leader, else None.
@@ -64,12 +64,12 @@ class Log:
 
 @dataclass(frozen=True)
 class NewestTerm:
-    """Read the newest term that any server has claimed; it is the answer to this act."""
+    """Read the newest term that any server has claimed; that term is the answer to this act."""
 
 
 @dataclass(frozen=True)
 class ClaimTerm:
-    """Claim the next free term, ``least`` or higher; it is the answer to this act."""
+    """Claim the next free term, ``least`` or higher; that term is the answer to this act."""
 
     least: int
 
@@ -205,7 +205,7 @@ class Dispatch:
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def turn(self, now: float) -> Acts[float | None]:
-        """Answer all reports that can be answered. To be called after messages, and at the time that it returned.
+        """Answer all reports that can be answered. Call it after messages, and at the time that its last call returned.
 
         Every ``beat_s`` seconds, it also checks that no later server exists, and that the lease record is this
         server's, because a paused older server may have overwritten it.

@@ -42,7 +42,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Hops from the leader's node to the node that is farthest away."""
+        """Return the number of hops from the leader's node to the node that is farthest away."""
         hops, node = 0, self.nodes - 1
         while node:
             node, hops = (node - 1) // self.fan_out, hops + 1

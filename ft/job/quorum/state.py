@@ -1,4 +1,4 @@
-"""State of the quorum server: what it knows about each replica and about the last quorum.
+"""State of the quorum server: its data about each replica and about the last quorum.
 
 A replica is a full copy of the model with its own world of ranks; its leader reports to the server. A quorum is the set
 of replicas that take part in a training step. A life is one world of worker processes of a replica, numbered by its
@@ -70,7 +70,7 @@ class Ban:
 
 @dataclass
 class Replica:
-    """What the server knows about one replica. All times are in seconds of the server's monotonic clock.
+    """The server's data about one replica. All times are in seconds of the server's monotonic clock.
 
     Attributes:
         phase: EXPECTED: nothing was heard from the replica. ARRIVING: its processes have started. HERE: its leader is
@@ -196,7 +196,7 @@ class State:
         return max((value for value in known if value is not None), default=None)
 
     def needed_term(self) -> int:
-        """Return the term that contains the highest quorum number heard of."""
+        """Return the term that contains the highest quorum number that this server or a client knows."""
         return self.highest // SPAN
 
 

@@ -47,7 +47,8 @@ class Report:
 
     @property
     def state(self) -> tuple[int, int]:
-        """(next_step, lineage): the larger tuple is further in training, and equal tuples name the same state."""
+        """Return (next_step, lineage): the larger tuple is further in training, and equal tuples name the same state.
+        """
         return (self.next_step, self.lineage)
 
     def __post_init__(self):
@@ -87,7 +88,7 @@ class Quorum:
 
     @cached_property
     def members(self) -> tuple[int, ...]:
-        """Healthy and behind replicas, ascending; this is their order in the gradient rings."""
+        """Return the healthy replicas and those behind, ascending; this is their order in the gradient rings."""
         return tuple(sorted(self.healthy + self.behind))
 
     def __post_init__(self):

@@ -79,7 +79,7 @@ class QuorumHost:
         self._lease.start()
 
     def look(self, now: float) -> None:
-        """Do what is due at time ``now``: start a server, take over the lease, or give it up."""
+        """Start a server, take over the lease or give it up, if that is due at time ``now`` (monotonic, in seconds)."""
         if self._lease.lost:
             self._give_up()
         elif self._lease.holds:
@@ -150,7 +150,7 @@ class QuorumHost:
         return self._run_dir / "logs" / "quorum.log"
 
     def _start(self, takes_over: bool) -> None:
-        """Start the server. ``takes_over``: the run had another server before."""
+        """Start the server. ``takes_over``: whether the run had another server before."""
         options = json.dumps({**self._options, "takes_over": takes_over})
         arguments = ["--run-dir", str(self._run_dir), "--options", options]
         self._since = time.monotonic()

@@ -220,7 +220,7 @@ class Launcher:
         """Kill agents that do not end in time.
 
         Agents normally end by themselves once their workers have ended. The launcher waits no longer for an agent that
-        was told to end because the other replicas had finished, or after a second signal.
+        was asked to end because the other replicas had finished, or after a second signal.
         """
         for replica, member in self._members.items():
             told_at = self._told.get(replica)

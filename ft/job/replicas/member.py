@@ -78,17 +78,19 @@ class Member:
 
     @property
     def out(self) -> Path:
-        """File with the agent's standard output: the workers' output and its messages."""
+        """Return the file with the agent's standard output: the output of the workers, and the agent's messages."""
         return self.setup.folder / "logs" / f"agent{self._suffix}.out"
 
     @property
     def err(self) -> Path:
-        """File with the agent's standard error."""
+        """Return the file with the agent's standard error."""
         return self.setup.folder / "logs" / f"agent{self._suffix}.err"
 
     @property
     def _order(self) -> Path:
-        """File with the agent's arguments, which may be too many for a command line when there are many faults."""
+        """Return the file with the agent's arguments, which may be too long for a command line when there are many
+        faults.
+        """
         return self.setup.folder / f"agent{self._suffix}.json"
 
     @property
@@ -98,7 +100,7 @@ class Member:
 
     @property
     def waits(self) -> bool:
-        """Whether an agent is to be started."""
+        """Return whether an agent is to be started."""
         return self.process is None and self.code is None
 
     def start(self) -> None:
@@ -127,7 +129,7 @@ class Member:
     def ended(self, code: int, ending: bool) -> policy.Answer:
         """Record that the agent has ended; return what the launcher does next.
 
-        ``ending`` says that no other agent is started, however this one ended.
+        ``ending``: whether the run is ending, so that no other agent is started however this one ended.
         """
         self.process = None
         now = time.monotonic()
@@ -150,8 +152,8 @@ def next_life(folder: Path, node_rank: int) -> int:
     """Return the number of the life that a new agent begins: greater than all numbers in the journal and the lease
     record.
 
-    Only the agent of the replica's node 0 begins a new life. Agents on other nodes join the latest life, and are told
-    if there is a newer one.
+    Only the agent of the replica's node 0 begins a new life. Agents on other nodes join the latest life, and are
+    notified if there is a newer one.
     """
     standing = election.read(folder)
     if node_rank:

@@ -1,4 +1,4 @@
-"""Policy of the launcher as pure functions: what to do about agents that have ended, and when the run is over.
+"""Policy of the launcher as pure functions: the reaction to agents that have ended, and the end of the run.
 
 A replica is a full copy of the model; its agent supervises its workers on this node. The launcher starts the agents.
 """
@@ -26,7 +26,7 @@ LATE_S = 60.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What to do after the end of an agent.
+    """The launcher's reaction to the end of an agent.
 
     Attributes:
         action: AGAIN, DONE or GIVE_UP.
@@ -88,12 +88,12 @@ class View:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the launcher does next.
+    """The next action of the launcher.
 
     Attributes:
         what: WAIT, TELL or END.
         reason: why, in words.
-        replicas: replicas that are told to end (TELL).
+        replicas: replicas that are asked to end (TELL).
         code: exit code of the launcher (END).
     """
 
@@ -119,7 +119,7 @@ def judge(
         lost: replicas of the whole run that were given up.
         replicas: number of replicas of the run.
         least: number of replicas that the run needs.
-        told: replicas that were already told to end.
+        told: replicas that were already asked to end.
     """
     ended = all(view.code is not None for view in views.values())
     if finished_s is not None:

@@ -42,7 +42,7 @@ class Watch:
         folders: replica -> its folder, for the replicas to watch.
 
     Attributes:
-        seen: what was read last.
+        seen: the state that was read last.
     """
 
     def __init__(self, run_dir: Path, folders: Mapping[int, Path]):

@@ -29,8 +29,8 @@ class _Arrival:
 class RequestHandler:
     """Receives peer copies and serves snapshots; the threads of connections call it.
 
-    At most one copy of each owner is received at a time. A newer connection of the same owner replaces an older one, because
-    the sender of the older one has died or has lost its connection.
+    At most one copy of each owner is received at a time. A newer connection of the same owner replaces an older one,
+    because the sender of the older one has died or has lost its connection.
     """
 
     def __init__(self, stock: CopyStore, max_bytes: int):

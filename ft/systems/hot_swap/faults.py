@@ -44,7 +44,7 @@ class Breakage:
         self._choice = random.Random(session.rank)
 
     def act(self, fault: Fault) -> None:
-        """Execute ``fault``. If there is nothing to damage, print that to the worker's log and do nothing."""
+        """Execute ``fault``. If there is nothing to damage, only write a message to the worker's log."""
         try:
             _ACTS[fault.kind](self, fault)
         except FallbackError as missing:
@@ -68,7 +68,10 @@ class Breakage:
         corrupt_tensor(self._subject, fault)
 
     def _leave_step(self, fault: Fault) -> None:
-        """Start a collective that no other rank starts: it mismatches the others' next one, and the last one hangs."""
+        """Start a collective that no other rank starts. It is matched with the next collective of the other ranks, so
+        that
+        the last collective hangs.
+        """
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(torch.zeros(1), group=group, async_op=True)
 

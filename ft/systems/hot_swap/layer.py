@@ -34,7 +34,7 @@ class HotSwap(Protection):
 
 
 class RebuildsStages(Layer):
-    """A layer inside hot-swap that rebuilds lost pipeline stages. ``rebuilder``: factory of a worker's rebuilder."""
+    """A layer inside hot-swap that rebuilds lost pipeline stages. ``rebuilder`` makes the worker's rebuilder."""
 
     def __init__(self, rebuilder: Callable[[Session, Any], StageRebuilder]):
         self.rebuilder = rebuilder

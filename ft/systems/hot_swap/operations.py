@@ -1,6 +1,6 @@
-"""What a recovery does to a worker's process groups, snapshots and training state: the interface of these operations.
+"""The interface of the operations of a recovery on a worker's process groups, snapshots and training state.
 
-:class:`ft.systems.hot_swap.recovery.Recovery` decides which operation comes when.
+:class:`ft.systems.hot_swap.recovery.Recovery` decides on the order of the operations.
 :class:`ft.systems.hot_swap.recovery_manager.RecoveryManager` carries the operations out in production; ``ft simulate
 control`` has a model of them. Every operation that may block or take long is a coroutine. In production it blocks the
 training thread and raises ``EpochClosed`` as soon as the control plane closes the epoch.
@@ -22,7 +22,7 @@ class Operations(Protocol):
 
     @property
     def step(self) -> int:
-        """Return the last committed step of the live state, from the trainer's position."""
+        """Return the last committed step of the live state, as given by the trainer's position."""
 
     async def train(self) -> Any:
         """Run the training loop from the position to its end, and return its result."""
@@ -69,7 +69,7 @@ class Operations(Protocol):
         """Cancel all transfers of the closed epoch: afterwards the snapshots on this worker do not change."""
 
     def forget_moved_copies(self) -> None:
-        """Drop copies whose owner now sends them elsewhere."""
+        """Drop the peer copies of owners that now send their copies to other workers."""
 
     # --- the training state ------------------------------------------------------------------------------------------
 
@@ -89,14 +89,25 @@ class Operations(Protocol):
         """
 
     async def rebuild_stage(self, step: int, beside: Neighbours) -> tuple[Any, dict[str, str]]:
-        """Make this rank's part of a lost pipeline stage from the neighbouring stages (CheckFree). Collective with
-        ``lend_stage``. Returns what ``restore_snapshot`` returns."""
+        """Rebuild this rank's part of a lost pipeline stage from the neighbouring stages (CheckFree).
+
+        The neighbouring stages have to call ``lend_stage`` at the same time.
+
+        Args:
+            step: step of the restored state.
+            beside: logical ranks of the previous and the following stage.
+
+        Returns:
+            a pair as ``restore_snapshot`` returns it.
+        """
 
     async def publish_parameters(self) -> None:
-        """Copy the optimizer's main parameters to the model parameters on every rank. Collective."""
+        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
 
     async def lend_stage(self, order: Repair) -> bool:
-        """Send this rank's state to the ranks under rebuild; return whether its own is still that of the step."""
+        """Send this rank's state to the ranks that are rebuilt. Return whether this rank's state is still that of the
+        step.
+        """
 
     def continue_from(self, position: Any, order: Repair) -> None:
         """Set the trainer's position, and choose the peers that the next snapshots are copied to."""
@@ -104,7 +115,7 @@ class Operations(Protocol):
     # --- the course of the run ---------------------------------------------------------------------------------------
 
     def begins_epoch(self) -> None:
-        """Adopt what the worker's epoch says of planned faults, before its first step."""
+        """Adopt the list of already injected faults from the worker's epoch, before the first step of the epoch."""
 
     def has_committed(self, step: int) -> None:
-        """Handle the end of ``step`` on every rank."""
+        """Do the work that follows when all ranks have committed ``step``."""

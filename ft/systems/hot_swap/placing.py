@@ -1,4 +1,4 @@
-"""The workers that hold this worker's peer copies, in each epoch (:mod:`ft.state.placement`)."""
+"""Determines for each epoch which workers hold this worker's peer copies (:mod:`ft.state.placement`)."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,10 @@ from ft.worker.session import Session
 
 
 class Placing:
-    """Places peer copies. All workers compute the same placement from the epoch's seats and the placement before;
-    logical rank 0 reports it to the user.
+    """Places peer copies.
+
+    All workers compute the same placement from the epoch's seats and the previous placement; logical rank 0 reports the
+    placement to the user.
 
     Args:
         session: this worker's place in the run.
@@ -28,11 +30,12 @@ class Placing:
         self._told: list[str] = []
 
     def begin(self) -> list[int]:
-        """Return the holders of this worker's copies at the start of a run. For a worker that joins later they are
-        unknown until ``renew``.
+        """Return the holders of this worker's copies at the start of a run. For a worker that joins later, the holders
+        are unknown until ``renew``.
 
         Raises:
-            UserError: ``strict``, and the placement has problems. Raised on logical rank 0, whose end ends the run.
+            UserError: ``strict`` is set and the placement has problems. Only logical rank 0 raises it; its exit ends
+            the run.
         """
         session, subject = self._session, self._subject
         about = {
@@ -74,7 +77,9 @@ class Placing:
         return {rank: {"node": seat.node, **seat.domains} for rank, seat in self._session.seats.items()}
 
     def _problems(self, holders: Holders) -> list[str]:
-        """Return the placement's problems. On a single node there are none unless ``strict``: the risk is obvious."""
+        """Return the placement's problems. On a single node, return none unless ``strict``, because the risk is
+        obvious.
+        """
         if self._session.rank != 0 or (self._training_nodes == 1 and not self._strict):
             return []
         subject = self._subject

@@ -17,7 +17,7 @@ from ft.worker.session import Session
 
 
 def protect(session: Session, chunks: Sequence, optimizer: Any, scheduler: Any, position: Position, **options: Any):
-    """Protect a user's own training loop. Takes the arguments of :func:`build`, and returns its result."""
+    """Protect a user's own training loop. The arguments and the result are those of :func:`build`."""
     manager = build(session, chunks, optimizer, scheduler, position, **options)
     Stack([manager]).protect(optimizer)
     return manager
@@ -35,8 +35,10 @@ def build(
     newest_checkpoint: Callable[[], Path | None] = lambda: None,
     rebuilder: Callable[[Session, TrainingState], StageRebuilder] | None = None,
 ) -> RecoveryManager:
-    """Return the layer that recovers a training run from faults. Call it on all workers, after model and optimizer are
-    built; the optimizer's step has to go through the layer's ``update``.
+    """Return the layer that recovers a training run from faults.
+
+    Call it on all workers, after model and optimizer are built. The training loop has to call the layer's ``update``
+    instead of the optimizer's ``step``.
 
     Args:
         session: this worker's place in the run.
@@ -52,7 +54,8 @@ def build(
             stage is rebuilt.
 
     Raises:
-        UserError: ``strict``, and peer copies cannot be placed as asked; or the model's stages cannot be rebuilt.
+        UserError: ``strict`` is set and peer copies cannot be placed as requested; or the model's stages cannot be
+        rebuilt.
     """
     subject = TrainingState(chunks, optimizer, scheduler)
     keeper = None

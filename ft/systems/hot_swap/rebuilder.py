@@ -10,16 +10,22 @@ class StageRebuilder(Protocol):
     """Rebuilds this rank's part of a lost stage, and helps neighbouring stages to rebuild theirs."""
 
     def begins(self, step: int) -> None:
-        """Handle the start of the run after ``step``."""
+        """Prepare for training that continues after the committed step ``step``."""
 
     def beside(self, position: Position) -> Position:
-        """Return the trainer's position, combined with what the rebuilder has to store in every snapshot."""
+        """Return the trainer's position, combined with the values that the rebuilder stores in every snapshot."""
 
     def committed(self, step: int) -> None:
-        """Handle the end of ``step`` on every rank."""
+        """Do the work that follows when all ranks have committed ``step``."""
 
     def rebuild(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
-        """Rebuild this rank's state of ``step`` from the neighbouring stages. Collective with :meth:`lend`.
+        """Rebuild this rank's state of ``step`` from the neighbouring stages.
+
+        The neighbours have to call :meth:`lend` at the same time.
+
+        Args:
+            step: step of the restored state.
+            beside: logical ranks of the previous and the following stage.
 
         Returns:
             (the trainer's position, description of the sources).
@@ -29,7 +35,9 @@ class StageRebuilder(Protocol):
         """
 
     def lend(self, order: Repair, envelope: dict[str, Any]) -> bool:
-        """Send this rank's state to neighbours under rebuild; return whether its own is still that of the step."""
+        """Send this rank's state to neighbours that are rebuilt. Return whether this rank's state is still that of the
+        step.
+        """
 
     def learn(self, order: Repair) -> None:
-        """Record the end of a recovery, on every rank; ``order`` lists the ranks that were rebuilt."""
+        """Record the end of a recovery. Every rank calls it; ``order`` lists the ranks that were rebuilt."""

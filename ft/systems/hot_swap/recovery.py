@@ -1,5 +1,6 @@
-"""A worker under hot-swap from its first step to its last, through all recoveries, without I/O (DEADPOOL, sections V-C
-and VI-A to VI-F).
+"""Runs a worker with hot-swap from its first step to its last, through all recoveries (DEADPOOL, sections V-C and VI-A
+to
+VI-F). This module does no I/O. A recovery has four parts:
 
     leave   abort every operation; report the snapshots held and the operations that were pending
     enter   take the seats of the next epoch; a worker without a state of its own reports that it has arrived
@@ -20,11 +21,11 @@ from ft.worker import protocol
 
 
 class Recovery:
-    """The course of one worker: which report and which operation comes when.
+    """The sequence of reports and operations of one worker.
 
     Args:
         member: the worker's process as a member of the run.
-        operations: what is done to process groups, snapshots and the training state.
+        operations: operations on process groups, snapshots and the training state.
 
     Attributes:
         is_empty: whether the worker has no training state yet, because it joins a running job.
@@ -41,8 +42,8 @@ class Recovery:
     async def run(self) -> Any:
         """Train to the end with recovery, and return the training loop's result.
 
-        It returns on all workers or on none: a worker that is done waits for the others, because recovering their
-        faults needs its help.
+        The method returns on all workers or on none: a worker that is done waits for the others, because their recovery
+        needs all workers.
         """
         begun = False
         while True:
@@ -61,8 +62,9 @@ class Recovery:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     async def before_update(self) -> None:
-        """Wait, before the optimizer changes the state, until the last snapshot is complete here and with all peers;
-        then start the fence.
+        """Wait until the last snapshot is complete on this worker and on all peers; then start the fence.
+
+        Call it before the optimizer changes the state.
         """
         operations = self._operations
         with self._member.progress.at("wait", "snapshot"):
@@ -74,7 +76,7 @@ class Recovery:
         operations.inject("optimizer")
 
     async def committed(self) -> None:
-        """Take the snapshot of the step that the position now counts, when all work that belongs to it is done.
+        """Take the snapshot of the step that the trainer's position has reached. All work of that step has to be done.
 
         No worker overwrites its last but one snapshot until every worker's last snapshot has reached its peers. The
         fence, an all-reduce started before the optimizer step, guarantees this. (To wait only for one's own peers, as
@@ -97,9 +99,11 @@ class Recovery:
         self._operations.inject("transfer")
 
     def _forget_moved_copies(self) -> None:
-        """Drop copies whose owner now sends them elsewhere: every worker's first snapshot of the epoch is safe.
+        """Drop the peer copies of owners that now send their copies to other workers.
 
-        Until then, these copies protect the run and are reported as held.
+        Call it when every worker's first snapshot of the epoch has reached its peers. Until then, the old copies
+        protect
+        the run, and are reported as held.
         """
         if self._tidied_epoch < self._member.epoch:
             self._tidied_epoch = self._member.epoch
@@ -176,8 +180,9 @@ class Recovery:
         )
 
     async def _restore(self, order: Repair) -> dict[str, str]:
-        """Put the state of the order's step in place on this worker and, collectively, the parameters on all workers.
-        From the next snapshot on, copies go to the holders that the new seats require.
+        """Restore the state of the order's step on this worker, and the parameters on all workers together.
+
+        From the next snapshot on, copies are sent to the holders that the new seats require.
 
         Returns:
             the sources of the state: {"owned": "own" | "copy:RANK" | "rebuilt:RANK+RANK", "replicated": ...}.

@@ -1,6 +1,7 @@
 """Hot-swap's training loop: it snapshots every committed step, and recovers from every interruption in a new epoch.
 
-:class:`ft.systems.hot_swap.recovery.Recovery` says what comes when; this module does it.
+:class:`ft.systems.hot_swap.recovery.Recovery` decides on the order of the operations; this
+module carries them out.
 """
 
 from collections.abc import Callable
@@ -75,11 +76,11 @@ class RecoveryManager(Layer, Operations):
         return step()
 
     def committed(self) -> None:
-        """Take the snapshot of the step that ``position`` now counts, when all work that belongs to it is done."""
+        """Take the snapshot of the step that ``position`` has reached. All work of that step has to be done."""
         protocol.run(self._recovery.committed())
 
     def at(self, phase: str) -> None:
-        """Inject the faults that are planned at this point of the step; costs nothing if there are none."""
+        """Inject the faults that are planned at this point of the step; without such faults the call costs no time."""
         if phase in _ASIDE:
             self.session.progress.aside(phase)
         self.inject(phase)

@@ -1,1 +1,3 @@
-"""FT-HSDP: replicas (full copies of the model) fail as a unit; the others train on, and a returning one catches up."""
+"""FT-HSDP: replicas (full copies of the model) fail as a unit. The others continue to train, and a replica that returns
+fetches its state from them.
+"""

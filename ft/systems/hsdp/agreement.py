@@ -25,7 +25,7 @@ _ROW_BYTES = 512
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks of the replica know about a step's quorum.
+    """A step's quorum, as all ranks of the replica know it.
 
     Attributes:
         quorum: the quorum; None if there is none, for the reason in ``problem``.
@@ -41,7 +41,7 @@ class Agreed:
 class Agreement:
     """The agreement thread of one rank: it obtains and broadcasts quorums while the training thread computes.
 
-    The constructor is collective in ``group``.
+    All ranks of ``group`` have to construct it at the same time.
 
     Args:
         group: gloo group of all ranks of this replica, not used for anything else.
@@ -63,7 +63,7 @@ class Agreement:
         self._thread.start()
 
     def ask(self, report: Report, then: Callable[[Agreed], None]) -> None:
-        """Begin to ask for the quorum of a step; must be called on all ranks of the replica. Return at once.
+        """Begin to ask for the quorum of a step, and return at once. All ranks of the replica have to call it.
 
         Args:
             report: the replica's report to the quorum server; only the leader's is sent.
@@ -122,7 +122,7 @@ class Agreement:
 
 
 def _gather(group: dist.ProcessGroup, row: dict[str, str]) -> list[dict[str, str]]:
-    """All-gather the rows of all ranks of the group, by rank."""
+    """Return the rows of all ranks of the group, by rank (an all-gather)."""
     text = json.dumps(row).encode().ljust(_ROW_BYTES)
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = [torch.empty_like(mine, device="cpu") for _ in range(dist.get_world_size(group))]

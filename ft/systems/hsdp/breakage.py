@@ -18,7 +18,7 @@ class ReplicaBreakage:
         self._subject, self._ring, self._session = subject, ring, session
 
     def act(self, fault: Fault) -> None:
-        """Inject a fault. For a kind that has nothing to break here, only print a message in the worker's log."""
+        """Inject a fault. If a kind of fault has no target in this worker, only write a message to the worker's log."""
         if fault.kind == "drop":
             self._ring.cancel(f"injected: {fault}")
         elif fault.kind == "corrupt-tensor":

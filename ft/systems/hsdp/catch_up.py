@@ -27,7 +27,7 @@ _BEGIN_S = 0.3
 
 
 class CatchUp:
-    """Catch-up of one rank. A catch-up belongs to one step and is tried anew in the next one if it fails.
+    """Catch-up of one rank. A catch-up belongs to one step; if it fails, it is repeated in the next step.
 
     A replica that has an old state keeps it until the new one has arrived on all of its ranks; until then, the fetched
     tensors are kept in host memory. Without an old state, the tensors are fetched directly into the live ones.
@@ -61,7 +61,7 @@ class CatchUp:
 
         Args:
             agreed: the quorum of the step, with the addresses of its members.
-            keeps_state: this replica has a state that it keeps until the new one is complete.
+            keeps_state: whether this replica has a state, which it keeps until the new one is complete.
         """
         self._fetched, self._problem = None, ""
         self._has_begun.clear()
@@ -109,7 +109,7 @@ class CatchUp:
             print(f"step {step} goes on with this replica's own generators and buffers: {problem}", flush=True)
 
     def _have_all(self, has_mine: bool) -> bool:
-        """Return whether ``has_mine`` is true on every rank of the replica; collective."""
+        """Return whether ``has_mine`` is True on every rank of the replica. All ranks have to call it."""
         word = torch.tensor([int(has_mine)], dtype=torch.int32, device="cpu")
         dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self._votes)
         return bool(word.item())

@@ -77,7 +77,9 @@ class Commit:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Numbers of the sample streams that were trained: the healthy replicas, or with SPARe all shard types."""
+        """Return the numbers of the sample streams that were trained: the healthy replicas, or with SPARe all shard
+        types.
+        """
         return self.healthy if self.stack is None else tuple(range(self.deal.replicas))
 
     @property
@@ -114,7 +116,7 @@ class Commit:
 
 
 class CommitLog:
-    """Appends commits to a replica's file. On a full disk, lines wait in memory and training goes on.
+    """Appends commits to a replica's file. On a full disk, lines wait in memory and training continues.
 
     Raises:
         OSError: the file cannot be opened.

@@ -53,7 +53,7 @@ class Components:
         votes: process group of this replica's ranks, used only for their votes.
         batch: samples that a replica takes in a step.
         save_interval: steps between checkpoints; None: no interval.
-        per_token: whether core divides gradients by the number of tokens.
+        per_token: whether megatron-core divides gradients by the number of tokens.
     """
 
     session: Session
@@ -113,7 +113,7 @@ def build(
     batch: int,
     save_interval: int | None = None,
 ) -> Components:
-    """Build the objects of one rank, after model and optimizer are built. Collective inside the replica.
+    """Build the objects of one rank, after model and optimizer are built. All ranks of the replica have to call it.
 
     Args:
         session: this worker's connection to the run.
@@ -166,7 +166,10 @@ def build(
 
 
 def _exchange_tokens(config: Any, exchange: Exchange) -> bool:
-    """Make core's division by the number of tokens use the tokens of all replicas. Return whether core divides so."""
+    """Make megatron-core divide gradients by the number of tokens of all replicas. Return whether megatron-core divides
+    by
+    tokens.
+    """
     if not config.calculate_per_token_loss:
         return False
 

@@ -10,7 +10,7 @@ _BITS = 62
 
 
 def digest(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> int:
-    """Return the digest of the tensors of all ranks of ``group``, on each of them; collective.
+    """Return the digest of the tensors of all ranks of ``group``. All ranks have to call it, and get the same digest.
 
     Each rank's contribution depends on names, order, every bit, and the rank.
     """

@@ -1,8 +1,8 @@
 """Final checkpoint of an FT-HSDP run: one replica writes it, and no other replica exits before it is complete.
 
 The replica that writes the checkpoint may die meanwhile, and replicas that have exited by then could not replace it. So
-all replicas that have done the last step keep asking the quorum server for quorums (the set of replicas that are still
-there) until the checkpoint is complete, and another one writes it if necessary.
+all replicas that have done the last step repeatedly ask the quorum server for a quorum (the set of replicas that still
+exist) until the checkpoint is complete, and another one writes it if necessary.
 """
 
 from collections.abc import Callable, Sequence

@@ -22,10 +22,22 @@ class DividesWork(Protocol):
     """A layer inside FT-HSDP that divides a step's samples among the replicas in another way (SPARe)."""
 
     def follow(self, loaders: Sequence[Any], batch: int) -> Follow:
-        """Return what makes the loaders read this replica's samples. ``batch``: samples of a replica in a step."""
+        """Return the object that positions the data loaders at this replica's samples.
+
+        Args:
+            loaders: data loaders of this rank, one for each model chunk.
+            batch: number of samples of a replica in a step.
+        """
 
     def work(self, place: Place, position: ReplicaPosition, trainer: Trainer, follow: Follow) -> Work:
-        """Return the work of the replica at ``place`` in each step."""
+        """Return the object that decides what the replica at ``place`` computes in each step.
+
+        Args:
+            place: the replica's place among the replicas.
+            position: training position, with the sample positions of all replicas.
+            trainer: the trainer.
+            follow: the object that positions the data loaders.
+        """
 
 
 class Replicas(Protection):

@@ -46,7 +46,7 @@ class LoaderState:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sort key that is greater for a newer state.
+        """Return a sort key that is greater for a newer state.
 
         Quorum numbers only increase, while a run that resumes from an older checkpoint repeats steps, in later quorums.
         """

@@ -29,7 +29,7 @@ class Place:
         lr_scaling: how the learning rate is scaled by the number of healthy replicas.
         wait_s: seconds that an update waits for a replica that is fetching state, before it cuts the fetch off
             (:func:`ft.job.replicas.deadlines.fetch_wait`).
-        comes_back: the replica was restarted or joins late, so it fetches its state from the others.
+        comes_back: whether the replica was restarted or joins late, so that it fetches its state from the others.
         life: number of the replica's present incarnation; it grows with every restart of its workers.
         redundancy: with SPARe, the number of parts of a global batch (shard types) that each replica can compute; None
             without SPARe: each replica trains its own part.
@@ -51,7 +51,10 @@ class Place:
 
     @property
     def token(self) -> str:
-        """Secret that authenticates processes of different replicas; the processes of one replica share another one."""
+        """Return the secret by which processes of different replicas authenticate each other.
+
+        Within one replica, the processes use another secret.
+        """
         return token.find(self.run_dir, 0.0)
 
     def announce(self) -> QuorumClient:

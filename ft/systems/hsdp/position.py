@@ -21,7 +21,7 @@ class Follow(Protocol):
 
     @property
     def position(self) -> int | None:
-        """Present position of the loaders in the stream, None where this rank reads no samples."""
+        """Return the present position of the loaders in the stream, None if this rank reads no samples."""
 
 
 class ReplicaPosition:
@@ -59,12 +59,12 @@ class ReplicaPosition:
 
     @property
     def step(self) -> int:
-        """Number of committed steps."""
+        """Return the number of committed steps."""
         return self._trainer.get()["step"]
 
     @property
     def mine(self) -> int:
-        """Number of samples that this replica has taken of its own stream."""
+        """Return the number of samples that this replica has taken of its own stream."""
         return self.positions.get(self._replica, 0)
 
     def began_at(self, batch: int) -> int:

@@ -34,7 +34,8 @@ _LEAVE_S = 2.0
 
 
 class ReplicaManager(Layer):
-    """The trainer's only interface to FT-HSDP, on one rank. The trainer calls it at the moments of a training step.
+    """The trainer's only interface to FT-HSDP, on one rank. The trainer calls its methods at fixed points of each
+    training step.
 
     Args:
         parts: the components of this rank, such as its ring, its process group for votes and its state server.
@@ -192,8 +193,8 @@ class ReplicaManager(Layer):
 
         Args:
             step: number of the step.
-            is_due: a checkpoint is to be written after this step.
-            ends: the run ends with this step; the first healthy replica then writes.
+            is_due: whether a checkpoint is to be written after this step.
+            ends: whether the run ends with this step; the first healthy replica then writes.
         """
         if not is_due:
             return False
@@ -206,9 +207,10 @@ class ReplicaManager(Layer):
         return is_mine
 
     def at(self, phase: str) -> None:
-        """Inject the faults that are planned for this phase of the current step. Free of cost if none is planned.
+        """Inject the faults that are planned for this phase of the current step. Without planned faults the call costs
+        no time.
 
-        Evaluating and saving are not part of a step, so peers are told to wait longer for this replica.
+        Evaluating and saving are not part of a step, so peers are notified to wait longer for this replica.
         """
         if phase in ("evaluate", "save"):
             self.session.progress.aside(phase)
@@ -216,7 +218,8 @@ class ReplicaManager(Layer):
         self._parts.injector.at(phase, self._position.step + 1)
 
     def _goes_aside(self) -> None:
-        """Announce that this replica is busy with something other than a step, so that peers wait longer for it."""
+        """Announce that this replica is busy with other work than a step, so that peers wait longer for this replica.
+        """
         self._aside = True
         if self._parts.client is not None:
             self._parts.client.aside()
@@ -417,7 +420,8 @@ class ReplicaManager(Layer):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _on_close(self, epoch: int, reason: str) -> None:
-        """Leave the quorum and the ring, because a worker of this replica was lost. Other replicas notice at once."""
+        """Leave the quorum and the ring, because a worker of this replica was lost. Other replicas detect this at once.
+        """
         if self._parts.client is not None:
             self._parts.client.leave(reason)
         self._exchange.give_up(reason)

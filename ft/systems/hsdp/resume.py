@@ -1,8 +1,8 @@
 """Initial assignment of samples to FT-HSDP replicas, when a replica starts.
 
-A deal says which replica gets which samples, and positions say how many each has taken
-(:mod:`ft.systems.hsdp.samples`). The replica may begin a run, resume from a checkpoint, or return to a run that goes
-on.
+A deal assigns samples to replicas, and the positions are the numbers of samples that the replicas have taken
+(:mod:`ft.systems.hsdp.samples`). The replica may begin a run, resume from a checkpoint, or return to a run that
+continues.
 """
 
 from typing import Any

@@ -49,7 +49,7 @@ class Order:
 
     @property
     def left_over(self) -> int:
-        """Number of samples in the leftovers."""
+        """Return the number of samples in the leftovers."""
         return int(self._first_places[-1])
 
     def samples(self, places: numpy.ndarray) -> numpy.ndarray:
@@ -175,7 +175,7 @@ class Deal:
 
     @cached_property
     def order(self) -> Order:
-        """The samples that were left when this deal began."""
+        """Return the samples that were left when this deal began."""
         order = Order()
         for past in self.past:
             order = order.without(past.replicas, past.block, past.positions)
@@ -199,7 +199,7 @@ class Deal:
     ) -> tuple["Deal", dict[int, int]]:
         """Return the deal and the positions with which training continues after ``step``.
 
-        They are the present ones unless the number of replicas or the block size changes. The function is pure, so all
+        The present deal and positions are returned unless the number of replicas or the block size changes. The function is pure, so all
         replicas that commit the same step get the same result.
 
         Args:

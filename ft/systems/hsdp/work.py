@@ -60,7 +60,7 @@ class Work(ABC):
 
         Args:
             quorum: quorum of the step.
-            is_planned: the attempt was planned before ``quorum`` was known.
+            is_planned: whether the attempt was planned before ``quorum`` was known.
         """
 
     @abstractmethod
@@ -112,11 +112,11 @@ class Work(ABC):
 
     @abstractmethod
     def failed(self) -> None:
-        """Handle an attempt that is not committed; the gradients that it has computed are still in memory."""
+        """Process the failure of an attempt; the gradients that the attempt has computed are still in memory."""
 
     @abstractmethod
     def committed(self, quorum: Quorum) -> None:
-        """Handle the commit of the step, after the sample positions were advanced.
+        """Process the commit of the step, after the sample positions were advanced.
 
         The state that this method changes is part of the state that all replicas share.
         """
@@ -156,7 +156,7 @@ class OwnStream(Work):
         return sums
 
     def reduced(self, tokens: torch.Tensor | None) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: no gradients are kept from earlier attempts."""
 
     def restart(self) -> None:
         """Do nothing: the position alone determines what is trained."""

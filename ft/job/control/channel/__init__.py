@@ -33,7 +33,7 @@ class Posted:
 
 @dataclass(frozen=True)
 class Record:
-    """What the control plane's journal says about the messages on the channel.
+    """The content of the control plane's journal about the messages on the channel.
 
     Attributes:
         first: number of the first order in ``orders``.

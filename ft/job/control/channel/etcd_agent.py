@@ -107,8 +107,9 @@ class EtcdAgentChannel(AgentChannel):
             raise
 
     def _look(self) -> tuple[int, bool]:
-        """Return the number of the last recorded report and whether the control plane lives; rewrite own reports
-        that are missing.
+        """Return the number of the last recorded report, and whether the control plane is alive. Rewrite missing
+        reports of
+        this agent.
         """
         keys, taken_key = self._keys, self._keys.taken(self._node)
         own = {**below(keys.reports(self._node)), "keys_only": True}
@@ -156,7 +157,7 @@ class _Follower:
         """Process changed entries and deliver the orders that are next in sequence.
 
         Raises:
-            ConnectionError: the control plane is gone, or nothing has been heard for ``PATIENCE_S``.
+            ConnectionError: the control plane is gone, or no change was received for ``PATIENCE_S`` seconds.
         """
         now = time.monotonic()
         for entry in entries:

@@ -145,7 +145,9 @@ class EtcdControlChannel(ControlChannel):
         self._pulse.end()
 
     def _listen(self, arrivals: Arrivals, revision: int) -> None:
-        """Deliver reports and repair the own keys as changes arrive from etcd. Runs on a thread of its own."""
+        """Deliver reports, and repair the control plane's keys, as changes arrive from etcd. Runs on a thread of its
+        own.
+        """
         while True:
             try:
                 for changes in self._watch.changes(revision):

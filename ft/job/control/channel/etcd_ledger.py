@@ -103,7 +103,7 @@ class Ledger:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether ``settle`` has anything to write."""
+        """Return whether ``settle`` has anything to write."""
         return bool(self._dirty)
 
     # --- inside the lock ---------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class EtcdError(FtError):
 
     @property
     def is_missing(self) -> bool:
-        """Whether the object of the call, such as a lease, does not exist."""
+        """Return whether the object of the call, such as a lease, does not exist."""
         return self.code == _NO_SUCH
 
 

@@ -124,7 +124,7 @@ class TcpControlChannel(ControlChannel):
 
 @contextlib.contextmanager
 def _lost():
-    """Turn torch's errors, whose text is a C++ stack trace, into ``ConnectionError``."""
+    """Return a context that converts torch's errors, whose text is a C++ stack trace, into ``ConnectionError``."""
     try:
         yield
     except RuntimeError as error:

@@ -46,7 +46,9 @@ def blame(operation: int, left: Message | None, right: Message | None) -> tuple[
     - A left neighbour that has ended this operation is the cause: it has sent data that do not arrive. A right
       neighbour that has ended the operation is not: it has received everything from this member, and sends it nothing.
     - Otherwise another member is the cause, and both neighbours wait for it as this member does. They may be one
-      operation behind, because a member that has received its last data goes on while others still wait for theirs.
+      operation behind, because a member that has received its last data begins the next operation while others still
+      wait for their
+        data.
 
     Args:
         operation: number of operations that this member has begun.

@@ -151,7 +151,7 @@ class Driver:
             self._poller.wait(_TEND_S)
 
     def _watch_over(self) -> None:
-        """Between operations, drop connections that are broken or were cancelled."""
+        """Close connections that broke or were cancelled between operations."""
         self._door.tend()
         if self._broken is not None:
             return

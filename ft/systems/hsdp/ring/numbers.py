@@ -98,7 +98,7 @@ class Numbers(ABC):
 
 
 def of(tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, buffers: Buffers) -> Numbers:
-    """Return the arithmetic for ``tensor``, by its type and the number of members."""
+    """Return the arithmetic for ``tensor``, chosen by the tensor's type and the number of members."""
     if tensor.dtype == torch.float32:
         return InPlace(tensor, scale, members, buffers)
     return (Widened if wide_sums and members > 2 else Narrow)(tensor, scale, members, buffers)
