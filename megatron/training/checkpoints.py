@@ -1,4 +1,4 @@
-"""Saving a job's checkpoints, and loading the checkpoint that it resumes from."""
+"""Saves a job's checkpoints, and loads the checkpoint from which a job resumes."""
 
 import sys
 
@@ -11,7 +11,7 @@ from megatron.training.job import Job
 
 
 def save(job: Job, *, blocking: bool = False) -> None:
-    """Save a checkpoint. ``blocking``: return only when it is complete, also with --async-save."""
+    """Save a checkpoint. ``blocking``: whether to wait until the checkpoint is complete, also with --async-save."""
     with job.trainee.whole_params():
         job.checkpointer.save(job.state, job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
     job.checkpointer.maybe_finalize(blocking=blocking)

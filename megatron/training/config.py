@@ -1,7 +1,7 @@
 """Builds megatron-core's configurations from the options.
 
-A field has the option of the same name. Written out here are only the fields that follow from other options, and those
-that depend on what this process offers (a GPU, Transformer Engine, Apex).
+A field gets the value of the option of the same name. The code sets explicitly only the fields that follow from other
+options, and those that depend on this process (whether it has a GPU, Transformer Engine, Apex).
 """
 
 from dataclasses import fields
@@ -148,7 +148,7 @@ def _parallelism(options: Options, layout: Layout) -> dict[str, Any]:
 
 
 def _add_yarn(config: TransformerConfig, options: Options) -> None:
-    """Give the configuration of a model with YaRN's positions the attributes that megatron-core looks for there."""
+    """Add the attributes that megatron-core reads from the configuration of a model with YaRN position embeddings."""
     c = options.core
     if c.position_embedding_type != "yarn" or c.multi_latent_attention:
         return
@@ -168,7 +168,8 @@ def _add_yarn(config: TransformerConfig, options: Options) -> None:
 
 
 def uses_te(options: Options) -> bool:
-    """Return whether the layers are Transformer Engine's: it is installed, and not excluded by a flag or by DMR.
+    """Return whether the layers are Transformer Engine's: whether it is installed, and neither a flag nor DMR excludes
+    it.
 
     DMR (dual modular redundancy) executes every operator a second time. It intercepts operators in torch's dispatcher,
     which Transformer Engine's kernels bypass.

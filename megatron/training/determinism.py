@@ -23,7 +23,7 @@ class Variable:
         name: name of the variable.
         default: the value to set if the variable is not set.
         allowed: the values with which the library is reproducible.
-        why: what the variable decides.
+        why: the effect of the variable.
     """
 
     name: str

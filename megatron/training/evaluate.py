@@ -28,7 +28,7 @@ def batch_size(job: Job) -> int:
 
 
 def validate(job: Job) -> float:
-    """Evaluate on the next samples of the validation set, and log the loss. Advances ``job.state``."""
+    """Evaluate on the next samples of the validation set, log the loss, and advance ``job.state``."""
     loss = evaluate(job, job.valid_loaders)
     samples = job.options.evaluation.eval_iters * batch_size(job)
     job.state.consumed_valid_samples += samples

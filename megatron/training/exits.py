@@ -49,7 +49,7 @@ class Exits:
         self._reason = reason
 
     def ask(self) -> None:
-        """Start to send the other ranks what this rank has seen so far."""
+        """Start to send the other ranks the signals and the time limit that this rank has observed so far."""
         limit = self._options.exit_duration_in_mins
         seen = torch.zeros(2, dtype=torch.int32, device="cpu")
         seen[SIGNAL] = self._signum or 0
@@ -57,7 +57,7 @@ class Exits:
         self._asked = seen, dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def answer(self, step: int) -> str | None:
-        """Return why the run ends after ``step``, or None; the same on every rank."""
+        """Return why the run ends after ``step``, or None. The result is the same on every rank."""
         seen, work = self._asked
         work.wait()
         return self._reason or reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
@@ -82,7 +82,7 @@ def reason_to_exit(options: TrainingOptions, step: int, signum: int, time_is_up:
         options: exit flags.
         step: number of the step.
         signum: the exit signal that some rank has received, 0 if none has.
-        time_is_up: some rank has exceeded --exit-duration-in-mins.
+        time_is_up: whether some rank has exceeded --exit-duration-in-mins.
     """
     if signum:
         return f"{signal.Signals(signum).name} received"

@@ -1,6 +1,6 @@
 """Stops all ranks of a job within seconds when one rank fails, so that the first error is printed once.
 
-For jobs that are started by torchrun, srun or mpirun; jobs of ``ft run`` have a control plane that does this.
+It serves jobs that are started by torchrun, srun or mpirun; in jobs of ``ft run`` the control plane does this.
 """
 
 import os

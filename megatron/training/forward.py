@@ -17,7 +17,8 @@ def make_forward_step(check_finite: bool):
     """Return the forward step for megatron-core's ``forward_backward_func``.
 
     Args:
-        check_finite: raise ``NonFiniteLossError`` on the last stage if a loss is NaN or infinite, before its backward.
+        check_finite: whether to raise ``NonFiniteLossError`` on the last stage if a loss is NaN or infinite, before its
+        backward pass.
     """
 
     def forward_step(loader, chunk):

@@ -20,8 +20,8 @@ class Job:
 
     Attributes:
         ending: reason why the run ends after the current step; None while it continues.
-        protection: the layers of the protections that the run asks for.
-        verified: whether a layer finds wrong values; then non-finite losses and gradients are left to it first.
+        protection: the layers of the protections that the run requests.
+        verified: whether a layer verifies operators; non-finite losses and gradients are then checked after this layer.
     """
 
     options: Options

@@ -1,4 +1,6 @@
-"""Launch of one rank of a job: it joins the others, trains, and ends so that a failure's first cause is shown once."""
+"""Runs one rank of a job: joins the other ranks, trains, and exits such that the first error of a failure is printed
+once.
+"""
 
 import os
 import signal
@@ -91,7 +93,9 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
 
 
 def resume_own_checkpoints(options: CheckpointOptions) -> None:
-    """Load the run's own newest checkpoint after a warm restart, if it has one, whatever the run first started from."""
+    """Make the run load its own newest checkpoint after a warm restart, if it has one, instead of that of its first
+    start.
+    """
     folder = Path(options.save) if options.save else None
     if folder is not None and folder.is_dir() and naming.newest_complete(verify.scan(folder)) is not None:
         options.load, options.ckpt_step = options.save, None
@@ -99,7 +103,7 @@ def resume_own_checkpoints(options: CheckpointOptions) -> None:
 
 
 def launch_plain(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
-    """Run one rank of a torchrun, srun or mpirun job. If one rank fails, all end."""
+    """Run one rank of a torchrun, srun or mpirun job. If one rank fails, all ranks end."""
     try:
         init_process_group(options.core, place)
     except UserError as error:

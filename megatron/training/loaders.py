@@ -26,7 +26,8 @@ def make_loaders(
     state: TrainState,
     share: DataShare | None = None,
 ) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
-    """Return loaders of the train, validation and test parts, each at its position in ``state``. Collective.
+    """Return loaders of the train, validation and test parts, each at its position in ``state``. All ranks have to call
+    it.
 
     Args:
         options: options of the run.

@@ -14,11 +14,11 @@ from megatron.training.step import train_step
 
 
 class DifferentWeights(FtError):
-    """Data-parallel ranks, which hold copies of the same weights, hold different ones."""
+    """Data-parallel ranks have different weights, although they should have copies of the same weights."""
 
 
 def train(job: Job) -> None:
-    """Train to the end of the run, or until ``job.ending`` holds a reason to end earlier."""
+    """Train to the end of the run, or until ``job.ending`` is a reason to end earlier."""
     options, state, last = job.options, job.state, train_steps(job.options.training)
     while state.step < last and job.ending is None:
         job.profiler.before(state.step + 1)
@@ -51,10 +51,10 @@ def weights_are_compared(options: Options, step: int) -> bool:
 
 
 def compare_weights(job: Job) -> None:
-    """Compare the weights of all data-parallel ranks. Collective.
+    """Compare the weights of all data-parallel ranks. All ranks have to call it.
 
     Raises:
-        DifferentWeights: they are not equal.
+        DifferentWeights: the weights are not equal.
     """
     with job.trainee.whole_params():
         if not check_param_hashes_across_dp_replicas(job.trainee.chunks, cross_check=True):
@@ -72,7 +72,9 @@ def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
 
 
 def garbage_is_due(options: Options, step: int, evaluated: bool) -> bool:
-    """Return whether to collect garbage. With --manual-gc all ranks do so at the same steps, so that none waits."""
+    """Return whether to collect garbage. With --manual-gc all ranks collect garbage at the same steps, so that no rank
+    waits for another.
+    """
     t = options.training
     if not t.manual_gc:
         return False

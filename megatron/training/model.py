@@ -33,9 +33,11 @@ class Trainee:
 
     @contextmanager
     def whole_params(self):
-        """Give every rank every parameter inside the context, without forward hooks (--overlap-param-gather).
+        """Return a context in which every rank has all parameters, without forward hooks (--overlap-param-gather).
 
-        Evaluation and checkpoints need it; between steps the newest parameters exist only in their owners' shards.
+        Evaluation and checkpoints need this context, because between steps the newest parameters exist only in their
+        owners'
+        shards.
         """
         if not self.chunks[0].ddp_config.overlap_param_gather:
             yield
@@ -68,10 +70,10 @@ def build(
         options: options of the run.
         layout: sizes of the parallel groups.
         padded_vocab_size: vocabulary size, padded for tensor parallelism.
-        initialize: whether to initialize the weights; without it they keep whatever the memory holds, which suits a
-            rank that receives its weights from others.
+        initialize: whether to initialize the weights; if not, the weights are undefined, which is sufficient on a rank
+        that receives its weights from others.
         ends: which stages have embedding and output layer; None: the first and the last.
-        verified: whether a protection finds wrong values; then gradients are not checked for NaN here.
+        verified: whether a protection verifies operators; then the model's gradients are not checked for NaN.
     """
     config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize, ends=ends)
     if ends is not None:

@@ -10,7 +10,7 @@ from megatron.training.job import Job
 class JobPosition:
     """Reads and writes the state of a job that changes from step to step: counters, data position and log position.
 
-    Model, optimizer, schedule and random generators are not part of it.
+    Model, optimizer, schedule and random generators are not part of this state.
     """
 
     def __init__(self, job: Job):
@@ -21,7 +21,10 @@ class JobPosition:
         return {"step": self._job.state.step, "state": asdict(self._job.state), "ending": self._job.ending}
 
     def set(self, position: dict[str, Any]) -> None:
-        """Restore a position that ``get`` has returned. Collective, as ranks also agree on which steps are saved."""
+        """Restore a position that ``get`` has returned.
+
+        All ranks have to call it, because they also agree on which steps are saved.
+        """
         job, state = self._job, TrainState(**position["state"])
         for name, value in vars(state).items():
             setattr(job.state, name, value)

@@ -131,7 +131,7 @@ def run(job: Job) -> None:
 
 
 def run_info(options: Options, tokenizer: Tokenizer) -> dict:
-    """Return what a checkpoint records about the run that wrote it."""
+    """Return the values that a checkpoint stores about the run that wrote it."""
     stored = options.as_dict()
     shape = {name: stored["core"][name] for name in OF_THE_MODEL if name in stored["core"]}
     shape["vocab_size"] = tokenizer.vocab_size

@@ -69,8 +69,11 @@ def mean_loss(reported: list[torch.Tensor]) -> float:
 
 
 def _computed(job: Job) -> Update:
-    """Compute a step on this rank. If operators are verified, a non-finite loss is checked only after verification,
-    because before it may be the result of a hardware error."""
+    """Compute a step on this rank.
+
+    If operators are verified, the loss is checked for NaN and infinity only after the verification, because before that
+    a non-finite loss may be the result of a hardware error.
+    """
     update = job.protection.compute(lambda: _update(job))
     if job.verified and job.options.training.check_for_nan_in_loss_and_grad:
         refuse_non_finite(update.loss if parallel_state.is_pipeline_last_stage() else 0.0)
@@ -86,8 +89,11 @@ def _update(job: Job) -> Update:
 
 
 def _catch_up(job: Job) -> Update:
-    """Run the step of a rank that takes its state from others: exchange zeros while the state is fetched, then run the
-    same update as the others."""
+    """Run the step of a rank that takes its state from other ranks.
+
+    The rank contributes zero gradients while the state is fetched, and then runs the same optimizer update as the other
+    ranks.
+    """
     _zero_gradients(job)
     job.protection.catching_up()
     reported = job.protection.reduce(_give_nothing(job))
@@ -96,7 +102,7 @@ def _catch_up(job: Job) -> Update:
 
 
 def _give_nothing(job: Job) -> list[torch.Tensor]:
-    """Take part in the gradient exchange with zero gradients, without computing anything of the step."""
+    """Take part in the gradient exchange with zero gradients, without a forward or backward pass."""
     config = job.trainee.config
     step_state.expect_no_backward(job.trainee.chunks)
     tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
@@ -105,7 +111,7 @@ def _give_nothing(job: Job) -> list[torch.Tensor]:
 
 
 def rehearse(job: Job, samples: int) -> None:
-    """Run forward and backward and discard the results, so that the first real step does not pay one-time costs."""
+    """Run forward and backward passes and discard the results, so that the first real step has no one-time costs."""
     _zero_gradients(job)
     run_schedule(job, job.train_loaders, samples, forward_only=False)
 

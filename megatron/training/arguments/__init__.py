@@ -85,7 +85,7 @@ class Options:
 
     @classmethod
     def from_dict(cls, stored: dict) -> "Options":
-        """Return the options of which ``stored`` is the ``as_dict``. Ignore fields that this version does not have."""
+        """Return the options whose ``as_dict`` is ``stored``. Ignore fields that this version does not have."""
         flat = {name: value for concern in stored.values() for name, value in concern.items()}
         concerns: dict[str, Any] = {"core": CoreOptions(**_only(flat, {row.name for row in core_options.rows()}))}
         for f in fields(cls):
@@ -169,7 +169,9 @@ def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str
 
 
 def _take_from_checkpoint(options: Options, folder: Path) -> None:
-    """Take the shape of the model and the tokenizer from the newest checkpoint in ``folder``, if there is one."""
+    """Set the shape of the model and the tokenizer in ``options`` from the newest checkpoint in ``folder``, if there is
+    one.
+    """
     from megatron.training.checkpointing import naming, verify
 
     newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None

@@ -1,4 +1,4 @@
-"""The number of samples in a step: constant, ramped up or stepped up as training goes on."""
+"""Computes the number of samples in a step, which is constant, or grows in a ramp or in steps during training."""
 
 import itertools
 

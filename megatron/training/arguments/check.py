@@ -28,7 +28,7 @@ def check(options, world_size: int, *, has_te: bool, has_gpu: bool | None = None
         options: ``megatron.training.arguments.Options``; defaults that depend on other flags are filled in.
         world_size: number of ranks of the job.
         has_te: whether Transformer Engine can be imported.
-        has_gpu: whether there is a GPU; None: where there is Transformer Engine.
+        has_gpu: whether there is a GPU; None: the same as ``has_te``.
         replicas: number of replicas of the model in an FT-HSDP run, each of which has its own process groups; 0 in
             other runs.
 
@@ -64,7 +64,7 @@ def examine(
         shapes_are_known: whether ``options`` has the final sizes (of the model, the batch, ...); if not, sizes are not
             checked.
         has_gpu: as for ``check``.
-        assumes_machine: whether to take for granted that the machine has what the options require.
+        assumes_machine: whether to assume that the machine has everything that the options require.
     """
     found = list(_check_required(options))
     found += _check_world(options, world_size) if shapes_are_known else ()
@@ -344,8 +344,10 @@ def _check_data(options, grid: Layout) -> Iterator[Problem]:
 
 
 def _check_operators(options, grid: Layout) -> Iterator[Problem]:
-    """Refuse kernels of Transformer Engine with DMR, which executes every operator a second time: it intercepts
-    operators in torch's dispatcher, which these kernels bypass.
+    """Refuse kernels of Transformer Engine with DMR.
+
+    DMR executes every operator a second time: it intercepts operators in torch's dispatcher, which these kernels
+    bypass.
     """
     if not options.fault_tolerance.follows_operators:
         return

@@ -1,4 +1,4 @@
-"""Flags: saving and resuming."""
+"""Flags of saving checkpoints and resuming from them."""
 
 from dataclasses import dataclass
 from typing import Literal

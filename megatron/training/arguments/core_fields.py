@@ -1,7 +1,7 @@
 """Reads the fields of megatron-core's configuration dataclasses from the sources of the installed release.
 
 The sources are parsed and not imported: importing megatron-core imports torch, which takes seconds, and a command line
-is also read where nothing is started (``ft run``, ``ft check``).
+is also read by commands that do not train (``ft run``, ``ft check``).
 """
 
 import ast
@@ -28,7 +28,7 @@ _PLAIN = {"bool": bool, "int": int, "float": float, "str": str}
 
 
 class _Unknown:
-    """A default that is no literal, such as ``torch.float32``."""
+    """A default value that is not a literal, such as ``torch.float32``."""
 
     def __repr__(self) -> str:
         return "UNKNOWN"
@@ -39,11 +39,11 @@ UNKNOWN = _Unknown()
 
 @dataclass(frozen=True)
 class Kind:
-    """The type of a field, as far as a command-line word can have it.
+    """The type of a field, if a command-line word can be converted to it.
 
     Attributes:
         type: bool, int, float or str; None: no word can be converted to the field's type.
-        many: whether the field is a list of these.
+        many: whether the field is a list of values of this type.
         choices: the allowed values; empty: all.
         enum: name of the enumeration whose members' names are the choices; "": none.
     """
@@ -63,7 +63,8 @@ class CoreField:
         kind: its type.
         default: its default; UNKNOWN if this is no literal.
         help: the text below the field, as one line.
-        spelling: what the field's metadata say about its command-line flag: ``arg_names``, ``default``, ``choices``.
+        spelling: the entries of the field's metadata about its command-line flag: ``arg_names``, ``default``,
+            ``choices``.
         config: name of the dataclass.
     """
 
@@ -79,7 +80,7 @@ def installed_core() -> Path:
     """Return the folder of the installed megatron-core.
 
     Raises:
-        UserError: it is not installed.
+        UserError: megatron-core is not installed.
     """
     found = importlib.util.find_spec("megatron.core")
     if found is None or not found.submodule_search_locations:
@@ -134,7 +135,7 @@ def _own_fields(core: Path, body: ast.ClassDef, config: str) -> Iterator[CoreFie
 
 
 def _default(value: ast.expr | None) -> tuple[Any, dict[str, Any], bool]:
-    """Return (the default, what the metadata say about the flag, whether the constructor takes the field)."""
+    """Return (the default, the metadata about the flag, whether the constructor has an argument for the field)."""
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "field"):
         return (None if value is None else _literal(value)), {}, True
     default: Any = None
@@ -174,7 +175,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _kind(core: Path, node: ast.expr) -> Kind:
-    """Return the kind of an annotation. ``Optional`` and ``| None`` are read through."""
+    """Return the kind of an annotation. ``Optional`` and ``| None`` are ignored."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return _kind(core, ast.parse(node.value, mode="eval").body)
     if isinstance(node, ast.Name):

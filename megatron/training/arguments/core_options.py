@@ -2,8 +2,8 @@
 
 They are generated from the dataclasses of the installed megatron-core, so that a new release brings its flags with it.
 A field ``some_field`` becomes ``--some-field`` (with a value, or for a bool that is False by default without one) or
-``--no-some-field`` and ``--disable-some-field`` (for a bool that is True by default). The metadata of a field can spell
-its flag otherwise, and so does the table in :mod:`megatron.training.arguments.core_table`.
+``--no-some-field`` and ``--disable-some-field`` (for a bool that is True by default). The metadata of a field can give
+its flag another spelling, and so can the table in :mod:`megatron.training.arguments.core_table`.
 """
 
 import argparse
@@ -57,7 +57,7 @@ _OF_THE_LAYOUT = frozenset(
 
 
 class CoreOptions(SimpleNamespace):
-    """Values of all these flags, by attribute; those that are not given have Megatron-LM's defaults.
+    """Values of all flags of megatron-core's configurations; flags that are not given have Megatron-LM's defaults.
 
     Attributes have the names of the fields where there is a field, else those of the table's rows.
 
@@ -152,7 +152,7 @@ def spellings() -> list[str]:
 
 
 def _complete(o: Any) -> Iterator[Problem]:
-    """Fill in the values that follow from other flags, and yield the problems of the values among themselves."""
+    """Fill in the values that follow from other flags, and yield the contradictions between values."""
     if o.use_rotary_position_embeddings:
         o.position_embedding_type = "rope"
     if o.use_flash_attn:
@@ -233,7 +233,7 @@ def _contradictions(o: Any) -> Iterator[Problem]:
 
 
 def _wants(o: Any) -> Iterator[Problem]:
-    """Yield the flags that lack another one."""
+    """Yield a problem for each given flag that requires another flag which is not given."""
     if o.fp16_lm_cross_entropy and not o.fp16:
         yield "--fp16-lm-cross-entropy was given without --fp16", "add --fp16 or drop it"
     if o.recompute_granularity == "full" and not (o.recompute_method and o.recompute_num_layers):

@@ -1,8 +1,8 @@
-"""Where Megatron-LM's flags differ from the fields of megatron-core's configuration dataclasses: a table.
+"""Table of the flags of Megatron-LM that differ from the fields of megatron-core's configuration dataclasses.
 
 A flag normally follows from a field: ``--hidden-size`` from ``hidden_size``, ``--no-rope-fusion`` from a field that is
-True by default (see :mod:`megatron.training.arguments.core_options`). The rows here are the flags that are spelt
-otherwise, have another default, or are no field at all but determine one or more fields
+True by default (see :mod:`megatron.training.arguments.core_options`). The rows of the table are the flags that have
+another spelling or default than their field, or that have no field but determine one or more fields
 (:mod:`megatron.training.config`).
 """
 
@@ -20,9 +20,9 @@ class Row:
     Attributes:
         name: attribute of the options; the name of a field where the row only differs in spelling or default.
         default: its default.
-        help: what the flag does; "": what the field of that name says.
-        on: spellings that set it, to True or to a value.
-        off: spellings that set it to False.
+        help: description of the flag; "": the description of the field of that name.
+        on: spellings that set the option, to True or to a value.
+        off: spellings that set the option to False.
         kind: type of a value; None: the flag takes no value.
         nargs: number of values, as for argparse; None: one.
         choices: the allowed values; empty: all.

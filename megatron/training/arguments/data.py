@@ -1,4 +1,4 @@
-"""Flags: the training text, and its tokenizer."""
+"""Flags of the training data and its tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Flags: fault tolerance. With all of them off, none of its code is loaded."""
+"""Flags of fault tolerance. If none of them is given, no code of fault tolerance is loaded."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -70,10 +70,10 @@ class FaultToleranceOptions:
 
     @property
     def follows_operators(self) -> bool:
-        """Whether DMR follows every operator, to execute it twice or to profile it."""
+        """Return whether DMR intercepts every operator, in order to execute it twice or to profile it."""
         return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None
 
     @property
     def rebuilds_stages(self) -> bool:
-        """Whether a pipeline stage that is lost on all ranks is rebuilt from its neighbours."""
+        """Return whether a pipeline stage that is lost on all ranks is rebuilt from its neighbours."""
         return self.ft_checkfree or self.ft_checkfree_plus

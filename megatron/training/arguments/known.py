@@ -1,6 +1,7 @@
-"""Megatron-LM's flags that this trainer does not define: without effect here, of other programs, obsolete, unsupported.
+"""Megatron-LM's flags that this trainer does not define: flags without effect, of other programs, obsolete,
+unsupported.
 
-A flag without effect is accepted, and the run says so once. All others are refused with the reason.
+A flag without effect is accepted, and the run prints one notice about it. All others are refused with the reason.
 """
 
 import fnmatch
@@ -118,7 +119,7 @@ def megatron_lm_flags() -> frozenset[str]:
 
 
 def without_effect(flag: str) -> str | None:
-    """Return why ``flag`` has no effect here; None if it is not such a flag."""
+    """Return why ``flag`` has no effect in this trainer; None if it is not such a flag."""
     return _looked_up(flag, NO_EFFECT)
 
 

@@ -1,4 +1,4 @@
-"""Flags: what a run writes and shows."""
+"""Flags of logging: which values a run prints, and which files it writes."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -119,7 +119,7 @@ def _of_packages(options: Any) -> Iterator[Need]:
 
 
 def in_words(found: list[Need]) -> list[str]:
-    """Return the requirements, each once; a package whose kernels run on GPUs only, and TE, bring the GPU with them."""
+    """Return each requirement once, in words. Transformer Engine and packages with GPU kernels imply the GPU."""
     names = dict.fromkeys(need.requirement for need in found)
     if {TE, *_ON_GPU} & set(names):
         return list(dict.fromkeys([GPU, *names]))
@@ -151,10 +151,11 @@ def is_installed(package: str) -> bool:
 
 
 def may_have_gpu() -> bool:
-    """Return whether this machine has a GPU, as far as is known without torch."""
+    """Return whether this machine may have a GPU. The check does not import torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def may_have_te() -> bool:
-    """Return whether Transformer Engine is installed on a machine with a GPU, as far as is known without torch."""
+    """Return whether Transformer Engine is installed on a machine that may have a GPU. The check does not import torch.
+    """
     return may_have_gpu() and importlib.util.find_spec("transformer_engine") is not None

@@ -1,4 +1,4 @@
-"""Flags: the schedules of learning rate and weight decay."""
+"""Flags of the schedules of learning rate and weight decay."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Flags: batches, length of the run, ways to end it, evaluation."""
+"""Flags of batch sizes, the length of the run, the conditions that end it, and evaluation."""
 
 import itertools
 import signal
@@ -12,7 +12,8 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def read_schedule(text: str, seq_length: int) -> list[tuple[int, int]]:
-    """Return (samples from which it holds, global batch size) of each entry of a --step-batch-size-schedule.
+    """Return (number of samples from which the entry is valid, global batch size) of each --step-batch-size-schedule
+    entry.
 
     Args:
         text: THRESHOLD:SIZE entries, separated by blanks or commas; a threshold counts tokens or, with the suffix s,
@@ -20,7 +21,7 @@ def read_schedule(text: str, seq_length: int) -> list[tuple[int, int]]:
         seq_length: tokens in a sample.
 
     Raises:
-        UserError: it cannot be read, or thresholds do not increase from 0.
+        UserError: the schedule cannot be parsed, or its thresholds do not increase from 0.
     """
     found = []
     for entry in text.replace(",", " ").split():

@@ -40,21 +40,32 @@ class Channel:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gathering(self, value: Any) -> Generator[Pending, None, list | None]:
-        """Generator whose result is every rank's value on rank 0, and None elsewhere."""
+        """Gather the values of all ranks on rank 0.
+
+        A generator: it yields while the collective is in progress, and returns the list of all values on rank 0 and
+        None
+        on the other ranks.
+        """
         mine = yield from self._padded(value)
         parts = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None
         yield _Collective(dist.gather(mine, parts, dst=0, group=self.group, async_op=True))
         return [_decode(p) for p in parts] if parts is not None else None
 
     def sharing(self, value: Any) -> Generator[Pending, None, list]:
-        """Generator whose result is every rank's value, on every rank."""
+        """Gather the values of all ranks on every rank.
+
+        A generator: it yields while the collective is in progress, and returns the list of all values.
+        """
         mine = yield from self._padded(value)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         yield _Collective(dist.all_gather(parts, mine, group=self.group, async_op=True))
         return [_decode(p) for p in parts]
 
     def broadcasting(self, value: Any) -> Generator[Pending, None, Any]:
-        """Generator whose result is rank 0's value, on every rank."""
+        """Send rank 0's value to all ranks.
+
+        A generator: it yields while the collective is in progress, and returns rank 0's value.
+        """
         data = yield from self._padded(value if self.rank == 0 else None)
         yield _Collective(dist.broadcast(data, src=0, group=self.group, async_op=True))
         return _decode(data)
@@ -70,7 +81,10 @@ class Channel:
             dist.destroy_process_group(self.group)
 
     def _padded(self, value: Any) -> Generator[Pending, None, torch.Tensor]:
-        """Generator whose result is ``value`` as bytes, padded to the longest rank's length."""
+        """Encode ``value`` as bytes, padded to the length of the longest value of all ranks.
+
+        A generator: it yields while the ranks agree on that length, and returns the bytes, [length] uint8.
+        """
         data = json.dumps(value).encode()
         longest = torch.tensor([len(data)])
         yield _Collective(dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group, async_op=True))

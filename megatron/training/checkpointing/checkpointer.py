@@ -31,11 +31,11 @@ class Checkpointer:
         run_info: JSON values about the run to store in a checkpoint: ``model`` (the options that shape the model, with
             ``vocab_size``; compared on loading), ``options`` (all options, by group, for information) and
             ``fingerprints`` (of ``tokenizer`` and ``data``; compared on loading).
-        data_parallel_random_init: each data-parallel rank has its own states of the random generators.
+        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
         log: prints a message; called on rank 0.
 
     Attributes:
-        owes_a_save: a recovery has abandoned a save, so the training loop has to save after the next step.
+        owes_a_save: whether a recovery has abandoned a save, so that the training loop has to save after the next step.
         last_outcome: result of the last save that has ended, None before.
 
     Raises:
@@ -108,7 +108,7 @@ class Checkpointer:
         It costs nothing when no save is in progress, and never waits for another rank unless ``blocking``.
 
         Args:
-            blocking: wait for the end of the save.
+            blocking: whether to wait for the end of the save.
         """
         if self._under_way is not None:
             self._advance(blocking)
@@ -152,7 +152,7 @@ class Checkpointer:
     def rejoin(self) -> None:
         """Abandon a save in progress, and agree again with the other ranks on what is saved. Call it after a recovery.
 
-        Collective. An abandoned save is repeated at the end of the next step (``owes_a_save``).
+        All ranks have to call it. An abandoned save is repeated at the end of the next step (``owes_a_save``).
         """
         if self._channel is None:
             return
@@ -170,7 +170,7 @@ class Checkpointer:
         """Finalize a save in progress, and release the process group.
 
         Args:
-            abort: other ranks may be dead, so end the writer, wait for no rank, and leave the partial folder behind.
+            abort: whether other ranks may be dead: then end the writer, wait for no rank, and leave the partial folder.
         """
         if abort:
             if self._under_way is not None:

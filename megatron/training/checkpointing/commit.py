@@ -97,12 +97,14 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[
 
 
 def track(folder: Path, step: int) -> None:
-    """Write the tracker file with the newest checkpoint's step, for Megatron's tools; our loading does not need it."""
+    """Write the tracker file with the newest checkpoint's step, for Megatron's tools. This project's loader does not
+    need it.
+    """
     durable.replace_text(folder / naming.TRACKER, f"{step}\n")
 
 
 def discard(partial: Path) -> None:
-    """Remove the partial folder of a failed save, as far as the disk allows it. The next save tries again."""
+    """Remove the partial folder of a failed save. If the removal fails, the next save repeats it."""
     shutil.rmtree(partial, ignore_errors=True)
 
 

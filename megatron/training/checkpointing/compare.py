@@ -113,8 +113,8 @@ def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any], voc
     Args:
         wanted: sharded state dict to load.
         stored: the result of core's ``load_sharded_metadata``, by key.
-        vocabulary_known: the vocabulary sizes were compared already, so tensors padded along the vocabulary may differ
-            in shape.
+        vocabulary_known: whether the vocabulary sizes were compared already, so that tensors padded along the
+        vocabulary may differ in shape.
     """
     shapes = {s.key: tuple(s.global_shape) for s in stored.values() if isinstance(s, ShardedTensor)}
     keys = {s.key for s in stored.values()}

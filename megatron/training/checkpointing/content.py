@@ -56,7 +56,7 @@ def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str
 
     Args:
         kind: format of the optimizer state (see :func:`optimizer_kind`), None for no optimizer.
-        on_first_rank: a fully reshardable optimizer state is gathered on one rank of each data-parallel group.
+        on_first_rank: whether a fully reshardable optimizer state is gathered on one rank of each data-parallel group.
     """
     metadata = {
         "singleton_local_shards": False,
@@ -99,7 +99,7 @@ def to_save(
         scheduler: the learning-rate schedule, or None.
         kind: format of the optimizer state (see :func:`optimizer_kind`); None: it is not saved.
         on_first_rank: see :func:`sharding_metadata`.
-        with_rng: save the states of the random generators.
+        with_rng: whether to save the states of the random generators.
         data_parallel_random_init: each data-parallel rank has its own states of the random generators.
         optimizer_steps: the maximum of :func:`optimizer_state.steps` over all ranks.
         run: as ``run_info`` of ``Checkpointer``.
@@ -138,7 +138,7 @@ def to_load(
         model: model chunks.
         optimizer: the optimizer; its state is allocated if necessary.
         kind: format of the optimizer state in the checkpoint; None: do not load it.
-        with_rng: load the states of the random generators.
+        with_rng: whether to load the states of the random generators.
         data_parallel_random_init: each data-parallel rank has its own states of the random generators.
     """
     metadata = sharding_metadata(kind)
@@ -159,8 +159,8 @@ def apply(loaded: dict[str, Any], model: list, optimizer: Any, scheduler: Any, *
         model: model chunks.
         optimizer: the optimizer.
         scheduler: the learning-rate schedule, or None.
-        with_optimizer: load the optimizer's and the schedule's state from ``loaded``; otherwise the optimizer copies
-            its main (fp32) weights from the model's.
+        with_optimizer: whether to load the states of optimizer and schedule from ``loaded``; otherwise the optimizer
+        copies its main (fp32) weights from the model's.
     """
     for i, chunk in enumerate(model):
         chunk.load_state_dict(loaded[_chunk_key(i, len(model))])

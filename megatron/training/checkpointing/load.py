@@ -78,7 +78,7 @@ class Loader:
         self._distrusted, self._log = distrusted, log
 
     def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
-        """See :meth:`Checkpointer.load`."""
+        """Load a checkpoint; see :meth:`Checkpointer.load`."""
         started = time.monotonic()
         found = self._choose()
         if found is None:

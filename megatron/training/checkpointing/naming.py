@@ -106,7 +106,7 @@ def to_remove(
         keep_last: how many to keep, the newest; None keeps all.
         distrusted: names of checkpoints that failed verification: they do not count as kept, and they are not removed,
             so that the user can examine them.
-        retain_interval: keep only the newest, and those of steps that this divides; None keeps all.
+        retain_interval: keep only the newest, and those whose step is a multiple of this number; None keeps all.
     """
     if keep_last is None and retain_interval is None:
         return []

@@ -4,10 +4,10 @@ Core was written for the optimizers of Apex and Transformer Engine, which count 
 With torch's optimizers, which are used if neither is installed, core's distributed optimizer
 
 * expects the state of a first step, which a fresh optimizer does not have (an assertion without a message);
-* loads one and the same step tensor into all parameters: torch adds 1 to it once for each of them, so that bias
-correction runs ahead after a resume;
-* expects a step among the tensors of ``fully_reshardable`` checkpoints, which have none (a ``KeyError``), and
-overwrites the one loaded from ``dp_reshardable`` checkpoints by that of the fresh optimizer.
+* loads one and the same step tensor into all parameters: torch adds 1 to this tensor once for each parameter, so that
+the step count of the bias correction is too high after a resume;
+* expects a step among the tensors of ``fully_reshardable`` checkpoints, which contain none (a ``KeyError``), and
+overwrites the step loaded from ``dp_reshardable`` checkpoints by that of the fresh optimizer.
 
 So this module removes the step counters while core loads the state, and sets them from the loaded parameter groups
 afterwards.
@@ -43,7 +43,7 @@ def steps(optimizer: Any) -> int:
 
 @contextmanager
 def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
-    """Context in which every parameter's step count is ``steps``, with Adam's moments rescaled accordingly.
+    """Return a context in which every parameter's step count is ``steps``, with Adam's moments rescaled accordingly.
 
     A checkpoint has one step count for all parameters, but after CheckFree has rebuilt a lost pipeline stage, the
     parameters of that stage count from zero. The moments are scaled by the ratio of their bias corrections, where own

@@ -50,7 +50,7 @@ class SavePlanning:
     Args:
         spread_over: data-parallel group over which the writing of replicated tensors is spread; None: the first replica
             writes.
-        constant: the caller guarantees that every state dict has the same keys and shapes.
+        constant: whether the caller guarantees that every state dict has the same keys and shapes.
     """
 
     def __init__(self, spread_over: dist.ProcessGroup | None, constant: bool):
@@ -58,7 +58,7 @@ class SavePlanning:
         self.forget()
 
     def forget(self) -> None:
-        """Drop everything kept from earlier saves. Call it on all ranks if one of them has made no save."""
+        """Discard all data kept from earlier saves. Call it on all ranks if one of them has made no save."""
         self._first = True
         self._items: list | None = None
         self._metadata: Metadata | None = None
@@ -69,7 +69,7 @@ class SavePlanning:
             )
 
     def plan(self, state_dict: dict, group: dist.ProcessGroup) -> Plan:
-        """Plan the save of ``state_dict``. Collective over ``group``.
+        """Plan the save of ``state_dict``. All ranks of ``group`` have to call it.
 
         Tensors of another device are copied to the host; the plan for host tensors refers to the tensors themselves.
         """

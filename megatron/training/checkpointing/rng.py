@@ -73,8 +73,8 @@ def restore(loaded: list[dict]) -> None:
 def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
     """Seed the generators from ``seed``, ``step`` and this rank's pipeline stage and tensor-parallel rank.
 
-    Used if the saved states belong to another layout, so that they cannot be restored. With
-    ``data_parallel_random_init`` the data-parallel rank enters the seed, too.
+    Call it if the saved states belong to another layout, so that they cannot be restored. With
+    ``data_parallel_random_init`` the seed depends on the data-parallel rank, too.
     """
     mixed = hashlib.blake2b(f"{seed}:{step}".encode(), digest_size=4).digest()
     own = (int.from_bytes(mixed, "little") >> 1) + 100 * parallel_state.get_pipeline_model_parallel_rank()

@@ -78,11 +78,11 @@ class Saver:
         folder: folder of the checkpoints.
         channel: exchanges messages with the other ranks.
         planning: plans what each rank writes.
-        in_background: write in a forked process (--async-save).
+        in_background: whether to write in a forked process (--async-save).
         keep_last: number of complete checkpoints to keep; None: all.
         distrusted: names of checkpoints that failed verification; the caller may add names later.
         log: prints a message.
-        retain_interval: keep only the newest checkpoint and those of steps that this divides; None: all.
+        retain_interval: keep only the newest checkpoint and those whose step is a multiple of this number; None: all.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Saver:
     def _finishing(
         self, partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]
     ) -> Generator[Pending, None, dict]:
-        """On rank 0, commit the checkpoint, and remove old ones."""
+        """Commit the checkpoint and remove old ones, on rank 0."""
         if (error := _first_error(reports)) is not None:
             commit.discard(partial)
             return {"error": error, "bytes": 0, "notes": []}
@@ -178,7 +178,10 @@ class Saver:
         return thread.result
 
     def _after(self, step: int) -> list[str]:
-        """On rank 0, do what follows a commit. Return what went wrong; the checkpoint is valid nevertheless."""
+        """Write the tracker file and remove old checkpoints, on rank 0, after a commit.
+
+        Return the errors, as texts; the new checkpoint is valid nevertheless.
+        """
         try:
             commit.track(self._folder, step)
             failures = commit.retire(self._folder, self._keep_last, self._distrusted, self._retain_interval)
@@ -187,7 +190,7 @@ class Saver:
         return [f"could not remove {failure}" for failure in failures]
 
     def _refusal(self, needed: int) -> str | None:
-        """On rank 0, return why writing ``needed`` bytes would fail, or None."""
+        """Return why writing ``needed`` bytes would fail, or None. Only rank 0 calls it."""
         free = free_bytes(self._folder)
         about, left = bytes_in_words(needed), bytes_in_words(free)
         if free < needed:

@@ -51,7 +51,9 @@ def _entry(checkpoint: Path, step: int) -> Entry:
 
 
 def deal(files: Mapping[str, FileRecord], ranks: int, rank: int) -> list[str]:
-    """Return the names of the files that ``rank`` of ``ranks`` verifies: files are dealt in turn, the largest first."""
+    """Return the names of the files that ``rank`` of ``ranks`` verifies: files are assigned to the ranks in turn, the
+    largest first.
+    """
     return sorted(files, key=lambda name: (-files[name].bytes, name))[rank::ranks]
 
 

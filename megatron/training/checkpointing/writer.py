@@ -90,7 +90,7 @@ def explain(error: OSError, path: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that an unprivileged user can still write there; 0 if unknown."""
+    """Return the number of bytes that an unprivileged user can still write into ``folder``; 0 if unknown."""
     try:
         stat = os.statvfs(folder)
     except OSError:

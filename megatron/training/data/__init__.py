@@ -3,7 +3,7 @@
 In the order in which a run uses them:
 
 * ``sources``, ``preprocess``: files, folders and JSON lines become an indexed dataset (``P.bin``, ``P.idx``) with a
-sidecar (``P.meta.json``) that says how it was made.
+sidecar (``P.meta.json``) that records how it was made.
 * ``indexed``, ``sidecar``, ``blend``, ``checks``: find everything that is wrong with a dataset before megatron-core
 opens it.
 * ``datasets``, ``passes``, ``index_cache``, ``share``: megatron-core's datasets, with sample indices that rank 0 builds

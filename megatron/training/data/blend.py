@@ -45,7 +45,7 @@ class Recipe:
 
     @property
     def prefixes(self) -> list[str]:
-        """All datasets, each once, in the order of the flags."""
+        """Return the prefixes of all datasets, each once, in the order of the flags."""
         return list(dict.fromkeys(prefix for blend in self.blends if blend for prefix in blend.prefixes))
 
 

@@ -48,7 +48,8 @@ def build_datasets(
     samples: Sequence[int],
     is_built_on_rank: Callable[[], bool] = lambda: True,
 ) -> tuple:
-    """Return the (train, valid, test) datasets. Collective over the default process group, if there is one.
+    """Return the (train, valid, test) datasets. All ranks of the default process group, if there is one, have to call
+    it.
 
     Rank 0 checks the data and builds the sample indices; its errors are raised on every rank.
 

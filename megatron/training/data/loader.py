@@ -30,9 +30,11 @@ class MicrobatchLoader:
         data_parallel_size: number of data-parallel ranks.
         consumed_samples: number of samples that the run has taken so far, on all data-parallel ranks together.
         num_workers: number of threads that read ahead; 0 reads in the caller's thread.
-        cyclic: make endless passes, each in a new order; otherwise make one pass in the dataset's own (seeded) order.
+        cyclic: whether to make endless passes, each in a new order; otherwise make one pass in the dataset's own
+            (seeded)
+        order.
         seed: seed of the cyclic order.
-        pin_memory: put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
+        pin_memory: whether to put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
 
     Attributes:
         dataset: the dataset. Code that changes its samples has to call ``seek`` afterwards.
@@ -65,7 +67,7 @@ class MicrobatchLoader:
 
     @property
     def consumed_samples(self) -> int:
-        """Number of samples that all data-parallel ranks together have taken before the next microbatch."""
+        """Return the number of samples that all data-parallel ranks together have taken before the next microbatch."""
         return self._consumed
 
     def seek(self, consumed_samples: int) -> None:

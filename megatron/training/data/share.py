@@ -16,7 +16,7 @@ def alone() -> bool:
 
 
 def from_rank_0(compute: Callable[[], Any]) -> Any:
-    """Return on every rank what ``compute`` returns on rank 0. Collective over the default process group.
+    """Return on every rank the result of ``compute`` on rank 0. All ranks of the default process group have to call it.
 
     A rank that joins a running job (see ``alone``) calls ``compute`` itself. The result is sent as JSON, so tuples
     arrive as lists.

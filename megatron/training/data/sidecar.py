@@ -1,4 +1,5 @@
-"""The sidecar file ``P.meta.json``: what an indexed dataset ``P.bin``/``P.idx`` was made from, and how.
+"""The sidecar file ``P.meta.json``, which records how an indexed dataset ``P.bin``/``P.idx`` was made, and from which
+inputs.
 
 It is not called ``P.json``, because the text file itself often has that name.
 """
@@ -25,8 +26,9 @@ class Sidecar:
         documents: number of documents.
         tokens: number of tokens, end-of-document tokens included.
         max_id: the largest token id in the dataset.
-        unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model that knows nothing
-            else.
+        unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model that predicts from
+            these
+        frequencies alone.
         sources: number of input files.
         text_bytes: size of the tokenised text in bytes.
         bin_bytes: size of ``P.bin`` in bytes; a file of another size does not belong to this sidecar.

@@ -21,7 +21,7 @@ class Source:
         path: path of the file.
         size: size of the file in bytes.
         mtime_ns: modification time of the file in nanoseconds.
-        named: the user gave this file itself, rather than a folder that contains it.
+        named: whether the user gave this file itself, rather than a folder that contains it.
         lines: whether each line is a document (JSON lines); otherwise the whole file is one document.
     """
 

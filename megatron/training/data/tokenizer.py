@@ -43,7 +43,7 @@ class Tokenizer:
 
     @property
     def kind(self) -> str:
-        """Value of --tokenizer-type."""
+        """Return the value of --tokenizer-type."""
         return type(self).__name__
 
     @property
@@ -64,13 +64,13 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of everything that determines the ids of a text; equal in every process."""
+        """Return a SHA-256 (hex) of everything that determines the ids of a text; it is equal in every process."""
         text = json.dumps([self.kind, self.vocab_size, self.eod, self.pad, self._segmentation()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
     def unique_identifiers(self) -> OrderedDict:
-        """Values that megatron-core hashes into the names of its index caches."""
+        """Return the values that megatron-core hashes into the names of its index caches."""
         return OrderedDict({"class": self.kind, "fingerprint": self.fingerprint})
 
     def _segmentation(self):
@@ -215,7 +215,7 @@ class CoreTokenizer(Tokenizer):
 
 
 def _given_to_core(options: TokenizerOptions, kind: str) -> dict:
-    """Return what megatron-core's library is told about a tokenizer, beside its file."""
+    """Return the arguments, except the file, from which megatron-core's library creates a tokenizer."""
     special = options.tokenizer_special_tokens
     if kind == "GPT2BPETokenizer":
         files = {"vocab_file": options.vocab_file, "merges_file": options.merge_file}
@@ -234,7 +234,7 @@ def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] =
 
     Args:
         options: the tokenizer's flags.
-        dataset_prefixes: prefixes of all datasets of the run. A dataset's sidecar file says which tokenizer made it.
+        dataset_prefixes: prefixes of all datasets of the run. A dataset's sidecar file names its tokenizer.
 
     Raises:
         UserError: a file is missing or unreadable, the vocabulary's size is not --vocab-size, or a dataset was made

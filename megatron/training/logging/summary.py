@@ -31,7 +31,10 @@ def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer
 
 
 def count_parameters(chunks: list[torch.nn.Module]) -> int:
-    """Return the number of parameters of the whole model, each counted once; the same on every rank. Collective."""
+    """Return the number of parameters of the whole model, each counted once.
+
+    All ranks have to call it, and get the same result.
+    """
     counts = torch.zeros(2, dtype=torch.int64, device=torch.cuda.current_device())
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     for param in (p for chunk in chunks for p in chunk.parameters()):

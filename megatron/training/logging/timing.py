@@ -1,4 +1,4 @@
-"""megatron-core's timers of the phases of a step (--timing-log-level)."""
+"""Times the phases of a step with megatron-core's timers (--timing-log-level)."""
 
 from megatron.core.timers import Timers
 from megatron.training.arguments.logging import LoggingOptions
@@ -38,5 +38,8 @@ def attach_timers(options: LoggingOptions, trainee: Trainee) -> Timers | None:
 
 
 def phase_times(timers: Timers, steps: int) -> str | None:
-    """Return milliseconds per step of every phase over the last ``steps`` steps, and reset the timers. Collective."""
+    """Return milliseconds per step of every phase over the last ``steps`` steps, as text, and reset the timers.
+
+    All ranks have to call it.
+    """
     return timers.get_all_timers_string(list(PHASES), normalizer=steps, reset=True)

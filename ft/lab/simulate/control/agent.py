@@ -97,7 +97,7 @@ class Agent:
             action(*arguments)
 
     def go_on(self) -> None:
-        """Resume after a pause, and execute the actions that were due meanwhile."""
+        """Resume after a pause, and execute the actions that became due during the pause."""
         self.paused = False
         self._fence()
         backlog, self._backlog = self._backlog, []
@@ -108,7 +108,7 @@ class Agent:
         """End the agent and its workers.
 
         Args:
-            silently: the whole host is lost, so that no peer sees a connection reset.
+            silently: whether the whole host is lost, so that no peer sees a connection reset.
         """
         self.alive, self.excuse = False, True
         for worker in list(self.workers.values()):

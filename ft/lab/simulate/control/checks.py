@@ -1,8 +1,8 @@
 """Invariants that every simulated run of the control plane must keep (``ft simulate control``).
 
-They are checked against the actual state of the simulated workers, not against the workers' reports. Examples: an epoch
-(a version of the map from logical ranks to workers) has one worker per rank; all gradients of a step are computed on
-one committed state; a recovery restores the newest step that every rank has a source of.
+The invariants are checked against the actual state of the simulated workers, not against the workers' reports.
+Examples: an epoch (a version of the map from logical ranks to workers) has one worker per rank; all gradients of a step
+are computed on one committed state; a recovery restores the newest step that every rank has a source of.
 
 A run is called a history here. The history of a state is a hash over the steps that led to the state. A seat is an
 assignment of a worker to a logical rank within an epoch; a fresh epoch is one whose workers start from a checkpoint, at
@@ -173,7 +173,7 @@ class Checks:
             self.fail(f"{worker.name} goes on in epoch {worker.epoch}, which is not resumed")
 
     def enters(self, worker: "Worker", opened: m.Open) -> None:
-        """Check that a worker enters newer and newer epochs."""
+        """Check that a worker enters only epochs that are newer than its previous one."""
         if opened.epoch <= worker.epoch:
             self.fail(f"{worker.name} enters epoch {opened.epoch} after epoch {worker.epoch}")
 

@@ -42,7 +42,7 @@ class Cluster:
         history: the event log.
         agents: node -> agent, including dead agents.
         everyone: worker name -> worker, including dead workers.
-        trouble: faults of the next workers to start: "exits" at once, "never" attaches, or starts "late".
+        trouble: faults of the next workers to start, one of: "exits" (at once), "never" (attaches), "late" (starts).
         calm_at: true time at which the last fault is over.
         returning: number of agents that are about to join again.
         poisoned: (logical rank, step) -> fault of every worker that executes that step in that rank.

@@ -1,8 +1,8 @@
 """Model of the collectives between the workers of a simulated cluster (``ft simulate control``).
 
-The workers of an epoch (a version of the map from logical ranks to workers) join each collective, all of them or
-those of one process group. If a worker dies or
-the network fails, a collective may complete for all members, for some of them, or for none.
+A collective has as members all workers of an epoch (a version of the map from logical ranks to workers) or those of one
+process group. If a worker dies or the network fails, a collective may complete for all members, for some of them, or
+for none.
 """
 
 from typing import TYPE_CHECKING, Any

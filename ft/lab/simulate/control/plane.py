@@ -111,7 +111,7 @@ class Plane:
     def _take(self, report: Any | None, node: str = "", number: int = 0) -> None:
         """Run the decision code for a report (None: only time has passed), write the journal and publish the orders.
 
-        Crashes on the way at the moment ``dies_at``.
+        If ``dies_at`` is set, the process crashes at that moment of the call.
         """
         now = self.clock()
         if report is not None and self.dies_at == BEFORE and number:

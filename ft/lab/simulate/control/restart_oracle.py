@@ -1,8 +1,9 @@
-"""Test oracle of ``ft simulate control``: whether the injected faults justify the control plane's strong reactions.
+"""Test oracle of ``ft simulate control``: checks whether the injected faults explain the control plane's strong
+reactions.
 
-From mild to strong, the control plane reacts to a fault with: nothing; another epoch (version of the map from logical
-ranks to workers) with the same workers; a hot-swap, which replaces workers by standbys; a warm restart of all workers
-from the last checkpoint; the end of the run.
+The control plane has these reactions to a fault, from mild to strong: no reaction; another epoch (version of the map
+from logical ranks to workers) with the same workers; a hot-swap, which replaces workers by standbys; a warm restart of
+all workers from the last checkpoint; the end of the run.
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ _AFTERMATH_S = 20.0
 
 
 class Legitimacy:
-    """The check that each warm restart, and the end, of one simulated run is justified by the run's faults."""
+    """Checks that the faults of one simulated run explain each of its warm restarts, and its end."""
 
     def __init__(self, cluster: "Cluster"):
         self._cluster = cluster

@@ -124,7 +124,7 @@ class Habits:
 
     @property
     def step_s(self) -> float:
-        """Approximate duration of a training step in virtual seconds: that of the slowest worker."""
+        """Return the approximate duration of a training step of the slowest worker, in virtual seconds."""
         return self.compute_s[1] + self.update_s[1]
 
 

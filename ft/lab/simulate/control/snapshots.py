@@ -80,7 +80,9 @@ class Snapshots:
         self._worker.poke()
 
     def _sent(self, peer: int, other: "Worker | None", slot: Slot | None, place: tuple[int, int]) -> None:
-        """End the transfer of a copy: either the peer's copy is complete and acknowledged here, or neither."""
+        """End the transfer of a copy: complete the peer's copy and acknowledge it to this worker, or do neither of the
+        two.
+        """
         worker, held = self._worker, False
         if worker.alive and (worker.stopped or (other is not None and other.alive and other.stopped)):
             # A stopped process does not reset the connection, so the transfer only stalls.
@@ -103,8 +105,9 @@ class Snapshots:
 
         Args:
             step: step to restore.
-            source: logical ranks from which the control plane tells the worker to take the state.
-            keep: whether the worker's own snapshot is needed to be there, but not to be intact.
+            source: logical ranks from which the worker takes the state, by the control plane's order.
+            keep: whether it is enough that the worker's own snapshot exists, because the live tensors need not be
+                restored.
 
         Returns:
             (the states in the snapshot, part of the state ("owned" by this rank, "replicated" over data-parallel ranks)

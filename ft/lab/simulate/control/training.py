@@ -31,7 +31,7 @@ class Training:
 
     Attributes:
         shards: names of the logical shards that only this rank owns.
-        recovery: production's course of training and recoveries, which calls this model.
+        recovery: the production code of training and recoveries, which calls this model.
         inside: whether the worker takes part in the collectives of its epoch, or is about to.
         repaired_epoch: the last epoch for which the worker has restored its state.
         step: the trainer's position: the number of committed steps.
@@ -232,12 +232,12 @@ class Training:
         self._fence = None
 
     def forget_moved_copies(self) -> None:
-        """Copies never move in the model: their placement depends on logical ranks alone."""
+        """Do nothing: in the model copies never move, because their placement depends on logical ranks alone."""
 
     # --- the training state ------------------------------------------------------------------------------------------
 
     def prepare_restore(self, order: m.Repair) -> None:
-        """The model has no trace of an interrupted step, and looks addresses up in the epoch's seats."""
+        """Do nothing: the model keeps no data of an interrupted step, and finds addresses in the epoch's seats."""
 
     async def restore_snapshot(self, step: int, source: m.Source, keep: bool) -> tuple[int, dict[str, str]]:
         value, how = await self.snapshots.restore(step, source, keep)
@@ -272,4 +272,4 @@ class Training:
         self._cluster.checks.begins_epoch(self._worker)
 
     def has_committed(self, step: int) -> None:
-        """The model handles the end of a step in ``Checks.history_after``."""
+        """Do nothing: the model handles the end of a step in ``Checks.history_after``."""

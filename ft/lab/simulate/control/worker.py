@@ -1,7 +1,8 @@
 """A simulated worker process (a training process under hot-swap protection) for ``ft simulate control``.
 
-What the worker reports, and how it reacts to orders, is production code: ``ft.worker.protocol``,
-``ft.systems.hot_swap.recovery`` and ``ft.worker.progress``. The process, its threads and its clock are models here; the
+The reports of the worker and its reactions to orders come from production code: ``ft.worker.protocol``,
+``ft.systems.hot_swap.recovery`` and ``ft.worker.progress``. The process, its threads and its clock are models in this
+module; the
 training computation, process groups and snapshots are models in ``ft.lab.simulate.control.training`` and
 ``snapshots``.
 
@@ -49,7 +50,7 @@ class Worker(protocol.Member):
         waiting: (collective in which the training thread is blocked, time of its start), or None.
         stock: the snapshots and peer copies in the process's memory.
         training: model of the training script, None until model and optimizer are built.
-        recovery: the worker's course of training and recoveries, None until model and optimizer are built.
+        recovery: the production code of training and recoveries, None until model and optimizer are built.
         broken_epoch: the last epoch in which a peer has closed a connection to this worker.
     """
 
@@ -184,7 +185,7 @@ class Worker(protocol.Member):
         return self.cluster.time.now + within_s
 
     def log_error(self, error: Exception) -> None:
-        """A simulated worker has no log; the report of the error is in the history."""
+        """Do nothing: a simulated worker has no log; the report of the error is in the history."""
 
     # --- the training script -----------------------------------------------------------------------------------------
 

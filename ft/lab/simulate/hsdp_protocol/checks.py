@@ -1,8 +1,8 @@
 """Invariants that every simulated run of FT-HSDP's protocol must keep (``ft simulate hsdp-protocol``).
 
-They are checked against the states that the ranks actually hold, not against the states that they report. A state is
-known by its step and lineage, the number of the quorum that committed the last step. A quorum is the set of replicas
-that execute a step together; a life is one set of a replica's worker processes.
+The invariants are checked against the states that the ranks actually hold, not against the states in their reports. A
+state is identified by its step and lineage, the number of the quorum that committed the last step. A quorum is the set
+of replicas that execute a step together; a life is one set of a replica's worker processes.
 """
 
 from typing import TYPE_CHECKING
@@ -60,12 +60,12 @@ class Checks:
 
     @property
     def newest_step(self) -> int:
-        """The last committed step."""
+        """Return the last committed step."""
         return self._newest.step
 
     @property
     def quorums(self) -> int:
-        """Number of quorums formed."""
+        """Return the number of quorums formed."""
         return len(self._numbers)
 
     def fail(self, text: str) -> None:

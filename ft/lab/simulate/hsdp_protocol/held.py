@@ -29,7 +29,7 @@ class Held:
 
     @property
     def name(self) -> tuple[int, int]:
-        """(step, lineage), by which the protocol identifies the state."""
+        """Return (step, lineage), by which the protocol identifies the state."""
         return (self.step, self.lineage)
 
 

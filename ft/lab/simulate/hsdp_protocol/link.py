@@ -1,9 +1,9 @@
 """Simulated connections between replicas and the quorum server of FT-HSDP (``ft simulate hsdp-protocol``).
 
-They replace the link of the production client and its thread. The client belongs to rank 0 of a replica, the leader.
-Messages of one connection arrive in order. A cut of the network delays them. A broken connection loses the messages in
-transit, and the next connection starts with the client's greeting, so that messages may arrive twice, late, and at
-another server.
+These connections replace the link of the production client and its thread. The client belongs to rank 0 of a replica,
+the leader. Messages of one connection arrive in order. A cut of the network delays them. A broken connection loses the
+messages in transit, and the next connection starts with the client's greeting, so that messages may arrive twice, late,
+and at another server.
 """
 
 from typing import TYPE_CHECKING, Any

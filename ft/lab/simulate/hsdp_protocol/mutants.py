@@ -95,8 +95,8 @@ find = partial(find_in, PLANTS)
 
 @contextmanager
 def planted(plant: Mutant | None) -> Iterator[None]:
-    """Inject the bug into the production code for the duration of the context. None, or a bug of the model replicas,
-    changes nothing here.
+    """Inject the bug into the production code for the duration of the context. With None, or a bug of the model
+    replicas, the context has no effect.
     """
     if plant is None or plant.owner is None:
         yield

@@ -1,7 +1,7 @@
 """Simulated process of FT-HSDP's quorum server, around the production dispatch (``ft.job.quorum.dispatch``).
 
 A quorum is the set of replicas that execute a training step together. Connections, the claims of terms, the lease
-record, pauses and deaths are simulated in virtual time; everything that the server decides is production code.
+record, pauses and deaths are simulated in virtual time; all decisions of the server are made by production code.
 """
 
 import math
@@ -57,12 +57,13 @@ class Server:
 
     @property
     def state(self) -> State:
-        """What the dispatch knows of the replicas and of the last quorum."""
+        """Return the data of the dispatch about the replicas and the last quorum."""
         return self._dispatch.state
 
     @property
     def term(self) -> int:
-        """The server's term: each new server has a higher one, and a server ends when a higher term is claimed."""
+        """Return the server's term. Each new server has a higher term, and a server ends when a higher term is claimed.
+        """
         return self.state.term
 
     def start(self) -> None:

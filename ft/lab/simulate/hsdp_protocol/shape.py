@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def ring_s(self) -> float:
-        """Deadline of a ring without progress: three steps plus one second."""
+        """Return the time limit of a ring without progress, in virtual seconds: three steps plus one second."""
         return 3 * self.step_s + 1.0
 
 

@@ -39,7 +39,7 @@ class World:
         aims: moment of the protocol -> actions to run when a rank reaches the moment.
         calm_at: virtual time in seconds at which the last fault is over.
         blocked_until: virtual time in seconds until which training may stop because of a fault.
-        outages: replica -> (begin, end) of the times in which the quorum server hears nothing from the replica.
+        outages: replica -> (begin, end) of the times in which the quorum server receives nothing from the replica.
         struck: (virtual time, kind) of each fault so far.
         over: (virtual time of the end, kind) of each fault so far.
     """
@@ -146,11 +146,13 @@ class World:
             self._cuts[key] = max(self._cuts.get(key, 0.0), self.time.now + seconds)
 
     def outage(self, replica: int, seconds: float) -> None:
-        """Record that the quorum server hears nothing of a replica for ``seconds``."""
+        """Record that the quorum server receives nothing from a replica for ``seconds`` virtual seconds."""
         self.outages[replica].append((self.time.now, self.time.now + seconds))
 
     def unheard_since(self, replica: int) -> float:
-        """Return the virtual time since which the quorum server has not heard from a replica; now, if it hears from it.
+        """Return the virtual time since which the quorum server has received nothing from a replica; the present time
+        if no
+        outage is in progress.
 
         Outages in close succession count as one.
         """

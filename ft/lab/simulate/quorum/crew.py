@@ -3,11 +3,11 @@
     python -m ft.lab.simulate.quorum.crew '{"run_dir": ..., "token": ..., "replicas": [...], "job": {...}}'
 
 A quorum is the set of replicas that execute the next training step together. The leader of a replica (rank 0) asks the
-quorum server for it, and a tree of relays, one per node, passes it on to the replica's ranks. The emulated ranks only
-count the quorums that they receive.
+quorum server for the quorum, and a tree of relays, one per node, passes the quorum on to the replica's ranks. The
+emulated ranks only count the quorums that they receive.
 
-Prints one JSON line with three times for every quorum and replica, in seconds on the host's monotonic clock: when the
-leader asked, when the leader got the answer, and when the last rank received the quorum.
+The process prints one JSON line with three times for every quorum and replica, in seconds on the host's monotonic
+clock: when the leader asked, when the leader got the answer, and when the last rank received the quorum.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all relays are connected to their children."""
+        """Return whether all relays are connected to their children."""
         tree = self.job.tree
         return all(relay.children == len(tree.children(node)) for node, relay in enumerate(self._relays))
 

@@ -1,7 +1,7 @@
 """Parameters of the emulation of ``ft simulate quorum``, and the number of processes for its replicas.
 
 A quorum is the set of FT-HSDP's replicas that execute a training step together. The leader of a replica (rank 0) gets
-it from the quorum server; a tree of relays, one per node, passes it on to the replica's ranks.
+the quorum from the quorum server; a tree of relays, one per node, passes the quorum on to the replica's ranks.
 """
 
 import os
@@ -74,12 +74,14 @@ class Job:
 
     @property
     def tree(self) -> Tree:
-        """The tree of the nodes of one replica."""
+        """Return the tree of the nodes of one replica."""
         return Tree(-(-self.ranks // self.replicas // self.node), self.fan_out)
 
     @property
     def steps(self) -> int:
-        """Number of training steps, warm-up included; there is one quorum for each of the steps 0 to ``steps`` - 1."""
+        """Return the number of training steps, warm-up included. There is one quorum for each of the steps 0 to
+        ``steps`` - 1.
+        """
         return WARM_UP + self.rounds
 
     def death_steps(self) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Format the latencies that ``ft simulate quorum`` has measured, as text and as JSON values.
 
 A quorum is the set of FT-HSDP's replicas that execute a training step together; its latency is the time from the last
-replica's report until the last leader, or the last rank, has received it.
+replica's report until the last leader, or the last rank, has received the quorum.
 """
 
 from collections.abc import Sequence
