@@ -14,8 +14,7 @@ def groups_like(mine: list[int], kind: str) -> list[list[int]]:
     Args:
         mine: ranks of the group that this rank belongs to.
         kind: name of the groups in megatron-core's ``RankGenerator``, such as "pp" or "dp-cp". If ``mine`` is not one
-            of
-            the groups of this kind, because the ranks have a custom order, each other rank forms a group of its own.
+            of the groups of this kind, because the ranks have a custom order, each other rank forms a group of its own.
     """
     sizes = {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,8 +1,7 @@
 """Fingerprint of a run: the properties that determine which operators an iteration executes, and when it waits.
 
 A DMR plan (dual modular redundancy, SpareTrain) determines when each operator of an iteration is executed a second
-time. The
-fingerprint is stored in the plan, and a run with another fingerprint refuses the plan.
+time. The fingerprint is stored in the plan, and a run with another fingerprint refuses the plan.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ def make_forward_step(check_finite: bool):
 
     Args:
         check_finite: whether to raise ``NonFiniteLossError`` on the last stage if a loss is NaN or infinite, before its
-        backward pass.
+            backward pass.
     """
 
     def forward_step(loader, chunk):

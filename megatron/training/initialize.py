@@ -46,7 +46,7 @@ def init_model_parallel(options: CoreOptions, layout: Layout, *, ends_are_double
         options: flags of the parallel dimensions.
         layout: sizes of the parallel dimensions.
         ends_are_double: whether (with CheckFree+) the first two stages have the embedding and the last two the output
-        layer, so that the embedding group of megatron-core contains these four stages.
+            layer, so that the embedding group of megatron-core contains these four stages.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,

@@ -36,8 +36,7 @@ class Trainee:
         """Return a context in which every rank has all parameters, without forward hooks (--overlap-param-gather).
 
         Evaluation and checkpoints need this context, because between steps the newest parameters exist only in their
-        owners'
-        shards.
+        owners' shards.
         """
         if not self.chunks[0].ddp_config.overlap_param_gather:
             yield
@@ -71,7 +70,7 @@ def build(
         layout: sizes of the parallel groups.
         padded_vocab_size: vocabulary size, padded for tensor parallelism.
         initialize: whether to initialize the weights; if not, the weights are undefined, which is sufficient on a rank
-        that receives its weights from others.
+            that receives its weights from others.
         ends: which stages have embedding and output layer; None: the first and the last.
         verified: whether a protection verifies operators; then the model's gradients are not checked for NaN.
     """

@@ -88,8 +88,7 @@ def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tu
     """Make the iterators of a model chunk.
 
     A worker that takes its state from other workers makes its iterators again when it has the state. Therefore its
-    first
-    iterators start no processes.
+    first iterators start no processes.
     """
     workers = run.args.num_workers
     run.args.num_workers = 0 if run.protections.is_given_state else workers

@@ -1,7 +1,7 @@
 """The seams of Megatron-LM's trainer: the functions that the adapter wraps or splits, as data, and their check.
 
-The check reads a checkout's source and imports nothing. It examines only what the adapter
-relies on: names of parameters, and calls within a function. Therefore checkouts with local changes elsewhere pass.
+The check reads a checkout's source and imports nothing. It examines only what the adapter relies on: names of
+parameters, and calls within a function. Therefore checkouts with local changes elsewhere pass.
 """
 
 import ast

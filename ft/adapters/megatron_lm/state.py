@@ -33,16 +33,15 @@ class Run:
         flops: floating-point operations of the committed steps, as the checkout counts them.
         samples: samples consumed by the committed steps.
         earlier_samples: samples consumed before the last committed step; they determine the batch size of that step
-            during a
-        ramp-up.
+            during a ramp-up.
         reports_memory: whether the checkout's log still reports memory.
         sums: sums since the last log line, as :func:`ft.adapters.megatron_lm.sums.encode` returns them.
-        live_sums: the dict that the checkout keeps these sums in.
-        is_entered: whether the trainer's loop has logged a step since it was last entered.
-        running_timers: inside a step the timers that were running at its beginning; None outside.
+        live_sums: the dict in which the checkout keeps these sums.
+        is_entered: whether the trainer's loop has logged a step since the loop was last entered.
+        running_timers: inside a step, the timers that were running at the beginning of the step; None outside.
         checks_loss: whether each step's loss is checked after the layers, and not by the trainer.
         exit_code: exit code with which the run ends after the committed step; None while the run continues.
-        extra: JSON values of the layers.
+        extra: JSON values of the layers, which are stored with the position.
     """
 
     protections: Protections

@@ -119,8 +119,7 @@ def _late(
     """Replace the workers that are late.
 
     ``together``: whether one late worker can delay all others. If that is so and more than half of the workers are
-    late,
-    the worker at fault cannot be determined; then all workers keep their seats and try again (RETRY).
+    late, the worker at fault cannot be determined; then all workers keep their seats and try again (RETRY).
     """
     if not late:
         return

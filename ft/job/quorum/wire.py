@@ -3,8 +3,8 @@
     frame: magic "FTQU" | length u32 | CRC-32 u32 | JSON object of that length, with a "kind"
 
 A connection starts with the handshake of :mod:`ft.net.handshake`, in frames. Until the handshake is done, frames are
-limited to 512 bytes and their content is not trusted. No function of this module blocks, so that one
-thread can serve many connections.
+limited to 512 bytes and their content is not trusted. No function of this module blocks, so that one thread can serve
+many connections.
 """
 
 import contextlib

@@ -14,6 +14,5 @@ class Refused(RecoverableError):
 
 class BadState(FallbackError):
     """No source has the requested state: the sources' tensors have other names, shapes or dtypes, belong to another
-    rank, or
-    arrive damaged.
+    rank, or arrive damaged.
     """

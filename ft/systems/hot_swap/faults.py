@@ -69,8 +69,7 @@ class Breakage:
 
     def _leave_step(self, fault: Fault) -> None:
         """Start a collective that no other rank starts. It is matched with the next collective of the other ranks, so
-        that
-        the last collective hangs.
+        that the last collective hangs.
         """
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(torch.zeros(1), group=group, async_op=True)

@@ -35,7 +35,7 @@ class Placing:
 
         Raises:
             UserError: ``strict`` is set and the placement has problems. Only logical rank 0 raises it; its exit ends
-            the run.
+                the run.
         """
         session, subject = self._session, self._subject
         about = {

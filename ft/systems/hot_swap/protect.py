@@ -55,7 +55,7 @@ def build(
 
     Raises:
         UserError: ``strict`` is set and peer copies cannot be placed as requested; or the model's stages cannot be
-        rebuilt.
+            rebuilt.
     """
     subject = TrainingState(chunks, optimizer, scheduler)
     keeper = None

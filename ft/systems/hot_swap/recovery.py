@@ -1,6 +1,5 @@
 """Runs a worker with hot-swap from its first step to its last, through all recoveries (DEADPOOL, sections V-C and VI-A
-to
-VI-F). This module does no I/O. A recovery has four parts:
+to VI-F). This module does no I/O. A recovery has four parts:
 
     leave   abort every operation; report the snapshots held and the operations that were pending
     enter   take the seats of the next epoch; a worker without a state of its own reports that it has arrived
@@ -102,8 +101,7 @@ class Recovery:
         """Drop the peer copies of owners that now send their copies to other workers.
 
         Call it when every worker's first snapshot of the epoch has reached its peers. Until then, the old copies
-        protect
-        the run, and are reported as held.
+        protect the run, and are reported as held.
         """
         if self._tidied_epoch < self._member.epoch:
             self._tidied_epoch = self._member.epoch

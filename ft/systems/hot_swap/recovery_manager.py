@@ -1,7 +1,6 @@
 """Hot-swap's training loop: it snapshots every committed step, and recovers from every interruption in a new epoch.
 
-:class:`ft.systems.hot_swap.recovery.Recovery` decides on the order of the operations; this
-module carries them out.
+:class:`ft.systems.hot_swap.recovery.Recovery` decides on the order of the operations; this module carries them out.
 """
 
 from collections.abc import Callable

@@ -167,8 +167,7 @@ def build(
 
 def _exchange_tokens(config: Any, exchange: Exchange) -> bool:
     """Make megatron-core divide gradients by the number of tokens of all replicas. Return whether megatron-core divides
-    by
-    tokens.
+    by tokens.
     """
     if not config.calculate_per_token_loss:
         return False

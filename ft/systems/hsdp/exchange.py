@@ -4,8 +4,8 @@ The gradients are exchanged by bucket groups (of megatron-core's DDP). All repli
 independently of the order in which gradients become complete: a replica that has just returned completes all of them at
 the end of its backward pass, the others during it. The all-reduce is done by a ring whose connections belong to one
 quorum, the set of replicas that take part in the step. A failure of the exchange raises no exception in this module.
-Instead, the
-ranks of the replica vote after the backward pass, and the vote discards the step on all of them (FT-HSDP, section 4.1).
+Instead, the ranks of the replica vote after the backward pass, and the vote discards the step on all of them (FT-HSDP,
+section 4.1).
 """
 
 import threading

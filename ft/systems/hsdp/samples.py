@@ -200,8 +200,7 @@ class Deal:
         """Return the deal and the positions with which training continues after ``step``.
 
         The present deal and positions are returned unless the number of replicas or the block size changes. The
-        function is
-        pure, so all replicas that commit the same step get the same result.
+        function is pure, so all replicas that commit the same step get the same result.
 
         Args:
             positions: position of every replica of this deal; a replica that is missing has taken nothing.

@@ -43,8 +43,7 @@ class Channel:
         """Gather the values of all ranks on rank 0.
 
         A generator: it yields while the collective is in progress, and returns the list of all values on rank 0 and
-        None
-        on the other ranks.
+        None on the other ranks.
         """
         mine = yield from self._padded(value)
         parts = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else None

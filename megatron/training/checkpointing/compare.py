@@ -114,7 +114,7 @@ def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any], voc
         wanted: sharded state dict to load.
         stored: the result of core's ``load_sharded_metadata``, by key.
         vocabulary_known: whether the vocabulary sizes were compared already, so that tensors padded along the
-        vocabulary may differ in shape.
+            vocabulary may differ in shape.
     """
     shapes = {s.key: tuple(s.global_shape) for s in stored.values() if isinstance(s, ShardedTensor)}
     keys = {s.key for s in stored.values()}

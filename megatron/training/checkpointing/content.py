@@ -160,7 +160,7 @@ def apply(loaded: dict[str, Any], model: list, optimizer: Any, scheduler: Any, *
         optimizer: the optimizer.
         scheduler: the learning-rate schedule, or None.
         with_optimizer: whether to load the states of optimizer and schedule from ``loaded``; otherwise the optimizer
-        copies its main (fp32) weights from the model's.
+            copies its main (fp32) weights from the model's.
     """
     for i, chunk in enumerate(model):
         chunk.load_state_dict(loaded[_chunk_key(i, len(model))])

@@ -17,8 +17,8 @@ from megatron.training.data.tokenizer import Tokenizer, check_made_with
 def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, scan_cache: str) -> None:
     """Reject token ids outside the vocabulary, and a dataset made with another tokenizer.
 
-    A dataset's sidecar (``P.meta.json``) contains its tokenizer and its largest token id. Without a
-    sidecar all tokens are read once; the result is kept in ``scan_cache`` until the file changes.
+    A dataset's sidecar (``P.meta.json``) contains its tokenizer and its largest token id. Without a sidecar all tokens
+    are read once; the result is kept in ``scan_cache`` until the file changes.
 
     Args:
         index: index of the dataset.

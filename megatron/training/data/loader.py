@@ -31,8 +31,7 @@ class MicrobatchLoader:
         consumed_samples: number of samples that the run has taken so far, on all data-parallel ranks together.
         num_workers: number of threads that read ahead; 0 reads in the caller's thread.
         cyclic: whether to make endless passes, each in a new order; otherwise make one pass in the dataset's own
-            (seeded)
-        order.
+            (seeded) order.
         seed: seed of the cyclic order.
         pin_memory: whether to put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
 

@@ -27,8 +27,7 @@ class Sidecar:
         tokens: number of tokens, end-of-document tokens included.
         max_id: the largest token id in the dataset.
         unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model that predicts from
-            these
-        frequencies alone.
+            these frequencies alone.
         sources: number of input files.
         text_bytes: size of the tokenised text in bytes.
         bin_bytes: size of ``P.bin`` in bytes; a file of another size does not belong to this sidecar.

@@ -9,8 +9,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 def params_norm(chunks: list[torch.nn.Module]) -> float:
     """Return the L2 norm over all parameters of the model, each counted once. All ranks have to call it, and get the
-    same
-    result.
+    same result.
     """
     dense = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     experts = torch.zeros_like(dense)

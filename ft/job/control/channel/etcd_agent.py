@@ -108,8 +108,7 @@ class EtcdAgentChannel(AgentChannel):
 
     def _look(self) -> tuple[int, bool]:
         """Return the number of the last recorded report, and whether the control plane is alive. Rewrite missing
-        reports of
-        this agent.
+        reports of this agent.
         """
         keys, taken_key = self._keys, self._keys.taken(self._node)
         own = {**below(keys.reports(self._node)), "keys_only": True}

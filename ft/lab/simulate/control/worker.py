@@ -2,8 +2,7 @@
 
 The reports of the worker and its reactions to orders come from production code: ``ft.worker.protocol``,
 ``ft.systems.hot_swap.recovery`` and ``ft.worker.progress``. The process, its threads and its clock are models in this
-module; the
-training computation, process groups and snapshots are models in ``ft.lab.simulate.control.training`` and
+module; the training computation, process groups and snapshots are models in ``ft.lab.simulate.control.training`` and
 ``snapshots``.
 
 The training thread is a coroutine. It awaits the virtual seconds for which it is busy, during which nothing interrupts

@@ -151,8 +151,7 @@ class World:
 
     def unheard_since(self, replica: int) -> float:
         """Return the virtual time since which the quorum server has received nothing from a replica; the present time
-        if no
-        outage is in progress.
+        if no outage is in progress.
 
         Outages in close succession count as one.
         """
