@@ -1,5 +1,4 @@
-"""Define the command ``ft check``, which reports whether a launch line is valid and what it needs, without starting it.
-"""
+"""Define the command ``ft check``, which examines a launch line and prints its problems and requirements."""
 
 import argparse
 import json

@@ -64,6 +64,7 @@ def is_equal(given: bytes, expected: bytes) -> bool:
 
 
 def challenge() -> bytes:
+    """Return a new challenge, which is a random byte string."""
     return secrets.token_bytes(CHALLENGE_BYTES)
 
 

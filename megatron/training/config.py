@@ -74,6 +74,7 @@ def same_names(config: type, options: Options) -> dict[str, Any]:
 
 
 def params_dtype(options: Options) -> torch.dtype:
+    """Return the dtype of the model parameters."""
     return torch.bfloat16 if options.core.bf16 else torch.float16 if options.core.fp16 else torch.float32
 
 

@@ -46,6 +46,7 @@ def train(job: Job) -> None:
 
 
 def weights_are_compared(options: Options, step: int) -> bool:
+    """Return whether data-parallel ranks compare their weights after ``step``."""
     interval = options.training.check_weight_hash_across_dp_replicas_interval
     return interval is not None and step % interval == 0
 
@@ -62,11 +63,13 @@ def compare_weights(job: Job) -> None:
 
 
 def evaluation_is_due(options: Options, step: int, last: int) -> bool:
+    """Return whether to evaluate after ``step``; ``last`` is the last step of the run."""
     e = options.evaluation
     return e.eval_iters > 0 and (step == last or (e.eval_interval is not None and step % e.eval_interval == 0))
 
 
 def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
+    """Return whether to save a checkpoint after ``step``; ``ends``: whether the run ends with this step."""
     c = options.checkpoint
     return c.save is not None and (ends or (c.save_interval is not None and step % c.save_interval == 0))
 

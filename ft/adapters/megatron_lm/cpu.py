@@ -107,6 +107,8 @@ class _WithoutTriton(MetaPathFinder):
 
 
 class _Loader(Loader):
+    """Executes a module while ``triton`` is replaced by a module without kernels."""
+
     def __init__(self, inner: Loader):
         self._inner = inner
 

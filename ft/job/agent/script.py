@@ -113,8 +113,7 @@ def _own_output(path: str) -> None:
 
 
 class _Log(io.FileIO):
-    """A worker's log file. Data that a full or failing disk does not accept is discarded, so that training continues.
-    """
+    """A worker's log file. Data that a full or failing disk does not accept is discarded; training continues."""
 
     def write(self, data) -> int:
         try:

@@ -32,8 +32,7 @@ class Fenced:
 
 @dataclass(frozen=True)
 class JournalBroken:
-    """Event: control planes that read the run's journal die repeatedly; the run has to continue without that journal.
-    """
+    """Event: control planes that read the run's journal die repeatedly; the run has to continue without it."""
 
     reason: str
 
@@ -67,8 +66,7 @@ class PoolUpkeep:
         self._supervisor.watch(self._pool.channel, self._hear)
 
     def look(self, now: float) -> None:
-        """Kill the pool if requests for workers are open and it makes no progress. ``now``: monotonic time in seconds.
-        """
+        """Kill the pool if it makes no progress with open requests. ``now``: monotonic time in seconds."""
         if why := self._pool.kill_if_stuck(now):
             self._console.complain(f"{why}: it is killed")
 

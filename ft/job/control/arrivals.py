@@ -15,6 +15,7 @@ from ft.job.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Age
 
 
 def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
+    """Register an agent. At the start, end the run if the nodes have another number of workers than announced."""
     if report.node in state.agents:
         out.add(f"ignored: the agent of {report.node} has joined before")
         return
@@ -45,12 +46,14 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
 
 
 def agent_beat(state: State, now: float, report: m.AgentBeat, out: Decisions) -> None:
+    """Store the heartbeat of an agent and of its workers."""
     agent = state.agents.get(report.node)
     if agent is not None and not agent.gone:
         agent.heard_at, agent.beats = now, dict(report.workers)
 
 
 def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisions) -> None:
+    """Handle an agent that exits on purpose; its workers are lost, or the run ends with them."""
     agent = state.agents.get(report.node)
     if agent is None or agent.gone:
         out.add(f"ignored: the agent of {report.node} is known to be gone")
@@ -63,6 +66,7 @@ def agent_leaving(state: State, now: float, report: m.AgentLeaving, out: Decisio
 
 
 def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decisions) -> None:
+    """Register a worker whose process has been started."""
     agent = state.agents.get(report.node)
     if agent is None or agent.gone or report.worker in agent.started:
         out.add(f"ignored: {report.worker} is known, or its node is not")
@@ -79,6 +83,7 @@ def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decis
 
 
 def worker_ready(state: State, now: float, report: m.WorkerReady, out: Decisions) -> None:
+    """Mark a worker as ready to take a seat."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.ready:
         out.add(f"ignored: {report.worker} is " + ("unknown or gone" if worker is None else "ready already"))
@@ -93,6 +98,7 @@ def worker_ready(state: State, now: float, report: m.WorkerReady, out: Decisions
 
 
 def worker_released(state: State, now: float, report: m.WorkerReleased, out: Decisions) -> None:
+    """Record that a worker has left the closed epoch."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.leaves < 0 or report.epoch != worker.leaves:
         owes = "is not of this run any more" if worker is None else "has left"
@@ -104,6 +110,7 @@ def worker_released(state: State, now: float, report: m.WorkerReleased, out: Dec
 
 
 def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decisions) -> None:
+    """Record that a joiner has built model and optimizer."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or not worker.empty:
         out.add(f"ignored: {report.worker} joins no epoch")
@@ -120,6 +127,7 @@ def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decis
 
 
 def worker_repaired(state: State, now: float, report: m.WorkerRepaired, out: Decisions) -> None:
+    """Record that a worker has rebuilt its groups and restored its state."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase != REPAIRING:
         out.add(f"ignored: {report.worker} is repaired for epoch {report.epoch}, the epoch is {_where(state)}")
@@ -131,6 +139,7 @@ def worker_repaired(state: State, now: float, report: m.WorkerRepaired, out: Dec
 
 
 def worker_resumed(state: State, now: float, report: m.WorkerResumed, out: Decisions) -> None:
+    """Record that a worker begins to train in the present epoch."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase != RESUMING:
         out.add(f"ignored: {report.worker} resumes epoch {report.epoch}, the epoch is {_where(state)}")
@@ -141,6 +150,7 @@ def worker_resumed(state: State, now: float, report: m.WorkerResumed, out: Decis
 
 
 def worker_done(state: State, now: float, report: m.WorkerDone, out: Decisions) -> None:
+    """Record that a worker has done its last step; end the run when all workers have."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase not in EPOCH_OPEN:
         out.add(f"ignored: {report.worker} is done in epoch {report.epoch}, the epoch is {_where(state)}")
@@ -152,11 +162,13 @@ def worker_done(state: State, now: float, report: m.WorkerDone, out: Decisions) 
 
 
 def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisions) -> None:
+    """Send the rendezvous address of the script's own process groups to all agents."""
     where = f"{report.host}:{report.port}"
     out.add(f"in restart {report.number} the script's processes meet at {where}", m.Master(**vars(report)))
 
 
 def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
+    """Record an event of a worker: its layout, its settings, an injected fault, or one that needs no decision."""
     detail = report.detail
     if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:
         out.add(f"ignored: the layout of {detail['worker']}, which is unknown or gone")

@@ -33,6 +33,7 @@ class Fault:
 
 
 def worker_exited(state: State, now: float, report: m.WorkerExited, out: Decisions) -> None:
+    """Handle the exit of a worker's process, which depends on whether the worker has a seat."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.left:
         out.add(f"ignored: {report.worker} is known to be gone")
@@ -45,6 +46,7 @@ def worker_exited(state: State, now: float, report: m.WorkerExited, out: Decisio
 
 
 def worker_silent(state: State, now: float, report: m.WorkerSilent, out: Decisions) -> None:
+    """Handle a worker that sends no heartbeats."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.left:
         out.add(f"ignored: {report.worker} is known to be gone")
@@ -53,6 +55,7 @@ def worker_silent(state: State, now: float, report: m.WorkerSilent, out: Decisio
 
 
 def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisions) -> None:
+    """Handle the report of an exception in a worker."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.left:
         out.add(f"ignored: {report.worker} is known to be gone")

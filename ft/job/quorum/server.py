@@ -173,6 +173,7 @@ def parse_options(text: str) -> Given:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the quorum server until another server has taken over."""
     parser = argparse.ArgumentParser(prog="python -m ft.job.quorum", description="The quorum server of one run.")
     parser.add_argument("--run-dir", type=Path, required=True, help="of the whole run: token, quorum.json, events")
     parser.add_argument("--options", required=True, help="JSON: replicas, min_replicas, where, limits, takes_over...")

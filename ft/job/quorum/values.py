@@ -47,8 +47,7 @@ class Report:
 
     @property
     def state(self) -> tuple[int, int]:
-        """Return (next_step, lineage): the larger tuple is further in training, and equal tuples name the same state.
-        """
+        """Return (next_step, lineage): a larger tuple is further in training, equal tuples name the same state."""
         return (self.next_step, self.lineage)
 
     def __post_init__(self):

@@ -42,14 +42,17 @@ NOT_HELD = 409
 
 
 def state_target(step: int, lineage: int) -> str:
+    """Return the target of the request for the description of a state."""
     return "/state?" + urlencode({"step": step, "lineage": lineage})
 
 
 def envelope_target(step: int, lineage: int) -> str:
+    """Return the target of the request for the envelope of a state."""
     return "/envelope?" + urlencode({"step": step, "lineage": lineage})
 
 
 def bytes_target(step: int, lineage: int, digest: str, start: int, stop: int) -> str:
+    """Return the target of the request for the bytes [start, stop) of a state."""
     return "/bytes?" + urlencode({"step": step, "lineage": lineage, "digest": digest, "start": start, "stop": stop})
 
 
@@ -60,6 +63,7 @@ def stream_length(start: int, stop: int) -> int:
 
 
 def encode(content: dict[str, Any]) -> bytes:
+    """Encode a JSON object as bytes."""
     return json.dumps(content, separators=(",", ":")).encode()
 
 

@@ -204,4 +204,5 @@ def write_back(slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -
 
 
 def tables_of(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Table]:
+    """Return the layout of each section."""
     return {name: Table.of(tensors) for name, tensors in sections.items()}

@@ -131,10 +131,12 @@ class Table:
 
 
 def digest(encoded: bytes) -> str:
+    """Return a digest of an encoded table, 16 hexadecimal digits."""
     return hashlib.sha256(encoded).hexdigest()[:16]
 
 
 def chunk_count(nbytes: int) -> int:
+    """Return the number of chunks of a buffer of ``nbytes`` bytes."""
     return -(-nbytes // CHUNK)
 
 

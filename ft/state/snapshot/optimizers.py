@@ -129,6 +129,7 @@ def scaler_state(part: Any) -> dict[str, Any] | None:
 
 
 def set_scaler(part: Any, saved: dict[str, Any] | None) -> None:
+    """Restore the state of a loss scaler that :func:`scaler_state` returned as ``saved``."""
     if saved:
         state = {**saved, "scale": torch.tensor([saved["scale"]], dtype=torch.float)}
         part.grad_scaler.load_state_dict(state)

@@ -218,8 +218,7 @@ class ReplicaManager(Layer):
         self._parts.injector.at(phase, self._position.step + 1)
 
     def _goes_aside(self) -> None:
-        """Announce that this replica is busy with other work than a step, so that peers wait longer for this replica.
-        """
+        """Announce that this replica is busy with other work than a step, so that peers wait longer for it."""
         self._aside = True
         if self._parts.client is not None:
             self._parts.client.aside()
@@ -420,8 +419,7 @@ class ReplicaManager(Layer):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _on_close(self, epoch: int, reason: str) -> None:
-        """Leave the quorum and the ring, because a worker of this replica was lost. Other replicas detect this at once.
-        """
+        """Leave the quorum and the ring, because a worker of this replica was lost. Peers detect this at once."""
         if self._parts.client is not None:
             self._parts.client.leave(reason)
         self._exchange.give_up(reason)

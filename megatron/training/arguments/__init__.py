@@ -192,10 +192,13 @@ def all_flags() -> list[str]:
 
 
 def help_text() -> str:
+    """Return the help text of all flags."""
     return _parser()[0].format_help()
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser that raises UserError instead of ending the process."""
+
     def error(self, message):
         raise UserError(message.removeprefix("argument "), "see --help")
 

@@ -156,6 +156,5 @@ def may_have_gpu() -> bool:
 
 
 def may_have_te() -> bool:
-    """Return whether Transformer Engine is installed on a machine that may have a GPU. The check does not import torch.
-    """
+    """Return whether Transformer Engine is installed on a machine that may have a GPU, without importing torch."""
     return may_have_gpu() and importlib.util.find_spec("transformer_engine") is not None

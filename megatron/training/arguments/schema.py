@@ -78,6 +78,7 @@ def spellings(f: Field) -> tuple[list[str], list[str]]:
 
 
 def all_spellings(cls: type) -> list[str]:
+    """Return every flag of an option dataclass."""
     return [s for f in fields(cls) if f.init for group in spellings(f) for s in group]
 
 

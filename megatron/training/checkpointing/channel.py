@@ -22,13 +22,17 @@ _HEADER = 8
 
 
 class _Collective:
+    """A collective in progress, as an operation that a generator can wait for."""
+
     def __init__(self, work: dist.Work):
         self._work = work
 
     def done(self) -> bool:
+        """Return whether the collective has ended."""
         return self._work.is_completed()
 
     def wait(self) -> None:
+        """Block until the collective has ended."""
         self._work.wait()
 
 
@@ -70,12 +74,15 @@ class Channel:
         return _decode(data)
 
     def share(self, value: Any) -> list:
+        """Return the values of all ranks, on every rank. Block until all ranks have called it."""
         return finish(self.sharing(value))
 
     def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank. Block until rank 0 has called it."""
         return finish(self.broadcasting(value))
 
     def close(self) -> None:
+        """Destroy the process group, unless torch.distributed was shut down already."""
         if dist.is_initialized():
             dist.destroy_process_group(self.group)
 

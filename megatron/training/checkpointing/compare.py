@@ -95,6 +95,7 @@ def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapp
 
 
 def sizes_in_words(sizes: Mapping[str, int]) -> str:
+    """Format sizes of parallel dimensions, for example as "PP2 x TP1"."""
     return " x ".join(f"{name.upper()}{size}" for name, size in sizes.items())
 
 

@@ -44,6 +44,7 @@ class Entry:
 
 
 def checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint folder of ``step``."""
     return f"iter_{step:07d}"
 
 
@@ -62,6 +63,7 @@ def replaced_name(partial: str) -> str:
 
 
 def removed_name(name: str) -> str:
+    """Return the name of a folder while it is being removed."""
     return f"{name}.removed"
 
 
@@ -86,10 +88,12 @@ def newest_first(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def newest_complete(entries: Iterable[Entry]) -> Entry | None:
+    """Return the complete checkpoint that was saved last; None if there is none."""
     return next(iter(newest_first(entries)), None)
 
 
 def next_serial(entries: Iterable[Entry]) -> int:
+    """Return the serial number of the next checkpoint."""
     return 1 + max((e.serial for e in entries if e.serial is not None), default=0)
 
 

@@ -99,6 +99,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def bytes_in_words(count: float) -> str:
+    """Format a number of bytes with a binary unit, for example as "1.5 GiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

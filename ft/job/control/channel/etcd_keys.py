@@ -125,5 +125,6 @@ def pack(count: int, text: str) -> str:
 
 
 def unpack(packed: str) -> tuple[int, Any]:
+    """Return the (count, text) that :func:`pack` has encoded."""
     count, _, text = packed.partition(" ")
     return int(count), text

@@ -98,10 +98,12 @@ def changed_at(key: str, revision: int) -> dict:
 
 
 def b64(text: str) -> str:
+    """Return ``text`` encoded in base64."""
     return base64.b64encode(text.encode()).decode()
 
 
 def revision_of(answer: dict) -> int:
+    """Return the etcd revision at which a call was answered."""
     return int(answer["header"]["revision"])
 
 
@@ -155,14 +157,17 @@ def checked(answer: dict) -> dict:
 
 
 def refused(message: str) -> UserError:
+    """Return the error for a user that etcd rejects."""
     return UserError(f"etcd refuses: {message}", f"give etcd://USER:PASSWORD@HOST:PORT, or ${USER} (USER:PASSWORD)")
 
 
 def why(error: Exception) -> str:
+    """Describe an exception by its type and its text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def shut(connection: http.client.HTTPConnection | None) -> None:
+    """Shut down a connection that another thread may be using, so that the thread's call fails."""
     own = connection.sock if connection is not None else None
     if own is not None:
         with contextlib.suppress(OSError):

@@ -41,6 +41,7 @@ class Kind:
     noticed_s: float = 1e9
 
 
+# The docstrings in ``strikes`` describe the effect of each kind.
 KINDS = (
     Kind("kill", 10, strikes.on_worker(strikes.kill, early=True), at_worst=HOT_SWAP, noticed_s=0.5),
     Kind("kill two at once", 3, strikes.kill_two),

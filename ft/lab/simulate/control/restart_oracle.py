@@ -79,6 +79,7 @@ class Legitimacy:
         return sum(agent.seats + agent.standbys for agent in here)
 
     def _gone(self) -> list[str]:
+        """Return the nodes that the control plane counts as lost."""
         return [node for node, agent in self._cluster.plane.state.agents.items() if agent.gone]
 
     def _check_lost_agents(self, text: str) -> None:

@@ -83,10 +83,12 @@ def on_agent(do: "Callable[[Cluster, Agent], str | None]") -> Strike:
 
 
 def kill(cluster: "Cluster", worker: "Worker") -> None:
+    """Kill a worker with a random signal."""
     worker.agent.ended(worker, cluster.rng.choice(_SIGNALS))
 
 
 def kill_two(cluster: "Cluster") -> str:
+    """Kill two workers at the same moment."""
     everyone = cluster.workers()
     chosen = cluster.rng.sample(everyone, min(2, len(everyone)))
     for worker in chosen:
@@ -258,6 +260,7 @@ def _control_goes_with(cluster: "Cluster", agent: "Agent") -> None:
 
 
 def pause_agent(cluster: "Cluster", agent: "Agent") -> str:
+    """Stop an agent's process, and continue it after a while."""
     seconds = cluster.rng.choice(_LONG_S)
     if not agent.paused:
         agent.paused = agent.excuse = True

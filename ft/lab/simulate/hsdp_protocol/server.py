@@ -62,8 +62,7 @@ class Server:
 
     @property
     def term(self) -> int:
-        """Return the server's term. Each new server has a higher term, and a server ends when a higher term is claimed.
-        """
+        """Return the server's term. Each new server has a higher term; a server ends when a higher one is claimed."""
         return self.state.term
 
     def start(self) -> None:

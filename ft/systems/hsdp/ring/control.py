@@ -34,6 +34,7 @@ class Message:
 
 
 def pack(message: Message) -> bytes:
+    """Encode a message."""
     reason = message.reason.encode()[:_LONGEST]
     suspect = -1 if message.suspect is None else message.suspect
     return _HEAD.pack(message.kind, message.busy, suspect, message.operation, len(reason)) + reason

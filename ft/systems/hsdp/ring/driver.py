@@ -67,6 +67,8 @@ class Operation:
 
 @dataclass
 class _Job:
+    """A job with its number in the order of submission, and its time limit in seconds."""
+
     what: Members | Operation
     order: int
     limit_s: float

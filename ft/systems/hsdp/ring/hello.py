@@ -49,6 +49,7 @@ def agreement(members: list[str], *options: int) -> bytes:
 
 
 def party(token: str, is_dialer: bool) -> Party:
+    """Return one end of a handshake of the ring's protocol."""
     return Party(token, PURPOSE, is_dialer)
 
 
