@@ -29,7 +29,7 @@ _PUBLIC = {
 
 
 def __getattr__(name: str):
-    """Loads what a training script needs when it asks for it; the command line starts without torch."""
+    """Import a public name on first use, so that the command line starts without torch."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'ft' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""Estimate from the flags of a run the memory of one GPU, and the host memory that the rank of this GPU needs."""
+"""Estimate from the flags of a run how much GPU memory and how much host memory the largest rank needs."""
 
 import copy
 from typing import Any

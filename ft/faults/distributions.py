@@ -30,7 +30,7 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """Expected number of seconds, or of steps, between two failures."""
+        """Return the expected number of seconds, or of steps, between two failures."""
         return self.scale * math.gamma(1.0 + 1.0 / self.shape)
 
     def times(self, rng: random.Random) -> Iterator[float]:

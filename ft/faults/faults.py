@@ -82,7 +82,7 @@ class Fault:
 
     @property
     def is_agents(self) -> bool:
-        """Whether an agent carries this fault out, because no worker can.
+        """Return whether an agent injects this fault, because no worker can.
 
         A fault with a phase is carried out by a worker, because only the worker knows when that phase is reached.
         """

@@ -53,7 +53,7 @@ class Flip:
 
     @property
     def is_payload(self) -> bool:
-        """Whether the flip hits received messages instead of results of operators."""
+        """Return whether the flip changes received messages instead of results of operators."""
         return self.operator in PAYLOADS
 
     def fits(self, operator: str, phase: str, execution: str | None) -> bool:

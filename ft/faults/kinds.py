@@ -55,7 +55,7 @@ class Row:
         kind: name in ``--inject``.
         does: what the injection does.
         outcome: key of ``MEANING``: the result if nothing else fails.
-        seen: what the operator of the run sees.
+        seen: what a person who watches the run sees.
         sign: how the control plane detects it, or None if it detects nothing.
         answer: what the system does in addition to the meaning of the outcome.
         how: keys of ``--inject`` that select this variant, "key=value[:key=value]".
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Unique name: the kind with the keys of the variant."""
+        """Return the unique name of the row: the kind with the keys of the variant."""
         return f"{self.kind}:{self.how}" if self.how else self.kind
 
     def spec(self, when: str) -> str:

@@ -73,7 +73,7 @@ class ModelEnds(Protocol):
     is_double: bool
 
     def built(self, chunk: torch.nn.Module) -> None:
-        """Handle a new model chunk of this rank, before it is wrapped for data parallelism. Collective."""
+        """Prepare a new model chunk of this rank before it is wrapped for data parallelism. All ranks call it."""
 
     def connected(self, chunk: torch.nn.Module) -> None:
         """Handle the wrapped chunk, after the callbacks for megatron-core's schedules are set on it."""
@@ -138,10 +138,10 @@ class Trainer(Protocol):
         """Return whether this rank can see a complete checkpoint of ``step``."""
 
     def load(self) -> bool:
-        """Load the newest checkpoint, if there is one; return whether one was loaded. Collective."""
+        """Load the newest checkpoint, if there is one; return whether one was loaded. All ranks have to call it."""
 
     def save(self) -> None:
-        """Save a checkpoint and return when it is complete. Collective."""
+        """Save a checkpoint and return when it is complete. All ranks have to call it."""
 
     def rewind(self) -> None:
         """Drop what was logged for steps after the committed step."""
@@ -265,7 +265,7 @@ class Protection:
         """Handle the creation of the process groups. ``session``: this worker's place in ``ft run``, None outside."""
 
     def ends(self) -> ModelEnds | None:
-        """Return which stages have embedding and output layer; None: the first and the last. Collective."""
+        """Return which stages have embedding and output layer; None: the first and the last. All ranks call it."""
         return None
 
     def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> DataShare | None:

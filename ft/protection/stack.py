@@ -124,7 +124,7 @@ class Protections:
         return not self.is_given_state or any(each.draws_weights for each in self._protections)
 
     def ends(self) -> ModelEnds | None:
-        """Return which stages have embedding and output layer; None: the first and the last. Collective."""
+        """Return which stages have embedding and output layer; None: the first and the last. All ranks call it."""
         return next((found for each in self._protections if (found := each.ends()) is not None), None)
 
     def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> DataShare | None:

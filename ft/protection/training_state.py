@@ -69,5 +69,5 @@ class TrainingState:
         step_state.abandon_step(self.chunks, self.optimizer)
 
     def publish_parameters(self) -> None:
-        """Copy the optimizer's main parameters to the model parameters on every rank. Collective."""
+        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
         step_state.publish_parameters(self.chunks, self.optimizer)

@@ -50,7 +50,7 @@ class Undo:
             raise RuntimeError("the state before the iteration could not be copied") from self._error
 
     def back(self) -> None:
-        """Restore the state that the last ``begin`` copied. Collective."""
+        """Restore the state that the last ``begin`` copied. All ranks have to call it."""
         self.wait()
         if self._plan is None:
             raise RuntimeError("there is no copy to go back to: begin() was not called")

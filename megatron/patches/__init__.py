@@ -32,7 +32,7 @@ class Platform:
 
     @property
     def device(self) -> torch.device:
-        """The device to put tensors on: the CUDA device that this process has selected, or the CPU."""
+        """Return the device for tensors: the CUDA device that this process has selected, or the CPU."""
         import torch
 
         return torch.device("cuda", torch.cuda.current_device()) if self.name == "cuda" else torch.device("cpu")

@@ -47,7 +47,7 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """The full dotted name of the symbol, with its module."""
+        """Return the full dotted name of the symbol, with its module."""
         return f"{self.module}.{self.symbol}"
 
 

@@ -51,9 +51,10 @@ def expect_no_backward(chunks: Iterable) -> None:
 
 
 def publish_parameters(chunks: Iterable, optimizer) -> None:
-    """Copy the optimizer's main parameters into the model on all ranks. Collective.
+    """Copy the optimizer's main parameters into the model. All ranks have to call it.
 
-    Uses the cast and the all-gather of core's optimizer step, so the result is bitwise identical to that of a step.
+    The function uses the cast and the all-gather of megatron-core's optimizer step, so the result is bitwise identical
+    to that of a step.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "_copy_main_params_to_model_params"):

@@ -243,5 +243,5 @@ def _copies(found: Comparison, run: int, findings: Sequence[Finding]) -> tuple[i
 
 
 def _pipeline_first(run: Mapping[str, Any]) -> bool:
-    """Whether the run that a manifest describes used --use-tp-pp-dp-mapping."""
+    """Return whether the run that a manifest describes used --use-tp-pp-dp-mapping."""
     return bool(run.get("options", {}).get("parallel", {}).get("use_tp_pp_dp_mapping"))

@@ -56,7 +56,9 @@ class SwappedEndsLayer(Layer):
 
 
 class SwappedModelEnds:
-    """A stage's part in CheckFree+ while the model is built (``ft.protection.contract.ModelEnds``). Collective.
+    """A stage's part in CheckFree+ while the model is built (``ft.protection.contract.ModelEnds``).
+
+    All ranks have to construct it.
 
     Args:
         most_in_flight: bound of the microbatches whose activations a stage holds; None: no bound, the cheapest schedule

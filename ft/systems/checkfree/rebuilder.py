@@ -103,7 +103,8 @@ class CheckFreeRebuilder:
             self._set_rate(step, self.rebuilt_at)
 
     def lend(self, order: Repair, envelope: dict[str, Any]) -> bool:
-        """Send this rank's blocks to those neighbour ranks that are rebuilt. Collective with these ranks.
+        """Send this rank's blocks to those neighbour ranks that are rebuilt. These ranks have to call ``rebuild`` at
+        the same time.
 
         Returns:
             whether this rank's own state is still that of the step; with CheckFree+ some of its moments may be reset.

@@ -1,8 +1,8 @@
 """The cache of megatron-core's sample indices: folders that are either complete and verified, or do not exist.
 
 megatron-core writes its index files one after the other under their final names, and later trusts any that exist: a
-crash in between leaves torn files, and a dataset remade under the same prefix is read with old indices. Here every set
-of inputs (datasets, split, seed, ...) has its own folder, which gets its final name when all its files are written.
+crash in between leaves truncated files, and a dataset remade under the same prefix is read with old indices. Here every
+set of inputs (datasets, split, seed, ...) has its own folder, which gets its final name when all its files are written.
 """
 
 import hashlib

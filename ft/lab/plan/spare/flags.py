@@ -1,7 +1,7 @@
 """Flags and JSON output that the subcommands of ``ft plan spare`` share.
 
 In SPARe each part (shard type) of a step's data is hosted by several of N groups of ranks; the redundancy is the number
-of number of hosts of each shard type.
+of hosts of each shard type.
 """
 
 import argparse

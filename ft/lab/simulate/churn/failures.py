@@ -79,7 +79,7 @@ class Trace:
 
     @property
     def between_s(self) -> float:
-        """Mean seconds between failures, over the time up to the last failure."""
+        """Return the mean number of seconds between failures, over the time up to the last failure."""
         return self.times[-1] / len(self.times) if self.times else math.inf
 
     def more(self) -> tuple[np.ndarray, np.ndarray]:

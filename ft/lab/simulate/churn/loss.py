@@ -32,7 +32,7 @@ class Convergence:
 
     @property
     def target(self) -> float:
-        """The validation loss at which training ends."""
+        """Return the validation loss at which training ends."""
         return self.floor + self.above
 
     def loss(self, n: np.ndarray) -> np.ndarray:

@@ -35,7 +35,7 @@ class Scenario:
         rates: hourly failure probabilities of a stage to simulate; empty if there is a ``trace``.
         trace: path of a file with recorded failures, or None.
         strategies: strategies to compare, from ``STRATEGIES``.
-        seeds: number of number of runs of each case; 1 with a trace.
+        seeds: number of runs of each case, one for each seed; 1 with a trace.
         seed: the first seed.
         limit: multiple of the duration without failures after which a run is given up.
         published: (strategy, rate) -> published hours to the target loss.
@@ -53,7 +53,7 @@ class Scenario:
 
     @property
     def plain_s(self) -> float:
-        """Duration in seconds of a training without failures, checkpoints and redundancy."""
+        """Return the duration in seconds of a training without failures, checkpoints and redundancy."""
         return self.law.iterations * self.costs.iteration_s
 
     def failures(self, rate: float | None) -> Failures:

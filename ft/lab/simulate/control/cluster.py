@@ -42,7 +42,8 @@ class Cluster:
         history: the event log.
         agents: node -> agent, including dead agents.
         everyone: worker name -> worker, including dead workers.
-        trouble: faults of the next workers to start, one of: "exits" (at once), "never" (attaches), "late" (starts).
+        trouble: faults of the next workers to start: "exits": the worker exits at once; "never": it never attaches to
+            its agent; "late": it starts late.
         calm_at: true time at which the last fault is over.
         returning: number of agents that are about to join again.
         poisoned: (logical rank, step) -> fault of every worker that executes that step in that rank.

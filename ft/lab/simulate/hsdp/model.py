@@ -51,10 +51,10 @@ def overlapping(case: Case) -> float:
     """Return the expected effective training time if failures are independent (Poisson) and may overlap.
 
     A failure strikes any replica with the same probability. If the replica is being rebuilt, the rebuild starts over; a
-    stall in progress is prolonged. Steps have no length here: a rebuilt replica joins at once, even during a stall. The
-    failures of each replica are an independent Poisson process. Therefore the result is exact: the probability that a
-    replica has been training for ``rejoin_s`` or longer, times the probability for each other replica that it causes no
-    stall.
+    stall in progress is prolonged. In this model steps have no length: a rebuilt replica joins at once, even during a
+    stall. The failures of each replica are an independent Poisson process. Therefore the result is exact: the
+    probability that a replica has been training for ``rejoin_s`` or longer, times the probability for each other
+    replica that it causes no stall.
     """
     rate = case.interval_s**-1 / case.replicas
     stall, rebuild, rejoin = min(case.stall_s, case.rebuild_s), case.rebuild_s, min(case.rejoin_s, case.rebuild_s)

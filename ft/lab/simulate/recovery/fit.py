@@ -55,12 +55,12 @@ class Line:
 
     @property
     def typical_error(self) -> float:
-        """The root mean square of the relative errors."""
+        """Return the root mean square of the relative errors."""
         return float(numpy.sqrt(numpy.mean(numpy.square(self.errors))))
 
     @property
     def largest_error(self) -> float:
-        """The largest absolute value of the relative errors."""
+        """Return the largest absolute value of the relative errors."""
         return max(abs(error) for error in self.errors)
 
 
@@ -85,7 +85,7 @@ class Fit:
 
     @property
     def most_ranks(self) -> int:
-        """The largest number of ranks in the measurements."""
+        """Return the largest number of ranks in the measurements."""
         return max(row["ranks"] for row in self.rows)
 
     def spread_out(self, work: Work) -> float:

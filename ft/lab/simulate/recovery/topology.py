@@ -41,7 +41,7 @@ class Sizes:
 
     @property
     def dp(self) -> int:
-        """Data parallel size: ranks / (tp cp pp)."""
+        """Return the data-parallel size: ranks / (tp cp pp)."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def check(self) -> None:

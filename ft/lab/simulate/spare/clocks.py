@@ -130,7 +130,7 @@ class Clocks:
 
     @property
     def next(self) -> float:
-        """Time in seconds at which the next group fails; infinite if none does."""
+        """Return the time in seconds at which the next group fails; infinite if none does."""
         return self._times[self._place]
 
     def failed(self, until: float) -> list[int]:

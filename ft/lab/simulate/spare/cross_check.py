@@ -47,12 +47,12 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Relative difference of the total times."""
+        """Return the relative difference of the total times."""
         return self.simgrid.total_s / self.step_level.total_s - 1.0
 
     @property
     def agrees(self) -> bool:
-        """Whether all counts are equal, and the total times differ by no more than rounding."""
+        """Return whether all counts are equal, and the total times differ by no more than rounding."""
         counts = [{**asdict(seen), "total_s": 0.0} for seen in (self.step_level, self.simgrid)]
         return counts[0] == counts[1] and abs(self.difference) <= TOLERANCE
 

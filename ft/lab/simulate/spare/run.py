@@ -110,7 +110,7 @@ class Result(RunTotals):
 
     @property
     def up_fraction(self) -> float:
-        """Fraction of the time not spent in restarts and shrinking: the availability in SPARe, table 2."""
+        """Return the fraction of the time not spent in restarts and shrinking: the availability in SPARe, table 2."""
         return 1.0 - (self.restart_s + self.shrink_s) / self.total_s
 
     @property

@@ -41,7 +41,7 @@ class Scenario:
         schemes: schemes to compare, from :data:`SCHEMES`.
         redundancy: redundancies of SPARe to simulate; empty: the optimum by SPARe, formula (8).
         degree: replication degrees to simulate; empty: the optimum by SPARe, formula (8).
-        seeds: number of number of runs of each case.
+        seeds: number of runs of each case, one for each seed.
         seed: the first seed.
     """
 

@@ -78,7 +78,7 @@ class ReplicatedEnds:
         model.sharded_state_dict = _as_copies(model.sharded_state_dict)
 
     def equalize(self, chunk: torch.nn.Module) -> None:
-        """Set the copy to the value of the original. Collective in ``group``."""
+        """Set the copy to the value of the original. All ranks of ``group`` have to call it."""
         if self.group is None:
             return
         for _, param in self.params(chunk):
@@ -87,7 +87,7 @@ class ReplicatedEnds:
     def sum_gradients(self, chunk: torch.nn.Module) -> None:
         """Sum the gradients of original and copy, so that both have the gradient of all microbatches.
 
-        Core itself sums the gradients of tied weights. Collective in ``group``.
+        megatron-core itself sums the gradients of tied weights. All ranks of ``group`` have to call this method.
         """
         if self.group is None:
             return

@@ -92,14 +92,14 @@ class Engine:
 
     def flag(self) -> torch.Tensor:
         """Return 1 if this rank has found any mismatch (in operators, all-reduces or messages between stages), else 0,
-        as int32 [1]. Collective."""
+        as int32 [1]. All ranks have to call it."""
         self.queue.drain()
         self._messages.compare()
         self._reductions.compare()
         return self.findings.flag()
 
     def settle(self) -> list[Mismatch]:
-        """Return the mismatches of this rank. Collective: all ranks call it if ``flag`` is 1 on any rank."""
+        """Return the mismatches of this rank. If ``flag`` is 1 on any rank, all ranks have to call this method."""
         self._reductions.settle()
         return self.findings.settle()
 

@@ -60,7 +60,7 @@ class Messages:
         self._put(_SENT_BACK, chunk, microbatch, tensors)
 
     def compare(self) -> None:
-        """Compare the messages that arrived here with what their senders sent. Collective in the pipeline group."""
+        """Compare the messages that this rank received with those that were sent. All ranks of the pipeline call it."""
         if self._stages == 1:
             return
         tables = [torch.empty_like(self._table) for _ in range(self._stages)]

@@ -85,7 +85,7 @@ class Protection:
             self._undo.wait()
 
     def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
-        """Run ``work``, a whole iteration, until it has been computed correctly on all ranks. Collective.
+        """Run ``work``, a whole iteration, until it has been computed correctly. All ranks have to call it.
 
         Args:
             step: number of the iteration.
@@ -139,7 +139,7 @@ class Protection:
         """Return the mismatches of all ranks in this attempt, and each rank's wrong attempts in earlier iterations.
 
         Both are empty if no rank has found a mismatch; this case costs one all-reduce of ``flag`` and one
-        synchronisation with the device. Collective.
+        synchronisation with the device. All ranks have to call it.
         """
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():

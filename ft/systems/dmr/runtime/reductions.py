@@ -54,8 +54,9 @@ class Reductions:
         self._unfinished = []
 
     def compare(self) -> None:
-        """Compare the results within each group, for the flag of ``Findings``. Collective in every group that has
-        results; the groups are sorted by name so that all ranks have the same order."""
+        """Compare the results within each group, for the flag of ``Findings``. All ranks of every group that has
+        results have to call it; the groups are sorted by name so that all ranks have the same order.
+        """
         self.finish()
         for name in sorted(self._rows):
             group, rows, places = self._rows[name]
