@@ -55,6 +55,7 @@ setup(
             *("pytest>=8", "pytest-xdist", "hypothesis", "networkx", "tokenizers", "numba"),
             *("ruff", "import-linter", "mypy"),  # what tests/run.sh checks the sources with
             *("setuptools>=68", "wheel"),
+            *("six", "regex", "pydantic"),  # what the trainer of a Megatron-LM checkout imports
         ],
     },
 )

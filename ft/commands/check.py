@@ -54,6 +54,10 @@ def _text(answer: Answer) -> str:
     for each in answer.protections:
         lines.append(f"{each['name']} ({each['asked_by']}): {'fits' if each['fits'] else 'does not fit yet'}")
         lines += [f"  {entry['reason']}; {entry['fix']}" for entry in each["needs"]]
+    if answer.seams:
+        other = [each for each in answer.seams if each["differs"]]
+        lines.append(f"checkout: {len(answer.seams) - len(other)} of {len(answer.seams)} seams fit")
+        lines += [f"  {each['file']}: {each['symbol']} {each['differs']}; {each['why']}" for each in other]
     return "\n".join([*lines, *answer.notices])
 
 

@@ -41,6 +41,11 @@ def is_protected_checkout(script: "Script") -> bool:
     return is_checkout(script) and bool(_split(script.args)[0])
 
 
+def flags_of_trainer(script: "Script") -> list[str]:
+    """Return the arguments of ``script`` without the flags that begin with ``--ft-``."""
+    return _split(script.args)[1]
+
+
 def strays(script: "Script") -> list[Problem]:
     """Return the problem of a Megatron-LM script that is given protection flags but is not in a checkout of
     Megatron-LM.
@@ -98,7 +103,18 @@ def examine(script: "Script", world_size: int | None, replicas: int) -> tuple[An
     if found or world_size is None:
         return None, found
     view, grid = _view(theirs, options, world_size)
-    return view, list(table.problems(view, grid, replicas, os.environ))
+    if options.follows_operators:
+        found += refusals.of_rerun_mode(view.training.rerun_mode)
+    return view, [*found, *table.problems(view, grid, replicas, os.environ)]
+
+
+def manifest(script: str) -> list[dict[str, str]]:
+    """Return for each seam of the checkout of ``script``: file, symbol, status, what differs, and what it is for."""
+    return [
+        {"file": each.seam.file, "symbol": each.seam.symbol, "status": each.status, "differs": each.differs}
+        | {"why": each.seam.why}
+        for each in seams.check_tree(tree.root_of(script))
+    ]
 
 
 def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
@@ -184,10 +200,11 @@ def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: in
     parser.add_argument("--rampup-batch-size", nargs="*", type=int)
     parser.add_argument("--train-iters", type=int)
     parser.add_argument("--save")
+    parser.add_argument("--rerun-mode", default="validate_results")
     given, _ = parser.parse_known_args(list(flags))
     dp = max(1, world_size // math.prod(getattr(given, name) for name in _SIZES))
     given.global_batch_size = given.global_batch_size or given.micro_batch_size * dp
     vpp = given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank
     grid = SimpleNamespace(world_size=world_size, pp=given.pipeline_model_parallel_size, vpp=vpp, dp=dp)
-    concerns = dict.fromkeys(("training", "optimizer", "parallel", "checkpoint"), given)
+    concerns = dict.fromkeys(("training", "core", "checkpoint"), given)
     return SimpleNamespace(fault_tolerance=options, **concerns), grid

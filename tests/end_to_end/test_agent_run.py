@@ -330,7 +330,7 @@ def test_planned_faults_of_a_script_that_never_joins_the_run_end_it_with_2(ft_ru
     assert "none of the 1 planned fault(s) could act" in job.text() and "fix:" in job.text()
     shown = ft("status", "run", cwd=tmp_path)
     assert "stopped with code 2" in shown.stdout and "peers hold" not in shown.stdout
-    assert "none: no worker called ft.attach or ft.protect" in shown.stdout
+    assert "none: no worker has ever joined the run" in shown.stdout
 
 
 def test_a_script_that_never_joins_the_run_is_told_so_at_its_end(ft_run):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from megatron_lm_trees import trees
 
 from ft import cli
 from ft.base.checkout import CHECKOUT
@@ -72,6 +73,28 @@ def test_a_checkouts_own_flags_are_not_refused(capsys, tmp_path):
     words = ["check", "--json", str(tmp_path / "pretrain_gpt.py"), *(LINE + "--fim-rate 0.5").split()]
     assert cli.main(words) == 0
     assert json.loads(capsys.readouterr().out)["program"] == "checkout"
+
+
+CHECKOUTS = "--gpus", "4", "--json"
+
+
+@pytest.mark.parametrize("root", trees(), ids=lambda root: root.name)
+def test_a_checkout_has_its_own_protections_and_all_its_seams(root, capsys):
+    line = (LINE + "--transformer-impl local --ft-hot-swap").replace("--tensor-model-parallel-size 2 ", "").split()
+    assert cli.main(["check", *CHECKOUTS, str(root / "pretrain_gpt.py"), *line]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {each["status"] for each in said["seams"]} == {"fits"} and said["layout"]["pp"] == 4
+    fits = {each["name"]: each["fits"] for each in said["protections"]}
+    assert fits["hot-swap"] and fits["stage rebuild"] and not fits["replicas"] and not fits["double execution"]
+
+
+@pytest.mark.parametrize("root", trees(), ids=lambda root: root.name)
+def test_all_problems_of_a_checkouts_line_are_named_at_once(root, capsys):
+    line = (LINE + "--transformer-impl local --use-megatron-fsdp --ft-checkfree-plus --ft-hot-swap").split()
+    assert cli.main(["check", "--gpus", "7", "--json", str(root / "pretrain_gpt.py"), *line]) == 2
+    reasons = " | ".join(entry["reason"] for entry in json.loads(capsys.readouterr().out)["refused"])
+    assert "--use-megatron-fsdp cannot be protected" in reasons and "7 ranks" in reasons
+    assert "--ft-checkfree-plus (swapped ends) does not protect" in reasons
 
 
 @pytest.mark.parametrize("name", ["missing.py", "other.py"])

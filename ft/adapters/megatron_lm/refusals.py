@@ -67,13 +67,23 @@ def of_arguments(arguments: Any, follows_operators: bool = False) -> Iterator[Pr
         arguments: the trainer's arguments.
         follows_operators: whether a protection verifies every operator of a step.
     """
-    if follows_operators and arguments.rerun_mode != "disabled":
-        problem = f"--rerun-mode {arguments.rerun_mode} repeats steps by itself, and so does double execution"
-        yield problem, "add --rerun-mode disabled"
+    if follows_operators:
+        yield from of_rerun_mode(arguments.rerun_mode)
     for row in ROWS:
         value = getattr(arguments, row.argument, None)
         if _is_refused(row, value):
             yield _problem(row, str(value) if row.values else "")
+
+
+def of_rerun_mode(mode: str) -> Iterator[Problem]:
+    """Yield (problem, fix) if the trainer's rerun state machine, in this mode, excludes double execution.
+
+    Args:
+        mode: value of ``--rerun-mode``.
+    """
+    if mode != "disabled":
+        problem = f"--rerun-mode {mode} repeats steps by itself, and so does double execution"
+        yield problem, "add --rerun-mode disabled"
 
 
 def of_flags(flags: Sequence[str]) -> Iterator[Problem]:
