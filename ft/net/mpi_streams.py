@@ -41,7 +41,14 @@ def other(key: Key) -> Key:
 
 
 def pack(kind: int, to: Key, number: int = 0, rest: bytes = b"") -> bytes:
-    """Encode a frame for the end ``to``."""
+    """Encode a frame for the end ``to``.
+
+    Args:
+        kind: kind of the frame, such as DATA.
+        to: end of the stream that receives the frame.
+        number: number in the header, whose meaning depends on the kind.
+        rest: bytes after the header.
+    """
     return HEAD.pack(kind, to[2], to[0], to[1], number) + rest
 
 

@@ -39,6 +39,11 @@ def make_forward_step(check_finite: bool):
 def masked_loss(loss_mask: torch.Tensor, losses: torch.Tensor, *, check_finite: bool):
     """Return the sum of the losses of unmasked tokens.
 
+    Args:
+        loss_mask: 1 for tokens that count and 0 for others, [micro batch, sequence].
+        losses: loss of each token, [micro batch, sequence].
+        check_finite: whether to raise ``NonFiniteLossError`` if the sum is NaN or infinite.
+
     Returns:
         (sum with gradient, number of tokens as int tensor, values to report: [sum, number] as fp32).
     """

@@ -38,7 +38,14 @@ def generate(
 
 
 def sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Sample one id from ``logits`` [vocabulary]."""
+    """Sample one id from ``logits`` [vocabulary].
+
+    Args:
+        logits: logits of one position, [vocabulary].
+        temperature: softmax temperature; 0 takes the most likely token.
+        top_k: sample among this many of the most likely tokens; 0: among all.
+        generator: random number generator.
+    """
     if temperature == 0:
         return int(logits.argmax())
     if top_k:

@@ -44,6 +44,12 @@ def train_step(job: Job) -> StepReport:
 def run_schedule(job: Job, loaders: Loaders, samples: int, *, forward_only: bool) -> list[torch.Tensor]:
     """Run ``samples`` samples through megatron-core's pipeline schedule.
 
+    Args:
+        job: the run.
+        loaders: loaders of the microbatches.
+        samples: number of samples over all data-parallel ranks.
+        forward_only: whether to leave out the backward passes.
+
     Returns:
         on the last stage [loss sum, tokens] for each microbatch, on other stages an empty list.
     """

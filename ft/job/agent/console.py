@@ -35,6 +35,11 @@ def last_words(path: Path, code: int, count: int = 15) -> list[str]:
     For a process that SIGKILL or SIGTERM ended, return no lines: the signal came from outside, so the log does not
     explain it. Otherwise return the last lines, starting at the last traceback or fatal error if they contain one.
     Warnings of libraries are left out.
+
+    Args:
+        path: the worker's log.
+        code: exit code of the worker.
+        count: maximum number of lines.
     """
     if code in (-signal.SIGKILL, -signal.SIGTERM):
         return []

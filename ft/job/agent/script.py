@@ -55,6 +55,11 @@ def run(target: str, is_module: bool, args: list[str]) -> int:
     """Run a script or module as ``__main__``, and return the exit status that ``python`` would give.
 
     An uncaught exception is printed as Python prints it.
+
+    Args:
+        target: path of the script, or name of the module.
+        is_module: whether ``target`` is the name of a module.
+        args: command-line arguments of the script.
     """
     sys.argv = [target, *args]
     try:
@@ -72,7 +77,13 @@ def run(target: str, is_module: bool, args: list[str]) -> int:
 
 
 def search_path(script: str, is_module: bool, path: list[str]) -> list[str]:
-    """Return ``sys.path`` as Python sets it for a script or, with ``-m``, a module."""
+    """Return ``sys.path`` as Python sets it for a script or, with ``-m``, a module.
+
+    Args:
+        script: path of the script, or name of the module.
+        is_module: whether ``script`` is the name of a module.
+        path: ``sys.path`` of this process.
+    """
     return [os.getcwd() if is_module else str(Path(script).absolute().parent), *path]
 
 

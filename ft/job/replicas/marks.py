@@ -23,6 +23,11 @@ class Marks:
 def put(run_dir: Path, replica: int, mark: str) -> None:
     """Mark how a replica has ended.
 
+    Args:
+        run_dir: directory of the run.
+        replica: number of the replica.
+        mark: FINISHED or GIVEN_UP.
+
     Raises:
         OSError: the folder cannot be written.
     """

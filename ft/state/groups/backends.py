@@ -222,7 +222,13 @@ def interrupt_together(connections: list[Connection]) -> None:
 
 
 def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGroup:
-    """Return a ``dist.ProcessGroup`` with these backends. It has methods that a backend alone does not have."""
+    """Return a ``dist.ProcessGroup`` with these backends. It has methods that a backend alone does not have.
+
+    Args:
+        connections: connected backends, one for each type of device.
+        rank: group rank of this worker.
+        size: number of members.
+    """
     inner = dist.ProcessGroup(dist.HashStore(), rank, size)
     for one in connections:
         inner._set_default_backend(one.backend_type)

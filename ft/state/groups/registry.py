@@ -132,6 +132,13 @@ class Groups:
         """Create a group over these logical ranks. Return None if this worker is not a member.
 
         The group is connected at once, unless this worker joins a running job (``alone``).
+
+        Args:
+            ranks: logical ranks of the members.
+            timeout: longest duration of an operation; None: ``_DEFAULT_TIMEOUT_S`` seconds.
+            name: unique name of the group.
+            desc: torch's description of the group.
+            backend: "gloo" to connect over gloo only; otherwise the backends are those of the default group.
         """
         ranks = list(ranks)
         self._created.append((name, ranks))

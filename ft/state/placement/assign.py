@@ -75,7 +75,14 @@ def place(
 
 
 def ring_of(rank: int, group: Sequence[int], k: int, world: int) -> list[int]:
-    """Return the ``k`` ranks after ``rank`` in its data-parallel group, or in the world if it is alone in its group."""
+    """Return the ``k`` ranks after ``rank`` in its data-parallel group, or in the world if it is alone in its group.
+
+    Args:
+        rank: logical rank of the owner.
+        group: ranks of its data-parallel group, in ring order.
+        k: number of ranks to return.
+        world: number of logical ranks.
+    """
     return _ring(group, k, world)[rank]
 
 

@@ -145,6 +145,11 @@ def rotate_with_peers(
     """Return ``k`` holders of each rank, all in different domains, with as many data-parallel peers as possible.
 
     Return None if no such rotation was found, or if it would have no peer among the holders.
+
+    Args:
+        groups: data-parallel groups, each in ring order.
+        domains: failure domains of each rank.
+        k: number of copies of each rank's state.
     """
     ranks = sorted(rank for group in groups for rank in group)
     rotation = Rotation(ranks, domains)

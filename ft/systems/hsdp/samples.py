@@ -277,6 +277,13 @@ def streams_after(
     """Return the streams of a run that continues with another number of replicas or another block size.
 
     No sample is repeated or left out.
+
+    Args:
+        positions: replica -> number of samples that it has taken.
+        replicas_before: number of replicas up to now.
+        block_before: samples in a block up to now.
+        replicas_now: number of replicas from now on.
+        block_now: samples in a block from now on.
     """
     deal, _ = Deal(replicas_before, block_before).after(positions, 0, replicas_now, block_now)
     return deal.streams()

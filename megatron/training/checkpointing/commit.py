@@ -113,7 +113,14 @@ def retire(
 ) -> list[str]:
     """Remove checkpoints that were replaced or are not to be kept (``naming.to_remove``).
 
-    Return one text for each failed removal."""
+    Return one text for each failed removal.
+
+    Args:
+        folder: folder of the checkpoints.
+        keep_last: number of checkpoints to keep; None: all.
+        distrusted: names of checkpoints that failed verification.
+        retain_interval: keep only the newest, and those whose step is a multiple of this number; None: all.
+    """
     failures = []
     for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
         with contextlib.suppress(OSError):

@@ -40,6 +40,12 @@ _SHOWN = 5
 def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: bool) -> str | None:
     """Check that the checkpoint at ``path`` belongs to this run's model and tokenizer.
 
+    Args:
+        path: the checkpoint's folder.
+        manifest: the checkpoint's manifest.
+        run: as ``run_info`` of ``Checkpointer``.
+        finetune: value of --finetune.
+
     Returns:
         a notice for the user if the checkpoint was trained on other data, otherwise None.
 

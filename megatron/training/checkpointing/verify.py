@@ -58,7 +58,13 @@ def deal(files: Mapping[str, FileRecord], ranks: int, rank: int) -> list[str]:
 
 
 def problems(checkpoint: Path, files: Mapping[str, FileRecord], names: list[str] | None = None) -> list[str]:
-    """Return what is wrong with the files called ``names`` (default: all), one line for each bad file."""
+    """Return what is wrong with the files called ``names`` (default: all), one line for each bad file.
+
+    Args:
+        checkpoint: the checkpoint's folder.
+        files: name -> size and checksum, from the manifest.
+        names: names of the files to verify.
+    """
     found = []
     for name in sorted(files) if names is None else names:
         problem = _problem(checkpoint / name, files[name])

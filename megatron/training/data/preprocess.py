@@ -173,7 +173,14 @@ def unigram_entropy(counts: numpy.ndarray) -> float:
 
 
 def encode(unit: list[Piece], tokenizer: Tokenizer, json_key: str, append_eod: bool) -> Encoded:
-    """Tokenise a work unit. Runs in the worker processes."""
+    """Tokenise a work unit. Runs in the worker processes.
+
+    Args:
+        unit: the pieces of input files to tokenise.
+        tokenizer: the tokenizer.
+        json_key: key of the text in a JSON line.
+        append_eod: whether to append an end-of-document token to each document.
+    """
     dtype = token_dtype(tokenizer.vocab_size)
     end = numpy.array([tokenizer.eod], dtype=dtype)
     parts, result = [], Encoded(numpy.empty(0, dtype), [], [], Counter())

@@ -10,6 +10,12 @@ def step_flops(model: CoreOptions, seq_length: int, padded_vocab_size: int, samp
     """Return the FLOPs of one step over ``samples`` sequences, on all ranks together (a multiply-add counts as two).
 
     Attention scores count half, as the mask is causal; embeddings, norms and activations are left out.
+
+    Args:
+        model: options of the model.
+        seq_length: tokens in a sequence.
+        padded_vocab_size: rows of the output layer.
+        samples: number of sequences.
     """
     moe_layers = _moe_layers(model)
     layers = model.num_layers * _attention(model, seq_length)

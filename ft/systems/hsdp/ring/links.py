@@ -67,7 +67,13 @@ class Links:
         self._closed = False
 
     def join(self, side: str, index: int, connections: list[socket.socket]) -> None:
-        """Take over the connections to one neighbour; the first connection is for control messages."""
+        """Take over the connections to one neighbour; the first connection is for control messages.
+
+        Args:
+            side: LEFT or RIGHT.
+            index: index of the neighbour among the members.
+            connections: the connections to this neighbour.
+        """
         link = Link(side, index, Control(connections[0]), connections[1:])
         setattr(self, side, link)
         self._poller.watch(link.control.fileno(), READ, lambda: self._hear(link))

@@ -98,7 +98,15 @@ class Numbers(ABC):
 
 
 def of(tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, buffers: Buffers) -> Numbers:
-    """Return the arithmetic for ``tensor``, chosen by the tensor's type and the number of members."""
+    """Return the arithmetic for ``tensor``, chosen by the tensor's type and the number of members.
+
+    Args:
+        tensor: the tensor to reduce.
+        scale: factor by which the sum is multiplied.
+        members: number of members of the ring.
+        wide_sums: whether sums of bf16 are sent in fp32.
+        buffers: buffers of the ring.
+    """
     if tensor.dtype == torch.float32:
         return InPlace(tensor, scale, members, buffers)
     return (Widened if wide_sums and members > 2 else Narrow)(tensor, scale, members, buffers)
