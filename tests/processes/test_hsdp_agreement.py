@@ -8,6 +8,7 @@ import pytest
 from ft.job.quorum import Quorum, Report
 from ft.systems.hsdp import agreement
 from ft.systems.hsdp.agreement import Agreement
+from ft.systems.hsdp.ports import Question
 
 LIMIT_S = 30.0
 
@@ -42,13 +43,13 @@ def alone(monkeypatch):
 def test_the_answer_to_a_question_is_never_that_to_the_one_before(alone):
     leader = Leader()
     both = Agreement(None, {}, leader)
-    report, answers = Report(0, 1, 20, 6), []
+    question, answers = Question(Report(0, 1, 20, 6), False, 60.0), []
 
-    def then(agreed):  # what waits for the first quorum goes on with its step, and has failed it already
+    def then(_, agreed):  # what waits for the first quorum goes on with its step, and has failed it already
         if agreed.quorum.number == 1:
-            both.ask(report, then)
+            both.ask(question, then)
 
-    both.ask(report, then)
+    both.ask(question, then)
     while leader.asked < 2:
         threading.Event().wait(0.001)
     waiting = threading.Thread(target=lambda: answers.append(both.wait().quorum.number))

@@ -12,9 +12,9 @@ from ft.job.quorum import Quorum
 from ft.protection.stack import Stack
 from ft.state.fetch import Fetched, Refused
 from ft.systems.hsdp import catch_up, votes
-from ft.systems.hsdp.agreement import Agreed
 from ft.systems.hsdp.last_save import LastSave, Turns
 from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.ports import Agreed
 from ft.systems.hsdp.replica_manager import ReplicaManager
 from ft.systems.hsdp.retry import Retry
 from ft.systems.hsdp.work import OwnStream
@@ -54,6 +54,7 @@ class Made:
         self.parts.position = MagicMock(step=20, lineage=6)
         self.parts.state.whole.return_value = ({}, {})
         self.parts.server.withdraw.return_value = []
+        self.parts.catch_up.wait.return_value = ""
         self.parts.exchange = MagicMock(problem="", suspect=None, waited_s=0.0)
         self.parts.optimizer = SimpleNamespace(param_groups=[], step=lambda: self.note("update") or (applied, None, 0))
         for part, name in (
@@ -61,7 +62,7 @@ class Made:
             ("subject", "publish_parameters"),
             ("server", "withdraw"),
             ("server", "offer"),
-            ("catch_up", "end"),
+            ("catch_up", "adopt"),
             ("exchange", "give_up"),
             ("ring", "reconfigure"),
         ):
@@ -78,8 +79,18 @@ class Made:
         method.side_effect = lambda *_, **__: self.note(name) or answer
 
     def agree(self, quorum):
-        self.guard._on_agreed(agreed(quorum))
-        self.parts.agreement.wait.return_value = agreed(quorum)
+        """Let every question be answered with ``quorum``."""
+        self.answers(lambda: quorum)
+
+    def answers(self, next_quorum):
+        """Let each question be answered with the result of ``next_quorum``, as the agreement thread does it."""
+
+        def ask(question, then):
+            answer = agreed(next_quorum())
+            then(question, answer)
+            self.parts.agreement.wait.return_value = answer
+
+        self.parts.agreement.ask.side_effect = ask
 
     def fails(self, problem="a third replica was killed", suspect=None):
         self.parts.exchange.problem, self.parts.exchange.suspect = problem, suspect
@@ -93,6 +104,12 @@ class Made:
 
         self.guard.run_with_recovery(attempt)
         assert not left
+
+    def step(self):
+        """Commits a step that this replica computes."""
+        assert self.guard.begins()
+        self.parts.optimizer.step()
+        self.guard.committed()
 
     def catch_up(self):
         assert not self.guard.begins()
@@ -131,8 +148,8 @@ def test_what_is_on_offer_is_withdrawn_before_a_fetched_state_takes_its_place_an
         made.catch_up()
 
     made.run(fetched_in_vain, lambda: made.note("next attempt"))
-    done = [what for what in made.told if what in ("withdraw", "end", "publish_parameters", "offer", "next attempt")]
-    assert done == ["withdraw", "end", "publish_parameters", "offer", "next attempt"]
+    done = [what for what in made.told if what in ("withdraw", "adopt", "publish_parameters", "offer", "next attempt")]
+    assert done == ["withdraw", "adopt", "publish_parameters", "offer", "next attempt"]
 
 
 def test_a_replica_whose_catch_up_step_is_skipped_by_the_optimizer_makes_its_model_all_the_same(tmp_path, others):
@@ -176,7 +193,7 @@ def test_the_report_names_whom_any_rank_could_not_reach(own, other, told, tmp_pa
         made.parts.optimizer.step()
 
     made.run(fails, made.guard.begins)
-    assert made.parts.agreement.ask.call_args.args[0].suspects == told
+    assert made.parts.agreement.ask.call_args.args[0].report.suspects == told
 
 
 # --- a step of the others ---------------------------------------------------------------------------------------------
@@ -184,9 +201,11 @@ def test_the_report_names_whom_any_rank_could_not_reach(own, other, told, tmp_pa
 
 def test_one_that_finds_itself_behind_in_its_step_tells_the_others_by_the_ring_that_they_expect_it_in(tmp_path, others):
     made = Made(tmp_path)
-    made.guard._is_sure = True
+    made.agree(HEALTHY)
+    made.step()
     made.told.clear()
     made.agree(BEHIND)
+    assert made.guard.begins(), "it computes, as it does not know yet"
     assert made.told == ["reconfigure", "give_up"], "its door would let them wait until their limit"
     number, addresses, me = made.parts.ring.reconfigure.call_args.args
     assert (number, addresses, me) == (BEHIND.number, ["ring0", "ring1", "ring2"], REPLICA)
@@ -213,17 +232,15 @@ AHEAD = Quorum(12, 21, 9, (0, 2), (1,), {0: 1, 1: 2, 2: 2})
 def test_the_last_checkpoint_is_written_by_one_that_is_left(answers, writes, why, tmp_path, others):
     written = []
     made = Made(tmp_path, last_save=LastSave(lambda step: False, lambda: written.append(made.parts.position.step)))
-    made.agree(ALL)
-    made.told.clear()
     left = list(answers)
 
-    def wait():
-        answer = agreed(left.pop(0))
-        made.parts.agreement.ask.call_args.args[1](answer)
-        return answer
+    def last_step():
+        made.agree(ALL)
+        made.step()
+        made.answers(lambda: left.pop(0))
+        made.told.clear()
 
-    made.parts.agreement.wait.side_effect = wait
-    made.run(lambda: None)
+    made.run(last_step)
     assert (written == [20]) is writes and not left, why
     told = [what for what in made.told if what in ("reconfigure", "give_up")]
     in_rings = sum(quorum is not None and not quorum.finished for quorum in answers)
@@ -233,8 +250,8 @@ def test_the_last_checkpoint_is_written_by_one_that_is_left(answers, writes, why
 def test_nobody_waits_for_a_last_checkpoint_that_is_there(tmp_path, others):
     made = Made(tmp_path, last_save=LastSave(lambda step: True, lambda: pytest.fail("it is there")))
     made.agree(ALL)
-    made.run(lambda: None)
-    made.parts.agreement.ask.assert_not_called()
+    made.run(made.step)
+    made.parts.agreement.ask.assert_called_once()
 
 
 @pytest.mark.parametrize("ending", [(0, 1, 2), (1, 2), (2,), (0, 2)])
@@ -262,7 +279,7 @@ def test_a_replica_gives_its_zeros_when_its_sources_know_that_it_fetches_and_not
     monkeypatch.setattr(catch_up, "_BEGIN_S", 30.0)
     state = MagicMock(tensors=lambda: {})
     monkeypatch.setattr(Place, "token", "")
-    one = catch_up.CatchUp(MagicMock(rank=0), Place(REPLICA, 3, tmp_path, "127.0.0.1"), state, None)
+    one = catch_up.CatchUp(MagicMock(rank=0), Place(REPLICA, 3, tmp_path, "127.0.0.1"), state)
     one.begin(agreed(BEHIND), keeps_state=False)
     assert begun.is_set()
 

@@ -208,20 +208,20 @@ def watched(guard, parts, gloo: GlooExchange) -> Watch:
     watch.over("vote_and_withdraw", guard, "_vote")
     watch.over("withdraw", parts.server, "withdraw")
     watch.over("committed", guard, "committed")
-    watch.over("offer", guard, "_offer")
+    watch.over("offer", guard._rank, "offer")
     watch.over("records", parts.records, "committed")
     watch.over("gloo_wait", gloo, "finished")
     watch.over("gloo_loss", gloo, "add_up")
     ask = parts.agreement.ask
 
-    def timed_ask(report, then):
+    def timed_ask(question, then):
         began = time.perf_counter()
 
-        def agreed(answer):
+        def agreed(question, answer):
             watch.seconds["until_quorum"] += time.perf_counter() - began
-            then(answer)
+            then(question, answer)
 
-        ask(report, agreed)
+        ask(question, agreed)
 
     parts.agreement.ask = timed_ask
     return watch

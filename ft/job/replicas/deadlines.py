@@ -5,16 +5,12 @@ after a failure fetches its state from the others during a step.
 """
 
 import statistics
-import time
 from collections import deque
+from dataclasses import dataclass
 
 LONGEST_S = 60.0
 """Upper bound, in seconds, for doubling the wait for a fetch; a longer ``--ft-hsdp-wait`` is kept from the start."""
 
-_UNKNOWN_STEP_S = 60.0
-"""Timeout of a ring in seconds while the duration of a step is unknown."""
-_ASIDE_S = 120.0
-"""Timeout of a ring in seconds while a member may be busy with something other than a step."""
 _LONGEST_PAUSE_S = 1800.0
 """Limit in seconds for attempts that keep failing."""
 _STEPS_REMEMBERED = 20
@@ -23,10 +19,10 @@ _STEPS_REMEMBERED = 20
 class StepTimes:
     """Durations of the last 20 steps."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._each: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
 
-    def add(self, seconds: float, units: int) -> None:
+    def add(self, seconds: float, units: float) -> None:
         """Add a step that took ``seconds`` for ``units`` units of work.
 
         A unit is one shard of the batch that a replica trains in turn (a shard type of SPARe); without SPARe, a step is
@@ -34,44 +30,59 @@ class StepTimes:
         """
         self._each.append(seconds / units)
 
-    def of(self, units: int) -> float | None:
+    def of(self, units: float) -> float | None:
         """Return the median duration of a step of ``units`` units, in seconds; None before the first step."""
         return statistics.median(self._each) * units if self._each else None
 
 
-def ring_wait(step_s: float | None, *, is_aside: bool) -> float:
-    """Return the seconds for which a ring may make no progress: long enough for a slow peer, but not for a hung one.
+@dataclass(frozen=True)
+class RingLimits:
+    """Time limits of a gradient ring, in seconds.
 
-    Args:
-        step_s: duration of a step in seconds, None while unknown.
-        is_aside: whether a member may be busy with something other than a step, such as a checkpoint.
+    Attributes:
+        unknown_s: limit while the duration of a step is unknown.
+        aside_s: limit while a member may be busy with something other than a step.
+        least_s: limit of a step without duration; 2.5 times the duration of a step is added.
     """
-    if is_aside:
-        return _ASIDE_S
-    return _UNKNOWN_STEP_S if step_s is None else 0.75 + 2.5 * step_s
+
+    unknown_s: float = 60.0
+    aside_s: float = 120.0
+    least_s: float = 0.75
+
+    def wait(self, step_s: float | None, *, is_aside: bool) -> float:
+        """Return the seconds for which a ring may make no progress: long enough for a slow peer, not for a hung one.
+
+        Args:
+            step_s: duration of a step in seconds, None while unknown.
+            is_aside: whether a member may be busy with something other than a step, such as a checkpoint.
+        """
+        if is_aside:
+            return self.aside_s
+        return self.unknown_s if step_s is None else self.least_s + 2.5 * step_s
 
 
 class Pause:
-    """Pause between attempts at a step that cannot succeed yet."""
+    """Attempts at a step that cannot succeed yet, and how long they have failed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._since: float | None = None
 
-    def take(self, seconds: float) -> float | None:
-        """Sleep for ``seconds`` before the next attempt; 0 resets the limit, because an attempt can succeed again.
+    def in_vain_s(self, now: float, seconds: float) -> float | None:
+        """Note that another attempt begins after a pause of ``seconds``; 0: it can succeed, so the count begins anew.
+
+        Args:
+            now: time of a monotonic clock in seconds.
+            seconds: length of the pause.
 
         Returns:
             None; or, once attempts have failed for more than 1800 s, the number of seconds for which they have failed.
         """
-        now = time.monotonic()
         if not seconds:
             self._since = None
             return None
-        self._since = self._since or now
-        if now - self._since > _LONGEST_PAUSE_S:
-            return now - self._since
-        time.sleep(seconds)
-        return None
+        self._since = now if self._since is None else self._since
+        failed_s = now - self._since
+        return failed_s if failed_s > _LONGEST_PAUSE_S else None
 
 
 def fetch_wait(wait_s: float, first_s: float, *, is_wanted: bool, was_cut: bool) -> float:

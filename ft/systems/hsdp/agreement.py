@@ -10,7 +10,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,23 +19,9 @@ import torch.distributed as dist
 from ft.base.errors import FtError
 from ft.job.quorum import Quorum, QuorumClient, Report
 from ft.net.codec import from_json
+from ft.systems.hsdp.ports import Agreed, Question
 
 _ROW_BYTES = 512
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """A step's quorum, as all ranks of the replica know it.
-
-    Attributes:
-        quorum: the quorum; None if there is none, for the reason in ``problem``.
-        rows: replica -> one row per rank, {"ring": "host:port", "fetch": "host:port"}, for all members of the quorum.
-        problem: why there is no quorum, "" if there is one.
-    """
-
-    quorum: Quorum | None
-    rows: dict[int, list[dict[str, str]]]
-    problem: str = ""
 
 
 class Agreement:
@@ -53,7 +39,7 @@ class Agreement:
         self._group, self._client = group, client
         self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._told = threading.Condition()
-        self._question = 0
+        self._number = 0
         self._answer: Agreed | None = None  # answer to the last question
         self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life number of its workers, rows)
         rows = _gather(group, row)
@@ -62,16 +48,16 @@ class Agreement:
         self._thread = threading.Thread(target=self._run, name="ft-hsdp-agreement", daemon=True)
         self._thread.start()
 
-    def ask(self, report: Report, then: Callable[[Agreed], None]) -> None:
-        """Begin to ask for the quorum of a step, and return at once. All ranks of the replica have to call it.
+    def ask(self, question: Question, then: Callable[[Question, Agreed], None]) -> None:
+        """Begin to ask for the quorum of a step; must be called on all ranks of the replica. Return at once.
 
         Args:
-            report: the replica's report to the quorum server; only the leader's is sent.
-            then: called on the agreement thread with the result, before :meth:`wait` returns.
+            question: the question; only the leader's report is sent to the quorum server.
+            then: called on the agreement thread with the question and its answer, before :meth:`wait` returns.
         """
         with self._told:
-            self._question, self._answer = self._question + 1, None
-            self._asked.put((self._question, report, then))
+            self._number, self._answer = self._number + 1, None
+            self._asked.put((self._number, question, then))
 
     def wait(self) -> Agreed:
         """Return the answer to the last question. The client's time limits ensure that there is one."""
@@ -84,15 +70,15 @@ class Agreement:
 
     def _run(self) -> None:
         while (item := self._asked.get()) is not None:
-            question, report, then = item
+            number, question, then = item
             try:
-                agreed = self._agree(report)
-                then(agreed)
+                agreed = self._agree(question.report)
+                then(question, agreed)
             except Exception as error:  # another rank has failed; the replica's control plane restarts the replica
                 agreed = Agreed(None, {}, f"{type(error).__name__}: {error}")
-                then(agreed)
+                then(question, agreed)
             with self._told:
-                if question == self._question:  # ``then`` may have asked the next question already
+                if number == self._number:  # ``then`` may have asked the next question already
                     self._answer = agreed
                     self._told.notify_all()
 

@@ -7,17 +7,17 @@ optimizer update it has the same state as they have.
 """
 
 import threading
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ft.base import events
 from ft.base.errors import FtError
 from ft.job.quorum import Quorum
 from ft.state import fetch
-from ft.systems.hsdp.agreement import Agreed
 from ft.systems.hsdp.place import Place
-from ft.systems.hsdp.retry import Retry
+from ft.systems.hsdp.ports import Agreed
+from ft.systems.hsdp.protocol import sources
 from ft.systems.hsdp.state import ReplicaState
 from ft.worker.session import Session
 
@@ -36,18 +36,16 @@ class CatchUp:
         session: session of the worker.
         place: the replica.
         state: state of this rank.
-        votes: process group of the replica's ranks, in which they agree whether all have fetched their state.
         limit_s: time limit of a fetch in seconds; the other replicas may end it earlier when they have to update their
             state.
     """
 
-    def __init__(
-        self, session: Session, place: Place, state: ReplicaState, votes: dist.ProcessGroup, limit_s: float = 600.0
-    ):
+    def __init__(self, session: Session, place: Place, state: ReplicaState, limit_s: float = 600.0):
         self._session, self._replica, self._token = session, place.replica, place.token
-        self._state, self._votes, self._limit_s = state, votes, limit_s
+        self._state, self._limit_s = state, limit_s
         self._thread: threading.Thread | None = None
         self._fetched: fetch.Fetched | None = None
+        self._envelope: dict[str, Any] = {}
         self._aside: dict[str, torch.Tensor] | None = None
         self._problem = ""
         self._has_begun = threading.Event()
@@ -67,22 +65,20 @@ class CatchUp:
         self._has_begun.clear()
         live = self._state.tensors()
         self._aside = {name: torch.empty_like(t, device="cpu") for name, t in live.items()} if keeps_state else None
-        into, sources = self._aside or live, self._sources(agreed)
+        into, addresses = self._aside or live, self._sources(agreed)
         self._thread = threading.Thread(
-            target=self._fetch, args=(agreed.quorum, sources, into), name="ft-hsdp-fetch", daemon=True
+            target=self._fetch, args=(agreed.quorum, addresses, into), name="ft-hsdp-fetch", daemon=True
         )
         self._thread.start()
         self._has_begun.wait(_BEGIN_S)
 
-    def end(self) -> None:
-        """Wait for the fetch, and replace the live state if all ranks of the replica have fetched theirs.
-
-        Raises:
-            Retry: the fetch of some rank has failed; raised on all ranks. An old state that was kept is unchanged.
-        """
+    def wait(self) -> str:
+        """Wait for the end of the fetch, and return why it has failed, "" if it has not."""
         self._thread.join()
-        if not self._have_all(self._fetched is not None):
-            raise Retry(self._problem or "another rank of this replica could not fetch its state")
+        return "" if self._fetched is not None else self._problem or "the thread of the fetch has failed"
+
+    def adopt(self) -> None:
+        """Replace the live state by the fetched one. Must be called on all ranks of the replica."""
         if self._aside is not None:
             with torch.no_grad():
                 for name, tensor in self._state.tensors().items():
@@ -90,29 +86,24 @@ class CatchUp:
             self._aside = None
         self._state.apply(self._fetched.envelope)
 
-    def settle(self, agreed: Agreed, step: int) -> None:
+    def settle(self, agreed: Agreed, step: int) -> str:
         """After the commit of ``step``, fetch the parts of the state that a forward pass changes: RNG states and
         buffers.
 
-        The step is already committed, so a failure undoes nothing: if not all ranks can fetch these parts, because the
-        other replicas were lost or have not committed the step, the replica keeps its own.
+        Returns:
+            Why these parts could not be fetched, because the other replicas were lost or have not committed the step;
+                "" if they were.
         """
-        sources, lineage = self._sources(agreed), agreed.quorum.number
-        envelope, problem = None, "another rank of this replica could not have it"
+        addresses, lineage = self._sources(agreed), agreed.quorum.number
         try:
-            envelope = fetch.fetch_envelope(sources, self._token, step, lineage, _ENVELOPE_S)
+            self._envelope = fetch.fetch_envelope(addresses, self._token, step, lineage, _ENVELOPE_S)
         except FtError as error:
-            problem = str(error)
-        if self._have_all(envelope is not None):
-            self._state.apply(envelope)
-        else:
-            print(f"step {step} goes on with this replica's own generators and buffers: {problem}", flush=True)
+            return str(error) or type(error).__name__
+        return ""
 
-    def _have_all(self, has_mine: bool) -> bool:
-        """Return whether ``has_mine`` is True on every rank of the replica. All ranks have to call it."""
-        word = torch.tensor([int(has_mine)], dtype=torch.int32, device="cpu")
-        dist.all_reduce(word, op=dist.ReduceOp.MIN, group=self._votes)
-        return bool(word.item())
+    def adopt_settled(self) -> None:
+        """Apply the parts that :meth:`settle` has fetched. Must be called on all ranks of the replica."""
+        self._state.apply(self._envelope)
 
     def tell(self, step: int) -> None:
         """Log the event that this rank has caught up."""
@@ -121,11 +112,11 @@ class CatchUp:
             events.CAUGHT_UP, replica=self._replica, step=step, fetch_s=round(done.seconds, 4), bytes=done.bytes
         )
 
-    def _fetch(self, quorum: Quorum, sources: list[str], into: dict[str, torch.Tensor]) -> None:
+    def _fetch(self, quorum: Quorum, addresses: list[str], into: dict[str, torch.Tensor]) -> None:
         rank = self._session.rank
         try:
             self._fetched = fetch.fetch(
-                sources,
+                addresses,
                 self._token,
                 quorum.step,
                 quorum.lineage,
@@ -140,9 +131,6 @@ class CatchUp:
             self._has_begun.set()
 
     def _sources(self, agreed: Agreed) -> list[str]:
-        """Return the addresses of the same rank in the healthy replicas, rotated by rank and replica to balance the
-        load.
-        """
-        healthy, rank = agreed.quorum.healthy, self._session.rank
-        turned = [healthy[(rank + self._replica + i) % len(healthy)] for i in range(len(healthy))]
-        return [agreed.rows[replica][rank]["fetch"] for replica in turned]
+        """Return the addresses of the same rank in the healthy replicas, in the order in which they are tried."""
+        rank = self._session.rank
+        return [agreed.rows[replica][rank]["fetch"] for replica in sources(agreed.quorum, self._replica, rank)]

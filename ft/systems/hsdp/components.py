@@ -153,7 +153,7 @@ def build(
         server=server,
         client=client,
         agreement=Agreement(dist.new_group(backend="gloo"), row, client),
-        catch_up=CatchUp(session, place, state, votes),
+        catch_up=CatchUp(session, place, state),
         records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
         if is_leader
         else NoRecords(),

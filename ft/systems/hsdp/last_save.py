@@ -8,8 +8,6 @@ exist) until the checkpoint is complete, and another one writes it if necessary.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ft.job.quorum import Quorum
-
 
 @dataclass(frozen=True)
 class LastSave:
@@ -27,7 +25,7 @@ class LastSave:
 class Turns:
     """Decides which replicas write the final checkpoint, over consecutive quorums in which it is not complete yet."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._healthy: tuple[int, ...] = ()
         self._asked = 0
 
@@ -41,24 +39,3 @@ class Turns:
         self._asked = self._asked + 1 if tuple(healthy) == self._healthy else 0
         self._healthy = tuple(healthy)
         return replica in healthy and list(healthy).index(replica) <= self._asked
-
-
-def is_due(replica: int, is_there: Callable[[], bool], meet: Callable[[], Quorum | None]) -> bool:
-    """Wait until it is known whether ``replica`` has to write the final checkpoint, and return it.
-
-    Args:
-        replica: number of this replica.
-        is_there: returns whether the checkpoint is complete.
-        meet: asks for a quorum of the replicas that are left, without waiting for any that has exited; returns None if
-            the quorum server is gone.
-    """
-    turns = Turns()
-    while not is_there():
-        quorum = meet()
-        if quorum is None:
-            return True
-        if quorum.finished or replica not in quorum.healthy:  # another replica has written it, or the run goes on
-            return False
-        if turns.is_mine(replica, quorum.healthy):
-            return True
-    return False

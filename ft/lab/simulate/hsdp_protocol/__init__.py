@@ -1,8 +1,9 @@
 """Simulation of FT-HSDP's protocol under random faults, in virtual time (``ft simulate hsdp-protocol``).
 
 In FT-HSDP, several replicas train copies of one model and all-reduce their gradients before each optimizer step. The
-decisions of the quorum server and the client code (``ft.job.quorum``) are those of production; replicas, networks and
-rings are models. Terms used in this package:
+quorum server's dispatch and decisions and its client (``ft.job.quorum``) and the protocol of the replicas
+(``ft.systems.hsdp.protocol``) are those of production; network, clock, checkpoint and training are models. Terms used
+in this package:
 
 - A replica is a full copy of the model with its own ranks. A life is one set of the replica's worker processes; after a
   failure the agent, the replica's supervisor, builds the next life. Rank 0 of a life is the leader.

@@ -12,7 +12,7 @@ from ft.job.quorum.values import Quorum
 from ft.lab.simulate.hsdp_protocol.held import Contribution, Held, first
 
 if TYPE_CHECKING:
-    from ft.lab.simulate.hsdp_protocol.replica import Life, Rank
+    from ft.lab.simulate.hsdp_protocol.rank import Rank
     from ft.lab.simulate.hsdp_protocol.server import Server
     from ft.lab.simulate.hsdp_protocol.world import World
 
@@ -138,7 +138,8 @@ class Checks:
         limit ``regress_s``.
         """
         world = self._world
-        knows = server.furthest > quorum.step + 1 and leader.life.quorum is not None and leader.is_alive
+        lives = leader.is_alive and not leader.life.is_closing
+        knows = server.furthest > quorum.step + 1 and leader.life.quorum is not None and lives
         unheard_s = world.time.now - world.unheard_since(leader.replica)
         return knows and unheard_s < world.limits.regress_s - 0.5
 
@@ -148,6 +149,8 @@ class Checks:
         """Check that a rank that is about to train holds the state named in the quorum, equal to that of the others."""
         if rank.held.name != (quorum.step, quorum.lineage):
             self.fail(f"{_who(rank)} trains step {quorum.step} of lineage {quorum.lineage} with {rank.held.name}")
+        if rank.model != rank.held.chain:
+            self.fail(f"{_who(rank)} trains step {quorum.step} with another model than its state")
         self._check_name(rank)
 
     def about_to_commit(self, rank: "Rank", quorum: Quorum) -> None:
@@ -205,26 +208,21 @@ class Checks:
                 pause = now - self._committed_at - world.shape.step_s
                 self.pauses[key] = max(self.pauses.get(key, 0.0), pause)
             self._newest, self._committed_at, self.progress_at = held, now, now
-        if held.step % 8 == 0 and held.step // 8 % world.shape.replicas == rank.replica and held.name[0] > 0:
-            world.time.after(0.2, self._saved, held)
         if rank.replica in quorum.behind:
             self.returns += 1
 
-    def _saved(self, held: Held) -> None:
-        if held.name > self._world.checkpoint.name:
-            self._world.checkpoint = held
-
-    def replica_at_rest(self, life: "Life") -> None:
-        """Check that all ranks of a replica hold equal states between two steps."""
-        states = {rank.held for rank in life.ranks}
-        if len(states) > 1:
-            names = [rank.held.name for rank in life.ranks]
-            self.fail(f"the ranks of replica {life.agent.replica} are not equal: {names}")
+    def at_rest(self, rank: "Rank") -> None:
+        """Check that all ranks of a replica hold equal states after a step, when the last of them has committed it."""
+        ranks = rank.life.ranks
+        if len({each.held.step for each in ranks}) == 1 and len({each.held for each in ranks}) > 1:
+            self.fail(f"the ranks of replica {rank.replica} are not equal: {[each.held.name for each in ranks]}")
 
     def ended(self) -> None:
-        """Check at the end of a run that each kill of one replica has cost at most the interrupted step, unless all
-        state was lost.
+        """Check at the end of a run that the last checkpoint is there, and that each kill of one replica has cost at
+        most the interrupted step, unless all state was lost.
         """
+        if self._world.checkpoint.step < (self._world.last_step or 0):
+            self.fail(f"the run ends without its last checkpoint, that of step {self._world.last_step}")
         kinds = [kind for _, kind in self._world.struck]
         if not self.loads and all(kind in KILLS for kind in kinds) and self.redone > len(kinds):
             self.fail(f"{self.redone} steps were done again for {len(kinds)} kills of one replica")

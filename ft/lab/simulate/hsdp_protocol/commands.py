@@ -18,9 +18,10 @@ def add_parser(simulations) -> None:
     parser = simulations.add_parser(
         "hsdp-protocol",
         help="FT-HSDP's protocol under simulated faults",
-        description="Plays histories of simulated replicas, each from its seed, with the quorum's production decision "
-        "and client in them, and checks that healthy replicas are equal, that the line of steps that survives has "
-        "every sample once, that at most the interrupted step is done again, and that nobody waits for ever.",
+        description="Plays histories of simulated replicas, each from its seed, with production's protocol of "
+        "replicas and quorum server in them, and checks that healthy replicas are equal, that the line of steps that "
+        "survives has every sample once, that at most the interrupted step is done again, and that nobody waits for "
+        "ever.",
     )
     histories.add_arguments(parser, faults=8)
     parser.set_defaults(main=run)
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _play(seed: int, wish: Wish, plant: Mutant | None, with_lines: bool) -> History:
     with planted(plant):
-        return simulate(seed, wish, plant.habits() if plant else None, with_lines=with_lines)
+        return simulate(seed, wish, with_lines)
 
 
 _SIMULATION = histories.Simulation("hsdp-protocol", tuple(BY_NAME), _play, find, Summary, columns=(56, 120))

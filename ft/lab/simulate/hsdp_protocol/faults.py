@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ft.lab.simulate.hsdp_protocol.replica import Rank
+    from ft.lab.simulate.hsdp_protocol.rank import Rank
     from ft.lab.simulate.hsdp_protocol.world import World
 
 _FIRST_S, _GAP_S, _BURST_S = (1.5, 4.0), (0.3, 5.0), (0.0, 0.3)

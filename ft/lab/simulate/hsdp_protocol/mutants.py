@@ -1,7 +1,6 @@
 """Mutation test of ``ft simulate hsdp-protocol``: known bugs to inject, each of which the simulation must find.
 
-A bug is injected into the production code of the quorum server, or into the model replicas: one of their ``Habits``,
-the rules of the protocol that they follow, is switched off.
+A bug is injected into the production code of the quorum server or of the replicas' protocol.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,31 +12,28 @@ from unittest import mock
 
 from ft.job.quorum import blame, decide, reactions
 from ft.job.quorum.values import NO_STATE
-from ft.lab.simulate.hsdp_protocol.shape import Habits
+from ft.job.replicas.deadlines import RingLimits
 from ft.lab.simulate.mutation import find_in
+from ft.systems.hsdp import protocol
+from ft.systems.hsdp.protocol import Membership, Steps
+from ft.systems.hsdp.retry import Retry
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: the function ``owner.name`` is replaced by ``wrong(original)``, or the replicas lose one ``habit``.
+    """A bug: the function ``owner.name`` is replaced by ``wrong(original)``.
 
     Attributes:
         title: name of the bug for the user.
-        owner: module of the function; None: a bug of the model replicas.
+        owner: module or class of the function.
         name: name of the function.
         wrong: takes the right function and returns the wrong one.
-        habit: attribute of ``Habits`` to switch off, "" for a bug of the production code.
     """
 
     title: str
-    owner: Any = None
-    name: str = ""
-    wrong: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    habit: str = ""
-
-    def habits(self) -> Habits:
-        """Return the behaviour of the model replicas with this bug."""
-        return Habits(**{self.habit: False}) if self.habit else Habits()
+    owner: Any
+    name: str
+    wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _steps_alone_count(right):
@@ -68,6 +64,131 @@ def _one_without_state_is_enough(right):
     return quorum
 
 
+def _one_rank_ignores_the_vote(right):
+    async def vote(self):
+        try:
+            await right(self)
+        except Retry:
+            if self._rank.failure[0] or self._rank.index != self._rank.world.shape.ranks - 1:
+                raise
+
+    return vote
+
+
+def _each_adopts_what_it_has(right):
+    async def caught_up(self):
+        problem = await self._rank.fetched()
+        has_all = await self._rank.all_agree(not problem)
+        if not problem:
+            self._rank.adopt()
+            self.has_state = True
+        if not has_all:
+            raise Retry("planted")
+
+    return caught_up
+
+
+def _without_the_fetch(right):
+    async def caught_up(self):
+        self.has_state = True
+
+    return caught_up
+
+
+def _over_the_claimed_state(right):
+    async def catching_up(self):
+        await self._rank.fetch(self.agreed, self.quorum, False)
+
+    return catching_up
+
+
+def _claims_what_it_fetches(right):
+    async def catching_up(self):
+        await right(self)
+        self.has_state = True
+
+    return catching_up
+
+
+def _offer_stays(right):
+    async def end_offer(self):
+        pass
+
+    return end_offer
+
+
+def _offer_ends_at_once(right):
+    async def end_offer(self):
+        await self._rank.withdraw(0.0)
+
+    return end_offer
+
+
+def _old_position(right):
+    async def begin_anew(self, retry):
+        self._rank.restore = lambda: None
+        await right(self, retry)
+
+    return begin_anew
+
+
+def _old_model(right):
+    async def begin_anew(self, retry):
+        self._rank.publish = lambda: None
+        await right(self, retry)
+
+    return begin_anew
+
+
+def _old_model_after_a_skipped_update(right):
+    return lambda self, is_applied: right(self, True)
+
+
+def _advances_all(right):
+    def updated(self, is_applied):
+        self._rank.advance(replace(self.quorum, healthy=self.quorum.members, behind=()))
+
+    return updated
+
+
+def _old_lineage(right):
+    def updated(self, is_applied):
+        self._rank.advance(replace(self.quorum, number=self._rank.state[1]))
+
+    return updated
+
+
+def _computes_though_behind(right):
+    async def begins(self):
+        await right(self)
+        return True
+
+    return begins
+
+
+def _asks_once_for_a_step(right):
+    def ask(self, is_last=False):
+        if self.agreed.step is None or self.agreed.step.step != self._rank.state[0] or is_last:
+            right(self, is_last)
+
+    return ask
+
+
+def _same_members_same_ring(right):
+    return lambda last, quorum: last is not None and last.members == quorum.members
+
+
+def _gives_though_left_out(right):
+    return lambda self, question, agreed: right(self, replace(question, is_sure=False), agreed)
+
+
+def _leaves_at_once(right):
+    async def leaves(self, is_saved):
+        return False
+
+    return leaves
+
+
 PLANTS = (
     Mutant("ignores the lineage", decide, "_quorum", _steps_alone_count),
     Mutant("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
@@ -75,18 +196,24 @@ PLANTS = (
     Mutant("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),
     Mutant("leaves nobody out", blame, "judge", lambda right: lambda *arguments: {}),
     Mutant("loads a checkpoint as soon as one has no state", decide, "_quorum", _one_without_state_is_enough),
-    Mutant("one rank ignores the vote", habit="votes"),
-    Mutant("each rank goes on with what it has fetched", habit="votes_on_fetch"),
-    Mutant("catches up without waiting for the fetch", habit="waits_for_fetch"),
-    Mutant("fetches over the state that it claims", habit="owns_up"),
-    Mutant("serves a state while the optimizer changes it", habit="withdraws"),
-    Mutant("never waits for who fetches", habit="lets_finish"),
-    Mutant("counts its samples by itself", habit="follows_positions"),
-    Mutant("advances the positions of those behind", habit="advances_healthy_only"),
-    Mutant("contributes gradients while it is behind", habit="zeros"),
-    Mutant("tries a failed step again in the same quorum", habit="asks_again"),
-    Mutant("waits in a ring without a deadline", habit="gives_up"),
-    Mutant("keeps the lineage of the step before", habit="names_its_commits"),
+    Mutant("one rank ignores the vote", Steps, "vote", _one_rank_ignores_the_vote),
+    Mutant("each rank goes on with what it has fetched", Steps, "caught_up", _each_adopts_what_it_has),
+    Mutant("catches up without waiting for the fetch", Steps, "caught_up", _without_the_fetch),
+    Mutant("fetches over the state that it claims", Steps, "catching_up", _over_the_claimed_state),
+    Mutant("claims a state while it fetches it", Steps, "catching_up", _claims_what_it_fetches),
+    Mutant("serves a state while the optimizer changes it", Steps, "_end_offer", _offer_stays),
+    Mutant("never waits for who fetches", Steps, "_end_offer", _offer_ends_at_once),
+    Mutant("goes on in its samples after a failed step", Steps, "_begin_anew", _old_position),
+    Mutant("keeps the old model after a fetch", Steps, "_begin_anew", _old_model),
+    Mutant("keeps the old model if the update is skipped", Steps, "updated", _old_model_after_a_skipped_update),
+    Mutant("advances the positions of those behind", Steps, "updated", _advances_all),
+    Mutant("keeps the lineage of the step before", Steps, "updated", _old_lineage),
+    Mutant("contributes gradients while it is behind", Steps, "begins", _computes_though_behind),
+    Mutant("does not ask again after a failed step", Steps, "_ask", _asks_once_for_a_step),
+    Mutant("uses the ring of an old quorum again", protocol, "is_same_ring", _same_members_same_ring),
+    Mutant("gives its gradients to a step of the others", Membership, "join", _gives_though_left_out),
+    Mutant("leaves before the last checkpoint is there", Steps, "leaves", _leaves_at_once),
+    Mutant("waits in a ring without a deadline", RingLimits, "wait", lambda right: lambda *_, **__: 1e9),
 )
 
 

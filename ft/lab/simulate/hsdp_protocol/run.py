@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ft.lab.simulate.hsdp_protocol.checks import Violation
 from ft.lab.simulate.hsdp_protocol.faults import Schedule
-from ft.lab.simulate.hsdp_protocol.shape import Habits, draw_shape
+from ft.lab.simulate.hsdp_protocol.shape import draw_shape
 from ft.lab.simulate.hsdp_protocol.world import World
 
 LONGEST_S = 400.0
@@ -64,13 +64,12 @@ class History:
     lines: list[str] = field(default_factory=list)
 
 
-def simulate(seed: int, wish: Wish, habits: Habits | None = None, with_lines: bool = False) -> History:
+def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
     """Simulate the run of ``seed``. The simulation is deterministic: the same arguments give the same result.
 
     Args:
         seed: seed of all randomness.
         wish: the user's options.
-        habits: behaviour of the model replicas; None: they follow the protocol.
         with_lines: whether to keep the event log.
     """
     history, rng = History(seed), random.Random(seed)
@@ -78,7 +77,7 @@ def simulate(seed: int, wish: Wish, habits: Habits | None = None, with_lines: bo
     if with_lines:
         history.lines.append(f"seed {seed}: {shape}")
         history.lines.append("faults to come: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
-    world = World(rng, shape, habits or Habits(), history.lines if with_lines else None)
+    world = World(rng, shape, history.lines if with_lines else None)
     try:
         _play(world, schedule)
     except Violation as violation:

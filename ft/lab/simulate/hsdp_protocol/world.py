@@ -13,12 +13,14 @@ from ft.job.quorum.values import Quorum
 from ft.lab.simulate.control.clock import Timeline
 from ft.lab.simulate.hsdp_protocol.checks import Checks
 from ft.lab.simulate.hsdp_protocol.held import Held, first
-from ft.lab.simulate.hsdp_protocol.replica import Agent, Life, Rank
+from ft.lab.simulate.hsdp_protocol.rank import Rank
+from ft.lab.simulate.hsdp_protocol.replica import Agent, Life
 from ft.lab.simulate.hsdp_protocol.ring import Ring
 from ft.lab.simulate.hsdp_protocol.server import Server
-from ft.lab.simulate.hsdp_protocol.shape import LIMITS, Habits, Shape
+from ft.lab.simulate.hsdp_protocol.shape import LIMITS, Shape
 
-CHECKPOINT_STEPS = 8
+_MOST_RINGS = 60
+"""Number of rings above which those that nobody uses are forgotten."""
 
 
 class World:
@@ -27,7 +29,6 @@ class World:
     Args:
         rng: source of all randomness.
         shape: parameters of the run.
-        habits: behaviour of the model replicas.
         lines: event log to append to, None if no log is needed.
 
     Attributes:
@@ -44,8 +45,8 @@ class World:
         over: (virtual time of the end, kind) of each fault so far.
     """
 
-    def __init__(self, rng: random.Random, shape: Shape, habits: Habits, lines: list[str] | None):
-        self.rng, self.shape, self.habits, self.limits, self.lines = rng, shape, habits, LIMITS, lines
+    def __init__(self, rng: random.Random, shape: Shape, lines: list[str] | None):
+        self.rng, self.shape, self.limits, self.lines = rng, shape, LIMITS, lines
         self.time, self.checks = Timeline(), Checks(self)
         self.standing: Server
         self.lease_term, self._lease_end = -1, None
@@ -97,8 +98,13 @@ class World:
             *(list(quorum.healthy), list(quorum.behind), quorum.reason),
         )
         self.checks.formed(server, quorum)
-        self._rings = {key: ring for key, ring in self._rings.items() if key[0] > quorum.number - 20}
+        self._forget_rings(quorum.number)
         self.at("formed", None)
+
+    def _forget_rings(self, newest: int) -> None:
+        if len(self._rings) > _MOST_RINGS:
+            used = {id(rank.ring) for life in self.lives() for rank in life.ranks}
+            self._rings = {key: ring for key, ring in self._rings.items() if key[0] > newest - 20 or id(ring) in used}
 
     # --- replicas and ranks ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,207 @@
+"""A real rank under FT-HSDP's protocol: its ring, votes, state server, trainer and records, as the protocol uses them.
+
+The interfaces are :class:`ft.systems.hsdp.ports.Rank` and :class:`ft.systems.hsdp.ports.Gradients`. All methods
+block, also those that are coroutines.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ft.job.quorum import Quorum
+from ft.systems.hsdp.components import Components
+from ft.systems.hsdp.digest import digest
+from ft.systems.hsdp.ports import Agreed, Question
+from ft.systems.hsdp.protocol import Membership
+from ft.systems.hsdp.votes import Votes
+
+
+class RingGradients:
+    """The exchange of gradients of one rank. Used by the agreement thread.
+
+    Args:
+        parts: the components of the rank.
+    """
+
+    def __init__(self, parts: Components):
+        self._parts, self._exchange = parts, parts.exchange
+
+    def give_up(self, problem: str) -> None:
+        self._exchange.give_up(problem)
+
+    def expect(self, limit_s: float) -> None:
+        self._parts.ring.expect(limit_s)
+
+    def connect(self, agreed: Agreed, quorum: Quorum) -> None:
+        addresses = [agreed.rows[replica][self._parts.session.rank]["ring"] for replica in quorum.members]
+        self._parts.ring.reconfigure(quorum.number, addresses, quorum.members.index(self._parts.place.replica))
+
+    def problem(self, quorum: Quorum, is_sure: bool) -> str:
+        return self._parts.work.problem(quorum, is_sure)
+
+    def open(self, quorum: Quorum) -> None:
+        self._exchange.open(1.0 if self._parts.per_token else self._parts.work.scale(quorum))
+
+
+class TrainingRank:
+    """One rank with its trainer. Used by the training thread.
+
+    Args:
+        parts: the components of the rank.
+        load: loads the last persistent checkpoint. Returns False if there is none.
+    """
+
+    def __init__(self, parts: Components, load: Callable[[], bool]):
+        self._parts, self._load = parts, load
+        self._position, self._exchange, self._work = parts.position, parts.exchange, parts.work
+        self._membership = Membership(parts.place.replica, RingGradients(parts))
+        self._votes = Votes(parts.votes)
+        self._start: dict[str, Any] | None = None
+        # For the record of a step: (lineage, position in the sample stream) before it, digest of its parameters.
+        self._before: tuple[int, int | None] = (0, None)
+        self._computed_with: int | None = None
+
+    # --- time and talk ------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def pause(self, seconds: float) -> None:
+        with self._aside("another attempt"):
+            time.sleep(seconds)
+
+    def at(self, phase: str, step: int) -> None:
+        self._parts.injector.at(phase, step)
+
+    def say(self, line: str, *, on_leader: bool = True, on_others: bool = False) -> None:
+        if on_others if self._parts.session.rank else on_leader:
+            print(line, flush=True)
+
+    def goes_aside(self) -> None:
+        if self._parts.client is not None:
+            self._parts.client.aside()
+
+    def _aside(self, why: str) -> contextlib.AbstractContextManager:
+        return self._parts.session.progress.at("aside", why)
+
+    # --- the quorum ---------------------------------------------------------------------------------------------------
+
+    def ask(self, question: Question) -> None:
+        self._parts.agreement.ask(question, self._membership.join)
+
+    async def answer(self, why: str) -> Agreed:
+        with self._aside(why):
+            return self._parts.agreement.wait()
+
+    async def all_agree(self, is_so: bool) -> bool:
+        return self._votes.all(is_so)
+
+    async def suspects(self, own: int | None, members: Sequence[int]) -> tuple[int, ...]:
+        return self._votes.suspects(own, members)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> tuple[int, int]:
+        return (self._position.step, self._position.lineage)
+
+    @property
+    def units(self) -> float:
+        return self._work.units
+
+    @property
+    def pause_s(self) -> float:
+        return self._work.pause_s
+
+    @property
+    def failure(self) -> tuple[str, int | None]:
+        return (self._exchange.problem, self._exchange.suspect)
+
+    def begin_exchange(self) -> None:
+        self._exchange.begin()
+
+    async def take_leave(self, limit_s: float) -> None:
+        self._exchange.take_leave(limit_s)
+
+    def plan(self, quorum: Quorum | None) -> None:
+        self._work.plan(quorum)
+        self._exchange.work = self._work
+
+    def failed(self) -> None:
+        self._work.failed()
+
+    def about_to_update(self, computed: bool) -> None:
+        """Note what the record of the step has to say about the state before it.
+
+        Args:
+            computed: this replica has computed gradients in the step.
+        """
+        at = self._position.began_at(self._parts.batch) if computed else None
+        self._before = self._position.lineage, at
+        self._computed_with = self._digest(self._parts.state.parameters) if computed else None
+
+    def advance(self, quorum: Quorum) -> None:
+        self._position.advance(self._work.streams(quorum), self._parts.batch, quorum.number)
+        self._work.committed(quorum)
+
+    def committed(self, quorum: Quorum, seconds: float, caught_up: bool) -> None:
+        position, proof = self._position, self._digest(self._parts.state.tensors)
+        if caught_up:
+            self._parts.catch_up.tell(position.step)
+        self._parts.records.committed(
+            *(position, quorum, self._work, *self._before, seconds, self._exchange.waited_s, proof),
+            self._computed_with,
+        )
+        self._parts.session.progress.committed(position.step)
+
+    def _digest(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> int | None:
+        return digest(tensors(), self._parts.votes) if self._parts.place.digests else None
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    async def load(self) -> bool:
+        return self._load()
+
+    def offer(self) -> None:
+        tensors, self._start = self._parts.state.whole()
+        self._parts.server.offer(*self.state, tensors, self._start)
+
+    async def withdraw(self, wait_s: float) -> bool:
+        if not wait_s:
+            return bool(self._parts.server.withdraw())
+        with self._aside("a replica that fetches"):
+            return bool(self._parts.server.withdraw(wait_s))
+
+    async def fetch(self, agreed: Agreed, quorum: Quorum, keeps_state: bool) -> None:
+        self._parts.catch_up.begin(agreed, keeps_state=keeps_state)
+
+    async def fetched(self) -> str:
+        with self._aside("fetch"):
+            return self._parts.catch_up.wait()
+
+    def adopt(self) -> None:
+        self._parts.catch_up.adopt()
+        self._start = self._parts.state.whole()[1]
+
+    async def settle(self, agreed: Agreed, quorum: Quorum) -> str:
+        return self._parts.catch_up.settle(agreed, self._position.step)
+
+    def adopt_settled(self) -> None:
+        self._parts.catch_up.adopt_settled()
+
+    def abandon(self) -> None:
+        self._parts.subject.abandon_step()
+
+    def restore(self) -> None:
+        self._parts.state.apply(self._start)
+
+    def publish(self) -> None:
+        """Copy the optimizer's main parameters to the model.
+
+        Must not be called before the gradients of the step are exchanged: until then megatron-core assumes that the
+        model's parameters are already gathered.
+        """
+        self._parts.subject.publish_parameters()
