@@ -211,7 +211,7 @@ ROWS: tuple[Row, ...] = (
     _value("decoder_last_pipeline_num_layers", "--decoder-last-pipeline-num-layers", int, None, "On the last stage."),
     _off("overlap_p2p_comm", "--no-overlap-p2p-communication"),
     Row("cp_comm_type", ["p2p"], "", on=("--cp-comm-type",), kind=str, nargs="+"),
-    Row("cuda_graph_scope", [], "", on=("--cuda-graph-scope",), kind=str, nargs="+"),
+    Row("cuda_graph_scope", None, "", on=("--cuda-graph-scope",), kind=str, nargs="+"),
     Row("cuda_graph_modules", [], "", on=("--cuda-graph-modules",), kind=str, nargs="+"),
     # data parallelism
     Row(
