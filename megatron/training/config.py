@@ -69,8 +69,8 @@ def same_names(config: type, options: Options) -> dict[str, Any]:
     """Return field -> value for the fields of a configuration of megatron-core that have an option of their name."""
     values = vars(options.core)
     given = {f.name: values[f.name] for f in fields(config) if f.name in values}
-    dtypes = {name: _DTYPES[value] for name, value in given.items() if name.endswith("_dtype") and value in _DTYPES}
-    return given | dtypes
+    of_torch = {f.name for f in fields(config) if "torch.dtype" in str(f.type)}  # moe_router_dtype is text, say
+    return given | {name: _DTYPES[given[name]] for name in of_torch & set(given) if given[name] in _DTYPES}
 
 
 def params_dtype(options: Options) -> torch.dtype:

@@ -117,6 +117,26 @@ def test_a_new_field_of_core_is_a_new_flag(tmp_path, monkeypatch):
     assert (row.on, row.kind, row.default, row.help) == (("--brand-new",), int, 3, "It is new.")
 
 
+def test_a_default_that_is_computed_is_cores_own():
+    """megatron-core writes some defaults as products and powers, such as 2**32."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    assert parse("--fp16").core.initial_loss_scale == OptimizerConfig().initial_loss_scale > 1
+
+
+def test_number_formats_have_the_type_that_core_compares_them_with():
+    patches.apply()
+    import torch
+
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.training.config import same_names, transformer_config
+
+    options = parse(COMMON + "--num-experts 4 --disable-bias-linear --moe-router-dtype fp32 --transformer-impl local")
+    grid, _ = examine(options, 1, has_te=True, assumes_machine=True)
+    assert transformer_config(options, grid).moe_router_dtype == "fp32"
+    assert same_names(OptimizerConfig, options)["exp_avg_dtype"] is torch.float32
+
+
 def test_a_flag_of_a_newer_core_is_refused_with_the_release_that_has_it(monkeypatch):
     """The flags are those of a core without the field, whatever is installed."""
     fields = core_options._fields()

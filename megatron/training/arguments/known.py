@@ -56,7 +56,6 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
         *("--throughput-check-only", "--mlp-chunks-for-prefill", "--model-provider"),
     ),
     "which GPT is trained follows from the other flags": ("--is-hybrid-model",),
-    "the tests of Megatron-LM use it": ("--test-mode",),
 }
 """Why a flag has no effect -> the flags. A star stands for any letters. A flag's values are read and ignored."""
 
