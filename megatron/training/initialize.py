@@ -4,6 +4,7 @@ import os
 import random
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import numpy
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
-from megatron.training.arguments import Layout
+from megatron.core.utils import is_te_min_version
+from megatron.training.arguments import Layout, Options
 from megatron.training.arguments.core_options import CoreOptions
 from megatron.training.arguments.training import TrainingOptions
 from megatron.training.launcher import Launch
@@ -59,7 +61,42 @@ def init_model_parallel(options: CoreOptions, layout: Layout, *, ends_are_double
         distributed_timeout_minutes=options.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if options.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=options.create_gloo_process_groups,
+        nccl_communicator_config_path=options.nccl_communicator_config_path,
+        high_priority_stream_groups=options.high_priority_stream_groups,
         get_embedding_ranks=_both_ends if ends_are_double else None,
+    )
+
+
+def init_overlapped_communication(options: Options, layout: Layout) -> None:
+    """Give Transformer Engine the buffers of --tp-comm-overlap, which live as long as the process groups.
+
+    Raises:
+        UserError: --tp-comm-overlap-cfg cannot be read.
+    """
+    c = options.core
+    if not c.tp_comm_overlap:
+        return
+    import yaml
+    from transformer_engine.pytorch import module
+
+    try:
+        cfg = Path(c.tp_comm_overlap_cfg).read_text(encoding="utf-8") if c.tp_comm_overlap_cfg else "{}"
+        methods = yaml.safe_load(cfg)
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"--tp-comm-overlap-cfg {c.tp_comm_overlap_cfg}: {error}", "give a YAML file") from error
+    if is_te_min_version("2.7.0"):
+        modes = module.base.UserBufferQuantizationMode
+        plain_layers = c.first_last_layers_bf16 and (c.num_layers_at_start_in_bf16 or c.num_layers_at_end_in_bf16)
+        formats = [modes.FP8 if c.fp8 else modes.NONE] + ([modes.NONE] if c.fp8 and plain_layers else [])
+        precision = {"quantization_modes": formats}
+    else:
+        precision = {"use_fp8": bool(c.fp8)}
+    module.base.initialize_ub(
+        shape=[options.data.seq_length * options.training.micro_batch_size // layout.cp, c.hidden_size],
+        tp_size=layout.tp,
+        ub_cfgs=methods,
+        bootstrap_backend=c.tp_comm_bootstrap_backend,
+        **precision,
     )
 
 

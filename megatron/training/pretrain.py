@@ -16,7 +16,7 @@ from megatron.training.data import dataset_prefixes
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training.evaluate import evaluate, validate
 from megatron.training.exits import Exits
-from megatron.training.initialize import init_model_parallel, seed_everything
+from megatron.training.initialize import init_model_parallel, init_overlapped_communication, seed_everything
 from megatron.training.job import Job
 from megatron.training.loaders import make_loaders
 from megatron.training.logging.profile import Profiler
@@ -41,6 +41,7 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
     started = time.monotonic()
     protections = protections or Protections()
     init_model_parallel(options.core, layout, ends_are_double=protections.replicates_ends)
+    init_overlapped_communication(options, layout)
     job = assemble(options, layout, started, protections)
     job.protection = protections.stack(JobTrainer(job))
     with job.log, job.exits:

@@ -69,8 +69,8 @@ def test_a_checkouts_own_flags_are_not_refused(capsys, tmp_path):
     training = tmp_path / "megatron/training"
     training.mkdir(parents=True)
     (training / "training.py").write_text("")
-    (training / "arguments.py").write_text("group.add_argument('--fim-rate', type=float)\n")
-    words = ["check", "--json", str(tmp_path / "pretrain_gpt.py"), *(LINE + "--fim-rate 0.5").split()]
+    (training / "arguments.py").write_text("group.add_argument('--yaml-cfg', type=str)\n")
+    words = ["check", "--json", str(tmp_path / "pretrain_gpt.py"), *(LINE + "--yaml-cfg a.yaml").split()]
     assert cli.main(words) == 0
     assert json.loads(capsys.readouterr().out)["program"] == "checkout"
 

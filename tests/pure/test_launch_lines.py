@@ -4,7 +4,8 @@ import launch_lines as lines
 import pytest
 
 from ft.commands.check_line import smallest_world
-from megatron.training.arguments import core_options, parse, read
+from megatron import patches
+from megatron.training.arguments import core_options, known, parse, read
 from megatron.training.arguments.check import examine
 from megatron.training.arguments.needs import GPU, TE, in_words, needs
 
@@ -114,6 +115,52 @@ def test_a_new_field_of_core_is_a_new_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(core_options, "installed_core", lambda: core)
     row = next(row for row in core_options.rows.__wrapped__() if row.name == "brand_new")
     assert (row.on, row.kind, row.default, row.help) == (("--brand-new",), int, 3, "It is new.")
+
+
+def test_a_default_that_is_computed_is_cores_own():
+    """megatron-core writes some defaults as products and powers, such as 2**32."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    assert parse("--fp16").core.initial_loss_scale == OptimizerConfig().initial_loss_scale > 1
+
+
+def test_number_formats_have_the_type_that_core_compares_them_with():
+    patches.apply()
+    import torch
+
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.training.config import same_names, transformer_config
+
+    options = parse(COMMON + "--num-experts 4 --disable-bias-linear --moe-router-dtype fp32 --transformer-impl local")
+    grid, _ = examine(options, 1, has_te=True, assumes_machine=True)
+    assert transformer_config(options, grid).moe_router_dtype == "fp32"
+    assert same_names(OptimizerConfig, options)["exp_avg_dtype"] is torch.float32
+
+
+def test_a_flag_of_a_newer_core_is_refused_with_the_release_that_has_it(monkeypatch):
+    """The flags are those of a core without the field, whatever is installed."""
+    fields = core_options._fields()
+    for name in ("use_mup", "fp4_param_gather", "cuda_graph_modules"):
+        fields.pop(name, None)
+    monkeypatch.setattr(core_options, "_fields", lambda: fields)
+    supported = {flag for row in core_options.rows.__wrapped__() for flag in (*row.on, *row.off)}
+    for flag in ("--use-mup", "--fp4-param-gather"):
+        assert flag not in supported
+        problem, _ = known.explain(flag, sorted(supported))
+        assert problem == (f"{flag} needs megatron-core >= 0.17", "pip install 'megatron-core>=0.17'")
+    assert "--cuda-graph-modules" in supported  # older releases have the same under another name, --cuda-graph-scope
+
+
+def test_what_captures_cuda_graphs_has_one_name_in_every_release():
+    patches.apply()
+    from megatron.training.config import transformer_config
+
+    for flag in ("--cuda-graph-scope", "--cuda-graph-modules"):
+        options = parse(COMMON + f"--bf16 --transformer-impl local {flag} attn mlp")
+        grid, _ = examine(options, 1, has_te=True, assumes_machine=True)
+        config = transformer_config(options, grid)
+        given = getattr(config, "cuda_graph_modules", None) or config.cuda_graph_scope
+        assert [one.name for one in given] == ["attn", "mlp"]
 
 
 @pytest.mark.skipif(not lines.trees(), reason="no Megatron-LM trees beside the checkout (MEGATRON_LM_TREES)")

@@ -6,6 +6,7 @@ is also read by commands that do not train (``ft run``, ``ft check``).
 
 import ast
 import importlib.util
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -167,7 +168,15 @@ def _entries(node: ast.expr) -> Iterator[tuple[Any, ast.expr]]:
                 yield _literal(key), value
 
 
+_ARITHMETIC = {ast.Mult: operator.mul, ast.Pow: operator.pow}
+
+
 def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal, or of a product or power of literals such as ``2**32``; UNKNOWN: it is neither."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        sides = [_literal(side) for side in (node.left, node.right)]
+        numbers = all(isinstance(side, int | float) for side in sides)
+        return _ARITHMETIC[type(node.op)](*sides) if numbers else UNKNOWN
     try:
         return ast.literal_eval(node)
     except ValueError:

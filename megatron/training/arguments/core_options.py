@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ft.base.errors import Problem, UserError
-from megatron.training.arguments import core_table
+from megatron.training.arguments import core_table, known
 from megatron.training.arguments.core_fields import UNKNOWN, CoreField, fields_of, installed_core
 from megatron.training.arguments.core_table import Row
 
@@ -80,8 +80,8 @@ class CoreOptions(SimpleNamespace):
 @cache
 def rows() -> tuple[Row, ...]:
     """Return all flags: those of the table, and those that follow from the fields of the installed megatron-core."""
-    found = {row.name: row for row in core_table.ROWS}
     fields = _fields()
+    found = {r.name: r for r in core_table.ROWS if r.name in fields or not known.newer_release((*r.on, *r.off))}
     for name, row in found.items():
         if not row.help and name in fields:
             found[name] = Row(**{**vars(row), "help": fields[name].help})
@@ -216,6 +216,8 @@ def _contradictions(o: Any) -> Iterator[Problem]:
     if o.deterministic_mode and (o.use_flash_attn or o.cross_entropy_loss_fusion):
         other = "flash attention" if o.use_flash_attn else "--cross-entropy-loss-fusion"
         yield f"--deterministic-mode and {other} exclude each other", "drop one of them"
+    if o.cuda_graph_scope and o.cuda_graph_modules:
+        yield "--cuda-graph-scope and --cuda-graph-modules say the same thing", "give one of them"
     splits = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     given = [f"--{n.replace('_', '-')}" for n in (*splits, "pipeline_model_parallel_layout") if getattr(o, n)]
     if len(given) > 1:
@@ -247,9 +249,9 @@ def _wants(o: Any) -> Iterator[Problem]:
             "--overlap-param-gather needs sharded parameters and overlapped reductions",
             "add --use-distributed-optimizer --overlap-grad-reduce",
         )
-    if o.num_distributed_optimizer_instances > 1 and not (shards or o.use_megatron_fsdp):
+    if o.num_distributed_optimizer_instances > 1 and not (o.use_distributed_optimizer or o.use_megatron_fsdp):
         yield (
             f"--num-distributed-optimizer-instances {o.num_distributed_optimizer_instances} needs sharded "
-            "optimizer state and overlapped reductions",
-            "add --use-distributed-optimizer --overlap-grad-reduce",
+            "optimizer state",
+            "add --use-distributed-optimizer",
         )

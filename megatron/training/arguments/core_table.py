@@ -211,7 +211,7 @@ ROWS: tuple[Row, ...] = (
     _value("decoder_last_pipeline_num_layers", "--decoder-last-pipeline-num-layers", int, None, "On the last stage."),
     _off("overlap_p2p_comm", "--no-overlap-p2p-communication"),
     Row("cp_comm_type", ["p2p"], "", on=("--cp-comm-type",), kind=str, nargs="+"),
-    Row("cuda_graph_scope", [], "", on=("--cuda-graph-scope",), kind=str, nargs="+"),
+    Row("cuda_graph_scope", None, "", on=("--cuda-graph-scope",), kind=str, nargs="+"),
     Row("cuda_graph_modules", [], "", on=("--cuda-graph-modules",), kind=str, nargs="+"),
     # data parallelism
     Row(
@@ -282,7 +282,7 @@ WITHOUT_FLAG = frozenset(
         *("cpu_offloading", "cpu_offloading_activations", "cpu_offloading_weights"),
         *("cpu_offloading_double_buffering", "num_layers_in_first_pipeline_stage"),
         *("num_layers_in_last_pipeline_stage", "softmax_scale", "gated_linear_unit", "bias_activation_fusion"),
-        *("activation_func_fp8_input_store", "test_mode", "memory_efficient_layer_norm", "fused_single_qkv_rope"),
+        *("activation_func_fp8_input_store", "memory_efficient_layer_norm", "fused_single_qkv_rope"),
         *("fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red", "use_kitchen"),
         *("moe_token_dropping", "num_moe_experts", "moe_router_topk_limited_devices"),
         *("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "disable_parameter_transpose_cache"),

@@ -75,7 +75,42 @@ class DataOptions:
     dataloader_type: Literal["single", "cyclic"] | None = None
     """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
 
+    fim_data: bool = False
+    """Train on fill-in-the-middle samples: the middle of a document, or of its fragments, moves behind its end."""
+
+    fim_rate: float = 0.5
+    """Probability with which a document becomes such a sample."""
+
+    fim_spm_rate: float = 0.5
+    """Probability of the order suffix, prefix, middle (else prefix, suffix, middle)."""
+
+    fim_split_sample: str | None = None
+    """Token at which a document is cut into fragments, each with a middle of its own."""
+
+    fim_fragment_rate: float | None = None
+    """Probability with which a fragment is rearranged."""
+
+    fim_no_prefix: str | None = None
+    """Leave documents and fragments that begin with this text as they are."""
+
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills up a sample that has become too short."""
+
+    fim_eod_token: str = "<|endoftext|>"
+    """Token that ends a document."""
+
     def __post_init__(self):
+        if self.fim_data:
+            self._check_fim()
         if self.data_args_path is not None:
             if self.data_path:
                 raise UserError("--data-args-path and --data-path say the same thing", "give one of them")
@@ -95,6 +130,15 @@ class DataOptions:
             raise UserError("--mock-data was given together with data paths", "drop one of them")
         if self.seq_length is not None and self.seq_length < 1:
             raise UserError(f"--seq-length is {self.seq_length}", "give at least 1")
+
+    def _check_fim(self) -> None:
+        if self.mock_data:
+            raise UserError("--fim-data rearranges text, and --mock-data has none", "give --data-path")
+        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+            if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}", "give a probability in [0, 1]")
+        if self.fim_split_sample is not None and self.fim_fragment_rate is None:
+            raise UserError("--fim-split-sample makes fragments without a rate", "add --fim-fragment-rate 0.5")
 
 
 @dataclass

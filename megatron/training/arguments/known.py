@@ -57,7 +57,6 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
         *("--throughput-check-only", "--mlp-chunks-for-prefill", "--model-provider"),
     ),
     "which GPT is trained follows from the other flags": ("--is-hybrid-model",),
-    "the tests of Megatron-LM use it": ("--test-mode",),
 }
 """Why a flag has no effect -> the flags. A star stands for any letters. A flag's values are read and ignored."""
 
@@ -99,7 +98,6 @@ INSTEAD: dict[str, tuple[str, ...]] = {
     "ft run --inject injects faults (ft faults)": ("--fault-injector-*",),
     "drop it: megatron-core's models are the only ones": ("--use-legacy-models",),
     "give the flags themselves": ("--yaml-cfg",),
-    "prepare such data beforehand: fill-in-the-middle data sets are part of Megatron-LM's own trainer": ("--fim-*",),
 }
 """What this project has in place of a flag -> the flags, which are refused."""
 
@@ -113,9 +111,18 @@ RENAMED = {
 
 
 @cache
-def megatron_lm_flags() -> frozenset[str]:
-    """Return the flags of Megatron-LM's own parser, core releases 0.16.1 to 0.19.0."""
-    return frozenset((Path(__file__).parent / "megatron_lm_flags.txt").read_text().split())
+def megatron_lm_flags() -> dict[str, str]:
+    """Return each flag of Megatron-LM's own parser (0.16.1 to 0.19.0) -> the first megatron-core that has its field.
+
+    The release is "" if that is 0.16, or if the flag has no field.
+    """
+    lines = (Path(__file__).parent / "megatron_lm_flags.txt").read_text().splitlines()
+    return {flag: release for flag, _, release in (line.partition(" ") for line in lines)}
+
+
+def newer_release(flags: Sequence[str]) -> str:
+    """Return the first release of megatron-core, above 0.16, with the field of one of ``flags``; "": there is none."""
+    return next((release for flag in flags if (release := megatron_lm_flags().get(flag))), "")
 
 
 def without_effect(flag: str) -> str | None:
@@ -126,6 +133,7 @@ def without_effect(flag: str) -> str | None:
 def idle(options: Any) -> list[str]:
     """Return a sentence about each given flag that has no effect in combination with the others."""
     c, o = options.checkpoint, options.core
+    graphs = getattr(o, "cuda_graph_impl", None)
     found = {
         f"--save-interval {c.save_interval}: without --save no checkpoints are written": (
             c.save_interval is not None and c.save is None
@@ -133,6 +141,18 @@ def idle(options: Any) -> list[str]:
         f"--ckpt-format {c.ckpt_format}: checkpoints are written and read as torch_dist": c.ckpt_format != "torch_dist",
         f"--attention-backend {o.attention_backend}: --transformer-impl local has one attention only": (
             o.attention_backend not in (None, "auto", "local") and o.transformer_impl == "local"
+        ),
+        f"--cuda-graph-impl {graphs}: this trainer captures graphs with --cuda-graph-impl local only": (
+            graphs in ("transformer_engine", "full_iteration")
+        ),
+        "--cuda-graph-scope full_iteration: this trainer captures graphs of layers only": (
+            "full_iteration" in (o.cuda_graph_scope or [])
+        ),
+        "--external-cuda-graph: this trainer captures graphs with --cuda-graph-impl local only": (
+            getattr(o, "external_cuda_graph", False)
+        ),
+        "--optimizer-cuda-graph: this trainer captures graphs of layers only": (
+            getattr(o, "optimizer_cuda_graph", False)
         ),
         "--wandb-entity, --wandb-exp-name or --wandb-save-dir: without --wandb-project": (
             not options.logging.wandb_project
@@ -158,6 +178,8 @@ def explain(unknown: str, supported: Sequence[str]) -> tuple[Problem, str | None
         return (f"{unknown} is a flag of another program, {program}", "remove it: this program trains a GPT"), None
     if instead := _looked_up(unknown, INSTEAD):
         return (f"{unknown} is a Megatron-LM flag that is not supported here", instead), None
+    if release := newer_release([unknown]):
+        return (f"{unknown} needs megatron-core >= {release}", f"pip install 'megatron-core>={release}'"), None
     if unknown in megatron_lm_flags():
         return (f"{unknown} is a Megatron-LM flag that is not supported here", "remove it from the command"), None
     meant = nearest(unknown, supported)

@@ -86,6 +86,8 @@ def _of_gpus(options: Any) -> dict[str, bool]:
     c = options.core
     return {
         "--distributed-backend nccl": c.distributed_backend == "nccl",
+        "--nccl-communicator-config-path": c.nccl_communicator_config_path is not None,
+        "--high-priority-stream-groups": bool(c.high_priority_stream_groups),
         "--cuda-graph-impl local": getattr(c, "cuda_graph_impl", None) == "local",
         "--enable-cuda-graph": bool(getattr(c, "enable_cuda_graph", False)),
         "--use-nccl-ub": bool(getattr(c, "nccl_ub", False)),

@@ -62,6 +62,10 @@ class Tokenizer:
         """Return the text of token ids, without special tokens."""
         raise NotImplementedError
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of one token, special or not; None: the vocabulary does not have it."""
+        return None
+
     @cached_property
     def fingerprint(self) -> str:
         """Return a SHA-256 (hex) of everything that determines the ids of a text; it is equal in every process."""
@@ -164,6 +168,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
 
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
     def _segmentation(self):
         # Read from the file rather than the library, whose serialisation changes between versions. Post-processing,
         # truncation and padding have no effect on encoding without special tokens.
@@ -208,6 +215,9 @@ class CoreTokenizer(Tokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return self._tokenizer.detokenize([int(i) for i in ids])
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer._tokenizer.tokens_to_ids([token])[0]
 
     def _segmentation(self):
         digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in self._files if Path(file).is_file()]
