@@ -8,7 +8,6 @@ which shows that its checks are strong enough.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from unittest import mock
 
 from ft.faults import verdict
@@ -161,7 +160,9 @@ PLANTS = (
 )
 
 
-find = partial(find_in, PLANTS)
+def find(name: str) -> list[Replaced]:
+    """Return the planted bugs with the title ``name``, or all of them for "all". See :func:`find_in`."""
+    return find_in(PLANTS, name)
 
 
 @contextmanager

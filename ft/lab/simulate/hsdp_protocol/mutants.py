@@ -6,7 +6,6 @@ A bug is injected into the production code of the quorum server or of the replic
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -217,7 +216,9 @@ PLANTS = (
 )
 
 
-find = partial(find_in, PLANTS)
+def find(name: str) -> list[Mutant]:
+    """Return the planted bugs with the title ``name``, or all of them for "all". See :func:`find_in`."""
+    return find_in(PLANTS, name)
 
 
 @contextmanager
