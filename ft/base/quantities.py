@@ -87,7 +87,7 @@ def positive(value: Any) -> float:
 def between(least: float, most: float) -> Callable[..., float]:
     """Return a parser for numbers from ``least`` to ``most``."""
 
-    def read(value: Any, otherwise: str = f"no number from {least:g} to {most:g}") -> float:
+    def read(value: Any, otherwise: str = f"not a number from {least:g} to {most:g}") -> float:
         try:
             found = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):

@@ -69,7 +69,7 @@ def load(folder: str | Path) -> Run:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder", _FIX)
     if not any((folder / name).is_file() for name in (EVENTS, METRICS, STATUS)):
-        raise UserError(f"{folder} holds no run: neither {EVENTS} nor {METRICS} nor {STATUS}", _FIX)
+        raise UserError(f"{folder} contains no run: neither {EVENTS} nor {METRICS} nor {STATUS}", _FIX)
     try:
         found = sorted(events.read(folder / EVENTS), key=lambda event: event.wall)
         metrics, journal = _json_lines(folder / METRICS), _json_lines(folder / JOURNAL)

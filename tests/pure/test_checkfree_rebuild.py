@@ -174,7 +174,7 @@ def test_fresh_norms_are_ones_and_the_caller_may_draw_otherwise():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_adjacent_stages_lost_are_refused_with_what_is_left_to_try(strategy):
-    with pytest.raises(UserError, match=r"(?s)no neighbour.*peer copy.*persistent checkpoint"):
+    with pytest.raises(UserError, match=r"(?s)neighbours are lost.*peer copy.*persistent checkpoint"):
         rebuild(None, None, 1.0, 1.0, strategy)
 
 

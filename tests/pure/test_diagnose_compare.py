@@ -220,7 +220,7 @@ def test_pieces_are_found_wherever_the_other_run_put_them(capsys, three, monkeyp
 def test_what_was_started_otherwise_is_said(capsys, three):
     manifest = json.loads((at(three[1], 1) / "manifest.json").read_text())
     options = manifest["run"]["options"]
-    options["training"]["seed"], options["kernels"]["deterministic_mode"] = 99, False
+    options["training"]["seed"], options["core"]["deterministic_mode"] = 99, False
     resign(at(three[1], 1), run=manifest["run"])
     notes = compared(capsys, three)["notes"]
     assert f"without --deterministic-mode, differences may be due to rounding: {three[1]}" in notes

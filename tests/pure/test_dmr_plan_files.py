@@ -119,7 +119,7 @@ def _cycle(values):
     "change, said",
     [
         (_cycle, "cycle: operators need each other's results"),
-        (lambda values: values.update(version=1), "version 1, and 2 is"),
+        (lambda values: values.update(version=1), "has version 1, but this version of the program reads 2"),
         (lambda values: values.pop("version"), "has no 'version'"),
         (lambda values: values.pop("ops"), "has no 'ops'"),
         (lambda values: values["ops"][3].update(t_us=-1.0), "ops[3] has t_us = -1.0"),

@@ -335,7 +335,7 @@ def test_a_replica_that_has_no_samples_is_a_problem_and_no_crash(tmp_path):
     run = Run(tmp_path)
     run.steps(4)
     rewrite_all(run, lambda c: replace(c, healthy=(0, 1, 2, 7)) if c.step == 3 else c)
-    assert any("replica 7 has no samples" in text for text in told(run).audit.problems)
+    assert any("replica 7 trained, but has no samples" in text for text in told(run).audit.problems)
 
 
 def test_nothing_committed_yet(tmp_path):

@@ -230,7 +230,7 @@ def test_times_are_taken_from_a_run(tmp_path, capsys):
 
 
 def test_a_run_without_a_hot_swap_has_no_times(tmp_path):
-    with pytest.raises(UserError, match="contains no completed hot-swap: 0 recoveries"):
+    with pytest.raises(UserError, match="contains no completed hot-swap: it has 0 recoveries"):
         measured(load(a_run(tmp_path, swaps=0)))
 
 

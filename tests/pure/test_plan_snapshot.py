@@ -289,7 +289,7 @@ def test_a_topology_file_gives_the_nodes(capsys, tmp_path):
         ("--nodes 2", "--num-layers, --hidden-size, --num-attention-heads, --vocab-size, --seq-length"),
         ("--nodes 3 --params 1B x.py --tensor-model-parallel-size 16", "24 ranks"),
         ("--nodes 2 --params 1B x.py --colour red", "unknown flag --colour"),
-        ("--nodes 1 --gpus-per-node 2 --params 1B", "3 copies with 1 other"),
+        ("--nodes 1 --gpus-per-node 2 --params 1B", "3 copies are requested, but only 1 other"),
         ("--nodes 2 --params 1B --step-time 1s --optimizer-time 2s", "leaves no time"),
         ("--nodes 2 --params 1B --expert-params 2B", "--expert-params"),
         ("--nodes 2 --params 1B --topology /nowhere", "cannot be read"),
@@ -335,5 +335,5 @@ def test_a_run_without_snapshots_is_in_the_comparison(capsys):
 def test_who_gives_no_trainer_flags_is_told_what_that_means(capsys):
     text = ask(capsys, "--nodes 2 --gpus-per-node 2 --params 1B --copies 1")
     assert "all 4 ranks are one data-parallel group, and each holds the whole model" in text
-    assert "copies carry nothing" in text and "if all 4 fail" in text and "formula (1)" not in text
+    assert "copies contain nothing" in text and "if all 4 fail" in text and "formula (1)" not in text
     assert "data-parallel group" not in ask(capsys, f"--nodes 8 --params 1B --copies 1 {BIG}")

@@ -366,7 +366,12 @@ class Checks:
         self._legitimacy.of_stop(order)
 
     def _seated(self, epoch: int) -> "dict[int, Worker]":
-        """Return the workers of an epoch by logical rank; a dead worker has the state in which it died."""
+        """Return the workers of an epoch by logical rank; a dead worker has the state in which it died.
+
+        Before the first epoch, a run has no such workers.
+        """
+        if epoch not in self._opens:
+            return {}
         return {int(r): self._cluster.everyone[s.worker] for r, s in self._opens[epoch].seats.items()}
 
     # --- progress ----------------------------------------------------------------------------------------------------
