@@ -38,7 +38,7 @@ def test_two_runs_write_the_same_bytes(ranks, tmp_path):
 
 
 def test_what_is_not_reproducible_is_refused():
-    for flags in ("--attention-backend flash", "--use-flash-attn", "--cross-entropy-loss-fusion"):
+    for flags in ("--use-flash-attn", "--cross-entropy-loss-fusion"):
         with pytest.raises(UserError, match="exclude each other"):
             parse(f"{FLAGS} {flags}")
 

@@ -170,7 +170,6 @@ def _complete(o: Any) -> Iterator[Problem]:
     if o.num_layers is None and o.hybrid_layer_pattern:  # one letter a layer, | between stages, / before predictions
         o.num_layers = len(o.hybrid_layer_pattern.split("/")[0].replace("|", ""))
     yield from _impossible_numbers(o)
-    yield from _not_reproducible(o)
     yield from _contradictions(o)
     yield from _wants(o)
     if o.ffn_hidden_size is None and o.hidden_size:
@@ -178,13 +177,6 @@ def _complete(o: Any) -> Iterator[Problem]:
         o.ffn_hidden_size = max(gated, 64) if o.swiglu else 4 * o.hidden_size
     if o.kv_channels is None and o.hidden_size and o.num_attention_heads:
         o.kv_channels = o.hidden_size // o.num_attention_heads
-
-
-def _not_reproducible(o: Any) -> Iterator[Problem]:
-    if o.deterministic_mode and o.attention_backend == "flash":
-        yield "--deterministic-mode and flash attention exclude each other", "use --attention-backend unfused"
-    if o.deterministic_mode and o.cross_entropy_loss_fusion:
-        yield "--deterministic-mode and --cross-entropy-loss-fusion exclude each other", "drop one of them"
 
 
 _AT_LEAST_ONE = (
