@@ -9,8 +9,9 @@ import pytest
 
 from ft.cli import main
 from ft.lab.simulate.hsdp_protocol.faults import BY_NAME
-from ft.lab.simulate.hsdp_protocol.mutants import PLANTS, planted
+from ft.lab.simulate.hsdp_protocol.mutants import PLANTS
 from ft.lab.simulate.hsdp_protocol.run import Wish, simulate
+from ft.lab.simulate.mutation import planted
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]
 SEEDS, ANY = 30, Wish()

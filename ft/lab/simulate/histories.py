@@ -17,6 +17,7 @@ from itertools import repeat
 from typing import Any, Protocol
 
 from ft.base.errors import UserError
+from ft.lab.simulate.mutation import Replaced
 
 _CHUNK, _PROGRESS_S = 50, 10.0
 """Number of seeds that a process simulates at a time; seconds between two progress messages."""
@@ -58,16 +59,6 @@ class Summary(Protocol):
         """
 
 
-class Mutant(Protocol):
-    """A known bug that can be injected into the code under test (mutation testing).
-
-    Attributes:
-        title: name of the bug for the user.
-    """
-
-    title: str
-
-
 @dataclass(frozen=True)
 class Simulation:
     """The properties and functions of one simulation that :func:`run` needs.
@@ -85,8 +76,8 @@ class Simulation:
 
     name: str
     kinds: Collection[str]
-    play: Callable[[int, Any, Mutant | None, bool], History]
-    find: Callable[[str], list[Mutant]]
+    play: Callable[[int, Any, Replaced | None, bool], History]
+    find: Callable[[str], list[Replaced]]
     summary: Callable[[], Summary]
     columns: tuple[int, int]
 
@@ -161,7 +152,7 @@ def run(simulation: Simulation, arguments: argparse.Namespace, wish: Any) -> int
     return _sum_up(simulation, seeds, wish, jobs)
 
 
-def _tell(simulation: Simulation, seed: int, wish: Any, plant: Mutant | None) -> int:
+def _tell(simulation: Simulation, seed: int, wish: Any, plant: Replaced | None) -> int:
     history = simulation.play(seed, wish, plant, True)
     print(_of_failure(simulation, history) if history.violation else "\n".join(history.lines))
     return 1 if history.violation else 0
@@ -181,7 +172,7 @@ def _sum_up(simulation: Simulation, seeds: range, wish: Any, jobs: int) -> int:
     return 1 if summary.failed else 0
 
 
-def _search(simulation: Simulation, seeds: range, wish: Any, jobs: int, plants: list[Mutant]) -> int:
+def _search(simulation: Simulation, seeds: range, wish: Any, jobs: int, plants: list[Replaced]) -> int:
     found = []
     for plant in plants:
         histories = _histories(simulation, seeds, wish, jobs, plant.title)

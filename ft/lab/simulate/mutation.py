@@ -1,13 +1,12 @@
-"""What the mutation tests of the simulations share: a known bug that replaces a function, and the choice of bugs."""
+"""What the mutation tests of the simulations share: a known bug that replaces a function, its choice and injection."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
+from unittest import mock
 
 from ft.base.errors import UserError
-from ft.lab.simulate.histories import Mutant
-
-M = TypeVar("M", bound=Mutant)
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Replaced:
     wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def find_in(plants: Sequence[M], name: str) -> list[M]:
+def find_in(plants: Sequence[Replaced], name: str) -> list[Replaced]:
     """Return the bugs of ``plants`` that the user has asked for.
 
     Args:
@@ -42,3 +41,13 @@ def find_in(plants: Sequence[M], name: str) -> list[M]:
         titles = "".join(f"\n    {plant.title}" for plant in plants)
         raise UserError(f"no bug is called {name!r}", f"give all, or one of{titles}")
     return found
+
+
+@contextmanager
+def planted(plant: Replaced | None) -> Iterator[None]:
+    """Inject the bug into the production code for the duration of the context; None injects nothing."""
+    if plant is None:
+        yield
+        return
+    with mock.patch.object(plant.owner, plant.name, plant.wrong(getattr(plant.owner, plant.name))):
+        yield

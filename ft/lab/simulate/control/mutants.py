@@ -16,6 +16,7 @@ from ft.job import messages as m
 from ft.job.control import absence, arrivals, controller, deadlines, epochs, failures, liveness, sources
 from ft.job.control import run_ends as ends
 from ft.job.control.state import CLOSED, REPAIRING
+from ft.lab.simulate import mutation
 from ft.lab.simulate.control import worker_mutants
 from ft.lab.simulate.mutation import Replaced, find_in
 
@@ -167,12 +168,13 @@ def find(name: str) -> list[Replaced]:
 
 @contextmanager
 def planted(plant: Replaced | None) -> Iterator[None]:
-    """Inject the bug into the production code for the duration of the context; None injects nothing."""
+    """Inject the bug for the duration of the context, also into the controller's table of handlers."""
     if plant is None:
         yield
         return
     right = getattr(plant.owner, plant.name)
-    wrong = plant.wrong(right)
-    handlers = {kind: wrong for kind, handler in controller._HANDLERS.items() if handler is right}
-    with mock.patch.object(plant.owner, plant.name, wrong), mock.patch.dict(controller._HANDLERS, handlers):
-        yield
+    with mutation.planted(plant):
+        wrong = getattr(plant.owner, plant.name)
+        handlers = {kind: wrong for kind, handler in controller._HANDLERS.items() if handler is right}
+        with mock.patch.dict(controller._HANDLERS, handlers):
+            yield

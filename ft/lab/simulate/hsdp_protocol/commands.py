@@ -4,9 +4,10 @@ import argparse
 
 from ft.lab.simulate import histories
 from ft.lab.simulate.hsdp_protocol.faults import BY_NAME
-from ft.lab.simulate.hsdp_protocol.mutants import Mutant, find, planted
+from ft.lab.simulate.hsdp_protocol.mutants import find
 from ft.lab.simulate.hsdp_protocol.report import Summary
 from ft.lab.simulate.hsdp_protocol.run import History, Wish, simulate
+from ft.lab.simulate.mutation import Replaced, planted
 
 
 def add_parser(simulations) -> None:
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     return histories.run(_SIMULATION, arguments, Wish(arguments.faults, kinds))
 
 
-def _play(seed: int, wish: Wish, plant: Mutant | None, with_lines: bool) -> History:
+def _play(seed: int, wish: Wish, plant: Replaced | None, with_lines: bool) -> History:
     with planted(plant):
         return simulate(seed, wish, with_lines)
 

@@ -3,36 +3,15 @@
 A bug is injected into the production code of the quorum server or of the replicas' protocol.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
-from unittest import mock
+from dataclasses import replace
 
 from ft.job.quorum import blame, decide, reactions
 from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
-from ft.lab.simulate.mutation import find_in
+from ft.lab.simulate.mutation import Replaced, find_in
 from ft.systems.hsdp import protocol
 from ft.systems.hsdp.protocol import Membership, Steps
 from ft.systems.hsdp.retry import Retry
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A bug: the function ``owner.name`` is replaced by ``wrong(original)``.
-
-    Attributes:
-        title: name of the bug for the user.
-        owner: module or class of the function.
-        name: name of the function.
-        wrong: takes the right function and returns the wrong one.
-    """
-
-    title: str
-    owner: Any
-    name: str
-    wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def _steps_alone_count(right):
@@ -189,45 +168,33 @@ def _leaves_at_once(right):
 
 
 PLANTS = (
-    Mutant("ignores the lineage", decide, "_quorum", _steps_alone_count),
-    Mutant("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
-    Mutant("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: None),
-    Mutant("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),
-    Mutant("leaves nobody out", blame, "judge", lambda right: lambda *arguments: {}),
-    Mutant("loads a checkpoint as soon as one has no state", decide, "_quorum", _one_without_state_is_enough),
-    Mutant("one rank ignores the vote", Steps, "vote", _one_rank_ignores_the_vote),
-    Mutant("each rank goes on with what it has fetched", Steps, "caught_up", _each_adopts_what_it_has),
-    Mutant("catches up without waiting for the fetch", Steps, "caught_up", _without_the_fetch),
-    Mutant("fetches over the state that it claims", Steps, "catching_up", _over_the_claimed_state),
-    Mutant("claims a state while it fetches it", Steps, "catching_up", _claims_what_it_fetches),
-    Mutant("serves a state while the optimizer changes it", Steps, "_end_offer", _offer_stays),
-    Mutant("never waits for who fetches", Steps, "_end_offer", _offer_ends_at_once),
-    Mutant("goes on in its samples after a failed step", Steps, "_begin_anew", _old_position),
-    Mutant("keeps the old model after a fetch", Steps, "_begin_anew", _old_model),
-    Mutant("keeps the old model if the update is skipped", Steps, "updated", _old_model_after_a_skipped_update),
-    Mutant("advances the positions of those behind", Steps, "updated", _advances_all),
-    Mutant("keeps the lineage of the step before", Steps, "updated", _old_lineage),
-    Mutant("contributes gradients while it is behind", Steps, "begins", _computes_though_behind),
-    Mutant("does not ask again after a failed step", Steps, "_ask", _asks_once_for_a_step),
-    Mutant("uses the ring of an old quorum again", protocol, "is_same_ring", _same_members_same_ring),
-    Mutant("gives its gradients to a step of the others", Membership, "join", _gives_though_left_out),
-    Mutant("leaves before the last checkpoint is there", Steps, "leaves", _leaves_at_once),
-    Mutant("waits in a ring without a deadline", RingLimits, "wait", lambda right: lambda *_, **__: 1e9),
+    Replaced("ignores the lineage", decide, "_quorum", _steps_alone_count),
+    Replaced("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
+    Replaced("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: None),
+    Replaced("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),
+    Replaced("leaves nobody out", blame, "judge", lambda right: lambda *arguments: {}),
+    Replaced("loads a checkpoint as soon as one has no state", decide, "_quorum", _one_without_state_is_enough),
+    Replaced("one rank ignores the vote", Steps, "vote", _one_rank_ignores_the_vote),
+    Replaced("each rank goes on with what it has fetched", Steps, "caught_up", _each_adopts_what_it_has),
+    Replaced("catches up without waiting for the fetch", Steps, "caught_up", _without_the_fetch),
+    Replaced("fetches over the state that it claims", Steps, "catching_up", _over_the_claimed_state),
+    Replaced("claims a state while it fetches it", Steps, "catching_up", _claims_what_it_fetches),
+    Replaced("serves a state while the optimizer changes it", Steps, "_end_offer", _offer_stays),
+    Replaced("never waits for who fetches", Steps, "_end_offer", _offer_ends_at_once),
+    Replaced("goes on in its samples after a failed step", Steps, "_begin_anew", _old_position),
+    Replaced("keeps the old model after a fetch", Steps, "_begin_anew", _old_model),
+    Replaced("keeps the old model if the update is skipped", Steps, "updated", _old_model_after_a_skipped_update),
+    Replaced("advances the positions of those behind", Steps, "updated", _advances_all),
+    Replaced("keeps the lineage of the step before", Steps, "updated", _old_lineage),
+    Replaced("contributes gradients while it is behind", Steps, "begins", _computes_though_behind),
+    Replaced("does not ask again after a failed step", Steps, "_ask", _asks_once_for_a_step),
+    Replaced("uses the ring of an old quorum again", protocol, "is_same_ring", _same_members_same_ring),
+    Replaced("gives its gradients to a step of the others", Membership, "join", _gives_though_left_out),
+    Replaced("leaves before the last checkpoint is there", Steps, "leaves", _leaves_at_once),
+    Replaced("waits in a ring without a deadline", RingLimits, "wait", lambda right: lambda *_, **__: 1e9),
 )
 
 
-def find(name: str) -> list[Mutant]:
+def find(name: str) -> list[Replaced]:
     """Return the planted bugs with the title ``name``, or all of them for "all". See :func:`find_in`."""
     return find_in(PLANTS, name)
-
-
-@contextmanager
-def planted(plant: Mutant | None) -> Iterator[None]:
-    """Inject the bug into the production code for the duration of the context. With None, or a bug of the model
-    replicas, the context has no effect.
-    """
-    if plant is None or plant.owner is None:
-        yield
-        return
-    with mock.patch.object(plant.owner, plant.name, plant.wrong(getattr(plant.owner, plant.name))):
-        yield
