@@ -155,7 +155,7 @@ def test_two_calls_can_run_side_by_side(ranks):
 def test_a_process_left_behind_is_an_error_and_is_killed(ranks, own_session):
     with pytest.raises(RanksLeftBehind, match="sleep"):
         ranks(leave_a_process_behind, 1, own_session, init=False)
-    assert processes.living({ranks.server.pid}, set()) == []
+    assert processes.members((), {ranks.server.pid}) == []
 
 
 def test_what_a_killed_rank_had_started_dies_too(ranks):

@@ -91,7 +91,7 @@ class Ranks:
 
     def _pids_beside(self, handle: Handle) -> set[int]:
         roots = {pid for other in self._open if other is not handle and not other.closed for pid in other.pids}
-        return roots | set(processes.living(roots, roots)) if roots else set()
+        return roots | set(processes.members(roots, roots)) if roots else set()
 
 
 def _who_was_first(outcome: Outcome) -> tuple:

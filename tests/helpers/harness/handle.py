@@ -163,8 +163,8 @@ class Handle:
 
     def _living(self) -> list[int]:
         """Return the living ranks and all their descendants, also those that have left their sessions."""
-        below_server = set(processes.living({self._server.pid}, set(self.pids))) if self._server.pid else set()
-        ours = set(processes.living(set(), set(self.pids)))
+        below_server = set(processes.members(set(self.pids), {self._server.pid})) if self._server.pid else set()
+        ours = set(processes.members(self.pids))
         return sorted((below_server | ours) - self._others())
 
     def _listen(self, patience: float) -> None:

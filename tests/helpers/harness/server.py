@@ -123,7 +123,7 @@ def _fork_ranks(request: dict, private_fds: list[int]) -> list[int]:
 
 
 def _end_everything() -> None:
-    processes.end(processes.living({os.getpid()}, set()))
+    processes.end(processes.members((), {os.getpid()}))
     os._exit(0)
 
 

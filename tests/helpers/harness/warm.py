@@ -58,7 +58,7 @@ class Server:
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            processes.end(processes.living({self._process.pid}, set()))
+            processes.end(processes.members((), {self._process.pid}))
             self._process.kill()
             self._process.wait()
         self._process = None
