@@ -4,7 +4,7 @@
 
 Prints one JSON line. `ratio` is the median over pairs of blocks of (on / off). The blocks alternate, so that a slow
 machine slows both down. "off" is the same trainer without snapshots, peer copies and the barrier that commits a step.
-Both sides use the interruptible process groups (tools/bench/groups.py compares these with torch's own).
+Both sides use the interruptible process groups.
 """
 
 import argparse
