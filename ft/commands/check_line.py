@@ -3,15 +3,16 @@
 import copy
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft.adapters.megatron_lm import tree
+from ft.adapters.megatron_lm.seams import Finding
 from ft.base.errors import Problem, UserError
 from ft.commands import checkouts
 from ft.commands.check_memory import memory
-from ft.commands.protection import TRAINER
+from ft.commands.protection import TRAINER, is_trainer
 from ft.job.agent.options import Script
 from ft.protection import table
 from megatron.training.arguments import Options, read
@@ -70,19 +71,20 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
     Raises:
         UserError: the script is neither this project's trainer nor that of a Megatron-LM checkout.
     """
-    program = program_of(script)
+    given = Script(str(script), False, words)
+    program = program_of(given)
     defaults = ["--transformer-impl", "transformer_engine"] if program == "checkout" else []
     options, problems, doubtful = read([*defaults, *words])
     answer = Answer(program)
     world = None if options is None else gpus or smallest_world(options)
-    of_checkout = None
+    of_files: list[Problem] = []
     if program == "checkout":
         own = flags_of_checkout(script.parent)
         problems = [entry for entry in problems if _flag_of(*entry) not in own and not entry[0].startswith("--ft-")]
-        of_checkout = Script(str(script), False, words)
-        answer.seams = checkouts.manifest(of_checkout.target)
-        if checkouts.is_protected_checkout(of_checkout):
-            problems += checkouts.examine(of_checkout, world, 0)[1]
+        findings, of_files = checkouts.examine_files(given.target)
+        answer.seams = [_described(finding) for finding in findings]
+        if checkouts.is_protected_checkout(given):
+            problems += [*of_files, *checkouts.examine_flags(given, world, 0)[1]]
     if options is not None:
         grid, found = examine(
             options, world, has_te=True, has_gpu=True, shapes_are_known=not doubtful, assumes_machine=True
@@ -91,32 +93,34 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
             entry
             for entry in found
             if not set(doubtful) & set(_FLAG.findall(f"{entry[0]} {entry[1]}"))
-            and (of_checkout is None or not _is_limit_of_trainer(entry))
+            and (program == "trainer" or not _is_limit_of_trainer(entry))
         ]
         answer.needs, answer.notices = in_words(needs(options, grid)), list(options.notices)
         if grid is not None:
-            _describe(answer, options, grid, of_checkout)
-    answer.refused = [
-        {"flag": _flag_of(problem, fix), "reason": problem, "fix": fix or ""}
-        for problem, fix in dict.fromkeys(problems)
-    ]
+            _describe(answer, options, grid)
+            of_checkout = (given, of_files) if program == "checkout" else None
+            answer.protections = _protections(options, grid, of_checkout)
+    answer.refused = _as_dicts(dict.fromkeys(problems))
     return answer
 
 
-def program_of(script: Path) -> str:
+def program_of(script: Script) -> str:
     """Return "trainer" for this project's trainer, and "checkout" for a script of a Megatron-LM checkout.
+
+    A missing file with the name of the trainer counts as the trainer.
 
     Raises:
         UserError: the script is neither.
     """
-    if not script.is_file() and script.name != TRAINER.name:
-        raise UserError(f"there is no script {script}", "give the path of pretrain_gpt.py")
-    if not script.is_file() or script.samefile(TRAINER) or script.read_bytes() == TRAINER.read_bytes():
+    file = Path(script.target)
+    if is_trainer(script) or (not file.is_file() and file.name == TRAINER.name):
         return "trainer"
-    if tree.root_of(str(script)) is not None:
+    if not file.is_file():
+        raise UserError(f"there is no script {file}", "give the path of pretrain_gpt.py")
+    if checkouts.is_checkout(script):
         return "checkout"
     raise UserError(
-        f"{script} is neither this project's pretrain_gpt.py nor a script of a Megatron-LM checkout (no "
+        f"{file} is neither this project's pretrain_gpt.py nor a script of a Megatron-LM checkout (no "
         "megatron/training/training.py beside it)",
         "give one of these",
     )
@@ -138,7 +142,14 @@ def smallest_world(options: Options) -> int:
     return math.lcm(tp * pp * cp, experts) * c.num_distributed_optimizer_instances
 
 
-def _describe(answer: Answer, options: Options, grid: Layout, of_checkout: Script | None) -> None:
+def _described(finding: Finding) -> dict[str, str]:
+    seam = finding.seam
+    found = {"status": finding.status, "differs": finding.differs}
+    return {"file": seam.file, "symbol": seam.symbol, **found, "why": seam.why}
+
+
+def _describe(answer: Answer, options: Options, grid: Layout) -> None:
+    """Fill in the sizes of ``answer``: layout, batch and memory."""
     answer.layout = {name: size for name, size in asdict(grid).items() if size is not None}
     t = options.training
     answer.batch = {
@@ -148,44 +159,66 @@ def _describe(answer: Answer, options: Options, grid: Layout, of_checkout: Scrip
         "sequence_length": options.data.seq_length,
     }
     answer.memory = memory(options, grid)
-    for entry in table.TABLE:
-        if entry.name != table.PROFILE:
-            lacks = _lacks(entry, options, grid) if of_checkout is None else _lacks_there(entry, of_checkout, grid)
-            needs_of_it = [{"flag": _flag_of(*lack), "reason": lack[0], "fix": lack[1] or ""} for lack in lacks]
-            described = {"name": entry.name, "asked_by": entry.asked_by, "fits": not lacks, "needs": needs_of_it}
-            answer.protections.append(described)
 
 
-_ASKS: dict[str, dict[str, Any]] = {
+_ENABLED_BY: dict[str, dict[str, Any]] = {
     table.HOT_SWAP: {"ft_hot_swap": True},
     table.STAGES: {"ft_hot_swap": True, "ft_checkfree": True},
     table.SWAPPED: {"ft_hot_swap": True, "ft_checkfree": True, "ft_checkfree_plus": True},
     table.DOUBLE: {"ft_dmr": "piggyback"},
 }
-"""The trainer's flags that ask for a protection and for those that it needs."""
+"""Name of a protection -> values of the flags that enable it and the protections that it requires.
+Protections that ``ft run`` enables (replicas, stacked shards) are not in it."""
+
+_REPLICAS = {table.REPLICAS: 2, table.STACKS: 2}
+"""Name of a protection -> the number of replicas with which it is tried."""
 
 
-def _lacks(entry: table.Entry, options: Options, grid: Layout) -> list[Problem]:
-    """Return the problems that adding a protection to a line of this project's trainer would cause."""
+def _protections(
+    options: Options, grid: Layout, of_checkout: tuple[Script, list[Problem]] | None
+) -> list[dict[str, Any]]:
+    """Return for each protection whether it can be added to the line, as in ``Answer.protections``.
+
+    Args:
+        options: the options of the line.
+        grid: sizes of the parallel groups.
+        of_checkout: the script of a checkout and the problems of the checkout's files; None for this project's trainer.
+    """
+    entries = [entry for entry in table.TABLE if entry.name != table.PROFILE]
+    if of_checkout is None:
+        _, before = examine(copy.deepcopy(options), grid.world_size, has_te=True, assumes_machine=True)
+        found = [[each for each in _with(entry, options, grid) if each not in before] for entry in entries]
+    else:
+        script, of_files = of_checkout
+        found = [[*of_files, *_with_in_checkout(entry, script, grid)] for entry in entries]
+    return [
+        {"name": entry.name, "asked_by": entry.asked_by, "fits": not problems, "needs": _as_dicts(problems)}
+        for entry, problems in zip(entries, found, strict=True)
+    ]
+
+
+def _with(entry: table.Entry, options: Options, grid: Layout) -> list[Problem]:
+    """Return the problems of a line of this project's trainer with a protection added."""
     asked = copy.deepcopy(options)
-    for name, value in _ASKS.get(entry.name, {}).items():
+    for name, value in _ENABLED_BY.get(entry.name, {}).items():
         setattr(asked.fault_tolerance, name, value)
-    replicas = 2 if entry.name in (table.REPLICAS, table.STACKS) else 0
-    _, before = examine(copy.deepcopy(options), grid.world_size, has_te=True, assumes_machine=True)
-    _, after = examine(asked, grid.world_size, has_te=True, replicas=replicas, assumes_machine=True)
-    return [problem for problem in after if problem not in before]
+    replicas = _REPLICAS.get(entry.name, 0)
+    return examine(asked, grid.world_size, has_te=True, replicas=replicas, assumes_machine=True)[1]
 
 
-def _lacks_there(entry: table.Entry, script: Script, grid: Layout) -> list[Problem]:
-    """Return the problems that adding a protection to a line of a checkout's trainer would cause."""
+def _with_in_checkout(entry: table.Entry, script: Script, grid: Layout) -> list[Problem]:
+    """Return the problems of the flags of a checkout's trainer with a protection added, and no other protection."""
     flags = [
         word
-        for name, value in _ASKS.get(entry.name, {}).items()
+        for name, value in _ENABLED_BY.get(entry.name, {}).items()
         for word in (f"--{name.replace('_', '-')}", *([] if value is True else [value]))
     ]
-    replicas = 2 if entry.name in (table.REPLICAS, table.STACKS) else 0
     asking = replace(script, args=[*checkouts.flags_of_trainer(script), *flags])
-    return checkouts.examine(asking, grid.world_size, replicas)[1]
+    return checkouts.examine_flags(asking, grid.world_size, _REPLICAS.get(entry.name, 0))[1]
+
+
+def _as_dicts(problems: Iterable[Problem]) -> list[dict[str, str]]:
+    return [{"flag": _flag_of(*each), "reason": each[0], "fix": each[1] or ""} for each in problems]
 
 
 def _is_limit_of_trainer(problem: Problem) -> bool:

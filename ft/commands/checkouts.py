@@ -82,39 +82,63 @@ def adapted(script: "Script") -> "Script":
 
 
 def examine(script: "Script", world_size: int | None, replicas: int) -> tuple[Any, list[Problem]]:
-    """Return the known options of the trainer, and all (problem, fix) pairs that are found before anything starts.
-
-    The values of the ``--ft`` flags are in the field ``fault_tolerance`` of the options. The options are None if they
-    are not valid.
+    """Examine a protected run of a checkout's script before anything starts: the checkout's files and the flags.
 
     Args:
         script: a script of a checkout.
         world_size: number of ranks; None if it is unknown.
         replicas: number of FT-HSDP replicas; 0: none.
+
+    Returns:
+        (the options, or None; all problems, each with its fix). The options are those of :func:`examine_flags`. They
+        are None, too, if the files have a problem.
+    """
+    _, of_files = examine_files(script.target)
+    options, of_flags = examine_flags(script, world_size, replicas)
+    return None if of_files else options, [*of_files, *of_flags]
+
+
+def examine_files(script: str) -> tuple[list[seams.Finding], list[Problem]]:
+    """Return whether the files of the checkout of ``script`` can be protected.
+
+    This parses the trainer's modules, which takes a few tenths of a second.
+
+    Returns:
+        (one finding for each function of the trainer that protections depend on; the problems, each with its fix).
+    """
+    root = tree.root_of(script)
+    findings = seams.check_tree(root)
+    try:
+        return findings, [*seams.problems(tree.read(root), findings), *_mixed(root)]
+    except UserError as error:
+        return findings, error.problems
+
+
+def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tuple[Any, list[Problem]]:
+    """Return what is known of the options of a checkout's trainer, and the problems of the script's flags.
+
+    Args:
+        script: a script of a checkout.
+        world_size: number of ranks; None if it is unknown.
+        replicas: number of FT-HSDP replicas; 0: none.
+
+    Returns:
+        (the options; the problems, each with its fix). The options have the fields ``fault_tolerance`` (the values of
+        the ``--ft`` flags), ``training``, ``core`` and ``checkpoint`` (the checkout's own flags that protections
+        check). They are None if ``world_size`` is unknown or if a mode of the trainer or a protection is refused.
     """
     own, theirs = _split(script.args)
-    root = tree.root_of(script.target)
     try:
-        options, checkout = read_flags(own), tree.read(root)
+        options = read_flags(own)
     except UserError as error:
         return None, error.problems
-    found = [*seams.problems(checkout), *_mixed(root), *refusals.of_flags(theirs)]
-    found += _unsupported(options, replicas)
+    found = [*refusals.of_flags(theirs), *_unsupported(options, replicas)]
     if found or world_size is None:
         return None, found
     view, grid = _view(theirs, options, world_size)
     if options.follows_operators:
         found += refusals.of_rerun_mode(view.training.rerun_mode)
     return view, [*found, *table.problems(view, grid, replicas, os.environ)]
-
-
-def manifest(script: str) -> list[dict[str, str]]:
-    """Return for each seam of the checkout of ``script``: file, symbol, status, what differs, and what it is for."""
-    return [
-        {"file": each.seam.file, "symbol": each.seam.symbol, "status": each.status, "differs": each.differs}
-        | {"why": each.seam.why}
-        for each in seams.check_tree(tree.root_of(script))
-    ]
 
 
 def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":

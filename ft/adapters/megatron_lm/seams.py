@@ -5,7 +5,7 @@ parameters, and calls within a function. Therefore checkouts with local changes 
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,13 +142,18 @@ def check_tree(root: Path) -> list[Finding]:
     return [_check(seam, modules[seam.file]) for seam in SEAMS]
 
 
-def problems(tree: Tree) -> Iterator[Problem]:
-    """Yield (problem, fix) where the checkout is of an unknown release or lacks a seam."""
+def problems(tree: Tree, findings: Sequence[Finding] | None = None) -> Iterator[Problem]:
+    """Yield (problem, fix) where the checkout is of an unknown release or lacks a seam.
+
+    Args:
+        tree: the checkout.
+        findings: what :func:`check_tree` has returned for it; None: the check is made here.
+    """
     fix = "use a checkout of core_v0.16 to core_v0.19, or leave the --ft flags out"
     if tree.release[:2] not in RELEASES:
         known = ", ".join(".".join(map(str, release)) for release in RELEASES)
         yield f"{tree.root} is Megatron-LM {tree.version}; the releases that can be protected are {known}", fix
-    for finding in check_tree(tree.root):
+    for finding in check_tree(tree.root) if findings is None else findings:
         if finding.status != FITS:
             seam = finding.seam
             yield f"{tree.root / seam.file}: {seam.symbol} {finding.differs}, and {seam.why}", fix
