@@ -21,17 +21,17 @@ def memory(options: Options, grid: Layout) -> dict[str, Any] | None:
     """
     if options.core.hybrid_override_pattern or options.core.hybrid_layer_pattern:
         return None
-    told, assumes = copy.deepcopy(options), "vocabulary as given"
-    if not (told.tokenizer.vocab_size or told.tokenizer.padded_vocab_size):
-        told.tokenizer.vocab_size = _VOCABULARIES.get(told.tokenizer.tokenizer_type, _ANY_VOCABULARY)
-        assumes = f"vocabulary of {told.tokenizer.vocab_size}"
+    assumed, assumes = copy.deepcopy(options), "vocabulary as given"
+    if not (assumed.tokenizer.vocab_size or assumed.tokenizer.padded_vocab_size):
+        assumed.tokenizer.vocab_size = _VOCABULARIES.get(assumed.tokenizer.tokenizer_type, _ANY_VOCABULARY)
+        assumes = f"vocabulary of {assumed.tokenizer.vocab_size}"
     try:
-        stages = from_flags(told, grid)
+        stages = from_flags(assumed, grid)
     except UserError:
         return None
     c = options.core
     width = 2 if c.bf16 or c.fp16 else 4
-    snapshots = shards(stages, told, grid)
+    snapshots = shards(stages, assumed, grid)
     largest = max(range(grid.pp), key=lambda stage: stages[stage].dense + stages[stage].expert)
     held = stages[largest].dense + stages[largest].expert
     own = snapshots[largest]

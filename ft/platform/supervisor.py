@@ -151,7 +151,7 @@ class Supervisor:
         child.kill()
         child.wait()
 
-    def strangers(self, others: Collection[int] = ()) -> list[int]:
+    def orphans(self, others: Collection[int] = ()) -> list[int]:
         """Return the child processes that are neither in ``others`` nor started by ``start``.
 
         These children are orphans that this process has adopted.

@@ -65,12 +65,12 @@ class ModelEnds(Protocol):
     Attributes:
         embeds: whether this stage has the embedding.
         heads: whether this stage has the output layer.
-        is_double: whether another stage has a copy of this stage's embedding or output layer.
+        holds_copy: whether this stage's embedding or output layer is the copy of another stage's.
     """
 
     embeds: bool
     heads: bool
-    is_double: bool
+    holds_copy: bool
 
     def built(self, chunk: torch.nn.Module) -> None:
         """Prepare a new model chunk of this rank before it is wrapped for data parallelism. All ranks call it."""

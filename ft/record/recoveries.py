@@ -265,8 +265,8 @@ def _causes(injected: list[Event], read: _Open) -> list[Event]:
         # Keep only the last fault of each victim: earlier faults (such as a short hang) had no consequence.
         return list({(_victim(f), f.node): f for f in direct}.values())
     # A connection breaks at both ends, and the healthy end may report the failure first.
-    told = [event for event in read.events if event.name == events.EPOCH_CLOSED] or read.detected
-    epoch = told[0].epoch if told else None
+    closed = [event for event in read.events if event.name == events.EPOCH_CLOSED] or read.detected
+    epoch = closed[0].epoch if closed else None
     return [f for f in may if f.epoch in (None, epoch)][-1:]
 
 

@@ -73,8 +73,8 @@ def as_json(findings: list[Finding], calls: CallCheck, once: list[OnceOnly], cor
     ]
     fits = _all_fits(findings, calls, once)
     called = {"checked": calls.calls, "misfits": [asdict(misfit) for misfit in calls.misfits]}
-    told = {"core": core.version, "origin": core.origin, "fits": fits, "patches": patches, "calls": called}
-    return json.dumps({**told, "once": [asdict(each) for each in once]}, indent=1)
+    summary = {"core": core.version, "origin": core.origin, "fits": fits, "patches": patches, "calls": called}
+    return json.dumps({**summary, "once": [asdict(each) for each in once]}, indent=1)
 
 
 def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> str:

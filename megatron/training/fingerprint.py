@@ -30,8 +30,8 @@ def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
     "model" is a digest of all relevant options that have no property of their own. The number of microbatches is that
     of the final global batch size, after a batch-size ramp.
     """
-    told, training = options.as_dict(), options.training
-    shape = {name: value for name, value in told["core"].items() if name not in _NOT_DECIDING}
+    values, training = options.as_dict(), options.training
+    shape = {name: value for name, value in values["core"].items() if name not in _NOT_DECIDING}
     shape["seq_length"] = options.data.seq_length
     here = platform()
     return {

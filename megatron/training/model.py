@@ -103,7 +103,7 @@ def build_model(
         ends: whether this stage has embedding and output layer; None: the first and the last stage have.
     """
     config = transformer_config(options, layout)
-    if ends is not None and ends.embeds and ends.is_double and not options.core.untie_embeddings_and_output_weights:
+    if ends is not None and ends.embeds and ends.holds_copy and not options.core.untie_embeddings_and_output_weights:
         config.embedding_init_method = _zero  # core sums all copies of a tied weight to make them equal
     if not initialize:
         # Not perform_initialization=False: this also skips the marks on tensor-parallel parameters, and without these

@@ -273,7 +273,7 @@ CHECKFREE = (
         makes=("s.png",),
         long=True,
     ),
-    Walk("policy", "ft plan policy", says=("rung", "--ft-checkfree")),
+    Walk("policy", "ft plan policy", says=("recovery", "--ft-checkfree")),
     Walk("churn", "ft simulate churn *", says=("6 stages that can fail", "paper"), long=True),
 )
 

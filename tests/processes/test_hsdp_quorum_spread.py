@@ -11,7 +11,7 @@ import pytest
 
 from ft import cli
 from ft.job.quorum import wire
-from ft.job.quorum.connections import Guests
+from ft.job.quorum.connections import Connections
 from ft.job.quorum.spread import Relay, Tree
 from ft.lab.simulate.quorum.run import Round, rounds
 from ft.lab.simulate.quorum.shape import WARM_UP, Job, processes
@@ -168,12 +168,12 @@ def hang_up(address):
 def test_one_that_hangs_up_before_it_is_taken_in_costs_the_server_nothing_and_those_behind_it_come_in():
     with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        guests = Guests(selector, "token")
+        connections = Connections(selector, "token")
         hang_up(listener.getsockname())
         with socket.create_connection(listener.getsockname(), timeout=LIMIT_S) as other:
-            guests.accept(listener)
+            connections.accept(listener)
             assert len(selector.get_map()) == 1 and other.recv(4) == wire.MAGIC
-        guests.close()
+        connections.close()
 
 
 def test_one_that_hangs_up_before_it_is_taken_in_costs_a_relay_nothing():

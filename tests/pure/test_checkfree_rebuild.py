@@ -205,7 +205,7 @@ def test_blocks_that_are_not_alike_are_refused_by_name():
             rebuild(before, after, 1.0, 1.0)
 
 
-def test_a_neighbour_that_is_not_finite_asks_for_the_next_rung():
+def test_a_neighbour_that_is_not_finite_asks_for_the_next_source():
     after = stage(16.0)
     after[1]["linear.bias"][2] = math.nan
     with pytest.raises(FallbackError, match=r"linear\.bias of a neighbour's block 1"):

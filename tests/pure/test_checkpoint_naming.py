@@ -7,7 +7,7 @@ import pytest
 from megatron.training.checkpointing import naming
 from megatron.training.checkpointing.manifest import FileRecord, Manifest, ManifestError
 from megatron.training.checkpointing.naming import Entry
-from megatron.training.checkpointing.verify import deal
+from megatron.training.checkpointing.verify import share_of
 
 
 def entries(*steps_and_serials, broken=()):
@@ -73,7 +73,7 @@ def test_broken_ones_are_not_removed():
 
 def test_files_are_dealt_out_completely_and_evenly():
     files = {f"f{i}": FileRecord(100 - i, 0) for i in range(10)}
-    dealt = [deal(files, 4, rank) for rank in range(4)]
+    dealt = [share_of(files, 4, rank) for rank in range(4)]
     assert sorted(name for names in dealt for name in names) == sorted(files)
     assert dealt[0] == ["f0", "f4", "f8"]
     assert [len(names) for names in dealt] == [3, 3, 2, 2]

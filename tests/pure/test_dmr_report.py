@@ -72,7 +72,7 @@ def test_the_summary_is_one_line():
     history = Watched()
     history.mismatch(2.0, 0, 3)
     history.verdict(2.1, 3, "give up", ranks=[0])
-    assert summary_of(corruption(history.events)) == "no coverage told: 1 mismatch, given up"
+    assert summary_of(corruption(history.events)) == "no coverage recorded: 1 mismatch, given up"
 
 
 def test_sets_come_before_what_is_counted_beside():

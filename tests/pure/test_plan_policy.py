@@ -13,7 +13,7 @@ def answer(capsys, *words: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "lost, checkfree, rung, said",
+    "lost, checkfree, recovery, said",
     [
         ("", "plus", "copies", "step 0"),
         ("2", "off", "restart", "both copies lost"),
@@ -24,17 +24,17 @@ def answer(capsys, *words: str) -> dict:
         ("0,5", "plus", "rebuild", "stage 0, 5"),
     ],
 )
-def test_one_failure(lost, checkfree, rung, said, capsys):
+def test_one_failure(lost, checkfree, recovery, said, capsys):
     found = answer(capsys, "--lost", lost, "--checkfree", checkfree)
-    assert found["rung"] == rung and said in found["reason"]
+    assert found["recovery"] == recovery and said in found["reason"]
 
 
 def test_unequal_blocks_are_named(capsys):
     found = answer(capsys, "--blocks", "4,4,4,5,4", "--lost", "2", "--checkfree", "middle")
-    assert found["rung"] == "restart" and "do not hold as many transformer layers" in found["reason"]
+    assert found["recovery"] == "restart" and "do not hold as many transformer layers" in found["reason"]
 
 
-def test_the_table_has_the_rungs_in_their_order_and_fits_a_terminal(capsys):
+def test_the_table_has_the_kinds_of_recovery_in_their_order_and_fits_a_terminal(capsys):
     assert cli.main(["plan", "policy"]) == 0
     text = capsys.readouterr().out
     assert text.index("copies") < text.index("rebuild") < text.index("restart")

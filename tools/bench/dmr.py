@@ -108,10 +108,10 @@ def measure(arguments: argparse.Namespace) -> None:
     times = alternate(arguments, job, sides)
     kept = {name: side[1].queue.most_bytes for name, side in sides.items() if side is not None}
     found = {"kept_bytes": kept, "measured_peak_bytes": peaks(job, sides)}
-    told = [None] * place.world_size
-    dist.all_gather_object(told, found)
+    by_rank = [None] * place.world_size
+    dist.all_gather_object(by_rank, found)
     if place.rank == 0:
-        most = {what: {name: max(one[what][name] for one in told) for name in found[what]} for what in found}
+        most = {what: {name: max(one[what][name] for one in by_rank) for name in found[what]} for what in found}
         in_ranks.publish(result(arguments, times, most))
     destroy()
 

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     if arguments.kind == "kill" and "stall_s" in theirs:
         ratio["stall"] = round(1e3 * theirs["stall_s"] / max(found["stall_ms"], 1e-3), 1)
         ratio["back"] = round(1e3 * theirs["back_s"] / found["contributes_ms"], 1)
-    print(json.dumps({**found, "torchft": theirs, "torchft_ratio": ratio, "load_before": load, **told(arguments)}))
+    print(json.dumps({**found, "torchft": theirs, "torchft_ratio": ratio, "load_before": load, **options(arguments)}))
     return 0
 
 
@@ -170,11 +170,11 @@ class Run:
 def result(arguments: argparse.Namespace, folder: Path, faults: list[Fault]) -> dict:
     """Return medians over all faults but the first."""
     read = record.load(folder)
-    told_of = story.tell(read)
+    report = story.tell(read)
     counted = faults[1:]
     ends = [*(fault.at for fault in counted[1:]), float("inf")]
-    failures = [incident(told_of, FAILURE, fault, end) for fault, end in zip(counted, ends, strict=True)]
-    rejoins = [incident(told_of, REJOIN, fault, end) for fault, end in zip(counted, ends, strict=True)]
+    failures = [incident(report, FAILURE, fault, end) for fault, end in zip(counted, ends, strict=True)]
+    rejoins = [incident(report, REJOIN, fault, end) for fault, end in zip(counted, ends, strict=True)]
     returns = [moments(read, fault, end) for fault, end in zip(counted, ends, strict=True)]
     normal = statistics.median(one.normal_s for one in failures)
     stalls = [one.stall_s for one in failures]
@@ -191,29 +191,29 @@ def result(arguments: argparse.Namespace, folder: Path, faults: list[Fault]) -> 
         "rejoin_ratio": round(statistics.median(one.longest_s / one.normal_s for one in rejoins), 3),
         "rejoin_ratio_all": [round(one.longest_s / one.normal_s, 2) for one in rejoins],
         "rejoin_longest_ms": median_ms([one.longest_s for one in rejoins]),
-        "calm_ratio": calm_ratio(told_of, statistics.median_low(one.last - one.first + 1 for one in rejoins)),
+        "calm_ratio": calm_ratio(report, statistics.median_low(one.last - one.first + 1 for one in rejoins)),
         "phases_ms": in_turn(phases),
-        "samples_once": told_of.audit.is_clean,
+        "samples_once": report.audit.is_clean,
         "load_after": [round(one, 1) for one in os.getloadavg()],
     }
 
 
-def incident(told_of: story.Story, kind: str, fault: Fault, end: float):
+def incident(report: story.Story, kind: str, fault: Fault, end: float):
     """Return the report's incident for the failure, or for the return."""
-    found = [one for one in told_of.of_kind(kind) if fault.replica in one.replicas and fault.at - 1.0 < one.end < end]
+    found = [one for one in report.of_kind(kind) if fault.replica in one.replicas and fault.at - 1.0 < one.end < end]
     if not found:
-        raise SystemExit(f"the report knows of no {kind} of replica {fault.replica} at {fault.at}: {told_of.incidents}")
+        raise SystemExit(f"the report knows of no {kind} of replica {fault.replica} at {fault.at}: {report.incidents}")
     return found[0]
 
 
-def calm_ratio(told_of: story.Story, count: int) -> float:
+def calm_ratio(report: story.Story, count: int) -> float:
     """Return the noise: the median ratio of the longest of ``count`` undisturbed steps in a row to a normal step."""
-    disturbed = {number for one in told_of.incidents for number in range(one.first - 1, one.last + 2)}
-    ratios = [took / normal for took, normal in zip(told_of.pace.took, told_of.pace.normal, strict=True)]
+    disturbed = {number for one in report.incidents for number in range(one.first - 1, one.last + 2)}
+    ratios = [took / normal for took, normal in zip(report.pace.took, report.pace.normal, strict=True)]
     calm = [
         max(ratios[i : i + count])
         for i in range(1, len(ratios) - count)
-        if not disturbed & {step.number for step in told_of.steps[i : i + count]}
+        if not disturbed & {step.number for step in report.steps[i : i + count]}
     ]
     return round(statistics.median(calm), 3)
 
@@ -267,7 +267,7 @@ def torchft(arguments: argparse.Namespace) -> dict:
     return found | ({"design_document": STATED} if "skipped" in found else {})
 
 
-def told(arguments: argparse.Namespace) -> dict:
+def options(arguments: argparse.Namespace) -> dict:
     """Return the flags, without paths of this machine."""
     return {name: value for name, value in vars(arguments).items() if name not in ("keep", "torchft")}
 

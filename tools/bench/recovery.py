@@ -88,11 +88,11 @@ def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str) -> list:
     command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(arguments.ranks), "--standby", str(standbys)]
     command += ["--run-dir", str(folder / "ours"), "--inject", faults, str(ROOT / "pretrain_gpt.py")]
     run([*command, *flags(arguments, corpus, steps), "--ft-hot-swap", *ways])
-    told = events.read(folder / "ours" / "events.jsonl")
-    found = recoveries(told)
+    history = events.read(folder / "ours" / "events.jsonl")
+    found = recoveries(history)
     if len(found) != arguments.faults:
         raise SystemExit(f"{arguments.faults} faults, {len(found)} recoveries")
-    rebuilt = sum(event.name == events.STAGE_REBUILT for event in told)
+    rebuilt = sum(event.name == events.STAGE_REBUILT for event in history)
     if arguments.kind == STAGE and rebuilt < arguments.faults:
         raise SystemExit(f"{arguments.faults} faults, {rebuilt} rebuilt stages")
     return found[1:]

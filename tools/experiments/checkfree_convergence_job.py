@@ -52,8 +52,8 @@ def train(
         before = life.look()
         while failures and failures[0][0] == step:
             stage = failures.pop(0)[1]
-            told = life.lose(stage)
-            rebuilt.append({"step": step, "stage": stage, **told, "before": before, "good_after": None})
+            found = life.lose(stage)
+            rebuilt.append({"step": step, "stage": stage, **found, "before": before, "good_after": None})
         after = life.look()
         for each in rebuilt:
             if each["step"] == step:
@@ -88,8 +88,8 @@ class InProcessTrainer:
         if equal:
             _equalize(trainee)
         self._rank, self._stages = dist.get_rank(), dist.get_world_size()
-        self._told: list[dict] = []
-        session = SimpleNamespace(rank=self._rank, observe=lambda name, **detail: self._told.append(detail))
+        self._observed: list[dict] = []
+        session = SimpleNamespace(rank=self._rank, observe=lambda name, **detail: self._observed.append(detail))
         self._subject = TrainingState(trainee.chunks, trainee.optimizer, trainee.scheduler)
         settings = settings_of(self.job.options.fault_tolerance, JobTrainer(self.job), ends)
         self._keeper = CheckFreeRebuilder(session, self._subject, settings)
@@ -122,7 +122,7 @@ class InProcessTrainer:
         beside = Neighbours(stage - 1 if stage else None, stage + 1 if stage + 1 < self._stages else None)
         order = Repair(1, step, [], [], {}, {}, {str(stage): beside})
         self._subject.abandon_step()
-        self._told.clear()
+        self._observed.clear()
         if self._rank == stage:
             self._destroy()
             position, _ = self._keeper.rebuild(step, beside)
@@ -133,7 +133,7 @@ class InProcessTrainer:
         self._position.set(position)
         self._keeper.learn(order)
         seconds = time.monotonic() - began
-        found = [{key: each[key] for key in ("strategy", "weights")} for each in self._told if "weights" in each]
+        found = [{key: each[key] for key in ("strategy", "weights")} for each in self._observed if "weights" in each]
         everybody: list[Any] = [None] * self._stages
         dist.all_gather_object(everybody, found)
         return {**everybody[stage][0], "seconds": round(seconds, 4)}

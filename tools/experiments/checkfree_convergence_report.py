@@ -150,11 +150,11 @@ def _verdict(rows: Sequence[dict]) -> list[str]:
             for way in (STRAIGHT, SWAPPED)
         }
         if all(of.values()):
-            told = ", ".join(f"{way} {statistics.fmean(found):+.3f} (of {len(found)})" for way, found in of.items())
+            jumped = ", ".join(f"{way} {statistics.fmean(found):+.3f} (of {len(found)})" for way, found in of.items())
             times = ratio(rows, stage)
             less = "no jump with swapped training" if times is None else f"{times:.1f} x less with swapped training"
             goal = f" (goal: {GOAL:g} x)" if stage == 0 else ""
-            lines.append(f"A copied {name} stage jumps by: {told}: {less}{goal}.")
+            lines.append(f"A copied {name} stage jumps by: {jumped}: {less}{goal}.")
     return lines
 
 

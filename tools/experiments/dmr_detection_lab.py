@@ -160,13 +160,13 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
     for _ in range(2):  # the first iteration of a process has operators that later ones do not have
         catalogue.restart()
         alarmed, _, _, clean = lab.attempt(catalogue)
-    coverage, told_of = lab.engine.coverage(), [None] * dist.get_world_size()
-    dist.all_gather_object(told_of, lab.waits)
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, catalogue.found)
+    coverage, waits = lab.engine.coverage(), [None] * dist.get_world_size()
+    dist.all_gather_object(waits, lab.waits)
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, catalogue.found)
     ended = 0
     began, flips, alarms = time.monotonic(), [], int(alarmed)
-    for number, (rank, index) in enumerate(plan(told, case, count, seed)):
+    for number, (rank, index) in enumerate(plan(by_rank, case, count, seed)):
         over = [time.monotonic() - began > stop_after]
         dist.broadcast_object_list(over, src=0)
         if over[0]:
@@ -191,10 +191,10 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
         "world": case.world,
         "way": case.way,
         "flags": case.flags.split(),
-        "groups": len({(rank, key[:3]) for rank, found in enumerate(told) for key in found}),
-        "results": sum(map(len, told)),
+        "groups": len({(rank, key[:3]) for rank, found in enumerate(by_rank) for key in found}),
+        "results": sum(map(len, by_rank)),
         "coverage": coverage,
-        "waits": [sum(each) for each in zip(*told_of, strict=True)],
+        "waits": [sum(each) for each in zip(*waits, strict=True)],
         "false_alarms": alarms,
         "ended": ended,
         "seconds": time.monotonic() - began,
@@ -202,11 +202,11 @@ def flips_of(lab: Lab, case: Case, count: int, seed: int, stop_after: float = fl
     }
 
 
-def plan(told: list[list[tuple]], case: Case, count: int, seed: int):
+def plan(by_rank: list[list[tuple]], case: Case, count: int, seed: int):
     """Choose which result of which rank to flip, taking turns between the groups of results."""
     draw = random.Random(f"flips {seed}")
     groups: dict[tuple, list] = defaultdict(list)
-    for rank, found in enumerate(told):
+    for rank, found in enumerate(by_rank):
         for index, (*key, floating) in enumerate(found):
             if floating or case.indices:
                 groups[tuple(key)].append((rank, index))

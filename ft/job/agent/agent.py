@@ -102,7 +102,7 @@ class Agent:
         self._signum = 0
         self._left = self._alone = self._was_unlinked = False
         self._empty_since = 0.0
-        self._joined, self._told = joined, set()
+        self._joined, self._reported = joined, set()
         self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
 
     def run(self) -> int:
@@ -189,7 +189,7 @@ class Agent:
         lines = [] if self._console.shows(worker.log) else last_words(worker.log, code)
         if lines:
             text[0] += f"; the last lines of {worker.log}:"
-        self._told.add(text[0].partition(";")[0])
+        self._reported.add(text[0].partition(";")[0])
         self._console.complain("\n".join(text + [f"    {line}" for line in lines]))
 
     # --- orders ------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class Agent:
     def _stop(self, order: Stop) -> None:
         self._console.poll(to_the_end=True)
         tells = self._membership.place.node_rank == 0 or self._control.is_here
-        if tells and order.message not in ("", *self._told) and not self._signum:
+        if tells and order.message not in ("", *self._reported) and not self._signum:
             self._console.complain(order.message)
         self._end(128 + self._signum if self._signum and order.code else order.code, 0.0)
         self._workforce.kill_all()

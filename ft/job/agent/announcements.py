@@ -25,7 +25,7 @@ class RecoveryNews:
         self._awaited: set[int] = set()
         self._seen = 0
         self._size = -1
-        self._told = ""
+        self._shown = ""
         self._next = 0.0
 
     def adopt(self, path: Path) -> None:
@@ -73,6 +73,6 @@ class RecoveryNews:
         from ft.record.block import recovery_block
 
         text = recovery_block(history)
-        if text and text != self._told:
-            self._told = text
+        if text and text != self._shown:
+            self._shown = text
             self._tell(text)

@@ -128,9 +128,9 @@ def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.env
     for name in [name for name in os.environ if name.startswith(_FOR_ONE_PROCESS)]:
         del os.environ[name]  # with these variables, any process that calls MPI_Init would act as the node's relay
     os.environ.update({TRANSPORT: "mpi", mpi.FOLDER: str(folder), mpi.RANK: str(rank)})
-    told = _await_word(ours)
+    agreed = _await_word(ours)
     threading.Thread(target=_watch, args=(relay, folder), name="ft-mpi-watch", daemon=True).start()
-    return step or told
+    return step or agreed
 
 
 def _flag_in(arguments: Sequence[str]) -> str | None:
@@ -209,8 +209,8 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: so
 def _agree(world: mpi_world.World) -> MpiJob:
     """Agree on the nodes' rendezvous address and the run's name: all nodes use the values of rank 0."""
     mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
-    told = [json.loads(text) for text in world.share(json.dumps(mine).encode())]
-    host, port, job = told[0]
-    if {theirs for theirs, *_ in told} == {host}:
+    all_nodes = [json.loads(text) for text in world.share(json.dumps(mine).encode())]
+    host, port, job = all_nodes[0]
+    if {theirs for theirs, *_ in all_nodes} == {host}:
         host = "127.0.0.1"
     return MpiJob(job, world.size, world.rank, f"{host}:{port}")

@@ -85,7 +85,7 @@ class PoolUpkeep:
             self._pool.close()
             return
         # a worker whose start the pool could not report any more
-        for pid in self._supervisor.strangers(self._workforce.pids):
+        for pid in self._supervisor.orphans(self._workforce.pids):
             processes.kill_whole([pid])
         self._console.complain(f"the warm pool {processes.how_it_ended(code)}; starting another one")
         self._pool.restart(code, self._ended)

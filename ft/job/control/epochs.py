@@ -6,8 +6,7 @@ process groups belong; a seat is one entry of that map. A joiner is a worker tha
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control import history, invariants, membership
-from ft.job.control import recovery_plan as rungs
+from ft.job.control import history, invariants, membership, recovery_plan
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.rebuilds import plan_rebuild
@@ -151,11 +150,11 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         out.note(events.RELEASED, epoch=state.epoch - 1, steps=steps)
     if any(not w.assembled for w in seated):
         return
-    rung = rungs.decide(_memory(state), rungs.Stages(state.checkfree, state.places, state.rebuilt))
-    if rung.name == rungs.RESTART:
-        ends.restart(state, now, rung.reason, out)
+    chosen = recovery_plan.decide(_memory(state), recovery_plan.Stages(state.checkfree, state.places, state.rebuilt))
+    if chosen.name == recovery_plan.RESTART:
+        ends.restart(state, now, chosen.reason, out)
         return
-    state.returns = history.returned(state.returns, rung.step, state.recovery, len(state.fired))
+    state.returns = history.returned(state.returns, chosen.step, state.recovery, len(state.fired))
     if message := history.going_round(state.returns):
         ends.stop(state, now, 1, message, out)
         return
@@ -165,28 +164,28 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     plan = plan_rebuild(groups, empty)
     state.repair = m.Repair(
         state.epoch,
-        rung.step,
+        chosen.step,
         list(plan.rebuild),
         list(plan.defer),
-        {str(r): s for r, s in sorted(rung.sources.items())},
+        {str(r): s for r, s in sorted(chosen.sources.items())},
         {str(r): holders for r, holders in sorted(state.copies.items())},
-        {str(r): beside for r, beside in sorted(rung.rebuilt.items())},
+        {str(r): beside for r, beside in sorted(chosen.rebuilt.items())},
     )
-    state.rebuilt |= {state.places[rank].pp: rung.step for rank in rung.rebuilt}
+    state.rebuilt |= {state.places[rank].pp: chosen.step for rank in chosen.rebuilt}
     state.kept = len(plan.keep)
     out.add(
-        f"all are there; {rung.reason}; of the groups "
+        f"all are there; {chosen.reason}; of the groups "
         f"{len(plan.rebuild)} are rebuilt, {len(plan.defer)} deferred, {len(plan.keep)} kept",
         state.repair,
     )
-    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=rung.step)
+    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=chosen.step)
     state.enter(REPAIRING, now)
 
 
-def _memory(state: State) -> rungs.Memory:
+def _memory(state: State) -> recovery_plan.Memory:
     """Return which snapshots the seated workers hold, and which of them turned out to be unusable in this recovery."""
     recovery = state.recovery
-    return rungs.Memory(
+    return recovery_plan.Memory(
         list(state.seats),
         {w.rank: w.release.holdings for w in state.seated() if w.release is not None},
         state.dp_peers,

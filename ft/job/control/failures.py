@@ -147,9 +147,9 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
     else:
         _remove_those_who_left(state, out)
         ranks = sorted(fault.worker.rank for fault in holders)
-        told = _told(state, holders)
+        verdicts = _verdicts(state, holders)
         epochs.close(state, now, f"{_names(holders)}: {worst.reason}", ranks, out)
-        state.recovery.verdicts += told
+        state.recovery.verdicts += verdicts
         state.recovery.in_vain &= all(fault.verdict.in_vain for fault in holders)
 
 
@@ -256,7 +256,7 @@ def _remove_those_who_left(state: State, out: Decisions) -> None:
             _remove(state, Fault(worker, verdict.of_exit(0), dead=True), out)
 
 
-def _told(state: State, faults: list[Fault]) -> list[str]:
+def _verdicts(state: State, faults: list[Fault]) -> list[str]:
     """Return, in words, the verdicts and which logical ranks were waiting in which operation."""
     found = [f"{_names([fault])}: {fault.verdict.reason}" for fault in faults]
     waiting: dict[str, list[int]] = {}

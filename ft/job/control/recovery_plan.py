@@ -21,9 +21,9 @@ the last.
 """
 
 AGAINST = "CheckFree cannot help"
-"""Beginning of a message that says why CheckFree is not used."""
-LAST_RUNG = "what is left is the last persistent checkpoint"
-"""End of that message."""
+"""Beginning of the part of a reason that says why CheckFree is not used."""
+LAST_RESORT = "what is left is the last persistent checkpoint"
+"""End of that reason."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Rung:
+class RecoveryPlan:
     """The chosen source of state.
 
     Attributes:
@@ -86,7 +86,7 @@ class Rung:
     rebuilt: Mapping[int, Neighbours] = field(default_factory=dict)
 
 
-def decide(memory: Memory, stages: Stages) -> Rung:
+def decide(memory: Memory, stages: Stages) -> RecoveryPlan:
     """Return the first source of state that is possible.
 
     Copies of an earlier step are preferred to a rebuild at a later step, because they cost only the repeated steps.
@@ -97,33 +97,33 @@ def decide(memory: Memory, stages: Stages) -> Rung:
     step, found, why = sources.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
     if step is not None:
         if stages.checkfree == PLUS and step in stages.rebuilt.values():
-            rung = _rebuild(step, memory, stages, again=True)
-            if rung.name == REBUILD:
-                return rung
-        return Rung(COPIES, step, f"step {step} is the newest that every logical rank has a source of", found)
+            plan = _rebuild(step, memory, stages, again=True)
+            if plan.name == REBUILD:
+                return plan
+        return RecoveryPlan(COPIES, step, f"step {step} is the newest that every logical rank has a source of", found)
     lost = f"both copies lost: {why}"
     if not stages.checkfree:
-        return Rung(RESTART, None, lost)
+        return RecoveryPlan(RESTART, None, lost)
     against = ""
     for step in sources.steps_held(memory.holdings):
         for again in (True, False) if stages.checkfree == PLUS else (False,):
-            rung = _rebuild(step, memory, stages, again=again)
-            if rung.name == REBUILD:
-                return rung
-        against = against or rung.reason
+            plan = _rebuild(step, memory, stages, again=again)
+            if plan.name == REBUILD:
+                return plan
+        against = against or plan.reason
     against = against or "there is no stage to rebuild from"
-    return Rung(RESTART, None, f"{lost}; {AGAINST}: {against}; {LAST_RUNG}")
+    return RecoveryPlan(RESTART, None, f"{lost}; {AGAINST}: {against}; {LAST_RESORT}")
 
 
-def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Rung:
+def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> RecoveryPlan:
     """Return a REBUILD at ``step``, or a RESTART with the reason why that is impossible.
 
     ``again``: whether stages that were already rebuilt at this step are rebuilt again.
     """
     if step in memory.unbuildable:
-        return Rung(RESTART, None, f"at step {step} the neighbours' blocks turned out unusable")
+        return RecoveryPlan(RESTART, None, f"at step {step} the neighbours' blocks turned out unusable")
     if unknown := sorted(rank for rank in memory.ranks if rank not in stages.places):
-        return Rung(RESTART, None, f"logical rank(s) {_list(unknown)} have not said which stage they are of")
+        return RecoveryPlan(RESTART, None, f"logical rank(s) {_list(unknown)} have not said which stage they are of")
     found, lacking = sources.of_step(step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
     lacking = sorted({*lacking, *(rank for rank in memory.ranks if step in memory.unusable.get(rank, ()))})
     members: dict[int, list[int]] = {}
@@ -133,12 +133,12 @@ def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Rung:
     lost |= {stage for stage, at in stages.rebuilt.items() if again and at == step}
     against = _against(step, sorted(lost), lacking, members, stages)
     if against:
-        return Rung(RESTART, None, against)
+        return RecoveryPlan(RESTART, None, against)
     at = {place: rank for rank, place in stages.places.items()}
     rebuilt = {rank: _neighbours(stages.places[rank], at) for stage in sorted(lost) for rank in members[stage]}
     kept = {rank: source for rank, source in found.items() if rank not in rebuilt}
     reason = f"of step {step}, stage {_list(sorted(lost))} is rebuilt from the stages beside (CheckFree)"
-    return Rung(REBUILD, step, reason, kept, rebuilt)
+    return RecoveryPlan(REBUILD, step, reason, kept, rebuilt)
 
 
 def _against(
@@ -159,8 +159,8 @@ def _against(
             return f"of step {step}, stage {stage} is not lost whole: logical rank(s) {_list(left)} have their part"
         counts = {s: _blocks(members[s], stages) for s in (stage - 1, stage, stage + 1) if s in members}
         if len(set(counts.values())) > 1 or any(len(blocks) > 1 for blocks in counts.values()):
-            told = ", ".join(f"stage {s}: {_list(sorted(blocks))}" for s, blocks in sorted(counts.items()))
-            return f"the stages do not hold as many transformer layers each ({told})"
+            by_stage = ", ".join(f"stage {s}: {_list(sorted(blocks))}" for s, blocks in sorted(counts.items()))
+            return f"the stages do not hold as many transformer layers each ({by_stage})"
     return ""
 
 

@@ -1,7 +1,4 @@
-"""Connections of the quorum server, including those of peers that have not authenticated yet.
-
-The code calls a connection a guest, and an unauthenticated one a stranger.
-"""
+"""Connections of the quorum server, including those of peers that have not authenticated yet."""
 
 import selectors
 import socket
@@ -13,9 +10,9 @@ from ft.base.errors import FtError
 from ft.job.quorum.dispatch import Peer
 from ft.job.quorum.wire import Channel
 
-_STRANGER_S = 5.0
+_AUTHENTICATION_S = 5.0
 """Limit for a peer to authenticate, in seconds."""
-_MOST_STRANGERS = 256
+_MOST_UNAUTHENTICATED = 256
 """Maximum number of unauthenticated connections."""
 _MOST_LINES = 20
 """Maximum number of log lines per second."""
@@ -36,7 +33,7 @@ class Connection(Peer):
     since: float
 
 
-class Guests:
+class Connections:
     """All connections of the server, registered with one selector."""
 
     def __init__(self, selector: selectors.BaseSelector, token: str):
@@ -56,39 +53,43 @@ class Guests:
             except (FtError, OSError):  # the peer has closed it already; more may be pending
                 own.close()
                 continue
-            guest = Connection(channel=channel, address=f"{address}:{port}", since=time.monotonic())
-            self._here[guest] = False
-            self._selector.register(guest.channel, selectors.EVENT_READ, guest)
+            connection = Connection(channel=channel, address=f"{address}:{port}", since=time.monotonic())
+            self._here[connection] = False
+            self._selector.register(connection.channel, selectors.EVENT_READ, connection)
 
-    def attend(self, guest: Connection) -> None:
-        """Watch whether the connection is writable while bytes wait to be sent."""
-        wants = guest.channel.wants_write
-        if guest in self._here and wants != self._here[guest]:
-            self._here[guest] = wants
+    def attend(self, connection: Connection) -> None:
+        """Watch whether ``connection`` is writable while bytes wait to be sent."""
+        wants = connection.channel.wants_write
+        if connection in self._here and wants != self._here[connection]:
+            self._here[connection] = wants
             mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants else 0)
-            self._selector.modify(guest.channel, mask, guest)
+            self._selector.modify(connection.channel, mask, connection)
 
-    def drop(self, guest: Connection, reason: str) -> None:
-        if guest not in self._here:
+    def drop(self, connection: Connection, reason: str) -> None:
+        """Close ``connection``, unless it is closed already, and log the reason."""
+        if connection not in self._here:
             return
-        del self._here[guest]
-        self._selector.unregister(guest.channel)
-        guest.channel.close()
-        who = f"replica {guest.replica} at {guest.address}" if guest.replica is not None else guest.address
+        del self._here[connection]
+        self._selector.unregister(connection.channel)
+        connection.channel.close()
+        who = connection.address
+        if connection.replica is not None:
+            who = f"replica {connection.replica} at {who}"
         self._say(f"{who}: {reason}")
 
-    def send_strangers_away(self, now: float) -> None:
+    def drop_unauthenticated(self, now: float) -> None:
         """Disconnect peers that have not authenticated in time and, if there are too many, the oldest unauthenticated
         peers.
         """
-        strangers = [guest for guest in self._here if not guest.channel.is_known]
-        for place, guest in enumerate(strangers):  # oldest first
-            if now - guest.since > _STRANGER_S or len(strangers) - place > _MOST_STRANGERS:
-                self.drop(guest, "no member of the run")
+        unknown = [connection for connection in self._here if not connection.channel.is_known]
+        for place, connection in enumerate(unknown):  # oldest first
+            if now - connection.since > _AUTHENTICATION_S or len(unknown) - place > _MOST_UNAUTHENTICATED:
+                self.drop(connection, "no member of the run")
 
     def close(self) -> None:
-        for guest in list(self._here):
-            self.drop(guest, "the server ends")
+        """Close all connections."""
+        for connection in list(self._here):
+            self.drop(connection, "the server ends")
 
     def _say(self, line: str) -> None:
         """Log a line, at a limited rate, so that unauthenticated peers cannot fill a disk."""

@@ -229,10 +229,10 @@ def _finished(state: State, pending: Mapping[int, Report]) -> Decision | None:
     """Notify replicas at or behind the last step that the last step is done, once a replica has finished the run."""
     if state.end is None:
         return None
-    told = {number: report for number, report in pending.items() if report.next_step <= state.end[0]}
-    if not told:
+    behind = {number: report for number, report in pending.items() if report.next_step <= state.end[0]}
+    if not behind:
         return None
-    quorum = _quorum(state, told, {})
+    quorum = _quorum(state, behind, {})
     reason = f"the last step was done, {state.end[0]} in all"
     return Decision(replace(quorum, load=False, finished=True, reason=reason), reason, to=quorum.members)
 

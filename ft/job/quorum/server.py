@@ -25,7 +25,7 @@ from pathlib import Path
 from ft.base import events, token
 from ft.base.errors import FtError, UserError
 from ft.job.quorum import wire
-from ft.job.quorum.connections import Connection, Guests
+from ft.job.quorum.connections import Connection, Connections
 from ft.job.quorum.dispatch import Act, ClaimTerm, Close, Dispatch, KeepLease, Log, NewestTerm, Send, carry_out
 from ft.job.quorum.state import Options
 from ft.net.codec import BadMessage, from_json
@@ -76,7 +76,7 @@ class Server:
         self._where = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._guests = Guests(self._selector, secret)
+        self._connections = Connections(self._selector, secret)
         before = election.read(run_dir, QUORUM) if given.takes_over else None
         end = before.end if before is not None else None
         term, now = election.claim_next(run_dir, str(os.getpid())), time.monotonic()
@@ -90,44 +90,44 @@ class Server:
             ready = self._selector.select(max(0.0, self._due - time.monotonic()))
             for key, mask in ready:
                 if key.fileobj is self._listener:
-                    self._guests.accept(self._listener)
+                    self._connections.accept(self._listener)
                 else:
                     self._serve(key.data, mask)
             now = time.monotonic()
             if now - self._tended_at >= self._beat_s:
                 self._tended_at = now
-                self._guests.send_strangers_away(now)
+                self._connections.drop_unauthenticated(now)
             due = carry_out(self._dispatch.turn(now), self._do)
             if due is None:
                 return SUCCEEDED
             self._due = due
 
     def close(self) -> None:
-        self._guests.close()
+        self._connections.close()
         self._listener.close()
         self._events.close()
 
-    def _serve(self, guest: Connection, mask: int) -> None:
+    def _serve(self, connection: Connection, mask: int) -> None:
         try:
             if mask & selectors.EVENT_WRITE:
-                guest.channel.flush()
+                connection.channel.flush()
             if mask & selectors.EVENT_READ:
-                for body in guest.channel.read():
-                    carry_out(self._dispatch.take(time.monotonic(), guest, wire.unpack(body)), self._do)
-            self._guests.attend(guest)
+                for body in connection.channel.read():
+                    carry_out(self._dispatch.take(time.monotonic(), connection, wire.unpack(body)), self._do)
+            self._connections.attend(connection)
         except FtError as error:
-            self._drop(guest, str(error))
+            self._drop(connection, str(error))
 
-    def _drop(self, guest: Connection, reason: str) -> None:
-        self._guests.drop(guest, reason)
-        carry_out(self._dispatch.gone(time.monotonic(), guest), self._do)
+    def _drop(self, connection: Connection, reason: str) -> None:
+        self._connections.drop(connection, reason)
+        carry_out(self._dispatch.gone(time.monotonic(), connection), self._do)
 
     def _do(self, act: Act) -> int | None:
         match act:
-            case Send(guest, frame):
-                self._send(guest, frame)
-            case Close(guest, reason):
-                self._guests.drop(guest, reason)
+            case Send(connection, frame):
+                self._send(connection, frame)
+            case Close(connection, reason):
+                self._connections.drop(connection, reason)
             case Log(note):
                 self._events.write(events.observed(note.name, note.values))
             case NewestTerm():
@@ -138,12 +138,12 @@ class Server:
                 self._keep_lease(self._lease(term, end))
         return None
 
-    def _send(self, guest: Connection, frame: bytes) -> None:
+    def _send(self, connection: Connection, frame: bytes) -> None:
         try:
-            guest.channel.send(frame)
-            self._guests.attend(guest)
+            connection.channel.send(frame)
+            self._connections.attend(connection)
         except FtError as error:
-            self._drop(guest, str(error))
+            self._drop(connection, str(error))
 
     def _lease(self, term: int, end: tuple[int, int] | None) -> LeaseRecord:
         return LeaseRecord(term, 0, self._where, "", os.getpid(), end=end)

@@ -1,7 +1,7 @@
 """Launcher of one node: an event loop over the agents of its replicas, and the quorum server if that runs here.
 
-A replica is a full copy of the model with its own world of ranks; its agent supervises its workers on this node. The
-code calls processes that a dead agent has left behind strangers, and the notice that a replica is given up an obituary.
+A replica is a full copy of the model with its own world of ranks; its agent supervises its workers on this node.
+Workers whose agent has died are orphans, which the launcher adopts and kills.
 """
 
 import signal
@@ -20,11 +20,11 @@ from ft.platform.supervisor import Supervisor
 
 _TICK_S, _RETRY_S = 0.1, 5.0
 """Period of the event loop, and pause after an agent could not be started, in seconds."""
-_TOLD_S, _KILLED_S = 20.0, 10.0
+_ENDING_S, _KILLED_S = 20.0, 10.0
 """Limits in seconds for an agent to end: after the launcher told it to end, and after a second signal to the
 launcher.
 """
-_STRANGERS_S = 5.0
+_ORPHANS_S = 5.0
 """Limit in seconds for processes that dead agents have left behind to die after SIGKILL."""
 
 
@@ -57,11 +57,11 @@ class Launcher:
         self._watch = Watch(run_dir, {member.replica: member.setup.folder for member in members})
         self._signum, self._signalled_at, self._signals = 0, 0.0, 0
         self._finished_at: float | None = None
-        self._told: dict[int, float] = {}
+        self._ending: dict[int, float] = {}
         self._have_trained: set[int] = set()
-        self._strangers_since: float | None = None
+        self._orphans_since: float | None = None
         self._verdict: policy.Verdict | None = None
-        self._obituaries: list[FailureNotice] = []
+        self._failure_notices: list[FailureNotice] = []
 
     def run(self) -> int:
         """Run until the run ends; return the exit code. No process of the run is left on this node afterwards."""
@@ -111,7 +111,7 @@ class Launcher:
         is_over = bool(self._signum) or self._finished_at is not None
         answer = member.ended(code, ending=is_over)
         if code < 0:
-            self._kill_strangers(time.monotonic())
+            self._kill_orphans(time.monotonic())
         name = f"replica {member.replica}"
         if answer.action == policy.DONE:
             self._console.say(f"{name} has finished")
@@ -125,9 +125,9 @@ class Launcher:
         else:
             self._console.complain(f"{name} is given up: {answer.reason}; {self._way_back(member.replica)}")
             self._mark(member.replica, marks.GIVEN_UP)
-            self._obituaries.append(self._obituary(member, answer.reason))
+            self._failure_notices.append(self._notify(member, answer.reason))
 
-    def _obituary(self, member: Member, reason: str) -> FailureNotice:
+    def _notify(self, member: Member, reason: str) -> FailureNotice:
         """Notify the quorum server that this replica is given up, so that the other replicas stop waiting for it."""
         life = next_life(member.setup.folder, 0) - 1
         return FailureNotice(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
@@ -145,7 +145,7 @@ class Launcher:
         due = [member for member in self._members.values() if member.waits and now >= member.due]
         if not due or self._signum:
             return
-        if self._kill_strangers(now):
+        if self._kill_orphans(now):
             return
         for member in due:
             try:
@@ -154,17 +154,17 @@ class Launcher:
                 member.due = now + _RETRY_S
                 self._console.complain(f"replica {member.replica}: no agent can be started now: {error}")
 
-    def _kill_strangers(self, now: float) -> bool:
+    def _kill_orphans(self, now: float) -> bool:
         """Kill the processes that dead agents have left behind; return whether it is worth waiting for some of
         them to die.
         """
-        found = [pid for pid in self._supervisor.strangers() if processes.state(pid) not in "ZX"]
+        found = [pid for pid in self._supervisor.orphans() if processes.state(pid) not in "ZX"]
         if not found:
-            self._strangers_since = None
+            self._orphans_since = None
             return False
         processes.kill_whole(found)
-        self._strangers_since = self._strangers_since or now
-        return now - self._strangers_since < _STRANGERS_S
+        self._orphans_since = self._orphans_since or now
+        return now - self._orphans_since < _ORPHANS_S
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Launcher:
         finished_s = None if self._finished_at is None else now - self._finished_at
         views = {replica: self._view(member, seen, finished_s) for replica, member in self._members.items()}
         given_up = {replica for replica, view in views.items() if view.given_up} | seen.marks.given_up
-        verdict = policy.judge(views, finished_s, given_up, self._replicas, self._least, self._told)
+        verdict = policy.judge(views, finished_s, given_up, self._replicas, self._least, self._ending)
         if verdict.what == policy.TELL:
             for replica in verdict.replicas:
                 self._tell(self._members[replica], verdict.reason, now)
@@ -211,7 +211,7 @@ class Launcher:
 
     def _tell(self, member: Member, reason: str, now: float) -> None:
         self._console.say(f"replica {member.replica} is told to end: {reason}")
-        self._told[member.replica] = now
+        self._ending[member.replica] = now
         member.send(signal.SIGTERM)
         if member.process is None:
             member.code = 128 + signal.SIGTERM
@@ -223,8 +223,8 @@ class Launcher:
         was asked to end because the other replicas had finished, or after a second signal.
         """
         for replica, member in self._members.items():
-            told_at = self._told.get(replica)
-            if told_at is not None and now - told_at > _TOLD_S:
+            ending_since = self._ending.get(replica)
+            if ending_since is not None and now - ending_since > _ENDING_S:
                 member.send(signal.SIGKILL)
         if self._signals > 1 and now - self._signalled_at > _KILLED_S:
             for member in self._members.values():
@@ -248,8 +248,8 @@ class Launcher:
         for member in self._members.values():
             member.send(signal.SIGKILL)
         self._watch.close()
-        for obituary in self._obituaries:
-            obituary.close()
+        for notice in self._failure_notices:
+            notice.close()
         self._host.close()
         self._supervisor.close()
         self._console.poll(to_the_end=True)

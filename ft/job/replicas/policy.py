@@ -109,7 +109,7 @@ def judge(
     lost: Collection[int],
     replicas: int,
     least: int,
-    told: Collection[int] = (),
+    ending: Collection[int] = (),
 ) -> Verdict:
     """Decide whether the run continues at this launcher.
 
@@ -119,11 +119,11 @@ def judge(
         lost: replicas of the whole run that were given up.
         replicas: number of replicas of the run.
         least: number of replicas that the run needs.
-        told: replicas that were already asked to end.
+        ending: replicas that were already asked to end.
     """
     ended = all(view.code is not None for view in views.values())
     if finished_s is not None:
-        late = tuple(r for r, view in views.items() if r not in told and _is_late(view, finished_s))
+        late = tuple(r for r, view in views.items() if r not in ending and _is_late(view, finished_s))
         if ended:
             return Verdict(END, "the run has finished")
         return Verdict(TELL, "the others have finished", late) if late else Verdict(WAIT)

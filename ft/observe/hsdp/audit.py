@@ -77,10 +77,10 @@ def audit(found: Lineage) -> Audit:
         else:
             unproven.append(_minus(deal.taken(before), last.deal.taken(last.positions)))
         problems += _misread(step, before)
-        strangers = [replica for replica in commit.streams if replica >= deal.replicas]
-        problems += [f"step {commit.step}: replica {replica} trained, but has no samples" for replica in strangers]
+        surplus = [replica for replica in commit.streams if replica >= deal.replicas]
+        problems += [f"step {commit.step}: replica {replica} trained, but has no samples" for replica in surplus]
         for replica, stream, begin in _read(step, before):
-            if stream not in strangers:
+            if stream not in surplus:
                 reads.add(commit, stream, begin)
                 replicas[replica] = replicas.get(replica, 0) + commit.batch
         last = commit
@@ -117,8 +117,8 @@ def _read(step: Step, before: Mapping[int, int]) -> list[tuple[int, int, int]]:
         if replica in commit.healthy and own.computed is not None
         for kind, at in own.computed.items()
     ]
-    told = {replica for replica, own in step.by.items() if own.computed is not None}
-    silent = [(group, kind) for kind, group in enumerate(commit.owners) if group not in told]
+    reported = {replica for replica, own in step.by.items() if own.computed is not None}
+    silent = [(group, kind) for kind, group in enumerate(commit.owners) if group not in reported]
     return found + [(group, kind, before.get(kind, 0)) for group, kind in silent]
 
 

@@ -117,35 +117,43 @@ def _of_server(replica: int, event: Event, begun: float) -> _Transition | None:
     return _Transition(event.wall, ONLINE, (CATCHING_UP,)) if event.name == events.CAUGHT_UP else None
 
 
-def _committed(replica: int, steps: Sequence[Step], took: Sequence[float], told: Sequence[float]) -> list[_Transition]:
+def _committed(
+    replica: int, steps: Sequence[Step], took: Sequence[float], reported: Sequence[float]
+) -> list[_Transition]:
     """Return the transitions of a replica that follow from its part in the committed steps.
 
-    A transition gets the time at which its step began. If an event reports a transition during the step (``told`` holds
-    the wall times of the reported transitions), it gets the time at which the step ended.
+    A transition gets the time at which its step began. If an event reports a transition during the step, it gets the
+    time at which the step ended.
+
+    Args:
+        replica: number of the replica.
+        steps: the committed steps, in order.
+        took: duration of each step, in seconds.
+        reported: wall times of the transitions that events report.
     """
-    found, told, at, last = [], sorted(told), 0, _OVER
+    found, reported, at, last = [], sorted(reported), 0, _OVER
     for step, seconds in zip(steps, took, strict=True):
         begin, state = step.when - seconds, _part(replica, step)
-        while at < len(told) and told[at] <= begin:
+        while at < len(reported) and reported[at] <= begin:
             at += 1
-        is_told = at < len(told) and told[at] <= step.when
-        found.append(_Transition(step.when if is_told else begin, state, _proven(state, last, is_told)))
+        is_reported = at < len(reported) and reported[at] <= step.when
+        found.append(_Transition(step.when if is_reported else begin, state, _proven(state, last, is_reported)))
         last = state
     return found
 
 
-def _proven(state: str, last: str, is_told: bool) -> tuple[str, ...]:
+def _proven(state: str, last: str, is_reported: bool) -> tuple[str, ...]:
     """Return the states that a commit may change to ``state``; an empty tuple stands for all states.
 
     Args:
         state: state of the replica according to this commit.
         last: state of the replica according to the previous commit.
-        is_told: whether an event reports a transition of the replica during this step.
+        is_reported: whether an event reports a transition of the replica during this step.
     """
     # A commit without the replica does not show that it is offline: it may be rebuilding or waiting to join.
     if state == OFFLINE:
-        return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_told else (ONLINE,)
-    if not is_told:
+        return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_reported else (ONLINE,)
+    if not is_reported:
         return ()
     return (CATCHING_UP,) if state == ONLINE else (REBUILDING, OFFLINE, _OVER)
 

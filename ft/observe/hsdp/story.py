@@ -107,8 +107,8 @@ def _losses(record: Record, steps: Sequence[Step]) -> Losses:
         tokens = step.commit.tokens if step.commit.tokens is not None else samples * (length or 0.0)
         amount += tokens if knows else samples
         at[step.number] = amount
-        told = (metrics.get(replica, {}).get(step.number, {}) for replica in sorted(step.by))
-        known = [value for each in told if (value := number(each, "loss")) is not None]
+        values = (metrics.get(replica, {}).get(step.number, {}) for replica in sorted(step.by))
+        known = [value for each in values if (value := number(each, "loss")) is not None]
         loss = step.loss if step.loss is not None else next(iter(known), None)
         if loss is not None:
             points.append((amount, loss))

@@ -120,12 +120,12 @@ class Corruption:
 
 def corruption(history: Sequence[Event]) -> Corruption | None:
     """Return what DMR did in a run, or None if the run has no DMR events."""
-    told = {name: [event for event in history if event.name == name] for name in _NAMES}
-    if not any(told.values()):
+    by_name = {name: [event for event in history if event.name == name] for name in _NAMES}
+    if not any(by_name.values()):
         return None
     # A worker that takes over a rank reports the rank's coverage again; the last report counts.
-    covered = {event.rank: event for event in told[events.DMR_COVERED]}
-    verdicts = told[events.DMR_VERDICT]
+    covered = {event.rank: event for event in by_name[events.DMR_COVERED]}
+    verdicts = by_name[events.DMR_VERDICT]
     actions = Counter(str(event.detail.get("action")) for event in verdicts)
     evictions = [event for event in verdicts if event.detail.get("action") == _EVICT]
     follows = {_attempt(event): _answer(event) for event in verdicts}
@@ -134,21 +134,21 @@ def corruption(history: Sequence[Event]) -> Corruption | None:
         strategy=str(strategies[-1]) if strategies else None,
         covered=_covered(covered.values()),
         ranks=len(covered),
-        mismatches=[Mismatch(event, follows.get(_attempt(event), "-")) for event in told[events.DMR_MISMATCH]],
+        mismatches=[Mismatch(event, follows.get(_attempt(event), "-")) for event in by_name[events.DMR_MISMATCH]],
         redone=actions[_RETRY],
         evicted=tuple(rank for event in evictions for rank in _ranks(event)),
         gave_up=actions[_GIVE_UP] > 0,
-        clean=len(told[events.DMR_CLEAN]),
+        clean=len(by_name[events.DMR_CLEAN]),
     )
 
 
 _NAMES = (events.DMR_COVERED, events.DMR_MISMATCH, events.DMR_VERDICT, events.DMR_CLEAN)
 
 
-def _covered(told: Any) -> dict[str, int]:
+def _covered(covered: Any) -> dict[str, int]:
     """Sum operators over ranks by set, the largest set first; the overlapping counts of ``BESIDE`` come last."""
     total: Counter[str] = Counter()
-    for event in told:
+    for event in covered:
         counts = event.detail.get("counts")
         for name, number in counts.items() if isinstance(counts, dict) else ():
             if isinstance(number, int) and number > 0:

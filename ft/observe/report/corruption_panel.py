@@ -22,7 +22,7 @@ def summary_of(found: Corruption) -> str:
         what.append(f"{'ranks' if len(found.evicted) > 1 else 'rank'} {', '.join(map(str, found.evicted))} evicted")
     what += ["given up"] if found.gave_up else []
     operators = f"; operators: {coverage(found)}" if found.covered else ""
-    return f"{found.strategy or 'no coverage told'}: {', '.join(what)}{operators}"
+    return f"{found.strategy or 'no coverage recorded'}: {', '.join(what)}{operators}"
 
 
 def coverage(found: Corruption) -> str:
@@ -47,8 +47,8 @@ def text_table(found: Corruption) -> str:
 def panel(found: Corruption) -> str:
     """Return HTML that says how operators were verified and lists the mismatches (the first 200 of them)."""
     of = count(found.ranks, "rank")
-    told = f"{safe(found.strategy)}; operators of a step, {of} together: {safe(coverage(found))}."
-    lines = [f"<p>{told if found.covered else 'How operators were verified is not on record.'}</p>"]
+    summary = f"{safe(found.strategy)}; operators of a step, {of} together: {safe(coverage(found))}."
+    lines = [f"<p>{summary if found.covered else 'How operators were verified is not on record.'}</p>"]
     if not found.mismatches:
         return "".join([*lines, "<p>Both executions of every operator gave the same result.</p>"])
     shown = found.mismatches[:_MOST_ROWS]

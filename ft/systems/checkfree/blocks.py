@@ -66,10 +66,10 @@ class StageBlocks:
         Raises:
             UserError: the names or shapes differ from those of the model.
         """
-        told, own = [_shapes(block) for block in blocks], [_shapes(block) for block in self._blocks]
-        if told != own:
+        given, own = [_shapes(block) for block in blocks], [_shapes(block) for block in self._blocks]
+        if given != own:
             raise UserError(
-                f"the {len(told)} blocks of the neighbours differ from the {len(own)} blocks of the lost stage",
+                f"the {len(given)} blocks of the neighbours differ from the {len(own)} blocks of the lost stage",
                 "give all stages the same number of layers of the same kind",
             )
         for block, new in zip(self._blocks, blocks, strict=True):

@@ -68,7 +68,7 @@ class SwappedModelEnds:
     def __init__(self, most_in_flight: int | None):
         self.replicated, self._most_in_flight = ReplicatedEnds(), most_in_flight
         roles = self.replicated.roles
-        self.embeds, self.heads, self.is_double = roles.embeds, roles.heads, roles.is_double
+        self.embeds, self.heads, self.holds_copy = roles.embeds, roles.heads, roles.holds_copy
 
     def built(self, chunk: torch.nn.Module) -> None:
         """Make both copies of the embedding and of the output layer equal, and mark them for megatron-core."""

@@ -24,10 +24,10 @@ Blocks = list[dict[str, torch.Tensor]]
 
 def lend(to: Sequence[int], group: dist.ProcessGroup, blocks: Blocks, envelope: dict[str, Any]) -> None:
     """Send ``blocks`` and ``envelope`` to the logical ranks ``to``, all at once."""
-    told = [[[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in b.items()] for b in blocks]
+    described = [[[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in b.items()] for b in blocks]
     tensors = [held for block in blocks for held in block.values()]
     device = tensors[0].device if tensors else torch.device("cpu")
-    text = json.dumps({"envelope": envelope, "blocks": told}, separators=(",", ":")).encode()
+    text = json.dumps({"envelope": envelope, "blocks": described}, separators=(",", ":")).encode()
     head = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     body = _pack(tensors, device)
     sizes = torch.tensor([head.numel(), body.numel()], dtype=torch.int64, device=device)
@@ -70,9 +70,9 @@ def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 
 def _read(head: torch.Tensor, body: torch.Tensor) -> tuple[Blocks, dict]:
     try:
-        told = json.loads(head.cpu().numpy().tobytes())
+        header = json.loads(head.cpu().numpy().tobytes())
         blocks, at = [], 0
-        for named in told["blocks"]:
+        for named in header["blocks"]:
             block = {}
             for name, shape, kind in named:
                 dtype = getattr(torch, kind)
@@ -80,7 +80,7 @@ def _read(head: torch.Tensor, body: torch.Tensor) -> tuple[Blocks, dict]:
                 block[name] = body[at : at + size].view(dtype).view(shape)
                 at += _room(size)
             blocks.append(block)
-        return blocks, told["envelope"]
+        return blocks, header["envelope"]
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise FallbackError(
             f"the received parameters of a neighbour stage cannot be decoded ({type(error).__name__}: {error})"

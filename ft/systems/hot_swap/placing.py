@@ -27,7 +27,7 @@ class Placing:
     def __init__(self, session: Session, subject: TrainingState, k: int, strict: bool = False):
         self._session, self._subject, self._k, self._strict = session, subject, k, strict
         self._training_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-        self._told: list[str] = []
+        self._reported: list[str] = []
 
     def begin(self) -> list[int]:
         """Return the holders of this worker's copies at the start of a run. For a worker that joins later, the holders
@@ -92,8 +92,8 @@ class Placing:
             return
         copies = {str(owner): held for owner, held in holders.items()}
         self._session.observe(events.COPIES_PLACED, copies=copies, moved=moved, problems=problems)
-        for problem in problems if problems != self._told else []:
+        for problem in problems if problems != self._reported else []:
             print(f"warning: peer copies: {problem}", flush=True)
-        if self._told and not problems:
+        if self._reported and not problems:
             print("peer copies: every failure domain is respected again", flush=True)
-        self._told = problems
+        self._reported = problems

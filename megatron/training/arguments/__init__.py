@@ -67,8 +67,8 @@ class Options:
 
     def as_dict(self) -> dict:
         """Return a nested plain dict, as stored in checkpoints and event files."""
-        told = {f.name: vars(getattr(self, f.name)) for f in fields(self)}
-        return json.loads(json.dumps(told, default=str))
+        values = {f.name: vars(getattr(self, f.name)) for f in fields(self)}
+        return json.loads(json.dumps(values, default=str))
 
     def given(self) -> dict[str, str]:
         """Return flag -> value of every option that differs from its default.

@@ -194,7 +194,7 @@ class Loader:
         text = self._channel.broadcast(text)
         manifest = Manifest.from_json(text) if text is not None else None
         if manifest is not None:
-            names = verify.deal(manifest.files, self._channel.size, self._channel.rank)
+            names = verify.share_of(manifest.files, self._channel.size, self._channel.rank)
             bad = verify.problems(path, manifest.files, names)
         return manifest, sorted(line for lines in self._channel.share(bad) for line in lines)
 

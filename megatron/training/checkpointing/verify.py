@@ -50,7 +50,7 @@ def _entry(checkpoint: Path, step: int) -> Entry:
         return Entry(checkpoint.name, step, problem=f"{MANIFEST}: {error}")
 
 
-def deal(files: Mapping[str, FileRecord], ranks: int, rank: int) -> list[str]:
+def share_of(files: Mapping[str, FileRecord], ranks: int, rank: int) -> list[str]:
     """Return the names of the files that ``rank`` of ``ranks`` verifies: files are assigned to the ranks in turn, the
     largest first.
     """

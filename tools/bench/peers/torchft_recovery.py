@@ -135,9 +135,9 @@ class _Run:
                 process.wait()
 
     def _begin(self, replica: int) -> None:
-        told = {"replica": replica, "lighthouse": self._address, "folder": str(self._folder), **self._way.__dict__}
+        settings = {"replica": replica, "lighthouse": self._address, "folder": str(self._folder), **self._way.__dict__}
         with (self._folder / f"{replica}.log").open("a") as log:
-            self._processes[replica] = self._spawn(["--worker", json.dumps(told)], stdout=log, stderr=log)
+            self._processes[replica] = self._spawn(["--worker", json.dumps(settings)], stdout=log, stderr=log)
 
     def _spawn(self, words: list[str], **streams) -> subprocess.Popen:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error", "PYTHONPATH": str(ROOT)}
@@ -195,16 +195,17 @@ class _Run:
 # --- in torchft's environment -----------------------------------------------------------------------------------------
 
 
-def lighthouse(told: dict) -> None:
+def lighthouse(settings: dict) -> None:
     from torchft.coordination import LighthouseServer
 
-    tuned = {} if told["heartbeat_s"] is None else {"heartbeat_timeout_ms": int(1000 * told["heartbeat_s"])}
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=int(1000 * told["join_s"]), **tuned)
+    tuned = {} if settings["heartbeat_s"] is None else {"heartbeat_timeout_ms": int(1000 * settings["heartbeat_s"])}
+    join_ms = int(1000 * settings["join_s"])
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=join_ms, **tuned)
     print(f"http://127.0.0.1:{server.address().rpartition(':')[2]}", flush=True)
     signal.pause()
 
 
-def worker(told: dict) -> None:
+def worker(settings: dict) -> None:
     """Run a replica group of one rank: it trains until it is killed."""
     from datetime import timedelta
 
@@ -216,7 +217,7 @@ def worker(told: dict) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    limit = {} if told["timeout_s"] is None else {"timeout": timedelta(seconds=told["timeout_s"])}
+    limit = {} if settings["timeout_s"] is None else {"timeout": timedelta(seconds=settings["timeout_s"])}
     manager = Manager(
         pg=ProcessGroupGloo(**limit),
         load_state_dict=lambda state: (model.load_state_dict(state[0]), optimizer.load_state_dict(state[1])),
@@ -226,14 +227,14 @@ def worker(told: dict) -> None:
         world_size=1,
         store_addr="127.0.0.1",
         store_port=store.port,
-        lighthouse_addr=told["lighthouse"],
-        replica_id=f"replica{told['replica']}_",
+        lighthouse_addr=settings["lighthouse"],
+        replica_id=f"replica{settings['replica']}_",
         hostname="127.0.0.1",
         **limit,
     )
     whole, careful = DistributedDataParallel(manager, model), Optimizer(manager, optimizer)
     places = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
-    with (Path(told["folder"]) / f"{told['replica']}.jsonl").open("a") as file:
+    with (Path(settings["folder"]) / f"{settings['replica']}.jsonl").open("a") as file:
         while True:
             before = manager.current_step()
             rows = torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1))

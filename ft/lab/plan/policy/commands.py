@@ -1,7 +1,7 @@
 """Implement ``ft plan policy``: show the kinds of recovery in order of preference, and which one follows a failure.
 
-A rung is one kind of recovery: from copies of the lost state in peers' memory; by CheckFree, which rebuilds a lost
-pipeline stage from its neighbours' parameters; or by a restart from a checkpoint. The decisions shown are computed by
+The kinds of recovery are: from copies of the lost state in peers' memory; by CheckFree, which rebuilds a lost pipeline
+stage from its neighbours' parameters; and by a restart from a checkpoint. The decisions shown are computed by
 the control plane's own code.
 """
 
@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.job.control.recovery_plan import AGAINST, COPIES, MIDDLE, PLUS, REBUILD, RESTART, Rung, decide
+from ft.job.control.recovery_plan import AGAINST, COPIES, MIDDLE, PLUS, REBUILD, RESTART, RecoveryPlan, decide
 from ft.lab.plan.policy.failure import failure
 from ft.show.text import table
 
@@ -21,7 +21,8 @@ With --lost, show the decision for one failure."""
 OFF = "off"
 _MOST_STAGES = 1024
 
-_RUNGS = {
+_COLUMNS = ("recovery", "flag", "needs", "loses")
+_KINDS = {
     COPIES: ("--ft-hot-swap", "own snapshots and peer copies of one step", "at most one step"),
     REBUILD: ("--ft-checkfree[-plus]", "the neighbours of each lost stage", "no step; the stage is an estimate"),
     RESTART: ("--save", "a persistent checkpoint, a warm restart", "the steps since it was written"),
@@ -61,8 +62,8 @@ def run(given: argparse.Namespace) -> int:
         failures = _typical(blocks, given)
         print(json.dumps(_all_values(failures)) if given.json else _all_text(failures))
         return 0
-    rung = decide(*failure(blocks, _lost(given.lost, len(blocks)), _asked(given.checkfree)))
-    print(json.dumps(_values(rung)) if given.json else f"{rung.name}: {rung.reason}")
+    plan = decide(*failure(blocks, _lost(given.lost, len(blocks)), _asked(given.checkfree)))
+    print(json.dumps(_values(plan)) if given.json else f"{plan.name}: {plan.reason}")
     return 0
 
 
@@ -97,7 +98,7 @@ def _numbers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, Rung]]:
+def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, RecoveryPlan]]:
     """Return (description of the failure, CheckFree mode, decision) for typical failures."""
     last, middle = len(blocks) - 1, len(blocks) // 2
     losses = {"ranks die, peer copies exist": frozenset()}
@@ -110,29 +111,29 @@ def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[s
     ]
 
 
-def _all_text(failures: list[tuple[str, str, Rung]]) -> str:
-    rungs = [(str(i), rung, *_RUNGS[rung]) for i, rung in enumerate(_RUNGS, 1)]
-    rows = [(name, mode, rung.name, _why(rung)) for name, mode, rung in failures]
+def _all_text(failures: list[tuple[str, str, RecoveryPlan]]) -> str:
+    kinds = [(str(number), name, *row) for number, (name, row) in enumerate(_KINDS.items(), 1)]
+    rows = [(name, mode, plan.name, _why(plan)) for name, mode, plan in failures]
     return "\n\n".join(
         (
-            table(("", "rung", "flag", "needs", "loses"), rungs),
-            table(("what happened", "CheckFree", "rung", "because"), rows),
+            table(("", *_COLUMNS), kinds),
+            table(("what happened", "CheckFree", "recovery", "because"), rows),
         )
     )
 
 
-def _why(rung: Rung) -> str:
+def _why(plan: RecoveryPlan) -> str:
     """Return the reason of a decision; for a restart, why the preferred kinds of recovery cannot be used."""
-    _, found, against = rung.reason.partition(f"{AGAINST}: ")
-    return against.split(";")[0] if found else rung.reason
+    _, found, against = plan.reason.partition(f"{AGAINST}: ")
+    return against.split(";")[0] if found else plan.reason
 
 
-def _all_values(failures: list[tuple[str, str, Rung]]) -> dict[str, Any]:
-    rungs = [dict(zip(("rung", "flag", "needs", "loses"), (rung, *_RUNGS[rung]), strict=True)) for rung in _RUNGS]
-    cases = [{"what": name, "checkfree": mode, **_values(rung)} for name, mode, rung in failures]
-    return {"rungs": rungs, "cases": cases}
+def _all_values(failures: list[tuple[str, str, RecoveryPlan]]) -> dict[str, Any]:
+    kinds = [dict(zip(_COLUMNS, (name, *row), strict=True)) for name, row in _KINDS.items()]
+    cases = [{"what": name, "checkfree": mode, **_values(plan)} for name, mode, plan in failures]
+    return {"recoveries": kinds, "cases": cases}
 
 
-def _values(rung: Rung) -> dict[str, Any]:
-    rebuilt = {str(rank): beside.there for rank, beside in rung.rebuilt.items()}
-    return {"rung": rung.name, "reason": rung.reason, "rebuilt": rebuilt}
+def _values(plan: RecoveryPlan) -> dict[str, Any]:
+    rebuilt = {str(rank): beside.there for rank, beside in plan.rebuilt.items()}
+    return {"recovery": plan.name, "reason": plan.reason, "rebuilt": rebuilt}

@@ -112,8 +112,8 @@ def _memory(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
         ("  peer copies, two each", [_size(found.copies) for found in answers]),
     ]
     if plan.host_memory is not None:
-        told = ["yes" if _fits_memory(plan, found) else "NO" for found in answers]
-        rows.append((f"  fits into {_size(plan.host_memory)}", told))
+        cells = ["yes" if _fits_memory(plan, found) else "NO" for found in answers]
+        rows.append((f"  fits into {_size(plan.host_memory)}", cells))
     return rows
 
 
@@ -129,11 +129,11 @@ def _traffic(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:
     window = plan.question.window_s
     if window is None:
         return [*rows, ("  hidden by steps of", [_duration(found.transfer_s) for found in answers])]
-    told = [
+    cells = [
         f"yes, {found.transfer_s / window:.0%}" if found.fits else f"NO, {found.transfer_s / window:.0%}"
         for found in answers
     ]
-    return [*rows, (f"  fit into the window of {_duration(window)}", told)]
+    return [*rows, (f"  fit into the window of {_duration(window)}", cells)]
 
 
 def _losses(plan: Plan, answers: list[Answer]) -> list[tuple[str, list[str]]]:

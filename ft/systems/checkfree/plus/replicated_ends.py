@@ -68,7 +68,7 @@ class ReplicatedEnds:
 
         Must be called before the optimizer is created.
         """
-        if not self.roles.is_double:
+        if not self.roles.holds_copy:
             return
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         for name, param in self.params(chunk):
@@ -105,7 +105,7 @@ class ReplicatedEnds:
         device = torch.cuda.current_device()
         total = torch.stack(losses).sum(dim=0) if losses else torch.zeros(2, dtype=torch.float32, device=device)
         dist.all_reduce(total, group=self.group)
-        return [] if self.roles.is_double else [total]
+        return [] if self.roles.holds_copy else [total]
 
     def sum_tokens(self, tokens: torch.Tensor | None) -> None:
         """Set ``tokens`` to the number of tokens of all microbatches on stages with a head; None is left alone.

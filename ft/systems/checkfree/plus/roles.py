@@ -18,7 +18,7 @@ class Roles:
         stages: number of stages of the pipeline, at least ``LEAST_STAGES``.
         embeds: whether the stage has the embedding or its copy.
         heads: whether the stage has the head or its copy.
-        is_double: whether the stage has a copy; the first and the last stage have the originals.
+        holds_copy: whether the stage's embedding or head is the copy; the first and the last stage have the originals.
     """
 
     stage: int
@@ -33,7 +33,7 @@ class Roles:
         return self.stage >= self.stages - 2
 
     @property
-    def is_double(self) -> bool:
+    def holds_copy(self) -> bool:
         return self.stage in (1, self.stages - 2)
 
 

@@ -266,8 +266,8 @@ def operator_values(op: Operator) -> dict[str, Any]:
         "is_segment_last": segment is not None and segment.last,
         "comm_tail": segment is not None and segment.comm_tail,
     }
-    told = {name: value for name, value in optional.items() if value}
-    return {**required, **place, **told, **({} if checking.deterministic else {"deterministic": False})}
+    given = {name: value for name, value in optional.items() if value}
+    return {**required, **place, **given, **({} if checking.deterministic else {"deterministic": False})}
 
 
 def window_values(window: Window) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def make_falsifier(
         UserError: a specification is not a bit flip at a step of a rank.
     """
     planned = planned_flips(texts, dist.get_world_size(), seed)
-    told = any(fault.kind == BIT_FLIP for fault in inject.planned(environment)) if session else False
-    if not planned and not told:
+    awaits_more = any(fault.kind == BIT_FLIP for fault in inject.planned(environment)) if session else False
+    if not planned and not awaits_more:
         return None
     teller = FlipReporter(step, session)
     falsifier = ScheduledFalsifier(teller.tell, [fault for fault in planned if fault.rank == dist.get_rank()], step)
@@ -103,10 +103,10 @@ class FlipReporter:
 
     def __init__(self, step: Callable[[], int], session: "Session | None"):
         self._step, self._session = step, session
-        self._told: dict[int, int] = {}
+        self._reported: dict[int, int] = {}
 
     def tell(self, hit: Hit) -> None:
-        count = self._told[hit.fault] = self._told.get(hit.fault, 0) + 1
+        count = self._reported[hit.fault] = self._reported.get(hit.fault, 0) + 1
         if count > _MOST_TOLD:
             return
         step = self._step()

@@ -144,12 +144,12 @@ class Protection:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
             return {}, {}
-        told: list[Any] = [None] * dist.get_world_size()
+        all_ranks: list[Any] = [None] * dist.get_world_size()
         own = self.engine.settle()[:_MOST_TOLD]
-        dist.all_gather_object(told, (own, self._memory.before(step)))
+        dist.all_gather_object(all_ranks, (own, self._memory.before(step)))
         return (
-            {rank: tuple(found) for rank, (found, _) in enumerate(told) if found},
-            {rank: earlier for rank, (_, earlier) in enumerate(told)},
+            {rank: tuple(found) for rank, (found, _) in enumerate(all_ranks) if found},
+            {rank: earlier for rank, (_, earlier) in enumerate(all_ranks)},
         )
 
     def _end(self, step: int, attempts: list[Reports]) -> None:

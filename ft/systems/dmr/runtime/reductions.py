@@ -78,8 +78,8 @@ class Reductions:
             ours = found[rows].contiguous()
             all_ranks = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
             dist.all_gather(all_ranks, ours, group=group)
-            told = verdicts(dist.get_rank(group), [each.tolist() for each in all_ranks])
-            for row, how in zip(rows.tolist(), told, strict=True):
+            judged = verdicts(dist.get_rank(group), [each.tolist() for each in all_ranks])
+            for row, how in zip(rows.tolist(), judged, strict=True):
                 if how is not None:
                     self._findings.note(Mismatch(places[row], how))
         self._compared = []

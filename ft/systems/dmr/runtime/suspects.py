@@ -153,9 +153,9 @@ def _of_operators(attempts: Sequence[Reports]) -> Outcome:
     most = max(map(len, found.values()))
     names = [name for name, ranks in found.items() if len(ranks) == most][:_MOST_NAMED]
     ranks = sorted(set().union(*(found[name] for name in names)))
-    told = ", ".join(map(str, ranks[:_MOST_RANKS])) + (" and more" if len(ranks) > _MOST_RANKS else "")
+    listed = ", ".join(map(str, ranks[:_MOST_RANKS])) + (" and more" if len(ranks) > _MOST_RANKS else "")
     reason = (
-        f"{len(attempts)} attempts went wrong, and {', '.join(names)} differed on ranks {told}: probably the "
+        f"{len(attempts)} attempts went wrong, and {', '.join(names)} differed on ranks {listed}: probably the "
         "operator is not reproducible; broken devices are less likely"
     )
     return Outcome(GIVE_UP, reason=reason, fix=_FIX)

@@ -78,8 +78,8 @@ class FindingReporter:
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
         """Print (rank 0) and record (every rank) how operators were verified, see ``protection.Witness``."""
         if dist.get_rank() == 0:
-            told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-            print(f"DMR ({strategy}): operators of rank 0 in step {step}: {told}", flush=True)
+            counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            print(f"DMR ({strategy}): operators of rank 0 in step {step}: {counted}", flush=True)
         self._observe(events.DMR_COVERED, step=step, strategy=strategy, counts=dict(counts))
 
     def _observe(self, event: str, **detail: Any) -> None:

@@ -39,39 +39,39 @@ def all_but(stages, lost, steps=(7, 6)):
 
 def test_a_copy_goes_before_a_rebuild():
     stages = pipeline()
-    rung = decide(memory(stages, all_but(stages, [1]), {2: {1: [7, 6]}}), stages)
-    assert (rung.name, rung.step, rung.sources[1], rung.rebuilt) == (COPIES, 7, Source(2, 2), {})
+    plan = decide(memory(stages, all_but(stages, [1]), {2: {1: [7, 6]}}), stages)
+    assert (plan.name, plan.step, plan.sources[1], plan.rebuilt) == (COPIES, 7, Source(2, 2), {})
 
 
 def test_a_copy_of_an_earlier_step_goes_before_a_rebuild_at_a_later_one():
     stages = pipeline()
-    rung = decide(memory(stages, all_but(stages, [1]), {2: {1: [6]}}), stages)
-    assert (rung.name, rung.step) == (COPIES, 6)
+    plan = decide(memory(stages, all_but(stages, [1]), {2: {1: [6]}}), stages)
+    assert (plan.name, plan.step) == (COPIES, 6)
 
 
 def test_a_stage_without_a_copy_is_rebuilt_from_the_stages_beside_it():
     stages = pipeline()
-    rung = decide(memory(stages, all_but(stages, [1])), stages)
-    assert (rung.name, rung.step, rung.rebuilt) == (REBUILD, 7, {1: Neighbours(0, 2)})
-    assert rung.sources == {rank: Source(rank, rank) for rank in (0, 2, 3)}
+    plan = decide(memory(stages, all_but(stages, [1])), stages)
+    assert (plan.name, plan.step, plan.rebuilt) == (REBUILD, 7, {1: Neighbours(0, 2)})
+    assert plan.sources == {rank: Source(rank, rank) for rank in (0, 2, 3)}
 
 
 def test_each_rank_is_rebuilt_from_those_of_its_own_place():
     stages = pipeline(pp=3, dp=2, tp=2)
-    rung = decide(memory(stages, all_but(stages, [4, 5, 6, 7])), stages)
-    assert rung.rebuilt == {rank: Neighbours(rank - 4, rank + 4) for rank in (4, 5, 6, 7)}
+    plan = decide(memory(stages, all_but(stages, [4, 5, 6, 7])), stages)
+    assert plan.rebuilt == {rank: Neighbours(rank - 4, rank + 4) for rank in (4, 5, 6, 7)}
 
 
 def test_a_neighbour_may_itself_come_from_a_copy():
     stages = pipeline()
-    rung = decide(memory(stages, all_but(stages, [1, 2]), {3: {2: [7]}}), stages)
-    assert rung.rebuilt == {1: Neighbours(0, 2)} and rung.sources[2] == Source(3, 3)
+    plan = decide(memory(stages, all_but(stages, [1, 2]), {3: {2: [7]}}), stages)
+    assert plan.rebuilt == {1: Neighbours(0, 2)} and plan.sources[2] == Source(3, 3)
 
 
 def test_two_stages_that_are_not_adjacent_are_rebuilt_at_once():
     stages = pipeline(pp=5)
-    rung = decide(memory(stages, all_but(stages, [1, 3])), stages)
-    assert rung.rebuilt == {1: Neighbours(0, 2), 3: Neighbours(2, 4)}
+    plan = decide(memory(stages, all_but(stages, [1, 3])), stages)
+    assert plan.rebuilt == {1: Neighbours(0, 2), 3: Neighbours(2, 4)}
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,17 @@ def test_two_stages_that_are_not_adjacent_are_rebuilt_at_once():
     ],
 )
 def test_what_cannot_be_rebuilt_is_named_with_what_is_left(stages, lost, why):
-    rung = decide(memory(stages, all_but(stages, lost)), stages)
-    assert (rung.name, rung.step) == (RESTART, None)
-    assert rung.reason.startswith("both copies lost: of step 7, nobody has all that logical rank(s) ")
-    assert why in rung.reason and rung.reason.endswith("what is left is the last persistent checkpoint")
+    plan = decide(memory(stages, all_but(stages, lost)), stages)
+    assert (plan.name, plan.step) == (RESTART, None)
+    assert plan.reason.startswith("both copies lost: of step 7, nobody has all that logical rank(s) ")
+    assert why in plan.reason and plan.reason.endswith("what is left is the last persistent checkpoint")
 
 
 def test_without_checkfree_a_lost_stage_means_a_restart_as_ever():
     stages = pipeline(checkfree="")
-    rung = decide(memory(stages, all_but(stages, [1])), stages)
-    assert rung.name == RESTART
-    assert rung.reason == "both copies lost: of step 7, nobody has all that logical rank(s) 1 need"
+    plan = decide(memory(stages, all_but(stages, [1])), stages)
+    assert plan.name == RESTART
+    assert plan.reason == "both copies lost: of step 7, nobody has all that logical rank(s) 1 need"
 
 
 def test_with_checkfree_plus_the_first_and_the_last_stage_have_one_neighbour():
@@ -116,12 +116,12 @@ def test_what_an_interrupted_rebuild_left_in_part_is_rebuilt_whole_at_the_same_s
 def test_with_checkfree_plus_a_rebuild_of_the_very_step_is_begun_anew_and_not_mixed_with_snapshots():
     stages = pipeline(checkfree=PLUS, rebuilt={0: 7})
     assert decide(memory(stages, all_but(stages, [])), stages).rebuilt == {0: Neighbours(None, 1)}
-    rung = decide(memory(stages, all_but(stages, [3])), stages)
-    assert rung.rebuilt == {0: Neighbours(None, 1), 3: Neighbours(2, None)}
-    rung = decide(memory(stages, all_but(stages, [1]), {2: {1: [7]}}), stages)
-    assert (rung.name, rung.rebuilt, rung.sources[1]) == (REBUILD, {0: Neighbours(None, 1)}, Source(2, 2))
-    rung = decide(memory(stages, all_but(stages, [1])), stages)
-    assert rung.rebuilt == {1: Neighbours(0, 2)}, "both at once cannot be; stage 0 has its own"
+    plan = decide(memory(stages, all_but(stages, [3])), stages)
+    assert plan.rebuilt == {0: Neighbours(None, 1), 3: Neighbours(2, None)}
+    plan = decide(memory(stages, all_but(stages, [1]), {2: {1: [7]}}), stages)
+    assert (plan.name, plan.rebuilt, plan.sources[1]) == (REBUILD, {0: Neighbours(None, 1)}, Source(2, 2))
+    plan = decide(memory(stages, all_but(stages, [1])), stages)
+    assert plan.rebuilt == {1: Neighbours(0, 2)}, "both at once cannot be; stage 0 has its own"
     assert decide(memory(stages, all_but(stages, [], (8, 7))), stages).name == COPIES
     stages = pipeline(rebuilt={1: 7})
     assert decide(memory(stages, all_but(stages, [])), stages).name == COPIES
@@ -132,15 +132,15 @@ def test_a_stage_whose_snapshots_are_unusable_is_rebuilt_and_one_that_could_not_
     found = memory(stages, all_but(stages, [], (7,)), spoiled=[7], unusable={2: [7]})
     assert decide(found, stages).rebuilt == {2: Neighbours(1, 3)}
     found = memory(stages, all_but(stages, [2], (7,)), unbuildable=[7])
-    rung = decide(found, stages)
-    assert rung.name == RESTART and "at step 7 the neighbours' blocks turned out unusable" in rung.reason
+    plan = decide(found, stages)
+    assert plan.name == RESTART and "at step 7 the neighbours' blocks turned out unusable" in plan.reason
 
 
 def test_before_all_have_said_where_they_are_nothing_is_rebuilt():
     stages = pipeline()
     told = Stages(MIDDLE, {rank: place for rank, place in stages.places.items() if rank != 1})
-    rung = decide(memory(stages, all_but(stages, [1])), told)
-    assert rung.name == RESTART and "logical rank(s) 1 have not said which stage they are of" in rung.reason
+    plan = decide(memory(stages, all_but(stages, [1])), told)
+    assert plan.name == RESTART and "logical rank(s) 1 have not said which stage they are of" in plan.reason
 
 
 def test_whatever_is_lost_every_rank_has_one_origin_of_one_step_or_all_restart():
@@ -156,15 +156,15 @@ def test_whatever_is_lost_every_rank_has_one_origin_of_one_step_or_all_restart()
         held = {rank: sorted(rng.sample((5, 6, 7), rng.randint(1, 2)), reverse=True) for rank in alive}
         copies = {rank: {rng.choice([r for r in ranks if r != rank]): [rng.choice((6, 7))]} for rank in alive}
         found = memory(stages, held, copies)
-        rung = decide(found, stages)
-        if rung.name == RESTART:
-            assert not rung.sources and not rung.rebuilt and rung.reason
+        plan = decide(found, stages)
+        if plan.name == RESTART:
+            assert not plan.sources and not plan.rebuilt and plan.reason
             continue
-        assert sorted([*rung.sources, *rung.rebuilt]) == ranks
-        assert bool(rung.rebuilt) == (rung.name == REBUILD)
-        for rank, source in rung.sources.items():
+        assert sorted([*plan.sources, *plan.rebuilt]) == ranks
+        assert bool(plan.rebuilt) == (plan.name == REBUILD)
+        for rank, source in plan.sources.items():
             of_rank = held[rank] if source.owned == rank else copies[source.owned][rank]
-            assert rung.step in of_rank
-        for rank, beside in rung.rebuilt.items():
-            assert all(neighbour in rung.sources for neighbour in beside.there)
+            assert plan.step in of_rank
+        for rank, beside in plan.rebuilt.items():
+            assert all(neighbour in plan.sources for neighbour in beside.there)
             assert {stages.places[n].pp - stages.places[rank].pp for n in beside.there} <= {-1, 1}
