@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 CONTROL, QUORUM = "control.json", "quorum.json"
-"""Files with the lease of the control plane (or of the launchers), and with that of the quorum server."""
+"""Names of lease files: CONTROL of the control plane's lease and, in the launchers' own folder, of the lease of the
+launcher that runs the quorum server; QUORUM of the quorum server's lease.
+"""
 _FOLDER = "terms"
 _LOOK_S = 0.05
 SUCCEEDED = 75
@@ -52,7 +54,16 @@ class LeaseRecord:
 
 
 def claim(run_dir: Path, term: int, node: str) -> bool:
-    """Claim ``term`` for ``node``. Return False if another node has claimed it already."""
+    """Claim a term by creating its file; return False if the term was claimed before, by any process.
+
+    Args:
+        run_dir: directory of the election.
+        term: number of the term.
+        node: name of the node or process that claims the term, which is written into the file.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
     folder = run_dir / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -65,7 +76,12 @@ def claim(run_dir: Path, term: int, node: str) -> bool:
 
 
 def claim_next(run_dir: Path, node: str, least: int = 0) -> int:
-    """Claim the next free term that is at least ``least`` for ``node``, and return it.
+    """Claim the first term that is free, and return its number.
+
+    Args:
+        run_dir: directory of the election.
+        node: name of the node or process that claims the term.
+        least: lower bound of the term.
 
     Raises:
         OSError: the directory cannot be written.
@@ -77,7 +93,7 @@ def claim_next(run_dir: Path, node: str, least: int = 0) -> int:
 
 
 def newest(run_dir: Path) -> int:
-    """Return the newest term that was claimed, -1 before the first."""
+    """Return the number of the newest term that was claimed; -1 if none was."""
     try:
         return max((int(name) for name in os.listdir(run_dir / _FOLDER) if name.isdecimal()), default=-1)
     except FileNotFoundError:
@@ -85,12 +101,12 @@ def newest(run_dir: Path) -> int:
 
 
 def is_over(run_dir: Path, term: int) -> bool:
-    """Return whether a later term than ``term`` was claimed."""
+    """Return whether another process has claimed a later term than ``term``."""
     return newest(run_dir) > term
 
 
 def read(run_dir: Path, file: str = CONTROL) -> LeaseRecord | None:
-    """Return the lease, None if there is none or it cannot be read."""
+    """Return the lease in ``file`` (CONTROL or QUORUM); None if there is none or it cannot be read."""
     try:
         values = json.loads((run_dir / file).read_text())
         found = LeaseRecord(**{f.name: values[f.name] for f in fields(LeaseRecord) if f.name in values})
@@ -101,6 +117,11 @@ def read(run_dir: Path, file: str = CONTROL) -> LeaseRecord | None:
 
 def renew(run_dir: Path, standing: LeaseRecord, file: str = CONTROL) -> None:
     """Write the lease atomically: readers see the old or the new content.
+
+    Args:
+        run_dir: directory of the election.
+        standing: the lease.
+        file: CONTROL or QUORUM.
 
     Raises:
         OSError: the directory cannot be written.

@@ -51,7 +51,7 @@ def install(run: Run, metrics: Path) -> None:
 
 
 def _around(module: Any, name: str, run: Run, wrapper: Callable[..., Any]) -> None:
-    """Replace a function of ``module`` by ``wrapper(run, original, *args, **kwargs)``."""
+    """Replace the function ``module.name`` by one that calls ``wrapper(run, original, ...)`` with its own arguments."""
     original = getattr(module, name)
     replace(module.__name__, name, functools.wraps(original)(functools.partial(wrapper, run, original)))
 
@@ -98,9 +98,15 @@ def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tu
 
 
 def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
-    """Run the rest of the trainer's main function: training, the last save and the evaluations.
+    """Call ``rest``, and call it again after every recovery, until training is over; then end this worker's session.
 
-    The rest is called again after every recovery.
+    Args:
+        run: the state of the run.
+        metrics: the file that gets a line for each step.
+        rest: the last part of the trainer's main function: training, the last save and the evaluations.
+
+    Raises:
+        SystemExit: the trainer ends with an exit code of its own.
     """
     args = run.args
     run.step = run.first_step = args.iteration

@@ -1,17 +1,13 @@
 """Runs one step of a checkout's trainer within the layers of the protections."""
 
-import hashlib
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.state import Run
 from ft.base.errors import FtError
-from megatron import core
+from ft.protection import fingerprint as fingerprints
 
 _SKIPPED, _GRAD_NORM = 1, 5
 _APART = {
@@ -71,19 +67,15 @@ def leave_checks_to_layers(run: Run) -> None:
 
 
 def fingerprint(run: Run) -> dict[str, str | int]:
-    """Return the settings that determine which operators a step executes, as setting name -> value."""
+    """Return the fingerprint of the run (:mod:`ft.protection.fingerprint`): property -> value."""
     args = run.args
-    told = {name: str(value) for name, value in sorted(vars(args).items()) if name not in _APART}
-    return {
-        "model": hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16],
-        "tp": args.tensor_model_parallel_size,
-        "pp": args.pipeline_model_parallel_size,
-        "vpp": args.virtual_pipeline_model_parallel_size or 1,
-        "dp": args.data_parallel_size,
-        "ep": args.expert_model_parallel_size,
-        "micro_batch": args.micro_batch_size,
-        "microbatches": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
-        "torch": torch.__version__.split("+")[0],
-        "core": core.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-    }
+    return fingerprints.fingerprint(
+        {name: str(value) for name, value in vars(args).items() if name not in _APART},
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+        dp=args.data_parallel_size,
+        ep=args.expert_model_parallel_size,
+        micro_batch=args.micro_batch_size,
+        global_batch=args.global_batch_size,
+    )

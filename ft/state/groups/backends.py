@@ -19,13 +19,14 @@ from ft.platform import sockets
 _DEVICE_ATTEMPTS = 5
 
 OpenStore = Callable[[], tuple[dist.Store, "Breakable"]]
-"""Function that opens another connection to the rendezvous store: () -> (the store, its connection)."""
+"""Function that opens another connection to the rendezvous store and returns (the store, the connection)."""
 
 
 class Breakable(Protocol):
     """A connection to the rendezvous store that any thread can break."""
 
-    def break_off(self) -> None: ...
+    def break_off(self) -> None:
+        """Break the connection; operations that wait for the store fail."""
 
 
 class Connection:
@@ -51,7 +52,7 @@ class Connection:
         raise NotImplementedError
 
     def break_one(self, choice: random.Random) -> None:
-        """Break one TCP connection of the backend, for fault injection. Safe from any thread."""
+        """Break one TCP connection of the backend, drawn by ``choice``, for fault injection. Safe from any thread."""
         if self._own:
             descriptor = choice.choice(sorted(self._own))
             sockets.shut({descriptor: self._own[descriptor]})
@@ -176,9 +177,13 @@ class NcclConnector:
         self._rank, self._size, self._timeout = rank, size, timeout
 
     def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
-        """Create the backend, with the arguments of ``GlooConnector.connect``, without waiting for other members.
+        """Create the backend without waiting for the other members.
 
-        The backend has its own connection to the store, because a group that is kept outlives the epoch's connection.
+        Args:
+            store: not used for NCCL: the backend has its own connection to the store, because a group that is kept
+                outlives the epoch's connection.
+            open_store: opens that connection.
+            watch: not used for NCCL.
         """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
@@ -205,7 +210,10 @@ def prepare_nccl() -> None:
 
 
 def interrupt_together(connections: list[Connection]) -> None:
-    """Interrupt all connections. Aborts of NCCL communicators are grouped; otherwise they would wait for each other."""
+    """Interrupt all connections (``Connection.interrupt``).
+
+    Aborts of NCCL communicators are grouped; otherwise they would wait for each other.
+    """
     on_device = [one for one in connections if isinstance(one, NcclConnection)]
     for one in connections:
         if not isinstance(one, NcclConnection):
@@ -222,12 +230,15 @@ def interrupt_together(connections: list[Connection]) -> None:
 
 
 def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGroup:
-    """Return a ``dist.ProcessGroup`` with these backends. It has methods that a backend alone does not have.
+    """Return a process group that dispatches each operation to the backend for the device of its tensors.
+
+    A ``dist.Backend`` alone does not suffice: torch calls methods of ``dist.ProcessGroup`` that it lacks, such as
+    those for coalesced operations.
 
     Args:
         connections: connected backends, one for each type of device.
-        rank: group rank of this worker.
-        size: number of members.
+        rank: rank of this worker within the group.
+        size: number of members of the group.
     """
     inner = dist.ProcessGroup(dist.HashStore(), rank, size)
     for one in connections:

@@ -15,7 +15,7 @@ OF_CORE = {
     "TikTokenizer": "tiktoken",
     "SFTTokenizer": "sft",
 }
-"""Tokenizers that megatron-core's tokenizer library reads -> the part of it that does."""
+"""Value of --tokenizer-type -> name of the library in megatron-core's tokenizers that reads its files."""
 
 TOKENIZERS = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer", *OF_CORE)
 
@@ -28,7 +28,7 @@ class DataOptions:
     """Indexed dataset prefix, or a blend: weight prefix weight prefix ... (or prefixes alone, weighted by size)."""
 
     data_args_path: str | None = None
-    """File whose words stand for those of --data-path."""
+    """File with the words of --data-path, instead of that flag."""
 
     split: str | None = None
     """Comma-separated shares of documents for train, valid and test, e.g. 969,30,1."""
@@ -79,7 +79,7 @@ class DataOptions:
     """Train on fill-in-the-middle samples: the middle of a document, or of its fragments, moves behind its end."""
 
     fim_rate: float = 0.5
-    """Probability with which a document becomes such a sample."""
+    """Probability with which a document becomes a fill-in-the-middle document."""
 
     fim_spm_rate: float = 0.5
     """Probability of the order suffix, prefix, middle (else prefix, suffix, middle)."""
@@ -169,13 +169,14 @@ class TokenizerOptions:
     """Let a tokenizer of the transformers library run code of its own."""
 
     tiktoken_pattern: Literal["v1", "v2"] | None = None
-    """How a TikTokenizer splits text."""
+    """Pattern by which a TikTokenizer splits text into words."""
 
     tiktoken_num_special_tokens: int = 1000
-    """Special tokens of a TikTokenizer."""
+    """Number of special tokens of a TikTokenizer."""
 
     sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
-    """Prompt format of an SFTTokenizer."""
+    """Chat template of an SFTTokenizer: default (the tokenizer's own), identity, nemotron-h-aligned or
+    nemotron-nano-v2."""
 
     vocab_size: int | None = None
     """Size of the vocabulary before padding; needed by NullTokenizer, checked against the others."""

@@ -17,7 +17,11 @@ from megatron.training.data.tokenizer import Tokenizer
 
 
 def fill_in_the_middle(data: DataOptions) -> type[GPTDataset]:
-    """Return megatron-core's dataset class with the samples rearranged as the --fim flags say."""
+    """Return a subclass of megatron-core's dataset whose samples are rearranged.
+
+    Args:
+        data: the --fim flags.
+    """
 
     class FillInTheMiddleDataset(GPTDataset):
         def __init__(self, *args, **options):
@@ -34,7 +38,7 @@ def fill_in_the_middle(data: DataOptions) -> type[GPTDataset]:
 
 
 class Rearranged:
-    """Rearranges the documents in the ids of a sample.
+    """Turns the documents of a sample into fill-in-the-middle documents, each with the probability --fim-rate.
 
     Args:
         data: the --fim flags.
@@ -69,11 +73,11 @@ class Rearranged:
         return found
 
     def __call__(self, ids: numpy.ndarray, random: numpy.random.Generator) -> numpy.ndarray:
-        """Return as many ids, with the documents rearranged.
+        """Return the sample with rearranged documents, cut or padded to its old length: int64, of the shape of ``ids``.
 
         Args:
-            ids: the ids of a sample, 1-D; documents are separated by the end-of-document token.
-            random: what the sample's places and probabilities are drawn from.
+            ids: token ids of a sample, 1-D; documents are separated by the end-of-document token.
+            random: generator that decides which documents are rearranged, and where they are cut.
         """
         found = _each(ids, self._eod, lambda part: self._document(part, random))[: len(ids)]
         padding = numpy.full(len(ids) - len(found), self._pad)
@@ -105,7 +109,13 @@ class Rearranged:
 
 
 def _each(ids: numpy.ndarray, separator: int, change: Callable[[numpy.ndarray], numpy.ndarray]) -> numpy.ndarray:
-    """Return ids with ``change`` applied to each non-empty part between separators, which stay."""
+    """Apply ``change`` to each non-empty part of ``ids`` between separators, and return all parts with the separators.
+
+    Args:
+        ids: token ids, 1-D.
+        separator: the id that separates parts.
+        change: function that returns the new ids of a part.
+    """
     found = []
     for index, part in enumerate(numpy.split(ids, numpy.flatnonzero(ids == separator))):
         if index:
