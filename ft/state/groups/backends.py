@@ -51,12 +51,6 @@ class Connection:
         """
         raise NotImplementedError
 
-    def break_one(self, choice: random.Random) -> None:
-        """Break one TCP connection of the backend, drawn by ``choice``, for fault injection. Safe from any thread."""
-        if self._own:
-            descriptor = choice.choice(sorted(self._own))
-            sockets.shut({descriptor: self._own[descriptor]})
-
     def drop(self) -> None:
         """Release the backend.
 
@@ -77,6 +71,12 @@ class GlooConnection(Connection):
 
     def interrupt(self) -> None:
         sockets.shut(self._own)
+
+    def break_one(self, choice: random.Random) -> None:
+        """Break one TCP connection of the backend, drawn by ``choice``, for fault injection. Safe from any thread."""
+        if self._own:
+            descriptor = choice.choice(sorted(self._own))
+            sockets.shut({descriptor: self._own[descriptor]})
 
 
 class NcclConnection(Connection):

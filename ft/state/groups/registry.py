@@ -19,7 +19,14 @@ import torch.distributed as dist
 from ft.base.errors import EpochClosed, FtError, UserError
 from ft.job.messages import GroupReport
 from ft.net.store import StoreConnection
-from ft.state.groups.backends import GlooConnector, NcclConnector, interrupt_together, prepare_gloo, prepare_nccl
+from ft.state.groups.backends import (
+    GlooConnection,
+    GlooConnector,
+    NcclConnector,
+    interrupt_together,
+    prepare_gloo,
+    prepare_nccl,
+)
 from ft.state.groups.builder import Builder, Cancelled, Job, Meeting
 from ft.state.groups.group import Group
 from ft.state.groups.state import EpochState
@@ -241,10 +248,11 @@ class Groups:
         return [group.report() for group in self._groups.values()]
 
     def break_connection(self, choice: random.Random) -> None:
-        """Break one TCP connection of a group in use, for fault injection."""
+        """Break one TCP connection of a gloo group in use, for fault injection. NCCL's sockets are not known."""
         used = [one for group in self._groups.values() if group.report().used for one in group.connections()]
-        if used:
-            choice.choice(used).break_one(choice)
+        breakable = [one for one in used if isinstance(one, GlooConnection)]
+        if breakable:
+            choice.choice(breakable).break_one(choice)
 
     def drop(self) -> None:
         """Release the connections of interrupted groups: afterwards no earlier operation can write into a buffer."""
