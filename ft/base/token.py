@@ -37,6 +37,11 @@ def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
 def find(run_dir: Path, patience_s: float, environment: Mapping[str, str] = os.environ) -> str:
     """Return the token, once another agent has made it.
 
+    Args:
+        run_dir: directory of the run, which all nodes share.
+        patience_s: longest wait in seconds.
+        environment: environment variables; a token in them is taken instead of the one in the directory.
+
     Raises:
         UserError: no token appeared within ``patience_s`` seconds.
     """

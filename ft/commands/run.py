@@ -82,6 +82,11 @@ def prepare(
 ) -> tuple[RunOptions, list[inject.Fault], Protection]:
     """Return the options, the planned faults, and how the run is protected.
 
+    Args:
+        given: the parsed command line.
+        environment: environment variables of ``ft run``.
+        job: the Slurm or MPI job that ``ft run`` is part of; None: it is in no job.
+
     Raises:
         UserError: lists every problem with the flags of ``ft run`` and, for this project's trainer, of the trainer.
     """

@@ -57,7 +57,13 @@ class Flip:
         return self.operator in PAYLOADS
 
     def fits(self, operator: str, phase: str, execution: str | None) -> bool:
-        """Return whether a result may be hit. ``execution`` is None for a received message."""
+        """Return whether a result may be hit.
+
+        Args:
+            operator: name of the operator, such as ``add_.Tensor``; of a received message, its kind.
+            phase: phase of the step in which it runs.
+            execution: which of the two executions this is; None for a received message.
+        """
         if self.phase not in (ANY, phase):
             return False
         if self.is_payload or execution is None:

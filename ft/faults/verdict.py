@@ -148,13 +148,25 @@ def of_silence(silent_s: float, state: str) -> Verdict:
 
 
 def of_stall(where: str, seconds: float, limit_s: float) -> Verdict:
-    """Classify a worker that sends heartbeats and computes while the others wait for it."""
+    """Classify a worker that sends heartbeats and computes while the others wait for it.
+
+    Args:
+        where: the communication operation that the worker is in; "": none.
+        seconds: time for which it has been there.
+        limit_s: the limit of this time, in seconds.
+    """
     reason = f"in {where or 'no group operation'} for {seconds:.1f} s while others wait for it (limit {limit_s:.1f} s)"
     return Verdict(HOST, REPLACE, reason, "stall", key="stall", in_vain=True)
 
 
 def of_standstill(group: str, seconds: float, limit_s: float) -> Verdict:
-    """Classify a standstill in which every worker waits in a communication operation."""
+    """Classify a standstill in which every worker waits in a communication operation.
+
+    Args:
+        group: name of the process group in which this worker waits.
+        seconds: time for which it has waited.
+        limit_s: the limit of this time, in seconds.
+    """
     reason = f"all workers wait, this one in {group} for {seconds:.1f} s (limit {limit_s:.1f} s)"
     return Verdict(TRANSIENT, RETRY, reason, "standstill", key="connection", in_vain=True)
 
@@ -175,7 +187,13 @@ def of_lost_agent(node: str, why: str) -> Verdict:
 
 
 def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
-    """Classify a worker that lives but does not do its part of a recovery in time."""
+    """Classify a worker that lives but does not do its part of a recovery in time.
+
+    Args:
+        what: what the worker has not done, as the beginning of a sentence that goes on with "within 10 s".
+        limit_s: time that it had, in seconds.
+        action: REPLACE or another action of this module.
+    """
     category = HOST if action == REPLACE else TRANSIENT
     return Verdict(category, action, f"{what} within {limit_s:g} s", "deadline", key="deadline", in_vain=True)
 

@@ -77,6 +77,11 @@ def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
 def garbage_is_due(options: Options, step: int, evaluated: bool) -> bool:
     """Return whether to collect garbage. With --manual-gc all ranks collect garbage at the same steps, so that no rank
     waits for another.
+
+    Args:
+        options: options of the run.
+        step: number of the committed step.
+        evaluated: whether an evaluation has followed this step.
     """
     t = options.training
     if not t.manual_gc:

@@ -52,6 +52,12 @@ def returned(before: list[Return], step: int, recovery: Recovery, fired: int) ->
 
     The list ``before`` is continued only if training stopped after the same step, nothing has died or raised an error
     since, and no further fault was injected. Otherwise the new list has one entry.
+
+    Args:
+        before: the rollbacks so far.
+        step: committed step that is restored now.
+        recovery: the recovery in progress.
+        fired: number of faults that have been injected so far.
     """
     this = Return(step, list(recovery.verdicts), fired)
     goes_on = bool(before) and recovery.in_vain and (before[-1].step, before[-1].fired) == (step, fired)
@@ -83,6 +89,14 @@ def of_joiner(found: Verdict) -> Verdict:
 
 
 def record(history: list[Incident], now: float, rank: int | None, step: int, found: Verdict) -> None:
-    """Append a failure to the history, and drop the oldest entries."""
+    """Append a failure to the history, and drop the oldest entries.
+
+    Args:
+        history: the failures so far, which are changed.
+        now: time of the failure, in seconds.
+        rank: logical rank that failed; None for a standby.
+        step: committed step at the time of the failure.
+        found: the verdict on the failure.
+    """
     history.append(Incident(now, rank, step, found.action, found.key))
     del history[:-_REMEMBERED]

@@ -79,6 +79,11 @@ def lost_agents(now: float, heard_at: Mapping[str, float], timeouts: Timeouts) -
     """Return (node, seconds of silence) for each lost agent.
 
     Return nothing if all agents are silent: then the control plane itself is partitioned or was paused.
+
+    Args:
+        now: the present time, in seconds.
+        heard_at: node -> time of the last message of its agent, in seconds.
+        timeouts: time limits of the run.
     """
     quiet = {node: now - at for node, at in heard_at.items() if now - at > timeouts.agent_lost_s}
     return sorted(quiet.items()) if len(quiet) < len(heard_at) else []

@@ -16,7 +16,16 @@ def finish_if_done(state: State, now: float, out: Decisions) -> None:
 
 
 def stop(state: State, now: float, code: int, message: str, out: Decisions, why: str = "") -> None:
-    """End the run with exit code ``code``; ``message`` is for the user."""
+    """End the run with exit code ``code``; ``message`` is for the user.
+
+    Args:
+        state: state of the control plane, which is changed.
+        now: the present time, in seconds.
+        code: exit code of the run.
+        message: reason for the user.
+        out: collects the order and the event.
+        why: reason for the record of decisions; "": ``message``.
+    """
     _end(state, now, m.Stop(code, message), why or message, out)
     out.note(events.STOPPED, code=code, message=message)
 

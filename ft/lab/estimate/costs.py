@@ -28,7 +28,13 @@ def transfer_seconds(sent: float, rate: float, cluster: Cluster) -> float:
 
 
 def message_seconds(sent: float, same_node: bool, cluster: Cluster) -> float:
-    """Return the seconds of a message of ``sent`` bytes between two pipeline stages."""
+    """Return the seconds of a message of ``sent`` bytes between two pipeline stages.
+
+    Args:
+        sent: size of the message in bytes.
+        same_node: whether both stages are on one node.
+        cluster: rates of the links.
+    """
     device, reached = cluster.device, cluster.reached
     rate = device.link * reached.link if same_node else cluster.network * reached.network
     return transfer_seconds(sent, rate, cluster)

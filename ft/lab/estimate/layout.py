@@ -144,6 +144,13 @@ def fitted(model: Model, cluster: Cluster, pp: int, tp: int | None = None, ep: i
     By default, a tensor-parallel group fills a node, and data parallelism uses all nodes. GPUs that do not suffice for
     another whole copy of the model stay unused.
 
+    Args:
+        model: the model.
+        cluster: the GPUs.
+        pp: number of pipeline stages.
+        tp: tensor-parallel size; None: the largest that fits.
+        ep: expert-parallel size; None: the tensor-parallel size, if it divides the number of experts, else 1.
+
     Raises:
         UserError: the layout is impossible.
     """

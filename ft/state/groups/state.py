@@ -47,6 +47,11 @@ class EpochState:
         """Return the exception for an operation that failed with ``error``.
 
         If the epoch is open, first report the failure and wait for the control plane to close the epoch.
+
+        Args:
+            group: name of the process group.
+            ranks: logical ranks of its members.
+            error: the exception of the operation.
         """
         if self.closed is None:
             self._on_failure(group, error)

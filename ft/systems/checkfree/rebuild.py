@@ -128,6 +128,11 @@ def fresh(name: str, like: torch.Tensor, generator: torch.Generator | None) -> t
     Matrices are drawn from a normal distribution with standard deviation 0.02, biases are 0, and the weights of norm
     layers 1. Megatron initialises the output projections of a block with a smaller deviation, which depends on the
     model's number of layers, and zero-centred norms with 0; pass ``initialise`` to ``rebuild`` for these.
+
+    Args:
+        name: name of the parameter; that of a bias ends with ``bias``.
+        like: a tensor of the parameter's shape, dtype and device.
+        generator: source of the random values; None: torch's default generator of the device.
     """
     if not like.is_floating_point():
         return like.detach().clone()

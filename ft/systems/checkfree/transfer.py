@@ -23,7 +23,14 @@ Blocks = list[dict[str, torch.Tensor]]
 
 
 def lend(to: Sequence[int], group: dist.ProcessGroup, blocks: Blocks, envelope: dict[str, Any]) -> None:
-    """Send ``blocks`` and ``envelope`` to the logical ranks ``to``, all at once."""
+    """Send ``blocks`` and ``envelope`` to the logical ranks ``to``, all at once.
+
+    Args:
+        to: logical ranks that receive.
+        group: group that contains sender and receivers, with logical ranks as global ranks.
+        blocks: the parameters to send.
+        envelope: JSON values to send with them.
+    """
     described = [[[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in b.items()] for b in blocks]
     tensors = [held for block in blocks for held in block.values()]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -37,6 +44,11 @@ def lend(to: Sequence[int], group: dist.ProcessGroup, blocks: Blocks, envelope: 
 
 def borrow(lenders: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[tuple[Blocks, dict]]:
     """Receive (blocks, envelope) from each of the logical ranks ``lenders``.
+
+    Args:
+        lenders: logical ranks that send.
+        group: group that contains sender and receivers, with logical ranks as global ranks.
+        device: device on which the parameters are received.
 
     Raises:
         FallbackError: the received bytes cannot be decoded.

@@ -31,6 +31,12 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
 
     A message is exchanged as soon as sender and receiver are both between two units.
 
+    Args:
+        stages: number of pipeline stages.
+        microbatches: number of microbatches.
+        chunks: number of model chunks of each stage.
+        duration: function that returns the duration of a unit of work.
+
     Raises:
         UserError: no such schedule exists.
     """

@@ -33,6 +33,12 @@ def checkpoint_period(save: float, failure: float, restart: float) -> float:
 def availability(period: float, save: float, failure: float, restart: float) -> float:
     """Return the share of wall-clock time in which training progresses, with a checkpoint every ``period`` (2).
 
+    Args:
+        period: T_c, time between two checkpoints.
+        save: T_s, duration of a checkpoint.
+        failure: T_f, mean time between two global restarts.
+        restart: T_r, duration of a global restart.
+
     Raises:
         UserError: as :func:`checkpoint_period`, or the period is shorter than the checkpoint.
     """
@@ -43,7 +49,13 @@ def availability(period: float, save: float, failure: float, restart: float) -> 
 
 
 def best_availability(save: float, failure: float, restart: float) -> float:
-    """Return the availability at the optimal checkpoint period, 2 T_s T_f / T_c^2: (2) at the period of (1)."""
+    """Return the availability at the optimal checkpoint period, 2 T_s T_f / T_c^2: (2) at the period of (1).
+
+    Args:
+        save: T_s, duration of a checkpoint.
+        failure: T_f, mean time between two global restarts.
+        restart: T_r, duration of a global restart.
+    """
     return 2 * save * failure / checkpoint_period(save, failure, restart) ** 2
 
 
@@ -120,6 +132,13 @@ def time_to_train(groups: int, redundancy: int, mtbf: float, save: float, restar
     """Return the time to train relative to that of plain data parallelism without failures (7).
 
     Checkpoints are saved at the period of (1).
+
+    Args:
+        groups: N, the number of groups.
+        redundancy: r, the number of hosts of a type.
+        mtbf: m, the mean time between two group failures of the whole system.
+        save: T_s, duration of a checkpoint.
+        restart: T_r, duration of a global restart.
 
     Raises:
         UserError: as :func:`mu` and :func:`checkpoint_period`.

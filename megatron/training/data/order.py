@@ -26,7 +26,13 @@ def sample_indices(
 
 
 def epoch_permutation(seed: int, epoch: int, size: int) -> numpy.ndarray:
-    """Return the permutation of range(size), shape (size,), for one pass through the data."""
+    """Return the permutation of range(size), shape (size,), for one pass through the data.
+
+    Args:
+        seed: seed of the run.
+        epoch: number of the pass, from 0.
+        size: number of samples.
+    """
     # RandomState's stream is the same in all versions of numpy, so that a run resumes after an upgrade.
     state = numpy.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch])
     order = numpy.arange(size, dtype=numpy.uint32 if size < 2**32 else numpy.int64)

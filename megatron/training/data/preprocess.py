@@ -159,6 +159,11 @@ def inputs_digest(sources: list[Source], options: PreprocessOptions, tokenizer: 
     """Return a SHA-256 (hex) of everything that determines the dataset, with names, sizes and times of the inputs.
 
     The contents of the inputs are not read.
+
+    Args:
+        sources: the input files.
+        options: options of the preprocessing.
+        tokenizer: the tokenizer.
     """
     relevant = {k: v for k, v in asdict(options).items() if k in ("json_key", "append_eod", "shuffle_seed", "max_mb")}
     files = [[os.path.abspath(s.path), s.size, s.mtime_ns, s.lines] for s in sources]

@@ -267,6 +267,11 @@ def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] =
 def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None:
     """Reject a dataset that was made with another tokenizer than ``tokenizer``.
 
+    Args:
+        prefix: path of the dataset without its suffix, for the message.
+        sidecar: what the dataset's tool has recorded about it.
+        tokenizer: the tokenizer of this run.
+
     Raises:
         UserError: the fingerprints differ; the message has both.
     """
@@ -284,6 +289,11 @@ def padded_vocab_size(options: TokenizerOptions, vocab_size: int, tensor_paralle
     """Return the number of rows of the embedding.
 
     It is --padded-vocab-size, else ``vocab_size`` padded according to --make-vocab-size-divisible-by.
+
+    Args:
+        options: the tokenizer's flags.
+        vocab_size: number of token ids.
+        tensor_parallel_size: number of ranks over which the rows are split.
 
     Raises:
         UserError: --padded-vocab-size is smaller than the vocabulary, or cannot be split over the ranks.

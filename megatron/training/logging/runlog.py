@@ -173,7 +173,13 @@ class RunLog(AbstractContextManager):
 
 
 def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> str:
-    """Return Megatron-LM's line for the newest of ``reports``, with time and throughput averaged over all of them."""
+    """Return Megatron-LM's line for the newest of ``reports``, with time and throughput averaged over all of them.
+
+    Args:
+        reports: the steps since the last line, oldest first.
+        last_step: number of steps of the run.
+        skipped: number of steps since the last line whose update was skipped.
+    """
     now, count = reports[-1], len(reports)
     parts = [
         f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {now.step:8d}/{last_step:8d}",

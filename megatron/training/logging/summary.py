@@ -12,7 +12,14 @@ from megatron.training.config import params_dtype, uses_te
 
 
 def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer) -> str:
-    """Return a summary of model, data and platform, in a few lines."""
+    """Return a summary of model, data and platform, in a few lines.
+
+    Args:
+        options: options of the run.
+        layout: sizes of the parallel groups.
+        parameters: number of parameters of the whole model.
+        tokenizer: the tokenizer.
+    """
     m, t = options.core, options.training
     experts = f", {options.core.num_experts} experts" if options.core.num_experts else ""
     rows = {

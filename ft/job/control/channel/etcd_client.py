@@ -54,7 +54,13 @@ class Etcd:
         self._closed = threading.Event()
 
     def put(self, key: str, value: str, lease: str = "0") -> int:
-        """Set a key and return the etcd revision of this change."""
+        """Set a key and return the etcd revision of this change.
+
+        Args:
+            key: the key.
+            value: its new value.
+            lease: id of the lease with whose end the key disappears; "0": the key stays.
+        """
         return revision_of(self._call("kv/put", {"key": b64(key), "value": b64(value), "lease": lease}))
 
     def get(self, *ranges: dict) -> tuple[list[list[Entry]], int]:

@@ -76,7 +76,13 @@ def between(first: str, end: str) -> dict:
 
 
 def put(key: str, value: str, lease: str = "0") -> dict:
-    """Return the operation that sets a key, for ``Etcd.transact``."""
+    """Return the operation that sets a key, for ``Etcd.transact``.
+
+    Args:
+        key: the key.
+        value: its new value.
+        lease: id of the lease with whose end the key disappears; "0": the key stays.
+    """
     return {"request_put": {"key": b64(key), "value": b64(value), "lease": lease}}
 
 
@@ -112,7 +118,14 @@ def _text(value: str) -> str:
 
 
 def exchange(connection: http.client.HTTPConnection, path: str, data: bytes, credential: str) -> dict:
-    """Send one call and return the decoded answer."""
+    """Send one call and return the decoded answer.
+
+    Args:
+        connection: connection to an etcd server.
+        path: the call, such as "kv/put".
+        data: its arguments, as JSON.
+        credential: result of :func:`log_in`; "": etcd's authentication is disabled.
+    """
     connection.request("POST", f"/v3/{path}", data, {"Authorization": credential} if credential else {})
     return json.loads(connection.getresponse().read())
 

@@ -45,6 +45,12 @@ def in_place(chunk: torch.nn.Module, stage: int, stages: int, run: Callable[[], 
     """Call ``run`` with the model configured for a schedule of megatron-core, and return its result.
 
     In such a schedule, only the first stage embeds tokens and only the last one computes the loss.
+
+    Args:
+        chunk: the model chunk of this rank.
+        stage: number of this pipeline stage.
+        stages: number of stages.
+        run: function that trains or evaluates.
     """
     ends = StageEnds(chunk)
     ends.become(first=stage == 0, last=stage == stages - 1)

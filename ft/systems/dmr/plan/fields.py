@@ -57,7 +57,13 @@ class Fields:
         return self._typed(name, default, bool, "true or false")
 
     def count(self, name: str, default: Any = ABSENT, least: int = 0) -> Any:
-        """Return the value of the field, a whole number that is at least ``least``."""
+        """Return the value of the field, a whole number that is at least ``least``.
+
+        Args:
+            name: name of the field.
+            default: returned if the field is missing; by default, a missing field is an error.
+            least: lower bound of the value.
+        """
         value = self._typed(name, default, int, "a whole number")
         if value is not default and (isinstance(value, bool) or value < least):
             raise self.error(f"has {name} = {value!r}, which is not a whole number of at least {least}")
@@ -107,6 +113,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_object(path: Path, version: int, fix: str) -> Fields:
     """Return the object in a file, whose version must be ``version``.
+
+    Args:
+        path: a JSON file.
+        version: the only version that is accepted.
+        fix: what the user can do if the file cannot be used.
 
     Raises:
         UserError: the file cannot be read, is truncated, is not a JSON object, or has another version.

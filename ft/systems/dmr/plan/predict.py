@@ -21,7 +21,13 @@ from ft.systems.dmr.plan.trace import BACKWARD, CLOSE_US, IN_UNITS, INTRA, RECOM
 
 
 def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
-    """Return the time by which the verification of an operator lengthens the work of its stage, in microseconds."""
+    """Return the time by which the verification of an operator lengthens the work of its stage, in microseconds.
+
+    Args:
+        trace: the profile.
+        op: the operator.
+        assignment: when the operator is verified.
+    """
     return _cost(trace, op).of(assignment.set)
 
 

@@ -51,7 +51,15 @@ class OperatorCall:
 
 
 def operator_id(stage: int, phase: str, chunk: int, microbatch: int, index: int) -> str:
-    """Return the identifier of an operator in profiles and plans."""
+    """Return the identifier of an operator in profiles and plans.
+
+    Args:
+        stage: pipeline stage, from 0.
+        phase: phase of the step.
+        chunk: model chunk of the stage, from 0.
+        microbatch: number of the microbatch, from 0.
+        index: number of the operator in this phase, chunk and microbatch.
+    """
     return f"s{stage}.{phase}.{chunk}.{microbatch}.{index}"
 
 

@@ -139,7 +139,14 @@ class Engine:
             tensor.register_hook(enter)
 
     def forward_step(self, step: Callable[[], Any], chunk: int, inputs: Any, outputs_of: Callable[[Any], Any]) -> Any:
-        """Run ``step``, the forward pass of the next microbatch of ``chunk``, and return its result."""
+        """Run ``step``, the forward pass of the next microbatch of ``chunk``, and return its result.
+
+        Args:
+            step: runs the forward pass.
+            chunk: number of the model chunk.
+            inputs: what the chunk has received from the stage before; tensors may be nested.
+            outputs_of: takes the result of ``step`` and returns what is sent to the next stage.
+        """
         microbatch = self.course.forward(chunk)
         with self._unwatched():
             self._falsify_received(tensors_in(inputs))

@@ -180,7 +180,14 @@ def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
 
 
 def force_bit(tensor: torch.Tensor, element: int, bit: int, value: int) -> bool:
-    """Set a bit to ``value``; return whether that changed it."""
+    """Set a bit to ``value``; return whether that changed it.
+
+    Args:
+        tensor: the tensor, which is changed in place.
+        element: index of the element in the flattened tensor.
+        bit: number of the bit, 0 for the lowest.
+        value: 0 or 1.
+    """
     word = word_at(tensor, element)
     mask = _mask(word.dtype, bit)
     is_set = bool((word & mask).item())

@@ -80,7 +80,16 @@ def make_engine(
     seed: int,
     falsifier: Falsifier | None = None,
 ) -> Engine:
-    """Build the engine that intercepts and verifies the operators on this rank."""
+    """Build the engine that intercepts and verifies the operators on this rank.
+
+    Args:
+        strategy: which operators are verified at once, and which later.
+        plan: the plan to follow; None without one.
+        chunks: model chunks of this rank.
+        stage: pipeline stage of this rank.
+        seed: seed of the digests, the same on all ranks.
+        falsifier: corrupts results, for tests; None: nothing is corrupted.
+    """
     device = next(chunks[0].parameters()).device
     if device.type == "cuda":
         torch.compiler.set_stance("force_eager")  # functions compiled by core would bypass the dispatcher
