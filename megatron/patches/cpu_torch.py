@@ -50,6 +50,7 @@ def _on_cpu(make):
 
 
 def shadow_tensors() -> None:
+    """Let constructors and methods of tensors take a CUDA device for the CPU."""
     # torch caches, by identity, which functions honour `with torch.device(...)`: it has to see the original functions.
     _device_constructors()
     for name in TENSOR_MAKERS:
@@ -170,6 +171,7 @@ def _nothing():
 
 
 def shadow_streams() -> None:
+    """Replace streams, events, the current device and memory statistics of `torch.cuda`."""
     default = Stream()
     current = [default]
 
@@ -220,6 +222,7 @@ def shadow_streams() -> None:
 
 
 def shadow_sends() -> None:
+    """Let an asynchronous send keep its data when megatron-core frees the tensor before the send is complete."""
     send = torch.distributed.isend
 
     @functools.wraps(send)
@@ -236,6 +239,7 @@ def shadow_sends() -> None:
 
 
 def shadow_generator() -> None:
+    """Replace the CUDA random generators by torch's generator of the CPU."""
     generator = torch.default_generator
 
     def get_rng_state(device="cuda"):

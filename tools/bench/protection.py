@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> None:
+    """Measure on this worker of the run; rank 0 writes the result."""
     from megatron import patches
 
     patches.apply()
@@ -111,6 +112,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def options_of(arguments: argparse.Namespace):
+    """Return (the trainer's options, the sizes of its parallel groups)."""
     import small_runs as runs
 
     from megatron.training.arguments import check, parse
@@ -126,6 +128,15 @@ def options_of(arguments: argparse.Namespace):
 
 
 def result(arguments: argparse.Namespace, times: dict, stats: list, parameters: int, guard) -> dict:
+    """Return the values of the JSON line.
+
+    Args:
+        arguments: the command line.
+        times: side -> seconds of a step in each block.
+        stats: the statistics of all snapshots.
+        parameters: number of parameters of the model.
+        guard: the hot-swap layer of rank 0.
+    """
     ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
     whole = [s for s in stats if s.wait_s is not None and s.transfer_s is not None][2:]
     return {

@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1000)
     parser.add_argument("--redundancy", type=int, default=26)
-    parser.add_argument("--whole-trials", type=int, default=10, help="whose calls are timed one by one")
-    parser.add_argument("--rows", type=int, default=len(ROWS), help="of the tables")
-    parser.add_argument("--trials", type=int, default=100, help="of each row")
+    parser.add_argument("--whole-trials", type=int, default=10, help="trials in which each call is timed")
+    parser.add_argument("--rows", type=int, default=len(ROWS), help="number of rows of the tables")
+    parser.add_argument("--trials", type=int, default=100, help="trials of each row")
     given = parser.parse_args(argv)
     placement = Placement(given.groups, ruler(given.groups, given.redundancy))
     found = {"bench": "spare", **vars(given)}
@@ -77,6 +77,7 @@ def table(rows: list, trials: int) -> dict[str, float]:
 
 
 def figures(seconds: list[float]) -> dict[str, float]:
+    """Return mean, median, 99th percentile and maximum in milliseconds, and the number of values."""
     values = {
         "mean_ms": statistics.fmean(seconds),
         "median_ms": statistics.median(seconds),

@@ -1,9 +1,10 @@
-"""How long ``ft plan spare simulate`` takes for 10,000 steps of 600,000 GPUs: Table 1's scenarios, one core.
+"""Measure how long ``ft plan spare simulate`` takes for 10,000 steps of 600,000 GPUs: scenarios of Table 1, one core.
 
     python tools/bench/spare_simulation.py >> tools/bench/results/spare_simulation.jsonl
 
-Prints one JSON line. Processor seconds of a run, median over seeds: with the controller interpreted, and compiled where
-numba is installed. Compiling is part of the warm-up. The goal is 1 s.
+Prints one JSON line with the processor seconds of a run (median and maximum over seeds) and ``calls``, the mean number
+of groups lost in it: with the controller interpreted, and compiled if numba is installed. Compiling is part of the
+warm-up. The goal is 1 s.
 """
 
 import argparse
@@ -35,28 +36,35 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     seeds = parser.parse_args(argv).seeds
     found = {"bench": "spare_simulation", "goal_s": GOAL_S, "interpreted_s": {}, "numba_s": {}}
-    there = importlib.util.find_spec("numba") is not None
+    has_numba = importlib.util.find_spec("numba") is not None
     for groups, redundancy in CASES:
         for name, accelerate in (("interpreted_s", False), ("numba_s", True)):
-            if there or not accelerate:
+            if has_numba or not accelerate:
                 found[name][f"{groups},{redundancy}"] = measure(groups, redundancy, accelerate, seeds)
-    if not there:
+    if not has_numba:
         found["numba_s"] = "not installed"
     print(json.dumps({**found, "seeds": seeds, "load": [round(load, 1) for load in os.getloadavg()]}))
     return 0
 
 
 def measure(groups: int, redundancy: int, accelerate: bool, seeds: int) -> dict[str, float]:
-    """Return the processor seconds of whole runs, and the number of groups that were lost in them."""
+    """Return the processor seconds of whole runs, and the mean number of groups that were lost in one.
+
+    Args:
+        groups: number of groups.
+        redundancy: number of hosts of a type.
+        accelerate: whether numba compiles the controller.
+        seeds: number of runs.
+    """
     asked = scenario(read_file(ROOT / f"examples/spare/table1_n{groups}.toml"))
     law, period = asked.failures(), checkpoint_period(asked, "spare", redundancy)
-    crew = Spare(Placement(groups, ruler(groups, redundancy)), accelerate)
-    run(replace(asked.job, steps=100), crew, law, period, 0)
+    scheme = Spare(Placement(groups, ruler(groups, redundancy)), accelerate)
+    run(replace(asked.job, steps=100), scheme, law, period, 0)
     took, losses = [], []
     for seed in range(seeds):
-        crew.reset()
+        scheme.reset()
         began = time.process_time()
-        losses.append(run(asked.job, crew, law, period, seed).losses)
+        losses.append(run(asked.job, scheme, law, period, seed).losses)
         took.append(time.process_time() - began)
     return {
         "median": round(statistics.median(took), 3),

@@ -1,20 +1,24 @@
 """Does DMR find every flipped bit, and nothing where no bit was flipped?
 
-    python tools/experiments/dmr_detection.py --case NAME --flips 500 --into FOLDER    flips in one kind of run
-    python tools/experiments/dmr_detection.py --clean NAME --steps 1000 --into FOLDER  training as it is
-    python tools/experiments/dmr_detection.py --report --into FOLDER                   the table of what is in FOLDER
+    python tools/experiments/dmr_detection.py --case NAME --flips 500 --into FOLDER    flip bits in one kind of run
+    python tools/experiments/dmr_detection.py --clean NAME --steps 1000 --into FOLDER  train without flips
+    python tools/experiments/dmr_detection.py --report --into FOLDER                   write the table of all results
 
-A run is a tiny model of megatron-core, trained by our trainer on one or two CPU processes. For each flip one iteration
-is computed from the same state: one bit of one element of one result (or of what was received from the other rank) is
-changed, DMR looks, and everything is put back. First an iteration without a flip tells which results there are; flips
-then go round the operators, phases and executions in turn, so that rare ones are hit as often as frequent ones. Runs by
-a plan are profiled and planned first; their second executions in windows are hit, too.
+A run trains a tiny model of megatron-core on one or more CPU processes. For each flip, one iteration is computed from
+the same state: one bit of one element of one result (or of a tensor received from another rank) is changed, DMR
+compares, and the state is restored. An iteration without a flip lists all results beforehand. Flips then take turns
+between operators, phases and executions, so that rare ones are hit as often as frequent ones. Runs with a plan are
+profiled and planned first; their second executions in windows are hit, too.
 
-found: DMR's flag is up on all ranks, and the operator that was hit is among those that the hit rank names. error: the
-iteration ended with an exception (an index that was flipped is out of range, say) after DMR had found the flip. ended:
-it did so before DMR looked. masked: not found, and loss and all that is trained are what they are without the flip.
-missed: none of these; training would go on with something wrong. Of several ranks, an exception in one ends the
-experiment with what it has so far.
+Outcomes of a flip:
+
+- found: DMR reports a mismatch on all ranks, and the rank that was hit names the operator.
+- error: DMR found the flip, and the iteration ended with an exception (such as an index that is out of range now).
+- ended: the iteration ended with an exception before DMR compared.
+- masked: not found, and loss, parameters and optimizer state are the same as without the flip.
+- missed: not found, and training would continue with a wrong state.
+
+If one of several ranks ends with an exception, the experiment ends with the results so far.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Planned schedules on real processes: each stage follows its steps, with ``batch_isend_irecv`` over gloo.
+"""Run planned pipeline schedules on real processes: each stage executes its steps, with messages over gloo.
 
-A unit sleeps for its time, so that the stages of a pipeline really run at once on few cores, and then appends its stage
-to the numbers that came in, so that what arrives at the end proves the way. Prints planned and measured times.
+A unit sleeps for its duration, so that the stages of a pipeline run in parallel even on few cores. It then appends the
+number of its stage to the value that it received, so that the last value of a microbatch shows whether it has passed
+all stages in order. Prints planned and measured times.
 
     python tools/experiments/schedules_on_gloo.py --pp 6 --microbatches 24 --forward-ms 40 --repeats 3
 """
@@ -99,6 +100,7 @@ def _follow(program: Program, rank: int, shape: Shape) -> None:
 
 
 def _compute(program: Program, unit: Unit, values: dict[Unit, torch.Tensor], shape: Shape) -> None:
+    """Run one unit: sleep, compute its value from that of the unit before, and check the last value of a pass."""
     time.sleep(shape.b if unit.backward else shape.f)
     source = program.routes.needs(unit)
     begins = source is None or source.backward != unit.backward

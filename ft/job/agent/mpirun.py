@@ -128,7 +128,7 @@ def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.env
     for name in [name for name in os.environ if name.startswith(_FOR_ONE_PROCESS)]:
         del os.environ[name]  # with these variables, any process that calls MPI_Init would act as the node's relay
     os.environ.update({TRANSPORT: "mpi", mpi.FOLDER: str(folder), mpi.RANK: str(rank)})
-    agreed = _await_word(ours)
+    agreed = _await_relay(ours)
     threading.Thread(target=_watch, args=(relay, folder), name="ft-mpi-watch", daemon=True).start()
     return step or agreed
 
@@ -145,7 +145,12 @@ def _flag_in(arguments: Sequence[str]) -> str | None:
 # --- the agent's side -------------------------------------------------------------------------------------------------
 
 
-def _await_word(ours: socket.socket) -> MpiJob:
+def _await_relay(ours: socket.socket) -> MpiJob:
+    """Wait until the relay has sent the node's position, which shows that MPI has started on all nodes.
+
+    Raises:
+        UserError: MPI has not started in time, or the relay has ended.
+    """
     with ours:
         ready, _, _ = select.select([ours], [], [], _START_S)
         text = ours.makefile().readline() if ready else ""
@@ -169,16 +174,24 @@ def _watch(relay: int, folder: Path) -> None:
 # --- the relay's side -------------------------------------------------------------------------------------------------
 
 
-def _relay(agent: int, folder: Path, listener: socket.socket, word: socket.socket) -> NoReturn:
+def _relay(agent: int, folder: Path, listener: socket.socket, answer: socket.socket) -> NoReturn:
+    """Be the node's relay until the agent ends, and then exit as the agent did.
+
+    Args:
+        agent: pid of the agent.
+        folder: folder of the relay's socket, which is removed at the end.
+        listener: socket on which workers connect.
+        answer: socket to the agent, for this node's position.
+    """
     processes.set_name("ft-mpi")
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda number, _: processes.send(agent, number))
     try:
-        code, world = _relay_until_end(agent, folder, listener, word)
+        code, world = _relay_until_end(agent, folder, listener, answer)
     except Exception as error:  # an exception from MPI: without MPI, this node is of no use to the others
         sys.stderr.write(f"the MPI process of this node fails: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
-        word.close()
+        answer.close()
         code, world = None, None
     shutil.rmtree(folder, ignore_errors=True)
     if code is None or code < 0:
@@ -188,13 +201,13 @@ def _relay(agent: int, folder: Path, listener: socket.socket, word: socket.socke
     os._exit(code)
 
 
-def _relay_until_end(agent: int, folder: Path, listener: socket.socket, word: socket.socket) -> tuple[int, Any]:
+def _relay_until_end(agent: int, folder: Path, listener: socket.socket, answer: socket.socket) -> tuple[int, Any]:
     """Relay until the agent ends. Return (the agent's exit code, negative for a signal; the MPI world to leave)."""
     from ft.net.mpi_relay import Relay
 
     world = mpi_world.World()
-    with word:
-        word.sendall(json.dumps(asdict(_agree(world))).encode() + b"\n")
+    with answer:
+        answer.sendall(json.dumps(asdict(_agree(world))).encode() + b"\n")
     codes: list[int] = []
 
     def ended() -> bool:

@@ -58,7 +58,7 @@ class Meeting:
 
 
 class Builder:
-    """Runs jobs in the order of submission until it is cancelled.
+    """Connects groups in the order in which their jobs are submitted, until it is cancelled.
 
     Args:
         meeting: the rendezvous store of the epoch.
@@ -83,6 +83,7 @@ class Builder:
         self.thread.start()
 
     def submit(self, job: Job) -> Job:
+        """Append a job to those that wait, and return it."""
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import count, product
 
-Multiply = list[list[int]]
+Table = list[list[int]]
+"""Results of a field's addition or multiplication: the element at [x][y] is that of x and y."""
 
 
 @cache
@@ -73,7 +74,7 @@ def _generators(q: int, degree: int) -> Iterator[Iterator[tuple[int, ...]]]:
             yield _powers(coefficients[::-1], plus, times)
 
 
-def _powers(tail: tuple[int, ...], plus: Multiply, times: Multiply) -> Iterator[tuple[int, ...]]:
+def _powers(tail: tuple[int, ...], plus: Table, times: Table) -> Iterator[tuple[int, ...]]:
     """Yield powers until one is 1 again; for degree 3, where only planes matter, until one is in GF(q)."""
     power = (1,) + (0,) * (len(tail) - 1)
     one = power
@@ -86,7 +87,7 @@ def _powers(tail: tuple[int, ...], plus: Multiply, times: Multiply) -> Iterator[
 
 
 @cache
-def _field(p: int, k: int) -> tuple[Multiply, Multiply]:
+def _field(p: int, k: int) -> tuple[Table, Table]:
     """Return the tables of addition and multiplication in GF(p^k).
 
     An element of the field is represented by the number whose digits to base p are its coefficients.
