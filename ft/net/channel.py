@@ -26,6 +26,7 @@ class Channel:
 
     @property
     def wants_write(self) -> bool:
+        """Return whether bytes wait until the peer accepts them."""
         return bool(self._out)
 
     def fileno(self) -> int:
@@ -75,4 +76,5 @@ class Channel:
             self.gone = True
 
     def close(self) -> None:
+        """Close the socket; what was not sent is lost."""
         self.sock.close()

@@ -59,7 +59,7 @@ def from_json(kind: Any, value: Any) -> Any:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether a value is an integer from 0 to 2**63 - 1."""
+    """Return whether a value is an integer from 0 to 2**62 - 1."""
     return type(value) is int and 0 <= value < 1 << 62
 
 

@@ -102,6 +102,7 @@ class Stream:
 
     @property
     def reads(self) -> bool:
+        """Return whether data of the worker can be forwarded now."""
         return self.is_open and self.credit > 0 and not self.ends
 
     def pull(self) -> None:
@@ -148,7 +149,13 @@ class Stream:
             self.finish()
 
     def take(self, kind: int, number: int, rest: memoryview) -> None:
-        """Process a frame for this stream."""
+        """Process a frame for this stream.
+
+        Args:
+            kind: kind of the frame.
+            number: number in the header: the bytes of a CREDIT.
+            rest: bytes after the header: the data, or the reason of a RESET.
+        """
         if kind == DATA:
             self.out.append(rest)
             self.push()
@@ -181,5 +188,6 @@ class Stream:
         self.finish()
 
     def finish(self) -> None:
+        """Mark the stream as ended, and drop the data that the worker has not accepted."""
         self.over = True
         self.out.clear()

@@ -144,6 +144,7 @@ class Session(protocol.Member):
         self.link.send(Observed(event, {**stamp, **place, **detail}))
 
     def close(self) -> None:
+        """End the session: stop heartbeats, and close the snapshot server and the connection to the agent."""
         self._heartbeat.close()
         self.server.close()
         self.link.close()

@@ -19,6 +19,7 @@ _plainly: Callable[[Callable[[], Any]], Any] | None = None
 
 
 def apply() -> None:
+    """Replace core's schedule; without :func:`use`, the replacement runs core's schedule."""
     replace(_MODULE, _NAME, _forward_backward)
 
 

@@ -38,7 +38,7 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
                     "start with torchrun, srun or mpirun",
                 ) from error
             if environment.get("FT_STANDBY"):
-                return Launch(rank, size, local)  # a standby: a spare worker without a rank in the grid
+                return Launch(rank, size, local)  # a standby, which holds no rank of the grid
             if not 0 <= rank < size:
                 raise UserError(f"{rank_name}={rank} is outside of {size_name}={size}", "check the launcher")
             return Launch(rank, size, local)

@@ -13,7 +13,7 @@ from ft.job.agent.control_supervisor import ControlPlaneSupervisor
 from ft.job.agent.membership import claim_name
 from ft.job.agent.sidecar import Sidecar
 from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
-from ft.job.control.isolation import Solitude
+from ft.job.control.isolation import PartitionDetector
 from ft.job.control.timeouts import Timeouts
 from ft.platform import election as election
 from ft.platform.election import LeaseKeeper, LeaseRecord
@@ -114,32 +114,32 @@ def test_workers_end_before_their_ranks_are_given_to_others():
 
 
 def test_one_cut_off_from_most_yields_and_goes_on_if_nobody_takes_over():
-    solitude, others = Solitude(LIMITS), {"n1": 0.0, "n2": 0.0}
-    solitude.look(0.7, {"n0": 0.7, **others})
-    assert not solitude.yields
-    solitude.look(0.8, {"n0": 0.8, **others})
-    assert solitude.yields
-    solitude.look(3.0, {"n0": 3.0, **others})
-    assert solitude.yields
-    solitude.look(5.0, {"n0": 5.0, **others})
-    assert not solitude.yields
-    solitude.look(9.0, {"n0": 9.0, **others})
-    assert not solitude.yields, "those it has waited for once are gone"
+    partition, others = PartitionDetector(LIMITS), {"n1": 0.0, "n2": 0.0}
+    partition.look(0.7, {"n0": 0.7, **others})
+    assert not partition.yields
+    partition.look(0.8, {"n0": 0.8, **others})
+    assert partition.yields
+    partition.look(3.0, {"n0": 3.0, **others})
+    assert partition.yields
+    partition.look(5.0, {"n0": 5.0, **others})
+    assert not partition.yields
+    partition.look(9.0, {"n0": 9.0, **others})
+    assert not partition.yields, "those it has waited for once are gone"
 
 
 def test_one_that_is_heard_of_again_is_no_reason_to_yield():
-    solitude = Solitude(LIMITS)
-    solitude.look(1.0, {"n0": 1.0, "n1": 0.0, "n2": 0.0})
-    assert solitude.yields
-    solitude.look(1.1, {"n0": 1.1, "n1": 1.1, "n2": 0.0})
-    assert not solitude.yields
+    partition = PartitionDetector(LIMITS)
+    partition.look(1.0, {"n0": 1.0, "n1": 0.0, "n2": 0.0})
+    assert partition.yields
+    partition.look(1.1, {"n0": 1.1, "n1": 1.1, "n2": 0.0})
+    assert not partition.yields
 
 
 @pytest.mark.parametrize("heard", [{"n0": 0.0}, {"n0": 5.0, "n1": 0.0}, {"n0": 5.0, "n1": 5.0, "n2": 0.0, "n3": 0.0}])
 def test_a_half_or_less_is_no_majority(heard):
-    solitude = Solitude(LIMITS)
-    solitude.look(5.0, heard)
-    assert not solitude.yields
+    partition = PartitionDetector(LIMITS)
+    partition.look(5.0, heard)
+    assert not partition.yields
 
 
 def test_names_of_nodes_that_come_back(tmp_path):

@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> None:
+    """Measure in one rank; rank 0 prints the result."""
     out, sys.stdout = sys.stdout, sys.stderr  # keep the trainers' output apart from the result
     from megatron.training.logging.quiet import quieten
 
@@ -74,6 +75,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def plain_side(arguments: argparse.Namespace, corpus: str):
+    """Return a function that runs one block of steps of the plain megatron-core loop."""
     import plain_loop
 
     trainer = plain_loop.PlainTrainer(
@@ -95,6 +97,7 @@ def plain_side(arguments: argparse.Namespace, corpus: str):
 
 
 def our_side(arguments: argparse.Namespace, corpus: str):
+    """Return a function that runs one block of steps of this project's training loop."""
     import small_runs as runs
     import torch.distributed as dist
 

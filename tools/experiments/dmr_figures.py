@@ -1,12 +1,14 @@
-"""Estimates SpareTrain's eight configurations and its ablation with our planner, beside what the paper prints.
+"""Estimate the eight configurations and the ablation of the SpareTrain paper, beside the figures that it prints.
 
     python tools/experiments/dmr_figures.py [--calibration idle] [--no-bubbles] [--batch 16,32,64] [--only mistral]
 
-The paper does not print everything that an estimate needs, so there are three readings of each configuration:
+The paper does not print everything that an estimate needs. ``--calibration`` selects one of three readings of it:
 
-idle    transfers are slowed down until stages idle for the share that the paper measured: 68 %, mixture of experts 77 %
-naive   transfers are slowed down until naive DMR costs what the paper's two figures imply, (1 + gain)(1 + overhead) - 1
-rates   transfers go by data sheets and assumed efficiencies; nothing is fitted to the paper
+idle    transfers are slowed down until stages are idle for the share of time that the paper measured: 68 %, or 77 % for
+        mixtures of experts
+naive   transfers are slowed down until naive DMR has the overhead that two figures of the paper imply,
+        (1 + gain)(1 + overhead) - 1
+rates   transfers have the rates of data sheets with assumed efficiencies; nothing is fitted to the paper
 
 One reading of all configurations takes seven minutes on one core.
 """
@@ -84,9 +86,9 @@ HEAD = [
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calibration", choices=READINGS, default="idle", help="the reading (default: idle)")
-    parser.add_argument("--no-bubbles", action="store_true", help="leave bubbles unused, as the paper does")
-    parser.add_argument("--batch", help="other batches than 16,32,64")
-    parser.add_argument("--only", default="", help="configurations whose name holds this")
+    parser.add_argument("--no-bubbles", action="store_true", help="do not use pipeline bubbles, as in the paper")
+    parser.add_argument("--batch", help="batch sizes, in sequences (default: 16,32,64)")
+    parser.add_argument("--only", default="", help="only configurations whose name contains this text")
     given = parser.parse_args(argv)
     # Traces are hundreds of thousands of objects without cycles; the cycle collector would take a fifth of the time.
     gc.disable()

@@ -78,6 +78,7 @@ class Link:
         threading.Thread(target=self._listen, args=(callback,), name="ft-link", daemon=True).start()
 
     def close(self) -> None:
+        """Close the connection; the callback of ``listen`` is not called any more."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)

@@ -39,9 +39,11 @@ class WorkerListener:
         self._listener, self._supervisor, self._workforce = listener, supervisor, workforce
 
     def open(self) -> None:
+        """Accept connections from now on."""
         self._supervisor.watch(self._listener, self._on_connection)
 
     def close(self) -> None:
+        """Close the listening socket; accepted connections stay open."""
         self._listener.close()
 
     def _on_connection(self) -> None:

@@ -48,7 +48,7 @@ class Worker:
         attached: whether the worker has reported that it is ready.
         beat: the worker's last heartbeat, None before the first.
         beat_at: monotonic time at which that heartbeat was received.
-        told_silent: whether the worker was reported as silent and has sent no heartbeat since.
+        reported_silent: whether the worker was reported as silent and has sent no heartbeat since.
         doomed: whether this agent has decided to kill the worker.
         standstill: activity of the worker's process, watched until the worker has attached.
     """
@@ -62,7 +62,7 @@ class Worker:
     attached: bool = False
     beat: Beat | None = None
     beat_at: float = 0.0
-    told_silent: bool = False
+    reported_silent: bool = False
     doomed: bool = False
     standstill: Standstill = field(default_factory=Standstill)
 
@@ -200,6 +200,7 @@ class Workforce:
         self.workers = {name: worker for name, worker in self.workers.items() if worker.pid is not None}
 
     def kill_all(self) -> None:
+        """Kill all workers and all processes that they started."""
         self.kill(*self.workers)
 
     def terminate(self, names: set[str]) -> None:
@@ -277,9 +278,9 @@ class Workforce:
             if w.pid is not None
         }
         found = silent(now, watches, self._limits) + (self._mute(now) if attached else [])
-        new = [s for s in found if not self.workers[s.worker].told_silent]
+        new = [s for s in found if not self.workers[s.worker].reported_silent]
         for silence in new:
-            self.workers[silence.worker].told_silent = True
+            self.workers[silence.worker].reported_silent = True
             self._post(WorkerSilent(silence.worker, self._place.node, round(silence.silent_s, 3), silence.state))
         return new
 
@@ -290,7 +291,7 @@ class Workforce:
         """
         found = []
         for worker in self.workers.values():
-            if worker.rank is None or worker.pid is None or worker.attached or worker.doomed or worker.told_silent:
+            if worker.rank is None or worker.pid is None or worker.attached or worker.doomed or worker.reported_silent:
                 continue
             seconds = worker.standstill.look(now, worker.pid)
             if seconds > self._limits.mute_s:
@@ -303,7 +304,7 @@ class Workforce:
         except BadMessage:
             return
         if isinstance(report, Beat):
-            worker.beat, worker.beat_at, worker.told_silent = report, time.monotonic(), False
+            worker.beat, worker.beat_at, worker.reported_silent = report, time.monotonic(), False
             return
         self.is_guarded |= isinstance(report, WorkerResumed)
         if isinstance(report, WorkerReady):

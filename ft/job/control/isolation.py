@@ -10,7 +10,7 @@ _A_MAJORITY = 3
 """With fewer agents than this, the other agents cannot outvote the agent on whose node the control plane runs."""
 
 
-class Solitude:
+class PartitionDetector:
     """Decides when the control plane stops renewing its lease, and when it resumes because no other agent has taken
     over.
 
@@ -25,7 +25,7 @@ class Solitude:
         self.yields = False
 
     def look(self, now: float, heard_at: Mapping[str, float]) -> None:
-        """Update ``yields`` from the times at which each agent was last heard.
+        """Update ``yields`` at ``now`` from ``heard_at``: agent -> time at which it was last heard, in seconds.
 
         If most agents have been silent for ``quorum_s``, either they are gone or this control plane is partitioned from
         them. In a partition, one of these agents takes over once the lease has expired and the agents before it in the

@@ -21,7 +21,7 @@ from ft.job.control import status
 from ft.job.control.channel import ControlChannel, Posted
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.decision import Note
-from ft.job.control.isolation import Solitude
+from ft.job.control.isolation import PartitionDetector
 from ft.job.control.journal import Journal, Memory, lives, recall
 from ft.job.control.state import ENDED, Options, State
 from ft.job.messages import AgentLeaving, ControlBack
@@ -59,7 +59,7 @@ class Sidecar:
         self._left: set[str] = set()
         self._ended_at: float | None = None
         options = begins if isinstance(begins, Options) else begins.state.options
-        self._solitude = Solitude(options.timeouts)
+        self._partition = PartitionDetector(options.timeouts)
         if isinstance(begins, Options):
             self._memory, self._state, self._ahead = None, State.begin(begins), 0.0
             self._journal = Journal(folder / "journal.jsonl", begins, standing.term)
@@ -92,7 +92,7 @@ class Sidecar:
                 self._take_back()
             if posted is not None and isinstance(posted.report, AgentLeaving):
                 self._left.add(posted.node)
-            if posted is None and (self._now() < self._due or self._solitude.yields):
+            if posted is None and (self._now() < self._due or self._partition.yields):
                 continue
             if posted is None or not posted.number or posted.number > self._taken.get(posted.node, 0):
                 self._take(posted)
@@ -161,8 +161,8 @@ class Sidecar:
     def _renew(self) -> None:
         now = time.monotonic()
         heard = {agent.node: agent.heard_at for agent in self._state.agents.values() if not agent.gone}
-        self._solitude.look(self._now(), heard)
-        if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s and not self._solitude.yields:
+        self._partition.look(self._now(), heard)
+        if now - self._renewed_at >= self._state.options.timeouts.lease_beat_s and not self._partition.yields:
             self._renewed_at = now
             self._standing = replace(self._standing, count=self._standing.count + 1)
             with contextlib.suppress(OSError):  # a full disk; connected agents do not read the lease

@@ -80,19 +80,19 @@ def _flag(value: Any) -> bool:
     return str(value).lower() == "true"
 
 
-_DEVICES = f"of {', '.join(DEVICES)} (default: h200)"
+_DEVICES = f"one of {', '.join(DEVICES)} (default: h200)"
 FIELDS = {
-    "model": Field("model", str, None, "NAME", f"of {', '.join(MODELS)}"),
+    "model": Field("model", str, None, "NAME", f"one of {', '.join(MODELS)}"),
     "sequence": Field("model", _COUNT, None, "N", "number of tokens of a sequence (default: that of the model)"),
     "device": Field("cluster", str, "h200", "NAME", _DEVICES),
     "gpus": Field("cluster", _COUNT, None, "N", "number of GPUs in all; GPUs that do not suffice for a whole copy of "
                                                 "the model stay unused"),
-    "per-node": Field("cluster", _COUNT, 8, "N", "GPUs in a node (default: 8)"),
+    "per-node": Field("cluster", _COUNT, 8, "N", "number of GPUs in a node (default: 8)"),
     "network": Field("cluster", gigabytes_per_second, None, "GB/S", "bandwidth between nodes for each GPU, one way "
                                                                     "(default: that of NVIDIA's own systems)"),
     "memory": Field("cluster", size, None, "SIZE", "memory budget of each GPU, such as 80GB (default: the memory of "
                                                    "the device)"),
-    "pp": Field("layout", _COUNT, 1, "N", "pipeline stages (default: 1)"),
+    "pp": Field("layout", _COUNT, 1, "N", "number of pipeline stages (default: 1)"),
     "chunks": Field("layout", _COUNT, 1, "N", "number of model chunks of each stage; more than 1: interleaved "
                                               "schedule (default: 1)"),
     "tp": Field("layout", _COUNT, None, "N", "tensor-parallel size, with sequence parallelism (default: the GPUs of "
@@ -102,7 +102,7 @@ FIELDS = {
     "dp": Field("layout", _COUNT, None, "N", "data-parallel size (default: as large as the number of GPUs allows)"),
     "batch": Field("layout", _wholes, (16,), "N[,N]", "number of sequences of an iteration, over all data-parallel "
                                                       "copies (default: 16)"),
-    "micro": Field("layout", _COUNT, 1, "N", "sequences of a microbatch (default: 1)"),
+    "micro": Field("layout", _COUNT, 1, "N", "number of sequences of a microbatch (default: 1)"),
     "recompute": Field("layout", _one_of(RECOMPUTE), "full", "HOW", "activation recomputation: full (every layer is "
                                                                     "a segment) or none"),
     "early-stop": Field("layout", _flag, False, "BOOL", "whether recomputation omits the last operator of a segment, "

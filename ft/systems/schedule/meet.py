@@ -35,16 +35,16 @@ def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Un
     Raises:
         ScheduleDeadlock: the orders cannot be executed, because stages wait for each other.
     """
-    hall = _Simulation(routes, order, duration)
+    simulation = _Simulation(routes, order, duration)
     now = 0.0
-    while hall.ends:
-        now = hall.moment()
-        hall.pass_messages()
-        hall.start_units(now)
-    left = [units[at] for units, at in zip(order, hall.next, strict=True) if at < len(units)]
+    while simulation.ends:
+        now = simulation.moment()
+        simulation.pass_messages()
+        simulation.start_units(now)
+    left = [units[at] for units, at in zip(order, simulation.next, strict=True) if at < len(units)]
     if left:
         raise ScheduleDeadlock(left)
-    return Program(routes, tuple(map(tuple, hall.steps))), now
+    return Program(routes, tuple(map(tuple, simulation.steps))), now
 
 
 class _Simulation:

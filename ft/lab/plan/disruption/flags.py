@@ -49,7 +49,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gpus", type=count(), required=True, metavar="N", help="number of GPUs that train, without standbys"
     )
-    group.add_argument("--gpus-per-node", type=count(), default=8, metavar="N", help="default: 8")
+    group.add_argument(
+        "--gpus-per-node", type=count(), default=8, metavar="N", help="number of GPUs in a node (default: 8)"
+    )
     group.add_argument(
         "--mtbf-gpu", type=duration(1e-6), metavar="TIME", help="mean time between two failures of one GPU"
     )
@@ -74,14 +76,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="time until a failed node is available again as a standby (default: 0: a standby is always available)",
     )
     group = parser.add_argument_group("training")
-    group.add_argument("--step-time", type=duration(1e-6), metavar="TIME")
+    group.add_argument("--step-time", type=duration(1e-6), metavar="TIME", help="duration of a step")
     group.add_argument(
         "--steps", type=count(), metavar="N", help="number of steps of the whole run, to compute its duration"
     )
     group.add_argument("--interrupted", type=argument(between(0.0, 1.0)), default=0.5, metavar="PHI", help=_INTERRUPTED)
     group.add_argument("--failure-steps", metavar="N,N,...|FILE", help=_FAILURE_STEPS)
     group = parser.add_argument_group("restart from a checkpoint")
-    group.add_argument("--checkpoint-interval", type=count(), required=True, metavar="STEPS")
+    group.add_argument(
+        "--checkpoint-interval", type=count(), required=True, metavar="STEPS", help="steps between two checkpoints"
+    )
     group.add_argument(
         "--checkpoint-cost",
         type=duration(0.0),
@@ -134,7 +138,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text; times are in seconds"
     )
-    group.add_argument("--plot", metavar="FILE", help="a picture of it, PNG")
+    group.add_argument("--plot", metavar="FILE", help="write a picture of the comparison to this PNG file")
 
 
 _INTERRUPTED = "expected share of the interrupted step that was already computed (default: 0.5)"

@@ -71,10 +71,10 @@ Event = ExecutedOperator | RecordedWait
 
 @dataclass(slots=True)
 class Memory:
-    """One storage.
+    """One storage: the block of memory that a tensor and its views share.
 
     Attributes:
-        bytes: its size.
+        bytes: its size in bytes.
         freed: number of the first event that began after the storage was freed; None if it outlived the iteration.
     """
 
