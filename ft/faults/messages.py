@@ -2,7 +2,7 @@
 sent.
 
 A frame is a chunk of a snapshot (the in-memory state of a rank) on its way to a peer
-(``ft.state.snapshot.wire.Wire.disturb``). A report is a message of a worker to its agent
+(``ft.state.transfer.push.Sender.disturb``). A report is a message of a worker to its agent
 (``ft.job.agent.link.Link.disturb``).
 """
 
@@ -28,7 +28,7 @@ class Frames:
         self._kept: list[list] = []
 
     def __call__(self, index: int, total: int, pieces: list) -> list[list]:
-        """Return what to send instead of chunk ``index`` of ``total``. ``pieces`` are its header and its bytes."""
+        """Return what to send instead of chunk ``index`` of ``total``. ``pieces`` are its head and its bytes."""
         if self._how == "reorder" and total > 1:
             return self._swap(index, pieces)
         if index > 0:

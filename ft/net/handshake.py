@@ -143,6 +143,11 @@ class Party:
             raise Stranger(f"the other end begins with {data[:_LABEL_BYTES]!r} instead of {self.purpose!r}")
         return data[_LABEL_BYTES:]
 
+    def key(self, theirs: bytes) -> bytes:
+        """Return a key that only the two ends of this connection know. ``theirs``: the other end's challenge."""
+        challenges = (self.challenge, theirs) if self.is_dialer else (theirs, self.challenge)
+        return proof(self.token, _SCHEME, self.purpose, "key", *challenges)
+
     def seal(self, theirs: bytes, message: bytes = b"") -> bytes:
         """Return ``message`` followed by this end's proof."""
         return message + self.answer(theirs, message)
@@ -162,7 +167,7 @@ def dial(
     limit_s: float,
     message: bytes = b"",
     reply_bytes: int = 0,
-) -> bytes:
+) -> tuple[bytes, bytes]:
     """Run the dialer's part of the handshake.
 
     Args:
@@ -173,7 +178,7 @@ def dial(
         reply_bytes: size of the acceptor's message.
 
     Returns:
-        The acceptor's message.
+        The acceptor's challenge and its message.
 
     Raises:
         Refused: the acceptor belongs to another run.
@@ -189,7 +194,7 @@ def dial(
     reply = party.open(theirs, sealed)
     if reply is None:
         raise Stranger("the other end does not prove that it is a member of this run")
-    return reply
+    return theirs, reply
 
 
 def accept(

@@ -15,7 +15,7 @@ So mpirun (or srun) starts one process per node. This process is the node's MPI 
 agent (:mod:`ft.job.agent.mpirun`). It relays streams (:mod:`ft.net.mpi_relay`): a worker connects to the relay over a
 Unix socket and names a worker of another node. MPI messages carry the bytes that the first worker writes to the other
 node's relay, which writes them to the second worker. Frames, checksums, tokens, deadlines and retries are the same as
-over TCP, because they belong to the layer above, :class:`ft.state.snapshot.tcp.SnapshotServer`.
+over TCP, because they belong to the layers above, :mod:`ft.net.framed` and :mod:`ft.state.transfer`.
 
 When a node dies, its MPI process dies. MPI reports this to the other relays, which revoke the communicator, shrink it
 and continue without the dead process (:mod:`ft.net.mpi_world`). Standby nodes are members of the communicator from the

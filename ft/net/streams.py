@@ -1,6 +1,6 @@
 """Interface for byte streams between workers (training processes), implemented over TCP here and over MPI in ``mpi``.
 
-The snapshot server (:mod:`ft.state.snapshot.tcp`) uses it to send copies of the training state to other workers.
+Framed channels (:mod:`ft.net.framed`) use them to send the training state to other workers.
 """
 
 import socket

@@ -12,8 +12,7 @@ from wire_capture import Recording, forms, found_in, need_root
 
 from ft.job.quorum.wire import PURPOSE as QUORUM
 from ft.net.store.server import PURPOSE as STORE
-from ft.state.fetch.wire import PURPOSE as FETCH
-from ft.state.snapshot.wire import PURPOSE as SNAPSHOT
+from ft.state.transfer.server import PURPOSE as TRANSFER
 from ft.systems.hsdp.ring.hello import PURPOSE as RING
 
 TOKEN = "0123456789abcdef" * 4
@@ -43,7 +42,7 @@ def test_a_run_with_a_swap(recording, corpus, tmp_path):
     wanted = ft_runs.flags(corpus, LAYOUT, steps=8)
     done = ft_run(tmp_path / "run", wanted, nproc=4, options="--inject kill@step=4:rank=2:phase=backward")
     assert done.code == 0 and len(done.named("fault_injected")) == 1, done.explain()
-    check(recording, (tmp_path / "run" / "token").read_text(), (STORE, SNAPSHOT))
+    check(recording, (tmp_path / "run" / "token").read_text(), (STORE, TRANSFER))
 
 
 def test_a_run_with_replicas_of_which_one_returns(recording, corpus, tmp_path):
@@ -56,7 +55,7 @@ def test_a_run_with_replicas_of_which_one_returns(recording, corpus, tmp_path):
     )
     done = run.wait()
     assert done.code == 0 and done.injected(), done.explain()
-    check(recording, (tmp_path / "run" / "token").read_text(), (STORE, RING, QUORUM, FETCH))
+    check(recording, (tmp_path / "run" / "token").read_text(), (STORE, RING, QUORUM, TRANSFER))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ BUNDLES = {
             ("corrupt-snapshot:copies=own", "step=6:rank=1"),
             ("corrupt-snapshot:copies=peer", "step=8:rank=2"),
             ("stale-snapshot", "step=10:rank=3"),
+            ("lose-frame", "step=11:rank=2"),
             ("duplicate-frame", "step=12:rank=0"),
             ("reorder-frames", "step=14:rank=1"),
             ("delay-frames", "step=16:rank=2"),
@@ -52,11 +53,10 @@ BUNDLES = {
         ),
     ),
     "waited for": Bundle(
-        130,
+        30,
         (
             ("stall", "step=6:rank=1"),
             ("lose-reports:for=5s", "step=12:rank=2"),
-            ("lose-frame", "step=100:rank=3"),
         ),
     ),
     "restarted": Bundle(

@@ -4,19 +4,19 @@ import sys
 import time
 
 import pretrain_gpt
-from ft.state.fetch.handler import Handler
+from ft.state.fetch.offer import Offer
 
 FETCH_S = 0.6
 REHEARSED = "rehearsed at "
 
-_send_bytes, _run = Handler._send_bytes, pretrain_gpt.run
+_visit, _run = Offer.visit, pretrain_gpt.run
 
 
-def slowly(self, offer, *piece) -> None:
-    """Delay a fetch whose first byte has not been sent yet."""
-    if self._visit is not None and not self._visit[1].sent:
-        time.sleep(FETCH_S)
-    _send_bytes(self, offer, *piece)
+def slowly(self, peer):
+    """Delay a fetch before its first byte is sent, once it is registered."""
+    visit = _visit(self, peer)
+    time.sleep(FETCH_S)
+    return visit
 
 
 def run(options) -> int:
@@ -36,5 +36,5 @@ def run(options) -> int:
 
 
 if __name__ == "__main__":
-    Handler._send_bytes, pretrain_gpt.run = slowly, run
+    Offer.visit, pretrain_gpt.run = slowly, run
     sys.exit(pretrain_gpt.main(sys.argv[1:]))

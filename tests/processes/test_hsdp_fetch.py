@@ -10,11 +10,13 @@ import torch
 from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, descriptors, equal, state
 
 from ft.base.errors import UserError
+from ft.net.framed import FramedChannel
 from ft.state.fetch import BadState, Limits, Refused, StateServer, fetch, fetch_envelope, shares
 from ft.state.fetch.crew import failure, stalled_s
 from ft.state.fetch.memory import FlatState, table_of
-from ft.state.fetch.offer import Envelope, Offer, Withdrawn
-from ft.state.fetch.source import Bad, Gone, Lost
+from ft.state.fetch.offer import Envelope, Offer
+from ft.state.transfer.moving import Withdrawn
+from ft.state.transfer.pull import Bad, Gone, Lost
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def test_a_state_without_a_byte_still_has_its_envelope(servers):
         ({"step": STEP - 1}, Refused, "on offer: that of step 7"),
         ({"lineage": LINEAGE + 1}, Refused, "lineage 4; on offer"),
         ({"token": "another"}, Refused, "another token"),
-        ({"rank": 1}, BadState, "serves logical rank 5 of replica 2, not 1"),
+        ({"rank": 1}, BadState, r"serves logical rank 5 of replica 2, Mark\(rank=5.* instead of Mark\(rank=1"),
     ],
 )
 def test_another_state_than_the_one_asked_for_is_refused(servers, change, kind, words):
@@ -271,11 +273,11 @@ def test_tensors_on_a_device_are_copied_once_for_all_who_ask():
     here, there = socket.socketpair()
     with here, there:
         for _ in range(3):
-            with offer.reading(here) as memory:
+            with offer.reading(FramedChannel(here, 1.0)) as memory:
                 assert memory.table.encoded == offer.table.encoded
         assert asked == [False]
         offer.withdraw(0.0)
-        with pytest.raises(Withdrawn), offer.reading(here):
+        with pytest.raises(Withdrawn), offer.reading(FramedChannel(here, 1.0)):
             pass
 
 
@@ -293,7 +295,7 @@ def test_a_withdrawal_stops_the_copy_from_a_device():
 
     def read() -> None:
         try:
-            with offer.reading(here):
+            with offer.reading(FramedChannel(here, 1.0)):
                 ends.append("read")
         except Withdrawn:
             ends.append("withdrawn")
@@ -318,7 +320,7 @@ def test_a_withdrawal_returns_only_when_nobody_reads_any_more():
 
     thread = threading.Thread(target=withdraw)
     with here, there:
-        with offer.reading(here):
+        with offer.reading(FramedChannel(here, 1.0)):
             thread.start()
             assert not there.recv(1)  # the reader's connection has been broken: it is being waited for
             time.sleep(0.05)

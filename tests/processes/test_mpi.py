@@ -18,7 +18,7 @@ from ft.base.errors import UserError
 from ft.job.agent import mpirun
 from ft.net import mpi, mpi_world
 from ft.net.mpi_streams import CREDIT, DATA, END, RESET, WINDOW, Stream, pack, unpack
-from ft.state.snapshot.transport import PeerLost
+from ft.state.transfer.push import PeerLost
 
 # --- without MPI ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import socket
-import struct
 import threading
 import time
 from dataclasses import replace
@@ -17,11 +16,13 @@ from snapshot_crew import MIB, Proxy, set_to, state
 
 from ft.base.errors import EpochClosed
 from ft.job.messages import Source
+from ft.net.framed import HEAD_BYTES, FramedChannel, Mark
 from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party
+from ft.state.layout import Table
 from ft.state.snapshot import Snapshots, SnapshotServer
-from ft.state.snapshot.layout import FORMAT, Table, checksum
-from ft.state.snapshot.transport import CopyUnusable, PeerLost, Wanted
-from ft.state.snapshot.wire import MAGIC, MAX_HEADER, PURPOSE, Wire
+from ft.state.snapshot.transport import Wanted
+from ft.state.transfer.push import PeerLost
+from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, PUSH, RANGE, REFUSED, WORDS
 
 
 def test_a_byte_flipped_in_transit_is_sent_again(crew):
@@ -129,45 +130,34 @@ def test_an_interruption_ends_a_wait_and_a_restore_at_once(crew):
 
 
 def garbage(rng: random.Random) -> bytes:
-    header = b'{"kind": "put"}'
-    frame = struct.Struct("<4sHHII")
     return rng.choice(
         [
             rng.randbytes(rng.randrange(1, 5000)),
             b"GET / HTTP/1.1\r\n\r\n",
-            MAGIC + rng.randbytes(200),
-            frame.pack(MAGIC, FORMAT + 1, 0, len(header), checksum(header)) + header,
-            frame.pack(MAGIC, FORMAT, 0, 2**32 - 1, 0),
-            frame.pack(MAGIC, FORMAT, 0, MAX_HEADER, 0) + b"x" * MAX_HEADER,
-            frame.pack(MAGIC, FORMAT, 0, len(header), 0) + header,
-            frame.pack(MAGIC, FORMAT, 0, len(header), checksum(header)) + header,
+            PUSH + rng.randbytes(200),
+            PUSH + b"\xff" * 200,
+            PUSH + bytes(HEAD_BYTES),
             b"",
         ]
     )
 
 
-PUT = {"kind": "put", "owner": 0, "step": 9, "epoch": 9, "meta": 1, "meta_checksum": checksum(b"m")}
-
-
-def absurd_requests() -> list[tuple[dict, bytes]]:
+def absurd_requests() -> list[tuple]:
     table = Table.of({"a": torch.zeros(4)})
-    put = {**PUT, "table": len(table.encoded), "digest": table.digest, "length": table.nbytes}
     huge = replace(table.entries[0], shape=(1 << 60,))
-    monster = Table((huge,), huge.nbytes)
+    monster, mark = Table((huge,), huge.nbytes), Mark(0, 9, 9)
     return [
-        ({**put, "length": 2**40}, table.encoded + b"m"),
-        ({**put, "digest": "0" * 16}, table.encoded + b"m"),
-        ({**put, "meta_checksum": 1}, table.encoded + b"m"),
-        ({**put, "owner": -1}, b""),
-        ({**put, "step": "9"}, b""),
-        ({**put, "table": 2**50}, b""),
-        (
-            {**put, "table": len(monster.encoded), "digest": monster.digest, "length": 4 << 60},
-            monster.encoded + b"m",
-        ),
-        ({"kind": "get", "owner": 0, "step": 10**9, "section": "owned"}, b""),
-        ({"kind": "get", "owner": 0, "step": 4, "section": "../../etc"}, b""),
-        ({"kind": "pickle"}, b""),
+        (PUSH, mark, {}, monster.encoded, b"m"),
+        (PUSH, mark, {}, b"[1]", b"m"),
+        (PUSH, mark, {}, table.encoded),
+        (PUSH, Mark(-1, 9, 9), {}, table.encoded, b"m"),
+        (PUSH, Mark(0, -9, 9), {}, table.encoded, b"m"),
+        (ASK, Mark(0, 10**9), {"section": "owned"}),
+        (ASK, Mark(0, 4), {"section": "../../etc"}),
+        (ASK, Mark(0, 4)),
+        (WORDS, Mark(0, 4)),
+        (RANGE, Mark(0, 4), {"start": 0, "stop": 64}),
+        (b"evil", Mark()),
     ]
 
 
@@ -182,15 +172,15 @@ def test_strangers_cost_nothing(crew):
     for number in range(60):
         with network.dial(workers.addresses[1], 5) as stranger, contextlib.suppress(ConnectionError):
             if number % 3:  # the others do not get so far as to send a frame
-                Wire(stranger, 5).greet("", 5)
+                FramedChannel(stranger, 5).dial("", PURPOSE, 5)
             stranger.sendall(garbage(rng))
-    for header, body in absurd_requests():
-        wire = Wire(network.dial(workers.addresses[1], 5), 5)
-        wire.greet("", 5)
-        wire.send(header, body)
+    for request in absurd_requests():
+        channel = FramedChannel(network.dial(workers.addresses[1], 5), 5)
+        channel.dial("", PURPOSE, 5)
+        channel.send(*request)
         with contextlib.suppress(ConnectionError):
-            assert wire.receive()["kind"] in ("refused", "missing")
-        wire.close()
+            assert channel.receive().kind in (REFUSED, NOT_HELD)
+        channel.close()
     workers.step(5)
     assert workers.snaps[1].nbytes == before
     assert workers.snaps[1].holdings().copies == {"0": [4, 5]}
@@ -213,7 +203,7 @@ def test_who_does_not_know_the_token_is_refused(networks):
 def test_a_fetch_with_another_token_is_refused(networks):
     server, guesses = SnapshotServer(networks.of(1), token="secret"), SnapshotServer(networks.of(0), token="guess")
     guesses.place({1: server.address})
-    with pytest.raises(CopyUnusable, match="rank 1's copy of rank 0's step 4: the token is not that of this run"):
+    with pytest.raises(PeerLost, match=r"logical rank 1 at .*: has another token: it does not belong to this run"):
         guesses.fetch(Wanted(holder=1, owner=0, step=4, section="owned", epoch=0), None)
     for each in (server, guesses):
         each.close()

@@ -180,7 +180,8 @@ def _ask_port(door: socket.socket, address: str, token: str, timeout_s: float, h
     """
     try:
         party = Party(token, PURPOSE, is_dialer=True)
-        (inside,) = PORT.unpack(dial(door, party, timeout_s, PORT.pack(here), PORT.size))
+        _, reply = dial(door, party, timeout_s, PORT.pack(here), PORT.size)
+        (inside,) = PORT.unpack(reply)
     except Stranger as error:
         raise ConnectionError(f"{address} is no store of a run: {error}") from error
     except Refused as error:

@@ -1,12 +1,13 @@
 """Peer-to-peer fetch of training state, by which a restarted replica catches up (FT-HSDP, sections 4.3 and 4.4).
 
-A replica is a full copy of the model with its own ranks. A rank of a replica that is behind fetches the state of the
-end of step n - 1 from the same rank of healthy replicas, over HTTP, while these compute step n. Each of these healthy
-ranks is a source.
+A replica is a full copy of the model with its own ranks. A rank of a replica that is behind pulls the state of the end
+of step n - 1 from the same rank of healthy replicas (:mod:`ft.state.transfer`) while these compute step n. Each of
+these healthy ranks is a source. The state's epoch is its lineage: the number of the quorum in which its step was
+committed.
 
-The state is laid out as one contiguous range of bytes (:mod:`ft.state.fetch.memory`). Each source serves an equal share
-of it, and the other sources take over the share of a source that dies or refuses (:mod:`ft.state.fetch.shares`). The
-protocol is described in :mod:`ft.state.fetch.wire`.
+Each source sends an equal share of the bytes of the state (:mod:`ft.state.fetch.memory`), and the other sources take
+over the share of a source that dies or refuses (:mod:`ft.state.fetch.shares`). A source sends its live tensors, and
+withdraws them before they change (:mod:`ft.state.fetch.offer`).
 """
 
 from ft.state.fetch.client import Fetched, Limits, fetch, fetch_envelope

@@ -20,7 +20,7 @@ from ft.state.fetch.crew import Crew, Limits
 from ft.state.fetch.errors import BadState
 from ft.state.fetch.memory import FlatState
 from ft.state.fetch.shares import Piece
-from ft.state.fetch.source import Damaged, Source, Wanted
+from ft.state.transfer.pull import Damaged, Source, Wanted
 
 _DAMAGED_TRIES = 2
 _LOOK_S = 0.05
@@ -54,7 +54,7 @@ class _Distribution:
         self._pending = shares.cut(nbytes, crew.addresses) if crew.addresses else {}
         self._begun: dict[str, Piece] = {}
         self.delivered = dict.fromkeys(crew.addresses, 0)
-        self.envelope: str | None = None
+        self.envelope: bytes | None = None
 
     def take(self, source: str) -> Piece | None:
         """Return the next piece to fetch from ``source``, None if the fetch is complete or over.
@@ -140,12 +140,12 @@ def fetch(
             with crew.changed:
                 task.envelope = task.envelope or envelope
             while (piece := _idle(source, task)) is not None:
-                _receive(source, wanted, piece, memory)
+                _receive(source, piece, memory)
                 task.done(source.address)
         finally:
             task.leave(source.address)
 
-    left = crew.run(work, task.is_whole, f"the state of {wanted}")
+    left = crew.run(work, task.is_whole, f"the state of step {step}, lineage {lineage}")
     seconds = time.monotonic() - began
     return Fetched(_content(task.envelope), memory.table.nbytes, seconds, task.delivered, left)
 
@@ -183,7 +183,7 @@ def fetch_envelope(
     def work(source: Source) -> None:
         found.append(source.envelope(wanted))
 
-    crew.run(work, lambda: bool(found), f"the envelope of {wanted}")
+    crew.run(work, lambda: bool(found), f"the envelope of step {step}, lineage {lineage}")
     return _content(found[0])
 
 
@@ -192,17 +192,17 @@ def _idle(source: Source, task: _Distribution) -> Piece | None:
     return task.take(source.address)
 
 
-def _receive(source: Source, wanted: Wanted, piece: Piece, memory: FlatState) -> None:
+def _receive(source: Source, piece: Piece, memory: FlatState) -> None:
     """Receive a piece. A piece that arrives damaged is requested again, up to :data:`_DAMAGED_TRIES` times in all."""
     for _ in range(_DAMAGED_TRIES - 1):
         try:
-            return source.receive(wanted, piece, memory)
+            return source.receive(piece, memory)
         except Damaged:
             continue
-    return source.receive(wanted, piece, memory)
+    return source.receive(piece, memory)
 
 
-def _content(envelope: str) -> dict[str, Any]:
+def _content(envelope: bytes | None) -> dict[str, Any]:
     try:
         content = json.loads(envelope)
     except (ValueError, TypeError, RecursionError) as error:

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ft.net.streams import TcpNetwork
 from ft.state.fetch.errors import BadState, Refused
-from ft.state.fetch.source import Bad, Gone, Lost, Source
+from ft.state.transfer.pull import Bad, Gone, Lost, Source
 
 _LOOK_S = 0.05
 _NOT_NEEDED = "not needed any more"
@@ -58,7 +59,7 @@ class Crew:
         self.is_over = False
         self._until, self._stall_s, self._cancel = until, limits.stall_s, cancel
         patience = min(limits.stall_s, max(0.001, until - time.monotonic()))
-        self._sources = [Source(address, token, patience) for address in self.addresses]
+        self._sources = [Source(TcpNetwork(""), address, token, patience) for address in self.addresses]
         self._ended: dict[str, Exception | None] = {}
         self._at: set[str] = set()
         self._has_begun = has_begun

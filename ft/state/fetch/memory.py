@@ -1,6 +1,6 @@
 """Named tensors viewed as one contiguous range of bytes, so that a state fetch can split them by bytes.
 
-The layout is a :class:`ft.state.snapshot.layout.Table`. A range within one tensor in host memory is accessed in place.
+The layout is a :class:`ft.state.layout.Table`. A range within one tensor in host memory is accessed in place.
 A range over several tensors, or on a device, is copied through a scratch buffer of the range's length. Gaps between
 tensors read as zeros.
 """
@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ft.base.errors import UserError
-from ft.state.snapshot.layout import Table
+from ft.net.checksum import checksum
+from ft.state.layout import Table
 
 
 class FlatState:
-    """Byte-range view of ``tensors``, laid out in the order of their names.
+    """Byte-range view of ``tensors``, laid out in the order of their names (:class:`ft.state.transfer.moving.Memory`).
 
     Raises:
         UserError: a tensor has an unsupported type or is not contiguous.
@@ -52,6 +53,12 @@ class FlatState:
                 run[begin:end] = source
             else:
                 run[begin:end].copy_(torch.frombuffer(source, dtype=torch.uint8))
+
+    def checksum(self, start: int, chunk: memoryview) -> int:
+        return checksum(chunk)
+
+    def note(self, start: int, check: int) -> None:
+        """Do nothing: checksums of live tensors are computed when they are sent."""
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[memoryview | torch.Tensor, int, int, int]]:
         """Yield the part of each tensor that lies in [start, stop).

@@ -3,18 +3,24 @@
 A replica is a full copy of the model with its own ranks (FT-HSDP, section 4.3). The state is sent from memory.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from ft.state.fetch.handler import Handler, Host
-from ft.state.fetch.listener import Listener
+from ft.base.errors import UserError
+from ft.net.streams import TcpNetwork
 from ft.state.fetch.memory import table_of
 from ft.state.fetch.offer import Cut, Envelope, Offer, Shelf
 from ft.state.fetch.staging import prepare
-from ft.state.snapshot.layout import Table
+from ft.state.layout import Table
+from ft.state.transfer.server import Server
+
+IDLE_S = 60.0
+"""Maximum seconds between two requests of an authenticated peer, which also fetches from other replicas meanwhile."""
+BLOCK_S = 10.0
+"""Maximum seconds without progress while a chunk is sent to an authenticated peer."""
+_ANYWHERE = ("", "0.0.0.0", "::", "*")
 
 
 class StateServer:
@@ -34,10 +40,24 @@ class StateServer:
     """
 
     def __init__(self, host: str, token: str, *, replica: int = 0, rank: int = 0):
-        self._shelf = Shelf()
+        if host in _ANYWHERE:
+            raise UserError(
+                f"the state cannot be served on every interface (host {host!r})",
+                "give the address that other replicas reach this node at",
+            )
+        self._shelf, self._replica, self._rank = Shelf(), replica, rank
         self._known: tuple[dict[str, torch.Tensor], Table] | None = None
-        self._door = Listener(host, functools.partial(Handler, Host(self._shelf, token, replica, rank)))
-        self.address = self._door.where
+        limits = {"patience_s": BLOCK_S, "idle_s": IDLE_S}
+        try:
+            self._server = Server(
+                TcpNetwork(host), token, self._shelf, name="ft-fetch-serve", is_background=True, **limits
+            )
+        except OSError as error:
+            raise UserError(
+                f"the state cannot be served on {host!r}: {error.strerror or error}",
+                "give an address of this node that other replicas reach it at",
+            ) from error
+        self.address = self._server.address
 
     def offer(self, step: int, lineage: int, tensors: Mapping[str, torch.Tensor], envelope: Mapping[str, Any]) -> None:
         """Serve the state of the end of ``step`` from now on, in place of the previous offer.
@@ -53,7 +73,9 @@ class StateServer:
         """
         self.withdraw()
         table = self._table(tensors)
-        self._shelf.put(Offer(Envelope.of(step, lineage, envelope), table, dict(tensors), prepare(tensors)))
+        words = Envelope.of(step, lineage, envelope)
+        self._shelf.offer = Offer(words, table, dict(tensors), prepare(tensors), self._replica, self._rank)
+        self._shelf.words = words
 
     def withdraw(self, wait_s: float = 0.0) -> list[Cut]:
         """End the offer: the tensors may change once this has returned.
@@ -64,11 +86,11 @@ class StateServer:
         Returns:
             The fetches that were cut off.
         """
-        offer = self._shelf.take()
+        offer = self._shelf.offer
         if offer is None:
             return []
         cut = offer.withdraw(wait_s)
-        self._shelf.drop(offer)
+        self._shelf.offer = None
         return cut
 
     def envelope(self, step: int, lineage: int, envelope: Mapping[str, Any]) -> None:
@@ -79,17 +101,17 @@ class StateServer:
             lineage: number of the quorum in which the step was committed.
             envelope: the values.
         """
-        self._shelf.keep(Envelope.of(step, lineage, envelope))
+        self._shelf.words = Envelope.of(step, lineage, envelope)
 
     def under_way(self) -> int:
         """Return the number of fetches that have begun and not ended."""
-        offer = self._shelf.take()
+        offer = self._shelf.offer
         return 0 if offer is None else offer.under_way()
 
     def close(self) -> None:
         """Withdraw the offer and end all threads and connections."""
         self.withdraw()
-        self._door.close()
+        self._server.close()
 
     def _table(self, tensors: Mapping[str, torch.Tensor]) -> Table:
         """Return the layout of ``tensors``, from a cache if they are the same objects as at the last call."""

@@ -15,7 +15,8 @@ from enum import Enum
 
 import torch
 
-from ft.state.snapshot.layout import CHUNK, Table, checksum, chunk_count
+from ft.net.checksum import checksum
+from ft.state.layout import CHUNK, Table, chunk_count
 
 
 class Status(Enum):
@@ -55,6 +56,8 @@ class HostBuffer:
 class Part:
     """One section of a snapshot in memory: the tensors that no other rank has, or those that peers have too.
 
+    It is a :class:`ft.state.transfer.moving.Memory`, whose bytes are always in place.
+
     Attributes:
         table: layout of the tensors.
         buffer: the memory.
@@ -72,6 +75,19 @@ class Part:
     def seal(self, index: int) -> None:
         """Compute the checksum of a chunk that has just been written."""
         self.checksums[index] = checksum(self.chunk(index))
+
+    def whole(self, start: int, stop: int) -> memoryview:
+        return self.buffer.view[start:stop]
+
+    def checksum(self, start: int, chunk: memoryview) -> int:
+        """Return the stored checksum of the chunk at byte ``start``. Raises ValueError if no chunk begins there."""
+        if start % CHUNK or len(chunk) != min(CHUNK, self.table.nbytes - start):
+            raise ValueError(f"{len(chunk)} bytes from byte {start} are no chunk")
+        return self.checksums[start // CHUNK]
+
+    def note(self, start: int, check: int) -> None:
+        """Store the checksum of the chunk that was received at byte ``start``."""
+        self.checksums[start // CHUNK] = check
 
     def damage(self) -> int | None:
         """Return the index of the first chunk whose checksum is wrong, None if all checksums are right."""

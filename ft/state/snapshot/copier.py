@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ft.state.layout import CHUNK, Table
 from ft.state.snapshot.buffers import Part, Slot
-from ft.state.snapshot.layout import CHUNK, Table
 
 _DEVICE_BATCH = 64 * CHUNK
 _CHUNKS_PER_NOTICE = 4

@@ -1,152 +1,140 @@
-"""The request handler of a snapshot server, which stores incoming peer copies and sends requested copies."""
+"""The snapshots that a worker gives out to other workers, and the peer copies that it stores for them."""
 
 import threading
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ft.base.errors import FallbackError
+from ft.net.framed import FramedChannel, Mark
+from ft.state.layout import Table
+from ft.state.snapshot.buffers import Part, Slot, Status
 from ft.state.snapshot.copy_store import CopyStore
-from ft.state.snapshot.layout import Table, checksum, digest
 from ft.state.snapshot.state import OWNED, REPLICATED
-from ft.state.snapshot.wire import Wire
+from ft.state.transfer.moving import Withdrawn
+from ft.state.transfer.server import Arrival, Held, Holder, NotHeld, Refused
 
 _STEP_ASIDE_S = 10.0
 
 
-class Refused(Exception):
-    """A copy is not accepted; the text is sent to the sender."""
+class _HeldSnapshot(Held):
+    """A section of a complete snapshot."""
+
+    def __init__(self, slot: Slot, mark: Mark, section: str):
+        self._slot, self._part = slot, slot.parts[section]
+        self.mark, self.table, self.whose = mark, self._part.table, f"logical rank {mark.rank}"
+        self.envelope, self.envelope_check = slot.meta, slot.meta_checksum
+
+    @contextmanager
+    def reading(self, channel: FramedChannel) -> Iterator[Part]:
+        yield self._part
+        if (self._slot.status, self._slot.step, self._slot.epoch) != (Status.COMPLETE, *self.mark[1:]):
+            raise Withdrawn
 
 
-@dataclass
-class _Arrival:
-    """A copy that is being received."""
+class _Arrival(Arrival):
+    """A peer copy that is being received."""
 
-    epoch: int
-    wire: Wire
-    ended: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, holder: "SnapshotHolder", channel: FramedChannel, mark: Mark):
+        self._holder, self._copies = holder, holder.stock.copies(mark.rank)
+        self._slot: Slot | None = None
+        self.channel, self.mark = channel, mark
+        self.ended = threading.Event()
+
+    def prepare(self, table: Table, envelope: bytes) -> None:
+        """Allocate memory for the copy."""
+        self._slot = self._copies.begin(self.mark.step, self.mark.epoch, {OWNED: table})
+        self._slot.set_meta(envelope)
+        self.memory = self._slot.parts[OWNED]
+
+    def commit(self) -> bool:
+        with self._holder.lock:
+            is_wanted = self.mark.epoch > self._holder.closed and self._holder.arrivals.get(self.mark.rank) is self
+            if is_wanted:
+                self._copies.commit(self._slot)
+                self._slot = None
+        return is_wanted
+
+    def __exit__(self, *_: object) -> None:
+        if self._slot is not None:
+            self._copies.drop(self._slot)
+        with self._holder.lock:
+            if self._holder.arrivals.get(self.mark.rank) is self:
+                del self._holder.arrivals[self.mark.rank]
+        self.ended.set()
 
 
-class RequestHandler:
-    """Receives peer copies and serves snapshots; the threads of connections call it.
+class SnapshotHolder(Holder):
+    """Stores peer copies and gives out snapshots; the threads of connections call it.
 
     At most one copy of each owner is received at a time. A newer connection of the same owner replaces an older one,
     because the sender of the older one has died or has lost its connection.
+
+    Attributes:
+        stock: the snapshots that this worker holds.
+        arrivals: logical rank -> its copy that is being received; guarded by ``lock``.
+        closed: epoch that is over, with all earlier ones; guarded by ``lock``.
     """
 
     def __init__(self, stock: CopyStore, max_bytes: int):
-        self._stock, self._max_bytes = stock, max_bytes
-        self._arrivals: dict[int, _Arrival] = {}
-        self._newest, self._closed = -1, -1
-        self._lock = threading.Lock()
-
-    def answer(self, wire: Wire, header: dict[str, Any]) -> None:
-        """Answer one request. Afterwards the connection can carry the next request."""
-        kind = header["kind"]
-        if kind == "put":
-            self._take_in(wire, header)
-        elif kind == "get":
-            self._hand_out(wire, header)
-        else:
-            raise ValueError(f"no such request: {kind}")
+        self.stock, self._max_bytes = stock, max_bytes
+        self.arrivals: dict[int, _Arrival] = {}
+        self._newest = self.closed = -1
+        self.lock = threading.Lock()
 
     def cancel(self, epoch: int) -> None:
         """Abort the copies that are being received, and refuse ``epoch`` and earlier epochs from now on."""
-        with self._lock:
-            self._closed = max(self._closed, epoch)
-            arrivals = [arrival for arrival in self._arrivals.values() if arrival.epoch <= epoch]
-        for arrival in arrivals:
-            arrival.wire.shutdown()
+        with self.lock:
+            self.closed = max(self.closed, epoch)
+        for arrival in self._over():
+            arrival.channel.shutdown()
 
     def quiesce(self) -> None:
-        with self._lock:
-            arrivals = [arrival for arrival in self._arrivals.values() if arrival.epoch <= self._closed]
-        for arrival in arrivals:
+        for arrival in self._over():
             arrival.ended.wait()
 
-    def _take_in(self, wire: Wire, header: dict[str, Any]) -> None:
-        owner, step, epoch = _whole(header["owner"]), _whole(header["step"]), _whole(header["epoch"])
-        encoded, meta = bytes(wire.take(_whole(header["table"]))), bytes(wire.take(_whole(header["meta"])))
-        try:
-            table = self._known_table(owner, encoded, header)
-            if checksum(meta) != header["meta_checksum"]:
-                raise Refused("the envelope was damaged on the way")
-            arrival = self._admit(owner, epoch, wire)
-        except (Refused, FallbackError) as refusal:
-            wire.send({"kind": "refused", "reason": str(refusal)})
-            return
-        try:
-            answer = self._receive(arrival, owner, step, table, meta)
-        finally:
-            with self._lock:
-                if self._arrivals.get(owner) is arrival:
-                    del self._arrivals[owner]
-            arrival.ended.set()
-        wire.send(answer)
+    def find(self, mark: Mark, section: str) -> Held:
+        slot = self.stock.find(mark.rank, mark.step)
+        if slot is None or section not in slot.parts or section not in (OWNED, REPLICATED):
+            raise NotHeld(f"there is none here (held: {self.stock.holdings()})")
+        return _HeldSnapshot(slot, Mark(mark.rank, mark.step, slot.epoch), section)
 
-    def _receive(self, arrival: _Arrival, owner: int, step: int, table: Table, meta: bytes) -> dict[str, Any]:
-        copies = self._stock.copies(owner)
-        slot = copies.begin(step, arrival.epoch, {OWNED: table})
-        complete = False
+    def begin(self, channel: FramedChannel, mark: Mark, table: bytes, envelope: bytes) -> Arrival:
+        layout = self._known_table(mark.rank, table)
+        arrival = _Arrival(self, channel, mark)
+        self._admit(arrival)
         try:
-            slot.set_meta(meta)
-            arrival.wire.send({"kind": "go"})
-            damaged = arrival.wire.receive_part(slot.parts[OWNED])
-            if damaged is not None:
-                return {"kind": "damaged", "chunk": damaged}
-            with self._lock:
-                complete = arrival.epoch > self._closed and self._arrivals.get(owner) is arrival
-                if complete:
-                    copies.commit(slot)
-        finally:
-            if not complete:
-                copies.drop(slot)
-        return {"kind": "held", "step": step} if complete else {"kind": "refused", "reason": "its epoch is over"}
+            arrival.prepare(layout, envelope)
+        except BaseException:
+            arrival.__exit__()
+            raise
+        return arrival
 
-    def _known_table(self, owner: int, encoded: bytes, header: dict[str, Any]) -> Table:
-        if digest(encoded) != header["digest"]:
-            raise Refused("the table of tensors was damaged on the way")
-        newest = self._stock.copies(owner).find()
+    def _known_table(self, owner: int, encoded: bytes) -> Table:
+        newest = self.stock.copies(owner).find()
         if newest is not None and newest.parts[OWNED].table.encoded == encoded:
-            table = newest.parts[OWNED].table
-        else:
+            return newest.parts[OWNED].table
+        try:
             table = Table.decode(encoded)
-        if table.nbytes != header["length"]:
-            raise Refused(f"{header['length']} bytes announced, but the table describes {table.nbytes}")
+        except FallbackError as error:
+            raise Refused(str(error)) from error
         if table.nbytes > self._max_bytes:
             raise Refused(f"a copy of {table.nbytes} bytes; at most {self._max_bytes} are taken here")
         return table
 
-    def _admit(self, owner: int, epoch: int, wire: Wire) -> _Arrival:
-        arrival = _Arrival(epoch, wire)
-        with self._lock:
-            if epoch <= self._closed or epoch < self._newest:
-                raise Refused(f"epoch {epoch} is over (closed: {self._closed}, newest: {self._newest})")
+    def _admit(self, arrival: _Arrival) -> None:
+        owner, epoch = arrival.mark.rank, arrival.mark.epoch
+        with self.lock:
+            if epoch <= self.closed or epoch < self._newest:
+                raise Refused(f"epoch {epoch} is over (closed: {self.closed}, newest: {self._newest})")
             self._newest = epoch
-            before = self._arrivals.get(owner)
-            self._arrivals[owner] = arrival
+            before = self.arrivals.get(owner)
+            self.arrivals[owner] = arrival
         if before is not None:
-            before.wire.shutdown()
+            before.channel.shutdown()
             if not before.ended.wait(_STEP_ASIDE_S):
                 raise Refused(f"an earlier transfer for rank {owner} does not end")
-        return arrival
 
-    def _hand_out(self, wire: Wire, header: dict[str, Any]) -> None:
-        owner, step, section = _whole(header["owner"]), _whole(header["step"]), str(header["section"])
-        slot = self._stock.find(owner, step)
-        if slot is None or section not in slot.parts or section not in (OWNED, REPLICATED):
-            wire.send({"kind": "missing", "reason": f"there is none here (held: {self._stock.holdings()})"})
-            return
-        part = slot.parts[section]
-        sizes = {"table": len(part.table.encoded), "meta": len(slot.meta), "length": part.table.nbytes}
-        wire.send(
-            {"kind": "copy", "epoch": slot.epoch, "meta_checksum": slot.meta_checksum, **sizes},
-            part.table.encoded,
-            slot.meta,
-        )
-        wire.send_part(part)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
+    def _over(self) -> list[_Arrival]:
+        """Return the arrivals of closed epochs."""
+        with self.lock:
+            return [arrival for arrival in self.arrivals.values() if arrival.mark.epoch <= self.closed]

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from ft.base.errors import FallbackError
 from ft.job.messages import Source
+from ft.state.layout import Table
 from ft.state.snapshot.buffers import Slot
-from ft.state.snapshot.layout import Table
 from ft.state.snapshot.state import OWNED, REPLICATED
-from ft.state.snapshot.transport import Cancelled, CopyUnusable, PeerLost, Transport, Wanted
+from ft.state.snapshot.transport import CopyUnusable, Transport, Wanted
+from ft.state.transfer.push import Cancelled, PeerLost
 
 
 class Restorer:

@@ -10,15 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ft.base.errors import EpochClosed, FallbackError
 from ft.job.messages import Holdings, Source
-from ft.state.snapshot.buffers import Slot
+from ft.net.framed import Mark
+from ft.state.layout import Table, chunk_count
+from ft.state.snapshot.buffers import Part, Slot
 from ft.state.snapshot.copier import Copier, Plan, Progress, tables_of, write_back
-from ft.state.snapshot.layout import Table
 from ft.state.snapshot.restore import Restorer
 from ft.state.snapshot.state import OWNED, RankState, pack_meta, unpack_meta
-from ft.state.snapshot.transport import Outgoing, PeerLost, Transport
+from ft.state.snapshot.transport import Transport
+from ft.state.transfer.push import Outgoing, PeerLost
 
 
 @dataclass
@@ -138,7 +141,7 @@ class Snapshots:
             self._failed = {}
             self.stats = stats = TakeStats(step, plan.nbytes + len(meta), sent, 0.0)
         self._progress = self._copier.start(plan, lambda error: self._copied(slot, error))
-        outgoing = Outgoing(self.rank, step, epoch, part, meta, self._progress)
+        outgoing = Outgoing(Mark(self.rank, step, epoch), part, meta, partial(_written, self._progress, part))
         for peer in self.peers:
             self._transport.send(peer, outgoing, lambda error, peer=peer: self._sent(peer, step, epoch, error))
         if not self.peers:
@@ -346,3 +349,8 @@ class Snapshots:
         if plan is None or not plan.fits(slot, sections):
             plan = self._plans[id(slot)] = Plan(slot, sections)
         return plan
+
+
+def _written(progress: Progress, part: Part, stop: int) -> None:
+    """Wait until the bytes of ``part`` before ``stop`` are copied. Raises RuntimeError if the copy fails."""
+    progress.ready(part, chunk_count(stop))

@@ -1,31 +1,28 @@
 """Snapshot transport over byte streams: TCP, or another :class:`ft.net.streams.Network`.
 
-Every worker runs a server, which stores the snapshots that peers send (peer copies) and serves fetches of the snapshots
-that it holds. For each peer that a worker sends snapshots to, it has one :class:`Sender`. The interface and its
-guarantees are described in :mod:`ft.state.snapshot.transport`.
+Every worker runs a server (:mod:`ft.state.transfer`), which stores the snapshots that peers push (peer copies) and
+gives out the snapshots that it holds. For each peer that a worker sends snapshots to, it has one
+:class:`ft.state.transfer.push.Sender`. The interface and its guarantees are described in
+:mod:`ft.state.snapshot.transport`.
 """
 
-import contextlib
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 
-from ft.net import handshake
 from ft.net.streams import Network, TcpNetwork
 from ft.state.snapshot.buffers import Part
 from ft.state.snapshot.copy_store import CopyStore
-from ft.state.snapshot.layout import checksum
-from ft.state.snapshot.receive import RequestHandler
-from ft.state.snapshot.tcp_sender import Sender
-from ft.state.snapshot.transport import Cancelled, CopyUnusable, Outgoing, PeerLost, Transport, Wanted, check_table
-from ft.state.snapshot.wire import BadFrame, Wire
+from ft.state.snapshot.receive import SnapshotHolder
+from ft.state.snapshot.transport import CopyUnusable, Transport, Wanted
+from ft.state.transfer import pull
+from ft.state.transfer.moving import Disturb
+from ft.state.transfer.push import Cancelled, Outgoing, PeerLost, Sender
+from ft.state.transfer.server import Server
 
-_HELLO_S = 10.0
 _CONNECT_S = 3.0
-_MAX_CONNECTIONS = 128
 _FETCH_TRIES = 3
 
 
@@ -52,18 +49,15 @@ class SnapshotServer(Transport):
         self._network = TcpNetwork(network) if isinstance(network, str) else network
         self.stock = CopyStore()
         self._token, self._patience = token, patience_s
-        self._desk = RequestHandler(self.stock, max_bytes or _physical_memory() // 4)
+        self._holder = SnapshotHolder(self.stock, max_bytes or _physical_memory() // 4)
         self._lock = threading.Lock()
         self._addresses: dict[int, str] = {}
         self._senders: dict[int, Sender] = {}
-        self._connections: set[Wire] = set()
-        self._threads: set[threading.Thread] = set()
-        self._fetching: tuple[int, Wire] | None = None
+        self._fetching: tuple[int, pull.Source] | None = None
         self._cancelled = -1
         self._closed = False
-        self._listener, self.address = self._network.listen()
-        self._acceptor = threading.Thread(target=self._accept, name="ft-snapshot-accept", daemon=True)
-        self._acceptor.start()
+        self._server = Server(self._network, token, self._holder, patience_s=patience_s, name="ft-snapshot")
+        self.address = self._server.address
 
     def place(self, addresses: Mapping[int, str]) -> None:
         with self._lock:
@@ -86,7 +80,7 @@ class SnapshotServer(Transport):
             return
         sender.send(outgoing, ended)
 
-    def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
+    def disturb(self, how: Disturb) -> None:
         with self._lock:
             senders = list(self._senders.values())
         for sender in senders:
@@ -99,39 +93,39 @@ class SnapshotServer(Transport):
         whom = f"logical rank {wanted.holder} at {address}"
         for attempt in range(_FETCH_TRIES):
             time.sleep(0.05 * attempt)
-            wire = None
+            source = pull.Source(self._network, address, self._token, self._patience)
+            self._fetching = (wanted.epoch, source)
             try:
-                wire = Wire(self._network.dial(address, min(_CONNECT_S, self._patience)), self._patience)
-                self._fetching = (wanted.epoch, wire)
                 self._check_open(wanted)
-                wire.greet(self._token, self._patience)
-                return self._fetch(wire, wanted, part)
-            except TimeoutError as error:
-                raise PeerLost(f"{whom} does not answer: {error}") from error
-            except handshake.Refused as refusal:
-                raise CopyUnusable(f"{_copy(wanted)}: {refusal}") from refusal
-            except (OSError, BadFrame) as error:
+                source.open(min(_CONNECT_S, self._patience))
+                envelope = source.state(pull.Wanted(wanted.step, None, wanted.owner, wanted.section), part.table)
+                source.receive(range(part.table.nbytes), part)
+                return envelope
+            except (pull.Gone, pull.Bad) as error:
+                raise CopyUnusable(f"logical rank {wanted.holder}'s copy of rank {wanted.owner}: {error}") from error
+            except pull.Lost as error:
                 self._check_open(wanted)
+                if isinstance(error, pull.Silent):
+                    raise PeerLost(f"{whom} {error}") from error
                 problem = error
             finally:
                 self._fetching = None
-                if wire is not None:
-                    wire.close()
+                source.close()
         raise PeerLost(f"cannot fetch from {whom}: {problem}") from problem
 
     def cancel(self, epoch: int) -> None:
         self._cancelled = max(self._cancelled, epoch)
-        self._desk.cancel(epoch)
+        self._holder.cancel(epoch)
         fetching = self._fetching
         if fetching is not None and fetching[0] <= epoch:
-            fetching[1].shutdown()
+            fetching[1].cut("cancelled")
         with self._lock:
             senders = list(self._senders.values())
         for sender in senders:
             sender.cancel(epoch)
 
     def quiesce(self) -> None:
-        self._desk.quiesce()
+        self._holder.quiesce()
 
     def close(self) -> None:
         with self._lock:
@@ -139,77 +133,13 @@ class SnapshotServer(Transport):
                 return
             self._closed = True
         self.cancel(sys.maxsize)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._acceptor.join()
         with self._lock:
-            connections, threads, senders = list(self._connections), list(self._threads), list(self._senders.values())
+            senders = list(self._senders.values())
         for sender in senders:
             sender.close()
-        for wire in connections:
-            wire.shutdown()
-        for thread in threads:
-            thread.join()
+        self._server.close()
         self.stock.close()
 
     def _check_open(self, wanted: Wanted) -> None:
         if wanted.epoch <= self._cancelled:
             raise Cancelled(f"epoch {wanted.epoch} is over: nothing is fetched for it any more")
-
-    def _fetch(self, wire: Wire, wanted: Wanted, part: Part) -> bytes:
-        numbers = {"owner": wanted.owner, "step": wanted.step, "section": wanted.section}
-        wire.send({"kind": "get", **numbers})
-        answer = wire.receive()
-        whose = _copy(wanted)
-        if answer["kind"] != "copy":
-            raise CopyUnusable(f"{whose}: {answer.get('reason', answer['kind'])}")
-        table, meta = wire.take(answer["table"]), wire.take(answer["meta"])
-        if checksum(meta) != answer["meta_checksum"]:
-            raise CopyUnusable(f"{whose} is damaged: its envelope")
-        check_table(part, bytes(table), f"logical rank {wanted.holder}")
-        damaged = wire.receive_part(part)
-        if damaged is not None:
-            raise CopyUnusable(f"{whose} is damaged: chunk {damaged} of {len(part.checksums)}")
-        return bytes(meta)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.1)  # out of file descriptors: retry when other connections have been closed
-                continue
-            with self._lock:
-                refused = self._closed or len(self._connections) >= _MAX_CONNECTIONS
-                if not refused:
-                    wire = Wire(connection, _HELLO_S)
-                    thread = threading.Thread(target=self._serve, args=(wire,), name="ft-snapshot-serve", daemon=True)
-                    self._connections.add(wire)
-                    self._threads.add(thread)
-                    thread.start()
-            if refused:
-                connection.close()
-
-    def _serve(self, wire: Wire) -> None:
-        """Serve one connection until it ends. A peer without the token, or with an invalid frame, is disconnected."""
-        try:
-            wire.welcome(self._token, _HELLO_S)
-            while True:
-                wire.be_patient(0)
-                header = wire.receive()
-                wire.be_patient(self._patience)
-                self._desk.answer(wire, header)
-        except (OSError, handshake.Refused, BadFrame, KeyError, TypeError, ValueError):
-            return  # The peer sees that its connection is closed and reports the failure of its own operation.
-        finally:
-            with self._lock:
-                self._connections.discard(wire)
-                self._threads.discard(threading.current_thread())
-            wire.close()
-
-
-def _copy(wanted: Wanted) -> str:
-    return f"logical rank {wanted.holder}'s copy of rank {wanted.owner}'s step {wanted.step}"

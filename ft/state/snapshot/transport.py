@@ -15,44 +15,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ft.base.errors import FallbackError, RecoverableError
+from ft.base.errors import FallbackError
 from ft.state.snapshot.buffers import Part
-from ft.state.snapshot.copier import Progress
 from ft.state.snapshot.copy_store import CopyStore
-from ft.state.snapshot.layout import Table
-
-
-class PeerLost(RecoverableError):
-    """A peer cannot be reached, does not answer, or refuses a copy."""
-
-
-class Cancelled(RecoverableError):
-    """The operation was cancelled by :meth:`Transport.cancel`."""
+from ft.state.transfer.moving import Disturb
+from ft.state.transfer.push import Outgoing
 
 
 class CopyUnusable(FallbackError):
     """A requested snapshot is missing, damaged, or belongs to another state."""
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """A snapshot that is being sent to the peers.
-
-    Attributes:
-        owner: logical rank whose state it is.
-        step: step of the snapshot.
-        epoch: epoch in which the snapshot was taken.
-        part: the section of the snapshot to send.
-        meta: everything but the tensors, encoded.
-        progress: progress of the copy into ``part``: chunks can be sent once they are written.
-    """
-
-    owner: int
-    step: int
-    epoch: int
-    part: Part
-    meta: bytes
-    progress: Progress
 
 
 @dataclass(frozen=True)
@@ -95,7 +66,7 @@ class Transport(ABC):
 
         If the connection is lost, the transfer is repeated over a new one, a few times. ``ended`` is called once, from
         any thread: with None when the peer has verified and committed the copy, otherwise with the exception
-        (:class:`PeerLost` or :class:`Cancelled`).
+        (:class:`ft.state.transfer.push.PeerLost` or :class:`ft.state.transfer.push.Cancelled`).
         """
 
     @abstractmethod
@@ -109,7 +80,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def disturb(self, how: Callable[[int, int, list], list[list]]) -> None:
+    def disturb(self, how: Disturb) -> None:
         """Pass the chunks of the next snapshot to each peer through ``how``, for fault injection.
 
         Args:
@@ -131,19 +102,3 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all threads and connections, and free the store."""
-
-
-def check_table(part: Part, theirs: bytes, whose: str) -> None:
-    """Check that a received table describes the same layout as ``part``.
-
-    Args:
-        part: section of this worker's snapshot.
-        theirs: the other worker's table, encoded.
-        whose: name of the other worker's snapshot, for the message.
-
-    Raises:
-        CopyUnusable: the layouts differ; the message names the first difference.
-    """
-    if theirs != part.table.encoded:
-        difference = Table.decode(theirs).difference(part.table)
-        raise CopyUnusable(f"{whose} holds other tensors than this worker has: {difference}")

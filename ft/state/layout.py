@@ -6,25 +6,21 @@ buffer:  | tensor 0 | pad | tensor 1 | pad | ...        every tensor begins at a
 chunks:  | 1 MiB        | 1 MiB        | rest |          every chunk has a checksum of its own
 """
 
-import hashlib
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import numpy
 import torch
 
 from ft.base.errors import FallbackError
 
 FORMAT = 1
-"""Version of all data that crosses a process boundary here: tables, frames, checksums."""
+"""Version of encoded tables."""
 
 CHUNK = 1 << 20
 ALIGNMENT = 64
-_ROW = 8192
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -95,10 +91,6 @@ class Table:
         rows = [[e.name, e.dtype, list(e.shape)] for e in self.entries]
         return json.dumps({"format": FORMAT, "tensors": rows}, separators=(",", ":")).encode()
 
-    @cached_property
-    def digest(self) -> str:
-        return digest(self.encoded)
-
     @classmethod
     def decode(cls, data: bytes) -> "Table":
         """Return the table that was encoded as ``data``.
@@ -130,29 +122,9 @@ class Table:
         return ""
 
 
-def digest(encoded: bytes) -> str:
-    """Return a digest of an encoded table, 16 hexadecimal digits."""
-    return hashlib.sha256(encoded).hexdigest()[:16]
-
-
 def chunk_count(nbytes: int) -> int:
     """Return the number of chunks of a buffer of ``nbytes`` bytes."""
     return -(-nbytes // CHUNK)
-
-
-def checksum(data: bytes | bytearray | memoryview) -> int:
-    """Return a 32-bit checksum, which is four times as fast to compute as a CRC-32 of all bytes.
-
-    The data is divided into rows of 8 KiB, and the rows are added as vectors of 64-bit words. The checksum is the
-    CRC-32 of the sum. (A CRC-32 of all bytes would take longer than the copy itself.) Damage within one row is detected
-    as well as by CRC-32. Damage in several rows is missed only if it cancels out in every column. Swapped rows are
-    missed, but neither memory nor a connection swaps rows.
-    """
-    rows = len(data) // _ROW
-    if not rows:
-        return zlib.crc32(data)
-    words = numpy.frombuffer(data, dtype="<u8", count=rows * _ROW // 8).reshape(rows, -1)
-    return zlib.crc32(memoryview(data)[rows * _ROW :], zlib.crc32(numpy.add.reduce(words, axis=0)))
 
 
 def _aligned(offset: int) -> int:

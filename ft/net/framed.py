@@ -1,0 +1,291 @@
+"""The framed channel: an authenticated connection on which the processes of a run exchange messages and bulk data.
+
+A channel begins with the handshake of :mod:`ft.net.handshake`. After that each end sends frames:
+
+    frame: head | seal, 16 bytes | payload
+    head:  kind, 4 bytes | rank i32 | step i64 | epoch i64 | offset u64 | length u64 | check u64
+
+A payload is a message (a JSON object and byte strings) or bulk data, which is received into memory of the caller's.
+``rank``, ``step`` and ``epoch`` say which state it belongs to; ``offset`` is the place of bulk data in that state. The
+check of bulk data is its :func:`ft.net.checksum.checksum`, that of a message a keyed hash. The seal is a keyed hash of
+the head, of the number of frames sent before, and of the direction. Its key is derived from the token and from both
+challenges of the handshake, so that a frame is valid once, in one place of one connection.
+
+What a caller can rely on:
+
+* A received head or message is what the other end has sent, and all frames arrive once and in order. Anything else is a
+:class:`BadFrame`, after which the channel has to be closed.
+* Damaged bulk data is reported, and the channel remains usable.
+* A call that makes no progress for the channel's time limit raises TimeoutError; a lost connection raises
+ConnectionError. :meth:`FramedChannel.shutdown` ends blocked calls from another thread.
+* Memory is allocated for bytes received, not for bytes announced, and not before the handshake.
+"""
+
+import contextlib
+import hashlib
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ft.net.checksum import checksum
+from ft.net.handshake import Party, accept, dial, is_equal
+
+Bytes = bytes | bytearray | memoryview
+
+MAX_MESSAGE = 256 << 20
+_HEAD = struct.Struct("<4siqqQQQ")
+_SEAL_BYTES, _CHECK_BYTES = 16, 8
+HEAD_BYTES = _HEAD.size + _SEAL_BYTES
+_NUMBER, _LENGTH = struct.Struct("<?Q"), struct.Struct("<I")
+_PIECE, _BUFFER = 1 << 20, 4 << 20
+
+
+class BadFrame(Exception):
+    """The received bytes are not the frame that the other end has sent, or not one of this protocol."""
+
+
+class Mark(NamedTuple):
+    """The state that a frame belongs to.
+
+    Attributes:
+        rank: logical rank whose state it is; -1: any, or none.
+        step: committed step of the state; -1: none.
+        epoch: epoch, or lineage (number of the quorum), in which the step was committed; -1: any, or none.
+    """
+
+    rank: int = -1
+    step: int = -1
+    epoch: int = -1
+
+
+class Head(NamedTuple):
+    """The head of a frame.
+
+    Attributes:
+        kind: kind of the frame, 4 bytes, defined by the protocol that uses the channel.
+        mark: the state that the frame belongs to.
+        offset: place of bulk data in the state, in bytes.
+        length: length of the payload in bytes.
+        check: checksum of bulk data, or keyed hash of a message.
+    """
+
+    kind: bytes
+    mark: Mark
+    offset: int
+    length: int
+    check: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """A received message.
+
+    Attributes:
+        kind: kind of the frame.
+        mark: the state that the message belongs to.
+        words: JSON values.
+        bodies: byte strings.
+    """
+
+    kind: bytes
+    mark: Mark
+    words: dict[str, Any]
+    bodies: list[bytes]
+
+
+class FramedChannel:
+    """One end of a connection. One thread may send while another one receives; not more than one of each.
+
+    Args:
+        connection: connected stream socket; the channel owns it from now on.
+        patience_s: time limit, see :meth:`be_patient`.
+
+    Attributes:
+        socket: the connection.
+        is_shut: whether this end has shut the connection down.
+    """
+
+    def __init__(self, connection: socket.socket, patience_s: float):
+        self.socket, self.is_shut = connection, False
+        self._key, self._is_dialer = b"", False
+        self._sent = self._received = 0
+        self._scratch: memoryview | None = None
+        connection.settimeout(None)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+        self.be_patient(patience_s)
+
+    def dial(self, token: str, purpose: str, limit_s: float) -> None:
+        """Run the dialer's part of the handshake, before anything else. Raises as :func:`ft.net.handshake.dial` does.
+
+        Args:
+            token: token of the run.
+            purpose: name and version of the protocol, at most 16 ASCII characters.
+            limit_s: time limit of the handshake in seconds.
+        """
+        party = Party(token, purpose, is_dialer=True)
+        theirs, _ = dial(self.socket, party, limit_s)
+        self._key, self._is_dialer = party.key(theirs), True
+
+    def accept(self, token: str, purpose: str, limit_s: float) -> None:
+        """Run the acceptor's part of the handshake, with the arguments of :meth:`dial`, before anything else.
+
+        Raises as :func:`ft.net.handshake.accept` does.
+        """
+        party = Party(token, purpose, is_dialer=False)
+        theirs, _ = accept(self.socket, party, limit_s)
+        self._key = party.key(theirs)
+        self.write([party.seal(theirs)])
+
+    def be_patient(self, seconds: float) -> None:
+        """Set the longest time without progress of a blocking call, in seconds; 0: no limit.
+
+        The kernel enforces it, so that a whole chunk of data can be one system call.
+        """
+        whole = int(seconds)
+        limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self.socket.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    def send(self, kind: bytes, mark: Mark, words: dict[str, Any] | None = None, *bodies: bytes) -> None:
+        """Send a message.
+
+        Args:
+            kind: kind of the frame, 4 bytes.
+            mark: the state that the message belongs to.
+            words: JSON values.
+            bodies: byte strings.
+        """
+        text = json.dumps([words or {}, [len(body) for body in bodies]], separators=(",", ":")).encode()
+        payload = [_LENGTH.pack(len(text)), text, *bodies]
+        self.write([self._head(Head(kind, mark, 0, sum(map(len, payload)), self._check(payload))), *payload])
+
+    def pack(self, kind: bytes, mark: Mark, offset: int, data: Bytes, check: int) -> list[Bytes]:
+        """Return the frame with bulk data that is to be sent next, in two pieces: the head, and ``data``."""
+        return [self._head(Head(kind, mark, offset, len(data), check)), data]
+
+    def write(self, pieces: Sequence[Bytes]) -> None:
+        """Send the pieces of a frame."""
+        try:
+            sent = self.socket.sendmsg(pieces)
+            for piece in pieces:
+                if sent < len(piece):
+                    self.socket.sendall(memoryview(piece)[sent:])
+                sent = max(0, sent - len(piece))
+        except BlockingIOError as error:
+            raise TimeoutError("the other end does not read") from error
+
+    def receive(self) -> Message:
+        """Receive a message.
+
+        Raises:
+            BadFrame: no valid message of at most 256 MiB was received.
+        """
+        head = self.next()
+        if head.length > MAX_MESSAGE:
+            raise BadFrame(f"a message of {head.length} bytes; at most {MAX_MESSAGE} are allowed")
+        payload = bytearray()
+        while len(payload) < head.length:
+            piece = bytearray(min(_PIECE, head.length - len(payload)))
+            self._fill(memoryview(piece))
+            payload += piece
+        if self._check([payload]) != head.check:
+            raise BadFrame("a message that does not fit its hash")
+        try:
+            words, bodies = _unpack(payload)
+        except (ValueError, TypeError, struct.error, RecursionError) as error:
+            raise BadFrame(f"a message that makes no sense: {error}") from error
+        return Message(head.kind, head.mark, words, bodies)
+
+    def next(self) -> Head:
+        """Receive the head of the next frame. If it has bulk data, call :meth:`take` next.
+
+        Raises:
+            BadFrame: it is not the next head that the other end has sent.
+        """
+        data = memoryview(bytearray(HEAD_BYTES))
+        self._fill(data)
+        head, seal = bytes(data[: _HEAD.size]), bytes(data[_HEAD.size :])
+        if not is_equal(seal, self._seal(head, not self._is_dialer, self._received)):
+            raise BadFrame("a head that does not fit its seal")
+        self._received += 1
+        kind, rank, step, epoch, offset, length, check = _HEAD.unpack(head)
+        return Head(kind, Mark(rank, step, epoch), offset, length, check)
+
+    def take(self, head: Head, into: memoryview) -> bool:
+        """Receive the bulk data of the frame whose head was received last.
+
+        Args:
+            head: the head.
+            into: memory for the data, of ``head.length`` bytes.
+
+        Returns:
+            whether the data matches its checksum.
+        """
+        if len(into) != head.length:
+            raise BadFrame(f"{head.length} bytes of data instead of {len(into)}")
+        self._fill(into)
+        return checksum(into) == head.check
+
+    def scratch(self, length: int) -> memoryview:
+        """Return memory of ``length`` bytes, at most 1 MiB, that is reused by the next call."""
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(_PIECE))
+        return self._scratch[:length]
+
+    def shutdown(self) -> None:
+        """Wake all threads blocked on this connection with ConnectionError. May be called from any thread."""
+        self.is_shut = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _head(self, head: Head) -> bytes:
+        data = _HEAD.pack(head.kind, *head.mark, *head[2:])
+        seal = self._seal(data, self._is_dialer, self._sent)
+        self._sent += 1
+        return data + seal
+
+    def _seal(self, head: bytes, is_from_dialer: bool, number: int) -> bytes:
+        place = _NUMBER.pack(is_from_dialer, number)
+        return hashlib.blake2b(place + head, digest_size=_SEAL_BYTES, key=self._key).digest()
+
+    def _check(self, payload: Sequence[Bytes]) -> int:
+        digest = hashlib.blake2b(digest_size=_CHECK_BYTES, key=self._key)
+        for piece in payload:
+            digest.update(piece)
+        return int.from_bytes(digest.digest())
+
+    def _fill(self, view: memoryview) -> None:
+        while view:
+            try:
+                got = self.socket.recv_into(view, min(len(view), _PIECE), socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise TimeoutError("the other end does not write") from error
+            if not got:
+                raise ConnectionError("the other end has closed the connection")
+            view = view[got:]
+
+
+def _unpack(payload: bytearray) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the JSON values and the byte strings of a message."""
+    (length,) = _LENGTH.unpack_from(payload)
+    at = _LENGTH.size + length
+    words, lengths = json.loads(payload[_LENGTH.size : at])
+    if not isinstance(words, dict):
+        raise ValueError("values that are no object")
+    bodies = []
+    for size in lengths:
+        bodies.append(bytes(payload[at : at + size]))
+        at += size
+    if at != len(payload):
+        raise ValueError(f"{len(payload)} bytes, {at} announced")
+    return words, bodies

@@ -1,0 +1,198 @@
+"""Pulls a state from one process that gives it out, the source."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ft.net import handshake
+from ft.net.checksum import checksum
+from ft.net.framed import BadFrame, FramedChannel, Mark, Message
+from ft.net.streams import Network
+from ft.state.layout import BadTable, Table
+from ft.state.transfer.moving import Gone, Memory, receive_range
+from ft.state.transfer.server import ASK, NOT_HELD, PURPOSE, RANGE, STATE, WORDS
+
+__all__ = ["Bad", "Damaged", "Gone", "Lost", "Silent", "Source", "Wanted"]
+
+_PERIOD_S = 0.02
+
+
+class Lost(Exception):
+    """No process of this run answers at the address, or its connection has ended."""
+
+
+class Silent(Lost):
+    """The source has stopped answering."""
+
+
+class Bad(Exception):
+    """The source's answer or data is not the requested state."""
+
+
+class Damaged(Bad):
+    """A chunk does not match its checksum."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The state to pull.
+
+    Attributes:
+        step: the state is that at the end of this committed step.
+        epoch: epoch or lineage (number of the quorum) in which the step was committed; None: any.
+        rank: logical rank whose state it is; None: any.
+        section: section of the state, if the source has several.
+    """
+
+    step: int
+    epoch: int | None = None
+    rank: int | None = None
+    section: str = ""
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(-1 if self.rank is None else self.rank, self.step, -1 if self.epoch is None else self.epoch)
+
+    def is_met_by(self, mark: Mark) -> bool:
+        return all(wanted in (-1, given) for wanted, given in zip(self.mark, mark, strict=True))
+
+
+class Source:
+    """One connection to a source, used by one thread; :meth:`cut` ends it from another thread.
+
+    All operations raise :class:`Gone` if the source does not hold the state (any more), :class:`Lost` if the connection
+    failed or the peer does not belong to the run, and :class:`Bad` if it holds or sends something else.
+
+    Args:
+        network: the network of the address.
+        address: address of the source.
+        token: token of the run.
+        patience_s: longest time without progress in a connection, an answer or a chunk, in seconds.
+
+    Attributes:
+        since: time.monotonic() of the last progress, None while no progress is expected of the source.
+    """
+
+    def __init__(self, network: Network, address: str, token: str, patience_s: float):
+        self.address = address
+        self.since: float | None = None
+        self._network, self._token, self._patience = network, token, patience_s
+        self._lock = threading.Lock()
+        self._channel: FramedChannel | None = None
+        self._cut: str | None = None
+        self._mark = Mark()
+
+    def open(self, limit_s: float | None = None) -> None:
+        """Connect, within ``limit_s`` seconds (default: ``patience_s``), and run the handshake."""
+        with self._failures():
+            self.since = time.monotonic()
+            channel = FramedChannel(self._network.dial(self.address, limit_s or self._patience), self._patience)
+            with self._lock:
+                self._channel = channel
+                if self._cut is not None:
+                    raise Lost(self._cut)
+            channel.dial(self._token, PURPOSE, self._patience)
+            self.since = time.monotonic()
+
+    def state(self, wanted: Wanted, table: Table) -> bytes:
+        """Wait until the source holds the wanted state, and return its envelope if its tensors match ``table``.
+
+        If the source can, it keeps its state for this connection from then on.
+        """
+        with self._failures():
+            answer = self._when_held(ASK, wanted)
+            theirs, envelope = answer.bodies
+            if theirs != table.encoded:
+                raise Bad(f"has other tensors than this rank: {Table.decode(theirs).difference(table)}")
+            if not wanted.is_met_by(answer.mark):
+                raise Bad(f"serves {answer.words['whose']}, {answer.mark}, instead of {wanted.mark}")
+            self._mark = answer.mark
+            return _sound(answer, envelope)
+
+    def envelope(self, wanted: Wanted) -> bytes:
+        """Return the envelope alone."""
+        with self._failures():
+            answer = self._when_held(WORDS, wanted)
+            (envelope,) = answer.bodies
+            return _sound(answer, envelope)
+
+    def receive(self, piece: range, into: Memory) -> None:
+        """Receive a range of the bytes of the state that :meth:`state` has asked for.
+
+        Raises:
+            Damaged: a chunk does not match its checksum; the connection remains usable.
+        """
+        with self._failures():
+            self.since = time.monotonic()
+            self._channel.send(RANGE, self._mark, {"start": piece.start, "stop": piece.stop})
+            damaged = receive_range(self._channel, self._mark, piece, into, self._progress)
+        if damaged is not None:
+            raise Damaged(f"the chunk at byte {damaged} does not have its checksum")
+
+    def cut(self, reason: str) -> None:
+        """Abort any use of the connection: its thread gets Lost(reason). May be called from any thread."""
+        with self._lock:
+            if self._cut is None:
+                self._cut = reason
+            if self._channel is not None:
+                self._channel.shutdown()
+
+    def is_connected(self) -> bool:
+        with self._lock:
+            return self._channel is not None
+
+    def close(self) -> None:
+        """Close the connection. Only the thread that uses it may call this."""
+        self.since = None
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+
+    def _progress(self) -> None:
+        self.since = time.monotonic()
+
+    def _when_held(self, kind: bytes, wanted: Wanted) -> Message:
+        """Return the answer to a request; repeat it while the source has not reached the step yet."""
+        until = time.monotonic() + self._patience
+        while True:
+            self.since = time.monotonic()
+            self._channel.send(kind, wanted.mark, {"section": wanted.section})
+            answer = self._channel.receive()
+            if answer.kind == STATE:
+                return answer
+            if answer.kind != NOT_HELD:
+                raise Bad(f"answers {answer.kind!r}")
+            if not answer.words["later"]:
+                raise Gone(answer.words["reason"])
+            if time.monotonic() > until or self._cut is not None:
+                raise Gone(f"has not come to the end of step {wanted.step} in time: {answer.words['reason']}")
+            time.sleep(_PERIOD_S)
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Translate the errors of a connection into this module's exceptions."""
+        try:
+            yield
+        except Gone:
+            raise
+        except Exception as error:
+            if self._cut is not None:
+                raise Lost(self._cut) from error
+            if isinstance(error, handshake.Refused):
+                raise Lost("has another token: it does not belong to this run") from error
+            if isinstance(error, TimeoutError):
+                raise Silent(f"does not answer: {error}") from error
+            if isinstance(error, OSError):
+                raise Lost(f"{type(error).__name__}: {error}") from error
+            if isinstance(error, BadFrame | BadTable | ValueError | KeyError | TypeError):
+                raise Bad(f"an answer that makes no sense: {error!r}") from error
+            raise
+
+
+def _sound(answer: Message, envelope: bytes) -> bytes:
+    """Return the envelope in an answer if it was not damaged in the source's memory."""
+    if checksum(envelope) != answer.words["envelope_check"]:
+        raise Bad("has a damaged envelope")
+    return envelope

@@ -1,0 +1,234 @@
+"""Serves the requests of other processes for states, and stores the states that they push.
+
+    ASK    which state; "section"           -> STATE table, envelope; or NOT_HELD "reason", "later"
+    RANGE  "start", "stop" of that state    -> chunks and their end (:mod:`ft.state.transfer.moving`)
+    WORDS  which state                      -> STATE envelope; or NOT_HELD
+    PUSH   which state; table, envelope     -> READY, then chunks and their end -> HELD; or DAMAGED "offset"; or REFUSED
+                                               "reason"
+
+A state is its tensors, laid out as in its table, and an envelope, which is everything else. A state that was asked for
+on a connection is kept for it, if its holder can do that, until another one is asked for or the connection ends.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from ft.net.checksum import checksum
+from ft.net.framed import BadFrame, FramedChannel, Mark, Message
+from ft.net.listener import Listener
+from ft.net.streams import Network
+from ft.state.layout import Table
+from ft.state.transfer.moving import Memory, receive_range, send_range
+
+PURPOSE = "ft-transfer-1"
+ASK, RANGE, WORDS, STATE, NOT_HELD = b"ASK ", b"RANG", b"WORD", b"STAT", b"NONE"
+PUSH, READY, HELD, DAMAGED, REFUSED = b"PUSH", b"REDY", b"HELD", b"DAMG", b"REFU"
+
+
+class NotHeld(Exception):
+    """The requested state is not held here.
+
+    Args:
+        reason: what is held instead, as a sentence.
+        later: whether the requested state may still come.
+    """
+
+    def __init__(self, reason: str, later: bool = False):
+        super().__init__(reason)
+        self.later = later
+
+
+class Refused(Exception):
+    """A pushed state is not accepted; the text is sent to its sender."""
+
+
+@dataclass(eq=False)
+class Visit:
+    """A pull under way on one connection.
+
+    Attributes:
+        peer: address of the pulling process.
+        sent: number of bytes sent so far.
+    """
+
+    peer: str
+    sent: int = 0
+
+
+class Held(ABC):
+    """A state that a server gives out.
+
+    Attributes:
+        mark: which state it is.
+        table: layout of its tensors.
+        envelope: everything but the tensors, encoded.
+        envelope_check: checksum of the envelope, computed when it was made.
+        whose: logical rank and replica whose state it is, in words.
+    """
+
+    mark: Mark
+    table: Table
+    envelope: bytes
+    envelope_check: int
+    whose: str
+
+    @abstractmethod
+    def reading(self, channel: FramedChannel) -> AbstractContextManager[Memory]:
+        """Return a context in which the state may be read, to send one chunk. A withdrawal may shut ``channel`` down.
+
+        Raises:
+            Withdrawn: the state must not be read any more, or has changed inside the context.
+        """
+
+    def visit(self, peer: str) -> Visit:
+        """Register a pull by the process at address ``peer``. Raises NotHeld if no new pull is accepted."""
+        return Visit(peer)
+
+    def leave(self, visit: Visit) -> None:
+        """Note that a pull has ended."""
+        return
+
+
+class Arrival(AbstractContextManager):
+    """A pushed state that is being received; a context that drops it at its end if it was not committed.
+
+    Attributes:
+        memory: the memory for it.
+    """
+
+    memory: Memory
+
+    @abstractmethod
+    def commit(self) -> bool:
+        """Keep the state, which is complete; return whether it is still wanted."""
+
+
+class Holder:
+    """What a server gives out and stores. This base class does neither."""
+
+    def find(self, mark: Mark, section: str) -> Held:
+        """Return the section of a state. Raises NotHeld if it is not held."""
+        raise NotHeld("no states are given out here")
+
+    def envelope(self, mark: Mark) -> bytes:
+        """Return the envelope of a state. Raises NotHeld if it is not held."""
+        raise NotHeld("no envelopes are given out here")
+
+    def begin(self, channel: FramedChannel, mark: Mark, table: bytes, envelope: bytes) -> Arrival:
+        """Accept a pushed state that arrives over ``channel``. Raises Refused if it is not accepted."""
+        raise Refused("no copies are taken here")
+
+
+class Server:
+    """Listens and serves until :meth:`close`.
+
+    Args:
+        network: network at whose address to listen.
+        token: token of the run; peers without it are refused.
+        holder: what is given out and stored.
+        patience_s: longest time without progress within a request, in seconds.
+        idle_s: longest time between two requests of a connection, in seconds; 0: no limit.
+        name: name of the threads.
+        is_background: whether serving has a lower scheduling priority than training.
+
+    Attributes:
+        address: address of the server, in the format of its network.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        token: str,
+        holder: Holder,
+        *,
+        patience_s: float,
+        idle_s: float = 0.0,
+        name: str,
+        is_background: bool = False,
+    ):
+        self._holder, self._patience_s, self._idle_s = holder, patience_s, idle_s
+        self._door = Listener(network, token, PURPOSE, self._serve, name=name, is_background=is_background)
+        self.address, self.close = self._door.address, self._door.close
+
+    def _serve(self, channel: FramedChannel, peer: str) -> None:
+        desk = _Desk(self._holder, channel, peer)
+        try:
+            while True:
+                channel.be_patient(self._idle_s)
+                request = channel.receive()
+                channel.be_patient(self._patience_s)
+                desk.answer(request)
+        finally:
+            desk.leave()
+
+
+class _Desk:
+    """Answers the requests of one connection."""
+
+    def __init__(self, holder: Holder, channel: FramedChannel, peer: str):
+        self._holder, self._channel, self._peer = holder, channel, peer
+        self._visit: tuple[Held, Visit] | None = None
+
+    def answer(self, request: Message) -> None:
+        try:
+            answers = {ASK: self._send_state, RANGE: self._send_range, WORDS: self._send_words, PUSH: self._store}
+            answers[request.kind](request)
+        except NotHeld as refusal:
+            self._channel.send(NOT_HELD, request.mark, {"reason": str(refusal), "later": refusal.later})
+        except (KeyError, ValueError, TypeError) as error:
+            raise BadFrame(f"no such request: {error!r}") from error
+
+    def leave(self) -> None:
+        if self._visit is not None:
+            held, visit = self._visit
+            held.leave(visit)
+            self._visit = None
+
+    def _send_state(self, request: Message) -> None:
+        self.leave()
+        held = self._holder.find(request.mark, str(request.words["section"]))
+        self._visit = held, held.visit(self._peer)
+        words = {"whose": held.whose, "envelope_check": held.envelope_check}
+        self._channel.send(STATE, held.mark, words, held.table.encoded, held.envelope)
+
+    def _send_words(self, request: Message) -> None:
+        envelope = self._holder.envelope(request.mark)
+        self._channel.send(STATE, request.mark, {"envelope_check": checksum(envelope)}, envelope)
+
+    def _send_range(self, request: Message) -> None:
+        start, stop = int(request.words["start"]), int(request.words["stop"])
+        if self._visit is None or request.mark != self._visit[0].mark:
+            raise ValueError("bytes of a state that was not asked for")
+        held, visit = self._visit
+        if not 0 <= start <= stop <= held.table.nbytes:
+            raise ValueError(f"bytes {start} to {stop} of a state of {held.table.nbytes} bytes")
+
+        @contextmanager
+        def reading(start: int, stop: int) -> Iterator[Memory]:
+            with held.reading(self._channel) as memory:
+                yield memory
+            visit.sent += stop - start
+
+        send_range(self._channel, held.mark, range(start, stop), reading)
+
+    def _store(self, request: Message) -> None:
+        mark, (table, envelope) = request.mark, request.bodies
+        if min(mark) < 0:
+            raise ValueError(f"a state of {mark}")
+        try:
+            arrival = self._holder.begin(self._channel, mark, table, envelope)
+        except Refused as refusal:
+            self._channel.send(REFUSED, mark, {"reason": str(refusal)})
+            return
+        with arrival:
+            self._channel.send(READY, mark)
+            damaged = receive_range(self._channel, mark, range(arrival.memory.table.nbytes), arrival.memory)
+            is_kept = damaged is None and arrival.commit()
+        if damaged is not None:
+            self._channel.send(DAMAGED, mark, {"offset": damaged})
+        elif is_kept:
+            self._channel.send(HELD, mark)
+        else:
+            self._channel.send(REFUSED, mark, {"reason": "its epoch is over"})
