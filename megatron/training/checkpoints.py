@@ -10,10 +10,17 @@ from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.job import Job
 
 
-def save(job: Job, *, blocking: bool = False) -> None:
-    """Save a checkpoint. ``blocking``: whether to wait until the checkpoint is complete, also with --async-save."""
+def save(job: Job, *, blocking: bool = False, persistent: bool = True) -> None:
+    """Save a checkpoint.
+
+    Args:
+        job: the job.
+        blocking: whether to wait until the checkpoint is complete, also with --async-save.
+        persistent: False: the checkpoint replaces the last non-persistent one.
+    """
+    parts = job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler
     with job.trainee.whole_params():
-        job.checkpointer.save(job.state, job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
+        job.checkpointer.save(job.state, *parts, persistent=persistent)
     job.checkpointer.maybe_finalize(blocking=blocking)
 
 

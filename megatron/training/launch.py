@@ -97,7 +97,7 @@ def resume_own_checkpoints(options: CheckpointOptions) -> None:
     start.
     """
     folder = Path(options.save) if options.save else None
-    if folder is not None and folder.is_dir() and naming.newest_complete(verify.scan(folder)) is not None:
+    if folder is not None and folder.is_dir() and naming.newest_complete(verify.scan_all(options, folder)) is not None:
         options.load, options.ckpt_step = options.save, None
         options.finetune = options.no_load_optim = options.no_load_rng = False
 

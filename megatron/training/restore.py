@@ -61,4 +61,4 @@ def stored_options(folder: Path) -> Options:
     newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
     if newest is None:
         raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")
-    return Options.from_dict(verify.read_manifest(folder / newest.name).run["options"])
+    return Options.from_dict(verify.manifest_of(folder, newest).run["options"])

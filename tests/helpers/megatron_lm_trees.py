@@ -43,12 +43,20 @@ def tree(release: str) -> Path:
     return found[0]
 
 
-def plain(script: Path, flags: str, folder: Path) -> tuple[list[dict], str]:
+def plain(script: Path, flags: str, folder: Path, ranks: int = 4, **environment: str) -> tuple[list[dict], str]:
     """Train with torchrun and without any protection; return (what was logged, with all bits, the output)."""
     folder.mkdir(parents=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     out = folder / "plain.jsonl"
-    done = _run([*torchrun, PLAIN, out, script, *flags.split()])
+    done = _run([*_torchrun(ranks), PLAIN, out, script, *flags.split()], **environment)
+    assert done.returncode == 0, done.stdout[-5000:]
+    return [json.loads(line) for line in out.read_text().splitlines()], done.stdout
+
+
+def own(flags: str, folder: Path, ranks: int = 4) -> tuple[list[dict], str]:
+    """Train with torchrun and this project's trainer; return the same as ``plain``."""
+    folder.mkdir(parents=True)
+    out = folder / "metrics.jsonl"
+    done = _run([*_torchrun(ranks), ROOT / "pretrain_gpt.py", *flags.split(), "--metrics-file", out])
     assert done.returncode == 0, done.stdout[-5000:]
     return [json.loads(line) for line in out.read_text().splitlines()], done.stdout
 
@@ -78,8 +86,12 @@ def log_lines(output: str) -> dict[str, str]:
     return found
 
 
-def _run(command: list) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+def _torchrun(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def _run(command: list, **also: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **also}
     return subprocess.run(
         [str(word) for word in command],
         cwd=ROOT,

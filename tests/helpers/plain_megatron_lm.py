@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 plain_megatron_lm.py OUT.jsonl PATH/pretrain_gpt.py FLAG ...
 
-Beside what a machine without a GPU needs, only the functions that log are wrapped.
+Beside what a machine without a GPU needs, only the functions that log are wrapped. With FUSED_ADAM in the environment
+megatron-core finds an optimizer as that of Apex (see ``fused_adam``).
 """
 
 import inspect
@@ -13,6 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import fused_adam
+
 from ft.adapters.megatron_lm.start import load
 from ft.job.agent.script import run
 
@@ -20,6 +23,8 @@ from ft.job.agent.script import run
 def main() -> int:
     out, script, *flags = sys.argv[1:]
     load(script)
+    if os.environ.get("FUSED_ADAM"):
+        fused_adam.install()
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         record(Path(out))
     return run(script, False, flags)

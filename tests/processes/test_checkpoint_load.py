@@ -5,10 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from test_checkpoint_gpt import Run, Shape
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron.core import package_info
+from megatron.training.checkpointing import naming
 from megatron.training.checkpointing.__main__ import main
 from megatron.training.checkpointing.verify import scan
 
@@ -111,7 +113,7 @@ def test_a_run_never_starts_afresh_because_all_its_checkpoints_are_broken(ranks,
     expected = {
         "both": ("NoUsableCheckpoint", "iter_0000001: __0_0.distcp is corrupt"),
         "gone": ("NoUsableCheckpoint", "names step 100"),
-        "legacy": ("NoUsableCheckpoint", "legacy format 'torch'"),
+        "legacy": ("NoUsableCheckpoint", "model_optim_rng.pt is missing"),
         "file": ("UserError", "it is a file, not a folder"),
         "below-file": ("UserError", "it is a file, not a folder"),
         "step-missing": ("NoUsableCheckpoint", "complete ones are of steps: 1, 2"),
@@ -255,3 +257,51 @@ def test_keep_last_and_what_the_command_says(ranks, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "none")]) == 2
     (result, _) = ranks(_load_each, 2, {"newest": {"load": str(tmp_path)}})
     assert result["newest"][0] == 4
+
+
+def _save_both_kinds(folder: str) -> list:
+    run = Run(Shape(), save=folder, non_persistent_ckpt_type="global", non_persistent_save_interval=1)
+    for persistent in (True, False, False):
+        run.train(1)
+        assert run.checkpointer.save(run.state, run.chunks, run.optimizer, run.scheduler, persistent=persistent)
+    run.close()
+    return sorted(os.listdir(Path(folder) / "non_persistent"))
+
+
+def test_of_non_persistent_checkpoints_the_newest_is_kept_and_loaded_if_it_is_newer(ranks, tmp_path):
+    assert ranks(_save_both_kinds, 2, str(tmp_path))[0] == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+    damaged = shutil.copytree(tmp_path, tmp_path.with_name("damaged"))
+    _flip(damaged / "non_persistent/iter_0000003/__0_0.distcp")
+    kind = {"non_persistent_ckpt_type": "global"}
+    cases = {
+        "newest": {"load": str(tmp_path), **kind},
+        "elsewhere": {"load": str(tmp_path), **kind, "non_persistent_global_ckpt_dir": str(tmp_path / "absent")},
+        "not-asked-for": {"load": str(tmp_path)},
+        "step": {"load": str(tmp_path), **kind, "ckpt_step": 1},
+        "damaged": {"load": str(damaged), **kind},
+    }
+    for result in ranks(_load_each, 2, cases):
+        assert {name: r[0] for name, r in result.items()} == {
+            "newest": 3,
+            "elsewhere": 1,
+            "not-asked-for": 1,
+            "step": 1,
+            "damaged": 1,
+        }
+        assert "__0_0.distcp is corrupt" in result["damaged"][1][0]
+
+
+def test_a_checkpoint_without_a_manifest_is_loaded_and_said_to_be_unverified(ranks, tmp_path, saved):
+    (shutil.copytree(saved, tmp_path / "lost") / "iter_0000002/manifest.json").unlink()
+    shutil.rmtree(tmp_path / "lost/iter_0000001")
+    unmarked = shutil.copytree(tmp_path / "lost", tmp_path / "unmarked") / "iter_0000002"
+    common = torch.load(unmarked / "common.pt")
+    del common[naming.MARK]
+    torch.save(common, unmarked / "common.pt")
+    torn = shutil.copytree(tmp_path / "unmarked", tmp_path / "torn")
+    (torn / "iter_0000002/common.pt").write_bytes(b"not a checkpoint")
+    results = ranks(_load_each, 2, {name: {"load": str(tmp_path / name)} for name in ("lost", "unmarked", "torn")})
+    for name in ("lost", "unmarked"):
+        assert results[0][name][0] == 2
+        assert "iter_0000002 has no manifest: its files are not verified" in results[0][name][2][0]
+    assert results[0]["torn"][0] == "NoUsableCheckpoint" and "cannot be read" in results[0]["torn"][1]

@@ -54,8 +54,14 @@ def test_resume_is_bit_exact(ranks, tmp_path, shape, options):
         (Shape(tp=2, bf16=True), {"ckpt_fully_parallel_save": False}),
         (Shape(), {"distrib_optim_fully_reshardable_mem_efficient": True, "async_save": True}),
         (Shape(tp=2, ep=2, experts=4), {"ckpt_fully_parallel_load": True}),
+        (Shape(), {"ckpt_format": "torch", "async_save": True}),
+        (Shape(distributed_optimizer=False), {"ckpt_format": "torch"}),
+        (Shape(tp=2, ep=2, experts=4, bf16=True), {"ckpt_format": "torch"}),
     ],
-    ids=["dp-reshardable", "replicated-optimizer", "bf16", "gathered-on-one-rank", "experts"],
+    ids=[
+        *("dp-reshardable", "replicated-optimizer", "bf16", "gathered-on-one-rank", "experts"),
+        *("torch", "torch-replicated-optimizer", "torch-experts-bf16"),
+    ],
 )
 def test_other_kinds_resume_bit_exactly(ranks, tmp_path, shape, options):
     world_size = 4 if shape.experts else 2

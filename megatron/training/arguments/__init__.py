@@ -45,6 +45,11 @@ __all__ = [
     "refusals",
 ]
 
+_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    "num_layers_per_virtual_pipeline_stage",
+)
+
 _FLAG = re.compile(r"--[a-z][\w-]*")
 
 
@@ -174,11 +179,12 @@ def _take_from_checkpoint(options: Options, folder: Path) -> None:
     """
     from megatron.training.checkpointing import naming, verify
 
-    newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
+    newest = naming.newest_complete(verify.scan_all(options.checkpoint, folder))
     if newest is None:
         return
-    stored = Options.from_dict(verify.read_manifest(folder / newest.name).run["options"])
-    for name in (*OF_THE_MODEL, "max_position_embeddings"):
+    stored = Options.from_dict(verify.manifest_of(folder, newest).run["options"])
+    sizes = _SIZES if options.checkpoint.use_mp_args_from_checkpoint_args else ()
+    for name in (*OF_THE_MODEL, "max_position_embeddings", *sizes):
         if hasattr(stored.core, name):
             setattr(options.core, name, getattr(stored.core, name))
     options.tokenizer = stored.tokenizer

@@ -1,6 +1,7 @@
 """Flags of saving checkpoints and resuming from them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ft.base.errors import UserError
@@ -51,10 +52,24 @@ class CheckpointOptions:
     """Write checkpoints from a forked process while training goes on."""
 
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
-    """On-disk format. Only torch_dist is written, that of megatron-core's dist_checkpointing."""
+    """On-disk format: torch_dist loads into any TP x PP x DP; torch, with a file for each model-parallel rank, into the
+    same TP x PP x EP. What is loaded may be in either. The other two are written as torch_dist."""
+
+    non_persistent_ckpt_type: Literal["global", "local"] | None = None
+    """Save checkpoints of which only the newest is kept, between those of --save-interval. Only global is supported:
+    on a file system that all nodes share."""
+
+    non_persistent_save_interval: int | None = None
+    """Steps between non-persistent checkpoints."""
+
+    non_persistent_global_ckpt_dir: str | None = None
+    """Folder of the non-persistent checkpoint. Default: non_persistent in the folder of --save or --load."""
 
     use_checkpoint_args: bool = False
     """Take the shape of the model and the tokenizer from the checkpoint in --load."""
+
+    use_mp_args_from_checkpoint_args: bool = False
+    """With --use-checkpoint-args, take the sizes of TP, PP, virtual PP and EP from there, too."""
 
     ckpt_fully_parallel_save: bool = flag(True, on="--ckpt-fully-parallel-save", off="--no-ckpt-fully-parallel-save")
     """Spread the writing of replicated tensors over the data-parallel ranks."""
@@ -91,3 +106,35 @@ class CheckpointOptions:
             raise UserError("--save-retain-interval and --keep-last exclude each other", "give one of them")
         if self.ckpt_step is not None and self.load is None:
             raise UserError("--ckpt-step was given without --load", "add --load FOLDER")
+        self._check_non_persistent()
+
+    @property
+    def stored_format(self) -> str:
+        """Return the format in which checkpoints are written."""
+        return "torch" if self.ckpt_format == "torch" else "torch_dist"
+
+    def non_persistent_folder(self, folder: str) -> Path | None:
+        """Return the folder of the non-persistent checkpoint that belongs to the persistent ones in ``folder``.
+
+        None: the run has none.
+        """
+        if self.non_persistent_ckpt_type is None:
+            return None
+        return Path(self.non_persistent_global_ckpt_dir or f"{folder}/non_persistent")
+
+    def _check_non_persistent(self) -> None:
+        kind, interval = self.non_persistent_ckpt_type, self.non_persistent_save_interval
+        if kind == "local":
+            raise UserError(
+                "--non-persistent-ckpt-type local is not supported here",
+                "give --ft-hot-swap, which keeps copies of the state in other nodes' memory, or the type global",
+            )
+        if interval is not None and interval < 1:
+            raise UserError(f"--non-persistent-save-interval is {interval}", "give at least 1")
+        if interval is not None and kind is None:
+            raise UserError(
+                "--non-persistent-save-interval without --non-persistent-ckpt-type",
+                "add --non-persistent-ckpt-type global",
+            )
+        if kind is not None and self.ckpt_format == "torch":
+            raise UserError("non-persistent checkpoints are in the format torch_dist", "drop --ckpt-format torch")

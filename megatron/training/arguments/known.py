@@ -94,7 +94,9 @@ OTHER_PROGRAMS: dict[str, tuple[str, ...]] = {
 INSTEAD: dict[str, tuple[str, ...]] = {
     "start the run with ft run, and give --ft-hot-swap behind the script": ("--inprocess-*", "--enable-ft-package"),
     "start the run with ft run, which has time limits of its own": ("--calc-ft-timeouts", "--ft-num-warmup-iters"),
-    "--ft-hot-swap keeps copies of the state in other nodes' memory": (*("--replication*", "--non-persistent-*"),),
+    "--ft-hot-swap keeps copies of the state in other nodes' memory": (
+        *("--replication*", "--non-persistent-local-*"),
+    ),
     "ft run --inject injects faults (ft faults)": ("--fault-injector-*",),
     "drop it: megatron-core's models are the only ones": ("--use-legacy-models",),
     "give the flags themselves": ("--yaml-cfg",),
@@ -138,7 +140,9 @@ def idle(options: Any) -> list[str]:
         f"--save-interval {c.save_interval}: without --save no checkpoints are written": (
             c.save_interval is not None and c.save is None
         ),
-        f"--ckpt-format {c.ckpt_format}: checkpoints are written and read as torch_dist": c.ckpt_format != "torch_dist",
+        f"--ckpt-format {c.ckpt_format}: checkpoints are written as torch_dist": (
+            c.ckpt_format not in ("torch_dist", "torch")
+        ),
         f"--attention-backend {o.attention_backend}: --transformer-impl local has one attention only": (
             o.attention_backend not in (None, "auto", "local") and o.transformer_impl == "local"
         ),

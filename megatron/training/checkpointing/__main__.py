@@ -31,12 +31,13 @@ def _verify(folder: Path) -> int:
     for entry in entries:
         lines = [entry.problem] if entry.problem else []
         size = ""
-        if entry.complete:
+        if entry.complete and entry.verifiable:
             files = verify.read_manifest(folder / entry.name).files
             lines = verify.problems(folder / entry.name, files)
             size = f", {len(files)} files, {sum(f.bytes for f in files.values()) / 2**20:.1f} MiB"
         bad += bool(lines)
-        print(f"{entry.name}: {'BROKEN' if lines else 'ok'}{size}{', newest' if entry == newest else ''}")
+        state = "BROKEN" if lines else "ok" if entry.verifiable else "no manifest, so not verified"
+        print(f"{entry.name}: {state}{size}{', newest' if entry == newest else ''}")
         for line in lines:
             print(f"    {line}")
     for name in sorted(p.name for p in folder.iterdir() if naming.is_leftover(p.name)):

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from ft.base.errors import UserError
 from megatron.core import parallel_state
 from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.checkpointing import commit, content, optimizer_state, rng
+from megatron.training.checkpointing import commit, content, legacy, optimizer_state, rng
 from megatron.training.checkpointing.channel import Channel
 from megatron.training.checkpointing.content import TrainState
+from megatron.training.checkpointing.legacy import LegacyPlanning
 from megatron.training.checkpointing.load import Loader, LoadReport
 from megatron.training.checkpointing.pending import Progress
 from megatron.training.checkpointing.plan import SavePlanning
@@ -59,19 +60,19 @@ class Checkpointer:
         self._kept_step: int | None = None
         self.owes_a_save = False
         self.last_outcome: Outcome | None = None
-        self._saver = self._make_saver() if options.save else None
+        self._savers: dict[bool, Saver] = self._make_savers() if options.save else {}
 
-    def save(self, state: TrainState, model: list, optimizer: Any, scheduler: Any) -> bool:
+    def save(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, *, persistent: bool = True) -> bool:
         """Save the state after ``state.step`` steps.
 
         A save that fails (full disk, ...) is logged and has no other effect: training continues, and older checkpoints
         stay. With --async-save this method returns when the state is captured, and :meth:`maybe_finalize` completes the
-        save.
+        save. Unless ``persistent``, the checkpoint replaces the last non-persistent one.
 
         Returns:
             True: the checkpoint is complete, or in progress. False: it failed, or there is no --save.
         """
-        if self._saver is None:
+        if not self._savers:
             return False
         self.maybe_finalize(blocking=True)
         self.owes_a_save = False
@@ -92,10 +93,11 @@ class Checkpointer:
             optimizer_steps=max(self._channel.share(0 if kind is None else optimizer_state.steps(optimizer))),
             run=self._run,
             layout=self._layout,
+            ckpt_format=self._options.stored_format,
         )
         grid = rng.grid(self._random_init)[0] if with_rng else None
-        description = Description(state.step, self._layout, kind, grid, self._run)
-        started = self._saver.start(state_dict, description, started_at)
+        description = Description(state.step, self._layout, kind, grid, self._run, self._options.stored_format)
+        started = self._savers[persistent].start(state_dict, description, started_at)
         del state_dict
         if isinstance(started, Outcome):
             return self._conclude(started)
@@ -116,6 +118,8 @@ class Checkpointer:
     def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
         """Load the newest checkpoint that passes verification, or the one of --ckpt-step, into the given objects.
 
+        Checkpoints without a manifest, such as those of Megatron-LM, are loaded unverified, with a message.
+
         Args:
             state: receives the position of the run.
             model: model chunks.
@@ -134,9 +138,8 @@ class Checkpointer:
         """
         if not self._options.load:
             return None
-        folder = Path(self._options.load)
         loader = Loader(
-            folder,
+            Path(self._options.load),
             self._channel,
             self._options,
             self._run,
@@ -145,7 +148,7 @@ class Checkpointer:
             log=self._log,
         )
         report = loader.load(state, model, optimizer, scheduler, seed)
-        if report is not None and not self._options.finetune and self._saves_into(folder):
+        if report is not None and not self._options.finetune and self._saves_into(report.path.parent):
             self._kept_step = report.step
         return report
 
@@ -163,8 +166,8 @@ class Checkpointer:
         self._kept_step = max((kept for kept, _, _ in said if kept is not None), default=None)
         self.owes_a_save = any(owes for _, owes, _ in said)
         self._distrusted.update(*(names for _, _, names in said))
-        if self._saver is not None:
-            self._saver.forget_plan()
+        for saver in self._savers.values():
+            saver.forget_plan()
 
     def close(self, abort: bool = False) -> None:
         """Finalize a save in progress, and release the process group.
@@ -175,12 +178,13 @@ class Checkpointer:
         if abort:
             if self._under_way is not None:
                 self._under_way.abandon()
-            self._under_way = self._channel = self._saver = None
+            self._under_way = self._channel = None
+            self._savers = {}
             return
         self.maybe_finalize(blocking=True)
         if self._channel is not None:
             self._channel.close()
-        self._channel = self._saver = None
+        self._channel, self._savers = None, {}
 
     def _advance(self, blocking: bool) -> bool:
         """Advance the save in progress. Return False if it has ended without a checkpoint."""
@@ -196,11 +200,19 @@ class Checkpointer:
         if self._channel.rank == 0:
             for note in outcome.notes:
                 self._log(f"checkpoint: {note}")
-            self._log(_message(outcome, self._options.save))
+            self._log(_message(outcome))
         return outcome.error is None
 
-    def _make_saver(self) -> Saver:
-        folder, problem = Path(self._options.save), None
+    def _make_savers(self) -> dict[bool, Saver]:
+        """Return the saver of persistent checkpoints, and with --non-persistent-ckpt-type that of the others."""
+        options = self._options
+        savers = {True: self._make_saver(Path(options.save), options.keep_last, options.save_retain_interval)}
+        if (folder := options.non_persistent_folder(options.save)) is not None:
+            savers[False] = self._make_saver(folder, 1, None)
+        return savers
+
+    def _make_saver(self, folder: Path, keep_last: int | None, retain_interval: int | None) -> Saver:
+        problem = None
         if self._channel.rank == 0:
             try:
                 commit.check_writable(folder)
@@ -209,28 +221,33 @@ class Checkpointer:
         problem = self._channel.broadcast(problem)
         if problem is not None:
             raise UserError(*problem)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        spread = self._options.ckpt_fully_parallel_save and dist.get_world_size(group) > 1
         return Saver(
             folder,
             self._channel,
-            SavePlanning(group if spread else None, self._options.ckpt_assume_constant_structure),
+            self._planning(),
             in_background=self._options.async_save,
-            keep_last=self._options.keep_last,
-            retain_interval=self._options.save_retain_interval,
+            keep_last=keep_last,
+            retain_interval=retain_interval,
             distrusted=self._distrusted,
             log=self._log,
         )
 
+    def _planning(self) -> SavePlanning | LegacyPlanning:
+        if self._options.stored_format == legacy.FORMAT:
+            return LegacyPlanning()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        spread = self._options.ckpt_fully_parallel_save and dist.get_world_size(group) > 1
+        return SavePlanning(group if spread else None, self._options.ckpt_assume_constant_structure)
+
     def _saves_into(self, folder: Path) -> bool:
-        return self._options.save is not None and Path(self._options.save).resolve() == folder.resolve()
+        return any(saver.folder.resolve() == folder.resolve() for saver in self._savers.values())
 
 
-def _message(outcome: Outcome, folder: str) -> str:
+def _message(outcome: Outcome) -> str:
     if outcome.error is not None:
         return (
             f"checkpoint: saving step {outcome.step} FAILED: {outcome.error}\n"
-            f"  training goes on; older checkpoints in {folder} are as they were"
+            f"  training goes on; older checkpoints in {outcome.folder} are as they were"
         )
     size = bytes_in_words(outcome.bytes)
-    return f"checkpoint: step {outcome.step} saved to {folder} ({size}, {outcome.seconds:.1f} s)"
+    return f"checkpoint: step {outcome.step} saved to {outcome.folder} ({size}, {outcome.seconds:.1f} s)"

@@ -63,19 +63,34 @@ def prepare(folder: Path, step: int) -> tuple[Path, int]:
     return partial, naming.next_serial(scan(folder))
 
 
-def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]) -> None:
+def commit(partial: Path, manifest: Manifest, metadata: Metadata | None, reports: list[dict]) -> None:
     """Turn the partial folder into a checkpoint by renaming it last. Until then no existing checkpoint is affected.
 
     Args:
         partial: the folder with the files of all ranks.
         manifest: the manifest without its files.
-        metadata: metadata of the whole checkpoint, without the locations of the shards.
+        metadata: metadata of the whole checkpoint, without the locations of the shards; None in the format ``torch``.
         reports: the reports of all ranks' writers, all of them successful.
 
     Raises:
         OSError: a disk operation failed; the partial folder still exists.
     """
     written = [file for report in reports for file in report["files"]]
+    files = {file["name"]: FileRecord(file["bytes"], file["crc32"]) for file in written}
+    if metadata is not None:
+        _describe(partial, metadata, written)
+        files |= {name: checksum(partial / name) for name in _CORE_FILES}
+    for folder in {(partial / name).parent for name in files}:
+        durable.fsync_folder(folder)
+    durable.write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
+    durable.fsync_folder(partial)
+    target = partial.with_name(naming.checkpoint_name(manifest.step))
+    aside = partial.with_name(naming.replaced_name(partial.name))
+    durable.move_folder(partial, target, aside)
+
+
+def _describe(partial: Path, metadata: Metadata, written: list[dict]) -> None:
+    """Write megatron-core's files about the whole checkpoint."""
     results = [
         WriteResult(index_from_json(index), length, _StorageInfo(file["name"], start, length))
         for file in written
@@ -84,16 +99,9 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[
     ]
     FileSystemWriter(partial).finish(metadata, [results])
     save_config(CheckpointingConfig("torch_dist", 1), str(partial))
-    files = {file["name"]: FileRecord(file["bytes"], file["crc32"]) for file in written}
     for name in _CORE_FILES:
         with open(partial / name, "rb") as stream:
             os.fsync(stream.fileno())
-        files[name] = checksum(partial / name)
-    durable.write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
-    durable.fsync_folder(partial)
-    target = partial.with_name(naming.checkpoint_name(manifest.step))
-    aside = partial.with_name(naming.replaced_name(partial.name))
-    durable.move_folder(partial, target, aside)
 
 
 def track(folder: Path, step: int) -> None:

@@ -100,6 +100,26 @@ def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapp
     return stored
 
 
+def check_legacy_layout(path: Path, manifest: Manifest, here: Mapping[str, int]) -> None:
+    """Check that a checkpoint in the format ``torch`` has a file for each model-parallel rank of this run.
+
+    Args:
+        path: the checkpoint's folder.
+        manifest: the checkpoint's manifest.
+        here: this run's sizes ``pp``, ``tp`` and ``ep``.
+
+    Raises:
+        UserError: it has files for other ranks.
+    """
+    there = {name: manifest.layout.get(name, 1) for name in here}
+    if there != here:
+        raise UserError(
+            f"{path} is in the format torch, with a file for each rank of {sizes_in_words(there)}, "
+            f"and does not load into {sizes_in_words(here)}",
+            "use the old sizes, and --ckpt-format torch_dist for checkpoints that load into any",
+        )
+
+
 def sizes_in_words(sizes: Mapping[str, int]) -> str:
     """Format sizes of parallel dimensions, for example as "PP2 x TP1"."""
     return " x ".join(f"{name.upper()}{size}" for name, size in sizes.items())
@@ -114,14 +134,23 @@ def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     ]
 
 
-def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any], vocabulary_known: bool) -> list[str]:
+def vocabulary_fits(manifest: Manifest, run: Mapping[str, Any]) -> bool:
+    """Return whether only the padding of the vocabulary can differ between checkpoint and run.
+
+    :func:`check_run` has compared the sizes of the vocabularies, if the checkpoint has a manifest. Otherwise only the
+    padded size is known: Megatron-LM does not store the size that its tokenizer has.
+    """
+    there, here = manifest.run.get("model", {}), run.get("model", {}).get("vocab_size")
+    return here is not None and ("vocab_size" in there or here <= there.get("padded_vocab_size", 0))
+
+
+def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any], vocabulary_fits: bool) -> list[str]:
     """Return the first tensors and objects that the checkpoint lacks or holds in another shape, one line each.
 
     Args:
         wanted: sharded state dict to load.
         stored: the result of core's ``load_sharded_metadata``, by key.
-        vocabulary_known: whether the vocabulary sizes were compared already, so that tensors padded along the
-            vocabulary may differ in shape.
+        vocabulary_fits: whether tensors that are padded along the vocabulary may differ in shape.
     """
     shapes = {s.key: tuple(s.global_shape) for s in stored.values() if isinstance(s, ShardedTensor)}
     keys = {s.key for s in stored.values()}
@@ -130,7 +159,7 @@ def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any], voc
         if shard.key not in keys:
             found[shard.key] = f"{shard.key}: not in the checkpoint"
         elif isinstance(shard, ShardedTensor) and shard.key in shapes:
-            padded = shard.allow_shape_mismatch and vocabulary_known
+            padded = shard.allow_shape_mismatch and vocabulary_fits
             if not padded and shapes[shard.key] != tuple(shard.global_shape):
                 there, here = _shape(shapes[shard.key]), _shape(shard.global_shape)
                 found[shard.key] = f"{shard.key}: {there} in the checkpoint, {here} in this run"

@@ -10,11 +10,12 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.checkpointing import optimizer_state, rng
+from megatron.training.checkpointing import foreign, legacy, naming, optimizer_state, rng
 
 # Megatron-LM's version number for the layout of weights inside a layer.
 _WEIGHT_LAYOUT = 3.0
 _CONTENT = "content_metadata"
+_FLOPS = "num_floating_point_operations_so_far"
 
 
 @dataclass
@@ -40,12 +41,14 @@ def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
     Returns:
         None: the optimizer has no state; ``replicated``: it is not core's distributed optimizer;
             ``fully_reshardable``: the state can be loaded into any layout; ``dp_reshardable``: only the data-parallel
-            size may change (--no-dist-ckpt-optim-fully-reshardable).
+            size may change (--no-dist-ckpt-optim-fully-reshardable); ``legacy``: the same, in the format ``torch``.
     """
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return None
     if not any(isinstance(part, DistributedOptimizer) for part in optimizer_state.parts(optimizer)):
         return "replicated"
+    if options.ckpt_format == legacy.FORMAT:
+        return "legacy"
     return "fully_reshardable" if options.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
 
 
@@ -89,8 +92,9 @@ def to_save(
     optimizer_steps: int,
     run: Mapping[str, Any],
     layout: Mapping[str, Any],
+    ckpt_format: str = "torch_dist",
 ) -> dict[str, Any]:
-    """Return the sharded state dict to save. Its top-level keys are Megatron-LM's, where Megatron-LM has such a key.
+    """Return the state dict to save. Its top-level keys are Megatron-LM's, where Megatron-LM has such a key.
 
     Args:
         state: position of the run.
@@ -104,28 +108,41 @@ def to_save(
         optimizer_steps: the maximum of :func:`optimizer_state.steps` over all ranks.
         run: as ``run_info`` of ``Checkpointer``.
         layout: sizes of the parallel dimensions.
+        ckpt_format: ``torch_dist``, so that tensors and generator states are sharded, or ``torch``.
     """
+    sharded = ckpt_format != legacy.FORMAT
     metadata = sharding_metadata(kind, on_first_rank)
     contents: dict[str, Any] = {
-        "args": argparse.Namespace(**_megatron_args(state, run, layout)),
+        naming.MARK: True,
+        "args": argparse.Namespace(**_megatron_args(state, run, layout, kind, with_rng, ckpt_format)),
         "checkpoint_version": _WEIGHT_LAYOUT,
         "iteration": state.step,
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
         "extra": _plain(state.extra),
         "options": _plain(run.get("options", {})),
-        _CONTENT: {k: v for k, v in metadata.items() if k != "dp_cp_group"},
     }
-    if isinstance(flops := state.extra.get("num_floating_point_operations_so_far"), int | float):
-        contents["num_floating_point_operations_so_far"] = flops
-    contents |= model_shards(model, metadata)
+    if isinstance(flops := state.extra.get(_FLOPS), int | float):
+        contents[_FLOPS] = flops
+    if sharded:
+        contents[_CONTENT] = {k: v for k, v in metadata.items() if k != "dp_cp_group"}
+        contents |= model_shards(model, metadata)
+    else:
+        contents |= {
+            _chunk_key(i, len(model)): c.state_dict_for_save_checkpoint() for i, c in enumerate(unwrap_model(model))
+        }
     if kind is not None:
         with optimizer_state.counted_alike(optimizer, optimizer_steps):
-            contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
+            if sharded:
+                contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
+            else:
+                contents["optimizer"] = optimizer.state_dict()
+                contents[legacy.TENSORS] = legacy.parameter_state(optimizer)
     if scheduler is not None:
         contents["opt_param_scheduler"] = scheduler.state_dict()
     if with_rng:
-        contents[rng.KEY] = rng.sharded(data_parallel_random_init)
+        states = rng.sharded(data_parallel_random_init)
+        contents[rng.KEY] = states if sharded else states.data
     return contents
 
 
@@ -151,7 +168,15 @@ def to_load(
     return wanted
 
 
-def apply(loaded: dict[str, Any], model: list, optimizer: Any, scheduler: Any, *, with_optimizer: bool) -> None:
+def apply(
+    loaded: dict[str, Any],
+    model: list,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    with_optimizer: bool,
+    ckpt_format: str = "torch_dist",
+) -> None:
     """Load tensors into model, optimizer and schedule.
 
     Args:
@@ -161,10 +186,13 @@ def apply(loaded: dict[str, Any], model: list, optimizer: Any, scheduler: Any, *
         scheduler: the learning-rate schedule, or None.
         with_optimizer: whether to load the states of optimizer and schedule from ``loaded``; otherwise the optimizer
             copies its main (fp32) weights from the model's.
+        ckpt_format: format of the checkpoint.
     """
     for i, chunk in enumerate(model):
         chunk.load_state_dict(loaded[_chunk_key(i, len(model))])
-    if with_optimizer:
+    if with_optimizer and ckpt_format == legacy.FORMAT:
+        optimizer_state.load_legacy(optimizer, loaded["optimizer"], loaded.get(legacy.TENSORS))
+    elif with_optimizer:
         optimizer_state.load(optimizer, loaded["optimizer"])
     elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
         optimizer.reload_model_params()
@@ -184,19 +212,26 @@ def _load_schedule(scheduler: Any, stored: dict[str, Any]) -> None:
 
 
 def apply_state(loaded: dict[str, Any], state: TrainState) -> None:
-    """Copy the position of the run from the loaded state dict into ``state``."""
+    """Copy the position of the run from the loaded state dict into ``state``. Megatron-LM counts samples in its
+    ``args``.
+    """
+    counted = {**vars(loaded.get("args", argparse.Namespace())), **loaded}
     state.step = loaded["iteration"]
-    state.consumed_train_samples = loaded["consumed_train_samples"]
-    state.consumed_valid_samples = loaded["consumed_valid_samples"]
-    state.extra = dict(loaded["extra"])
+    state.consumed_train_samples = counted.get("consumed_train_samples", 0)
+    state.consumed_valid_samples = counted.get("consumed_valid_samples", 0)
+    state.extra = dict(loaded.get("extra", {}))
+    if _FLOPS in loaded:
+        state.extra.setdefault(_FLOPS, loaded[_FLOPS])
 
 
 def _chunk_key(i: int, chunks: int) -> str:
     return "model" if chunks == 1 else f"model{i}"
 
 
-def _megatron_args(state: TrainState, run: Mapping, layout: Mapping) -> dict[str, Any]:
-    """Return the values that Megatron-LM's tools look up in a checkpoint's ``args``."""
+def _megatron_args(
+    state: TrainState, run: Mapping, layout: Mapping, kind: str | None, with_rng: bool, ckpt_format: str
+) -> dict[str, Any]:
+    """Return the values that Megatron-LM looks up in a checkpoint's ``args``, also with --use-checkpoint-args."""
     flat: dict[str, Any] = {}
     for name, value in run.get("options", {}).items():
         flat |= value if isinstance(value, Mapping) else {name: value}
@@ -204,17 +239,12 @@ def _megatron_args(state: TrainState, run: Mapping, layout: Mapping) -> dict[str
         "iteration": state.step,
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
-        "ckpt_format": "torch_dist",
+        "ckpt_format": ckpt_format,
+        "no_save_optim": kind is None,
+        "no_save_rng": not with_rng,
     }
-    names = {
-        "world_size": "world_size",
-        "tp": "tensor_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "cp": "context_parallel_size",
-        "ep": "expert_model_parallel_size",
-        "dp": "data_parallel_size",
-    }
-    flat |= {theirs: layout[ours] for ours, theirs in names.items() if ours in layout}
+    flat.setdefault("add_position_embedding", True)
+    flat |= {theirs: layout[ours] for ours, theirs in foreign.SIZES.items() if ours in layout}
     return _plain(flat)
 
 

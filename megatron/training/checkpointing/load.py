@@ -12,9 +12,16 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.patches.releases import load_strategy
 from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.checkpointing import content, naming, rng, verify
+from megatron.training.checkpointing import content, legacy, naming, optimizer_state, rng, verify
 from megatron.training.checkpointing.channel import Channel
-from megatron.training.checkpointing.compare import check_optimizer, check_run, sizes_in_words, tensor_differences
+from megatron.training.checkpointing.compare import (
+    check_legacy_layout,
+    check_optimizer,
+    check_run,
+    sizes_in_words,
+    tensor_differences,
+    vocabulary_fits,
+)
 from megatron.training.checkpointing.content import TrainState
 from megatron.training.checkpointing.manifest import Manifest
 from megatron.training.checkpointing.naming import Entry
@@ -90,14 +97,29 @@ class Loader:
         if not (self._options.finetune or self._options.no_load_optim):
             ours = content.optimizer_kind(optimizer, self._options)
             kind = check_optimizer(report.path, manifest, ours, _sizes_here())
+        is_legacy = manifest.ckpt_format == legacy.FORMAT
+        if is_legacy:
+            check_legacy_layout(report.path, manifest, _sizes_here())
         shape, _, _ = rng.grid(self._random_init)
         wants_rng = not (self._options.finetune or self._options.no_load_rng) and manifest.rng_grid is not None
-        with_rng = wants_rng and shape == manifest.rng_grid
-        wanted = content.to_load(
-            model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self._random_init
+        with_rng = wants_rng and (is_legacy or shape == manifest.rng_grid)
+        if is_legacy:
+            if kind is not None:
+                optimizer_state.allocate(optimizer)
+            loaded = legacy.read(report.path, optimizer if kind == "legacy" else None)
+        else:
+            wanted = content.to_load(
+                model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self._random_init
+            )
+            loaded = self._read(report.path, wanted, manifest)
+        content.apply(
+            loaded,
+            model,
+            optimizer,
+            scheduler,
+            with_optimizer=kind is not None,
+            ckpt_format=manifest.ckpt_format,
         )
-        loaded = self._read(report.path, wanted, manifest)
-        content.apply(loaded, model, optimizer, scheduler, with_optimizer=kind is not None)
         if not self._options.finetune:
             content.apply_state(loaded, state)
         if with_rng:
@@ -117,12 +139,14 @@ class Loader:
         candidates = self._candidates(entries)
         if candidates is None:
             return None
-        rejected = [f"{e.name}: {e.problem}" for e in entries if not e.complete]
+        rejected = [f"{e.name}: {e.problem}" for e in entries if not e.complete and e not in candidates]
         started = time.monotonic()
         for entry in candidates:
             manifest, bad = self._verified(entry)
             if not bad:
                 self._explain_choice(entry, rejected, tracked)
+                if not entry.verifiable:
+                    self._say(f"{entry.name} has no manifest: its files are not verified")
                 spent = time.monotonic() - started
                 path = self._folder / entry.name
                 return manifest, LoadReport(path, entry.step, manifest.layout, rejected=rejected, verify_s=spent)
@@ -142,9 +166,8 @@ class Loader:
         answer = None
         if self._channel.rank == 0:
             try:
-                answer = {"entries": [vars(e) for e in verify.scan(self._folder)], "tracker": self._tracker()}
-            except FileNotFoundError:
-                answer = {"entries": [], "tracker": None}
+                found = [vars(e) for e in verify.scan_all(self._options, self._folder)]
+                answer = {"entries": found, "tracker": verify.tracked_step(self._folder)}
             except NotADirectoryError:
                 answer = {"error": f"--load {self._folder}: it is a file, not a folder"}
             except OSError as error:
@@ -163,8 +186,8 @@ class Loader:
     def _candidates(self, entries: list[Entry]) -> list[Entry] | None:
         step = self._options.ckpt_step
         if step is not None:
-            chosen = [e for e in entries if e.step == step]
-            if not chosen or not chosen[0].complete:
+            chosen = sorted((e for e in entries if e.step == step), key=lambda e: not e.complete)
+            if not chosen or not (chosen[0].complete or chosen[0].manifest == "lost"):
                 why = f": {chosen[0].problem}" if chosen else ""
                 steps = ", ".join(str(e.step) for e in entries if e.complete) or "none"
                 raise NoUsableCheckpoint(
@@ -180,7 +203,7 @@ class Loader:
                 )
             self._say(f"{self._folder} holds none: starting from random weights")
             return None
-        return naming.newest_first(entries)
+        return naming.newest_first(entries) or [e for e in entries if e.manifest == "lost"][::-1]
 
     def _verified(self, entry: Entry) -> tuple[Manifest | None, list[str]]:
         """Return the checkpoint's manifest, and the problems with its files. All ranks share the work."""
@@ -188,7 +211,7 @@ class Loader:
         path = self._folder / entry.name
         if self._channel.rank == 0:
             try:
-                text = verify.read_manifest(path).to_json()
+                text = verify.manifest_of(self._folder, entry).to_json()
             except (OSError, ValueError) as error:
                 bad = [f"{naming.MANIFEST}: {error}"]
         text = self._channel.broadcast(text)
@@ -201,9 +224,8 @@ class Loader:
     def _read(self, path: Path, wanted: dict, manifest: Manifest) -> dict:
         """Read ``wanted`` from the checkpoint, after checking that it has these tensors in these shapes."""
         strategy = load_strategy(path)
-        vocabulary_known = all("vocab_size" in r.get("model", {}) for r in (manifest.run, self._run))
         stored = load_sharded_metadata(str(path), strategy)
-        different = self._channel.share(tensor_differences(wanted, stored, vocabulary_known))
+        different = self._channel.share(tensor_differences(wanted, stored, vocabulary_fits(manifest, self._run)))
         if any(different):
             lines = dict.fromkeys(line for lines in different for line in lines)
             raise UserError(
@@ -224,12 +246,6 @@ class Loader:
                 f"{naming.TRACKER} names step {tracked}, the newest complete checkpoint is of step {entry.step}: "
                 f"loading that (--ckpt-step {tracked} asks for the other)"
             )
-
-    def _tracker(self) -> str | None:
-        try:
-            return (self._folder / naming.TRACKER).read_text(errors="replace").strip()[:40]
-        except FileNotFoundError:
-            return None
 
     def _say(self, text: str) -> None:
         if self._channel.rank == 0:

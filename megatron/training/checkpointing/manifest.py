@@ -30,11 +30,12 @@ class Manifest:
         saved_at: UTC time of the save, ISO 8601.
         layout: sizes of the parallel dimensions of the run that saved it (``world_size``, ``tp``, ``pp``, ...).
         versions: versions of megatron-core and torch.
-        optimizer: format of the optimizer state (``fully_reshardable``, ``dp_reshardable`` or ``replicated``, see
-            ``content.optimizer_kind``); None: the checkpoint has no optimizer state.
+        optimizer: format of the optimizer state (``fully_reshardable``, ``dp_reshardable``, ``legacy`` or
+            ``replicated``, see ``content.optimizer_kind``); None: the checkpoint has no optimizer state.
         rng_grid: shape of the grid of random generator states (see ``rng.grid``); None: the checkpoint has none.
         run: the caller's information about the run: ``model``, ``options``, ``fingerprints``.
         files: name in the folder -> size and checksum, for every file except the manifest.
+        ckpt_format: ``torch_dist`` or ``torch``.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Manifest:
     rng_grid: list[int] | None
     run: dict[str, Any]
     files: dict[str, FileRecord] = field(default_factory=dict)
+    ckpt_format: str = "torch_dist"
 
     def to_json(self) -> str:
         body = {"format": FORMAT, **asdict(self)}
@@ -68,7 +70,7 @@ class Manifest:
         if body.pop("format") != FORMAT:
             raise ManifestError(f"its format is not {FORMAT}")
         body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-        return cls(**{f.name: body[f.name] for f in fields(cls)})
+        return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})
 
 
 def _checksum(body: dict) -> int:

@@ -5,6 +5,7 @@
     <save>/latest_checkpointed_iteration.txt      what Megatron's tools read first
     <save>/iter_0000100/                          a complete checkpoint: it gets this name last
     <save>/iter_0000200.4f0c91d2.partial/         a save in progress, or the remains of an interrupted one
+    <save>/non_persistent/                        such a folder for --non-persistent-ckpt-type global
     <save>/iter_0000050.removed/                  a checkpoint that is being removed
     <save>/iter_0000200.4f0c91d2.removed/         a checkpoint that another save of the same step has replaced
 """
@@ -16,6 +17,15 @@ from dataclasses import dataclass
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+COMMON = "common.pt"
+SHARDED = (COMMON, ".metadata", "metadata.json")
+"""Files of every complete checkpoint in the format torch_dist; megatron-core writes the last one at the end."""
+LEGACY = "model_optim_rng.pt"
+"""File of each tensor-, pipeline- and expert-parallel rank in the format torch."""
+LEGACY_OPTIMIZER = "distrib_optim.pt"
+"""File beside it with the state of a distributed optimizer."""
+MARK = "saved_with_a_manifest"
+"""Key in the part of a checkpoint that is not sharded, in every checkpoint that this trainer saves."""
 
 _CHECKPOINT = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"iter_\d{7,}(\.[0-9a-f]+)?\.(partial|removed)")
@@ -27,20 +37,33 @@ class Entry:
     """One checkpoint found in a folder.
 
     Args:
-        name: name of the checkpoint's folder.
+        name: name of the checkpoint's folder; of a non-persistent checkpoint, the absolute path.
         step: the training step after which it was saved.
         serial: the checkpoint's position in the order of saving, from 1; None if unknown.
         problem: why the checkpoint is not complete; None if it is.
+        manifest: whether it has a manifest: ``there``; ``none``, as in a checkpoint of Megatron-LM; or ``lost``: this
+            trainer saved it with one. Such a checkpoint counts as incomplete, and is only loaded if there is no other.
+        tracked: whether the tracker file names its step.
     """
 
     name: str
     step: int
     serial: int | None = None
     problem: str | None = None
+    manifest: str = "there"
+    tracked: bool = False
 
     @property
     def complete(self) -> bool:
         return self.problem is None
+
+    @property
+    def persistent(self) -> bool:
+        return "/" not in self.name
+
+    @property
+    def verifiable(self) -> bool:
+        return self.manifest == "there"
 
 
 def checkpoint_name(step: int) -> str:
@@ -78,16 +101,37 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER.fullmatch(name) is not None
 
 
-def newest_first(entries: Iterable[Entry]) -> list[Entry]:
+def newest_first(entries: Collection[Entry]) -> list[Entry]:
     """Return the complete checkpoints, the last saved one first.
 
     The order is that of saving, not of steps: after a rollback to step 500 of a run that had reached 1000, the
-    checkpoint of step 600 is the newest.
+    checkpoint of step 600 is the newest. Non-persistent checkpoints are numbered apart: they come first if the newest
+    of them has at least the step of the newest persistent one, as for Megatron-LM.
     """
-    return sorted((e for e in entries if e.complete), key=lambda e: (e.serial, e.step), reverse=True)
+    kept = _by_saving([e for e in entries if e.complete and e.persistent])
+    others = _by_saving([e for e in entries if e.complete and not e.persistent])
+    if others and (not kept or others[0].step >= kept[0].step):
+        return others + kept
+    return kept + others
 
 
-def newest_complete(entries: Iterable[Entry]) -> Entry | None:
+def _by_saving(complete: list[Entry]) -> list[Entry]:
+    """Return the checkpoints of one folder, the last saved one first.
+
+    A checkpoint without a serial number is the newest if the tracker file names it, as for Megatron-LM, which wrote it;
+    otherwise it follows the last save of an earlier step.
+    """
+
+    def place(entry: Entry) -> tuple:
+        numbered = entry.serial is not None
+        earlier = (e.serial for e in complete if e.serial is not None and e.step <= entry.step)
+        serial = entry.serial if numbered else max(earlier, default=0)
+        return entry.tracked and not numbered, serial, not numbered, entry.step
+
+    return sorted(complete, key=place, reverse=True)
+
+
+def newest_complete(entries: Collection[Entry]) -> Entry | None:
     """Return the complete checkpoint that was saved last; None if there is none."""
     return next(iter(newest_first(entries)), None)
 
@@ -98,7 +142,7 @@ def next_serial(entries: Iterable[Entry]) -> int:
 
 
 def to_remove(
-    entries: Iterable[Entry],
+    entries: Collection[Entry],
     keep_last: int | None,
     distrusted: Collection[str] = (),
     retain_interval: int | None = None,

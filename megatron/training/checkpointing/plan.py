@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.training.checkpointing.naming import COMMON
 from megatron.training.checkpointing.writer import OutputFile
 
-COMMON = "common.pt"
 # Upper bound in bytes of what torch.save adds to a tensor's own bytes.
 _OVERHEAD = 2048
 
@@ -89,7 +89,7 @@ class SavePlanning:
         except Exception as failure:
             return Plan([], 0, None, f"planning failed: {type(failure).__name__}: {failure}")
         self._first = False
-        parts = [(_index_to_json(i.index), _on_host(planner.resolve_data(i))) for i in items]
+        parts = [(_index_to_json(i.index), on_host(planner.resolve_data(i))) for i in items]
         files = [OutputFile(f"__{dist.get_rank()}_0.distcp", parts)] if parts else []
         if dist.get_rank() == 0:
             files.append(OutputFile(COMMON, [(None, common)]))
@@ -140,7 +140,8 @@ def _local_plan(sharded: dict) -> tuple[MCoreSavePlanner, list]:
     return planner, planner.create_local_plan().items
 
 
-def _on_host(data: Any) -> Any:
+def on_host(data: Any) -> Any:
+    """Return a tensor in host memory; anything else as it is."""
     return data.detach().cpu() if isinstance(data, torch.Tensor) else data
 
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.training.checkpointing import commit, naming
 from megatron.training.checkpointing.channel import Channel
+from megatron.training.checkpointing.legacy import LegacyPlanning
 from megatron.training.checkpointing.manifest import Manifest
 from megatron.training.checkpointing.pending import InThread, Pending
 from megatron.training.checkpointing.plan import SavePlanning
@@ -34,6 +35,7 @@ class Outcome:
 
     Args:
         step: the step that was to be saved.
+        folder: folder of the checkpoints.
         error: why the save failed; None if it succeeded.
         seconds: duration on rank 0.
         bytes: size on disk.
@@ -41,6 +43,7 @@ class Outcome:
     """
 
     step: int
+    folder: Path
     error: str | None
     seconds: float = 0.0
     bytes: int = 0
@@ -56,6 +59,7 @@ class Description:
     optimizer: str | None
     rng_grid: list[int] | None
     run: Mapping[str, Any]
+    ckpt_format: str = "torch_dist"
 
     def manifest(self, serial: int) -> Manifest:
         versions = {"megatron-core": version("megatron-core"), "torch": torch.__version__}
@@ -68,6 +72,7 @@ class Description:
             optimizer=self.optimizer,
             rng_grid=self.rng_grid,
             run=dict(self.run),
+            ckpt_format=self.ckpt_format,
         )
 
 
@@ -89,7 +94,7 @@ class Saver:
         self,
         folder: Path,
         channel: Channel,
-        planning: SavePlanning,
+        planning: SavePlanning | LegacyPlanning,
         *,
         in_background: bool,
         keep_last: int | None,
@@ -98,7 +103,7 @@ class Saver:
         retain_interval: int | None = None,
     ):
         self._retain_interval = retain_interval
-        self._folder, self._channel, self._planning = folder, channel, planning
+        self.folder, self._channel, self._planning = folder, channel, planning
         self._in_background, self._keep_last, self._distrusted, self._log = in_background, keep_last, distrusted, log
 
     def start(
@@ -115,10 +120,10 @@ class Saver:
             A generator that performs the rest of the save (see ``pending``), or the outcome if the save cannot be
                 started. All ranks get the same of the two.
         """
-        partial, serial, error = self._folder / naming.partial_name(description.step), 0, None
+        partial, serial, error = self.folder / naming.partial_name(description.step), 0, None
         if self._channel.rank == 0:
             try:
-                partial, serial = commit.prepare(self._folder, description.step)
+                partial, serial = commit.prepare(self.folder, description.step)
             except OSError as failure:
                 error = explain(failure, partial)
         plan = self._planning.plan(state_dict, self._channel.group)
@@ -129,8 +134,8 @@ class Saver:
                 commit.discard(partial)
         error, name = self._channel.broadcast((error, partial.name))
         if error is not None:
-            return Outcome(description.step, error)
-        partial = self._folder / name
+            return Outcome(description.step, self.folder, error)
+        partial = self.folder / name
         writer = (ForkedWriter if self._in_background else InlineWriter)(partial, plan.files)
         return self._ending(writer, partial, description.manifest(serial), plan.metadata, started)
 
@@ -151,7 +156,7 @@ class Saver:
             outcome = yield from self._finishing(partial, manifest, metadata, reports)
             outcome |= {"seconds": time.monotonic() - started}
         outcome = yield from self._channel.broadcasting(outcome)
-        return Outcome(manifest.step, **{**outcome, "notes": tuple(outcome["notes"])})
+        return Outcome(manifest.step, self.folder, **{**outcome, "notes": tuple(outcome["notes"])})
 
     def _finishing(
         self, partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]
@@ -183,21 +188,21 @@ class Saver:
         Return the errors, as texts; the new checkpoint is valid nevertheless.
         """
         try:
-            commit.track(self._folder, step)
-            failures = commit.retire(self._folder, self._keep_last, self._distrusted, self._retain_interval)
+            commit.track(self.folder, step)
+            failures = commit.retire(self.folder, self._keep_last, self._distrusted, self._retain_interval)
         except Exception as failure:
-            return [explain(failure, self._folder) if isinstance(failure, OSError) else repr(failure)]
+            return [explain(failure, self.folder) if isinstance(failure, OSError) else repr(failure)]
         return [f"could not remove {failure}" for failure in failures]
 
     def _refusal(self, needed: int) -> str | None:
         """Return why writing ``needed`` bytes would fail, or None. Only rank 0 calls it."""
-        free = free_bytes(self._folder)
+        free = free_bytes(self.folder)
         about, left = bytes_in_words(needed), bytes_in_words(free)
         if free < needed:
-            return f"{self._folder}: the disk is too full: about {about} needed, {left} free; nothing was written"
+            return f"{self.folder}: the disk is too full: about {about} needed, {left} free; nothing was written"
         if free < 2 * needed:
             self._log(
-                f"checkpoint: {self._folder} has {left} free, room for this checkpoint of about {about} but not for "
+                f"checkpoint: {self.folder} has {left} free, room for this checkpoint of about {about} but not for "
                 "one more"
             )
         return None

@@ -69,7 +69,8 @@ def write(folder: Path, files: list[OutputFile]) -> dict:
     for file in files:
         path = folder / file.name
         try:
-            reports.append(_write_file(path, file.parts))
+            path.parent.mkdir(exist_ok=True)
+            reports.append({"name": file.name, **_write_file(path, file.parts)})
         except OSError as error:
             return {"error": explain(error, path)}
         except Exception as error:
@@ -120,7 +121,7 @@ def _write_file(path: Path, parts: list[tuple[Any, Any]]) -> dict:
             places.append([index, start, out.tell() - start])
         stream.flush()
         os.fsync(stream.fileno())
-    return {"name": path.name, "bytes": out.bytes, "crc32": out.crc32, "parts": places}
+    return {"bytes": out.bytes, "crc32": out.crc32, "parts": places}
 
 
 def _own_storage(data: Any) -> Any:
