@@ -7,7 +7,7 @@ import torch
 from ft.systems.dmr.plan.assign import D_INTER, NAIVE, PIGGYBACK, UNCHECKED
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
-from ft.systems.dmr.runtime.operators import nature
+from ft.systems.dmr.runtime.operators import properties_of
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.redundant import state_before
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
@@ -28,7 +28,7 @@ class Rank:
 
     def execute(self, func, *args, due: int | None = 0, replay=None, flip: bool = False, size: float = 0.0):
         """Executes an operator that is verified later; its results, and whether it waits."""
-        kind, state = nature(func), state_before(nature(func), args, {})
+        kind, state = properties_of(func), state_before(properties_of(func), args, {})
         out = func(*args)
         if flip:
             flipped(out)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ft.systems.dmr.digest import same
-from ft.systems.dmr.runtime.operators import is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.operators import is_counted, properties_of, tensors_in
 from ft.systems.dmr.runtime.redundant import (
     check_in_place,
     execute_again,
@@ -31,13 +31,13 @@ def overloads():
 
 
 def test_every_operator_of_torch_has_a_nature():
-    natures = [(func, nature(func)) for func in overloads()]
+    natures = [(func, properties_of(func)) for func in overloads()]
     assert len(natures) > 2000
     for func, kind in natures:
         draws = any("Generator" in str(argument.type) for argument in func._schema.arguments)
         assert not draws or kind.random or not kind.executes, kind
         if kind.functional is not None:
-            assert not nature(kind.functional).written, kind
+            assert not properties_of(kind.functional).written, kind
         for position, name in kind.written:
             assert position is None or func._schema.arguments[position].name == name
 
@@ -64,7 +64,7 @@ EXECUTED = {
 @pytest.mark.parametrize("name", EXECUTED)
 def test_operators_that_compute(name):
     func, writes = EXECUTED[name]
-    kind = nature(func)
+    kind = properties_of(func)
     assert (kind.name, kind.executes, kind.communicates, kind.written) == (name, True, False, writes)
     assert not kind.random
 
@@ -82,12 +82,12 @@ def test_operators_that_compute(name):
     ids=str,
 )
 def test_what_is_not_executed_again(func):
-    assert not nature(func).executes
+    assert not properties_of(func).executes
 
 
 @pytest.mark.parametrize("func", [aten.squeeze_.dim, aten.set_.source_Storage, aten.resize_.default], ids=str)
 def test_who_waits_for_a_tensor_hears_that_it_becomes_another(func):
-    assert nature(func).written == ((0, "self"),)
+    assert properties_of(func).written == ((0, "self"),)
 
 
 RANDOM = (
@@ -99,21 +99,21 @@ RANDOM = (
 
 @pytest.mark.parametrize("func", RANDOM, ids=str)
 def test_who_draws(func):
-    assert nature(getattr(func, "default", func)).random
+    assert properties_of(getattr(func, "default", func)).random
 
 
 def test_collectives_are_not_repeated_and_write():
-    kind = nature(torch.ops.c10d.allreduce_.default)
+    kind = properties_of(torch.ops.c10d.allreduce_.default)
     assert (kind.executes, kind.communicates, len(kind.written)) == (False, True, 1)
-    assert nature(torch.ops.c10d.send.default).written == ()
+    assert properties_of(torch.ops.c10d.send.default).written == ()
 
 
 def test_a_copy_to_another_device_is_not_counted():
-    kind, x = nature(aten._to_copy.default), torch.ones(2)
+    kind, x = properties_of(aten._to_copy.default), torch.ones(2)
     assert is_counted(kind, (x,), {"dtype": torch.float16})
     assert not is_counted(kind, (x,), {"device": "meta"})
-    assert not is_counted(nature(aten.copy_.default), (torch.empty(2, device="meta"), x), {})
-    assert is_counted(nature(aten.copy_.default), (torch.empty(2), x), {})
+    assert not is_counted(properties_of(aten.copy_.default), (torch.empty(2, device="meta"), x), {})
+    assert is_counted(properties_of(aten.copy_.default), (torch.empty(2), x), {})
 
 
 def test_tensors_are_found_wherever_they_are():
@@ -184,7 +184,7 @@ def _numbers(size: int) -> torch.Tensor:
 def test_what_is_written_in_place_is_known_before(name):
     func, call = IN_PLACE[name]
     args, kwargs = call()
-    kind = nature(func)
+    kind = properties_of(func)
     assert kind.executes and kind.written
     given = [tensor.clone() for tensor in tensors_in((args, kwargs))]
     generators = [torch.get_rng_state(), _own.get_state()]
@@ -199,7 +199,7 @@ def test_what_is_written_in_place_is_known_before(name):
 
 def test_a_wrong_result_in_place_is_seen():
     x = normal(8)
-    again = check_in_place(nature(aten.mul_.Scalar), aten.mul_.Scalar, (x, 2.0), {})
+    again = check_in_place(properties_of(aten.mul_.Scalar), aten.mul_.Scalar, (x, 2.0), {})
     x.mul_(2.0)
     x.view(torch.int32)[3] ^= 1
     assert not same(x, again[0])
@@ -209,7 +209,7 @@ def test_a_wrong_result_in_place_is_seen():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_zeroes_are_verified_by_looking(size, dtype, offset):
-    kind = nature(aten.zero_.default)
+    kind = properties_of(aten.zero_.default)
     assert is_verified_by_inspection(kind, (torch.ones(1),), {})
     x = torch.ones(size + offset, dtype=dtype)[offset:]
     x.zero_()
@@ -220,14 +220,14 @@ def test_zeroes_are_verified_by_looking(size, dtype, offset):
 
 
 def test_a_zero_of_the_wrong_sign_is_seen():
-    kind, x = nature(aten.zero_.default), torch.zeros(4, 3).t()
+    kind, x = properties_of(aten.zero_.default), torch.zeros(4, 3).t()
     x[1, 2] = -0.0
     assert not same(*expected(kind, (x,), {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_copies_are_verified_by_looking(dtype):
-    kind, target, source = nature(aten.copy_.default), torch.empty(4, 6, dtype=dtype).t(), normal(4)
+    kind, target, source = properties_of(aten.copy_.default), torch.empty(4, 6, dtype=dtype).t(), normal(4)
     for args, kwargs in (((target, source), {}), ((target,), {"src": source})):
         assert is_verified_by_inspection(kind, args, kwargs)
         aten.copy_(*args, **kwargs)
@@ -237,16 +237,16 @@ def test_copies_are_verified_by_looking(dtype):
 
 
 def test_a_copy_onto_itself_is_not_compared_with_itself():
-    kind, x = nature(aten.copy_.default), normal(4)
+    kind, x = properties_of(aten.copy_.default), normal(4)
     assert not is_verified_by_inspection(kind, (x[1:3], x[1:3]), {})
     assert not is_verified_by_inspection(kind, (x,), {"src": x})
-    assert not is_verified_by_inspection(nature(aten.mul_.Scalar), (x, 2.0), {})
+    assert not is_verified_by_inspection(properties_of(aten.mul_.Scalar), (x, 2.0), {})
 
 
 def test_a_drawn_result_is_drawn_again():
     for generator in (None, _own):
         kwargs = {} if generator is None else {"generator": generator}
-        kind, args = nature(aten.bernoulli.default), (torch.full((200,), 0.5),)
+        kind, args = properties_of(aten.bernoulli.default), (torch.full((200,), 0.5),)
         state = state_before(kind, args, kwargs)
         out = aten.bernoulli(*args, **kwargs)
         now = generator_of(args, kwargs).get_state()
@@ -265,6 +265,6 @@ def test_the_generator_comes_back_after_an_error():
 
 def test_results_are_what_was_returned_or_else_written():
     x = normal(3)
-    assert results(nature(aten.exp.default), (x,), {}, x.exp())[0].shape == x.shape
+    assert results(properties_of(aten.exp.default), (x,), {}, x.exp())[0].shape == x.shape
     lists = [normal(3), normal(2)]
-    assert results(nature(aten._foreach_mul_.Scalar), (lists, 2.0), {}, None) == lists
+    assert results(properties_of(aten._foreach_mul_.Scalar), (lists, 2.0), {}, None) == lists

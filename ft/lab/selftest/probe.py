@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.systems.dmr.digest import compare, differing
-from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in
 from ft.systems.dmr.runtime.redundant import check_in_place, execute_again, state_before, written
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
@@ -91,7 +91,7 @@ class Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        kind = nature(func)
+        kind = properties_of(func)
         if not is_counted(kind, args, kwargs):
             return func(*args, **kwargs)
         finding = self._of(kind, args, kwargs)

@@ -66,6 +66,7 @@ class Status:
 
     @property
     def stale(self) -> bool:
+        """Return whether the run has not ended, but has committed nothing for much longer than a step takes."""
         return (
             not self.ended
             and not self.gone

@@ -164,10 +164,12 @@ class Groups:
         return group
 
     def make_default(self, options) -> Group:
+        """Create the default group. ``options``: torch's description of it (size, rank, timeout and name)."""
         self._default_rank = options.group_rank
         return self.new_group(range(options.group_size), options.timeout, options.group_id, "default_pg")
 
     def store_of(self, group: Group) -> dist.Store:
+        """Return the part of the store whose keys belong to ``group``."""
         return dist.PrefixStore(f"{group.group_name}/", self._store)
 
     def forget(self, group: Group) -> None:

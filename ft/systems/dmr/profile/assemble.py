@@ -222,8 +222,8 @@ class _Stage:
         made = sum(memory[number].bytes for number in (*done.outs, *done.changes))
         segment = None if done.segment is None else Segment(f"s{self.record.stage}.ac{done.segment}", is_last)
         costs = {"compare_us": self.costs.us(made), "defer_us": self.costs.defer_us}
-        nature = {"rng": done.rng, "deterministic": done.name not in self.unstable}
-        checking = Checking(mutates=self._names(done.changes), segment=segment, **nature, **costs)
+        flags = {"rng": done.rng, "deterministic": done.name not in self.unstable}
+        checking = Checking(mutates=self._names(done.changes), segment=segment, **flags, **costs)
         identity = operator_id(self.record.stage, *done.unit, done.index)
         names = self._names(done.ins), self._names(done.outs)
         return Operator(identity, done.name, done.place, start, time.us, *names, checking)

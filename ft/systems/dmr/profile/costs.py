@@ -15,7 +15,7 @@ from ft.systems.dmr.digest import same, writer
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.deferred import entry, verify
 from ft.systems.dmr.runtime.findings import Findings
-from ft.systems.dmr.runtime.operators import nature
+from ft.systems.dmr.runtime.operators import properties_of
 from ft.systems.dmr.runtime.replay import Replay
 
 _REPEATS = 20
@@ -47,7 +47,7 @@ def measure(device: torch.device) -> ComparisonCosts:
     findings = Findings(device, 0)
     small, large = torch.ones(16, device=device), torch.ones(_LARGE // 4, device=device)
     func = torch.ops.aten.add.Tensor
-    at, kind = OperatorCall("add.Tensor", "forward", 0, 0, 0, 0), nature(func)
+    at, kind = OperatorCall("add.Tensor", "forward", 0, 0, 0, 0), properties_of(func)
 
     waiting = entry(at, kind, (func, (small, small), {}), func(small, small), None, 0)
     alone = _median_us(lambda: func(small, small), device)

@@ -15,7 +15,7 @@ from ft.systems.dmr.profile.events import P2P, Event, ExecutedOperator, Iteratio
 from ft.systems.dmr.profile.stopwatch import Stopwatch
 from ft.systems.dmr.profile.storages import Storages
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
-from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in
 from ft.systems.dmr.runtime.redundant import written
 
 
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._watch.pause()
         kwargs = kwargs or {}
-        kind = nature(func)
+        kind = properties_of(func)
         if is_counted(kind, args, kwargs):
             return self._execute(kind, func, args, kwargs)
         if kind.communicates and self._storages is not None:

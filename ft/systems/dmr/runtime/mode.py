@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK
 from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
 from ft.systems.dmr.runtime.findings import AT_ONCE, Findings
-from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, nature, tensors_in
+from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.redundant import (
     check_in_place,
@@ -90,7 +90,7 @@ class DoubleExecution(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        kind = nature(func)
+        kind = properties_of(func)
         if not is_counted(kind, args, kwargs):
             if kind.written and self._queue:
                 self._queue.before_change(tensors_in(written(kind, args, kwargs)))

@@ -58,7 +58,7 @@ class OperatorProperties:
 
 
 @functools.cache
-def nature(func: OpOverload) -> OperatorProperties:
+def properties_of(func: OpOverload) -> OperatorProperties:
     """Return the properties of ``func``, derived from its schema."""
     schema = func._schema
     name = _short(func)
