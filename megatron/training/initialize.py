@@ -41,13 +41,13 @@ def init_process_group(options: CoreOptions, launch: Launch) -> None:
     )
 
 
-def init_model_parallel(options: CoreOptions, layout: Layout, *, ends_are_double: bool = False) -> None:
+def init_model_parallel(options: CoreOptions, layout: Layout, *, replicates_ends: bool = False) -> None:
     """Make megatron-core's process groups for ``layout``.
 
     Args:
         options: flags of the parallel dimensions.
         layout: sizes of the parallel dimensions.
-        ends_are_double: whether (with CheckFree+) the first two stages have the embedding and the last two the output
+        replicates_ends: whether (with CheckFree+) the first two stages have the embedding and the last two the output
             layer, so that the embedding group of megatron-core contains these four stages.
     """
     parallel_state.initialize_model_parallel(
@@ -63,7 +63,7 @@ def init_model_parallel(options: CoreOptions, layout: Layout, *, ends_are_double
         create_gloo_process_groups=options.create_gloo_process_groups,
         nccl_communicator_config_path=options.nccl_communicator_config_path,
         high_priority_stream_groups=options.high_priority_stream_groups,
-        get_embedding_ranks=_both_ends if ends_are_double else None,
+        get_embedding_ranks=_both_ends if replicates_ends else None,
     )
 
 

@@ -40,7 +40,7 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
     """
     started = time.monotonic()
     protections = protections or Protections()
-    init_model_parallel(options.core, layout, ends_are_double=protections.replicates_ends)
+    init_model_parallel(options.core, layout, replicates_ends=protections.replicates_ends)
     init_overlapped_communication(options, layout)
     job = assemble(options, layout, started, protections)
     job.protection = protections.stack(JobTrainer(job))

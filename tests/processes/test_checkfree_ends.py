@@ -34,7 +34,7 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     patches.apply(WITH_CHECKFREE, WITH_SWAPPED_ENDS)
     options = parse(flags)
     layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.core, layout, ends_are_double=True)
+    init_model_parallel(options.core, layout, replicates_ends=True)
     protections = Protections.of(options.fault_tolerance, {})
     job = pretrain.assemble(options, layout, 0.0, protections)
     trainee, rank = job.trainee, dist.get_rank()

@@ -34,7 +34,7 @@ def assemble(flags: str):
     if plus:
         patches.apply(WITH_SWAPPED_ENDS)
     layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.core, layout, ends_are_double=plus)
+    init_model_parallel(options.core, layout, replicates_ends=plus)
     protections = Protections.of(options.fault_tolerance, {})
     job = pretrain.assemble(options, layout, time.monotonic(), protections)
     return job, next((each.replicated for each in protections if isinstance(each, SwappedEnds)), None)

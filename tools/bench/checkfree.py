@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> None:
     place = launch_from(os.environ)
     options, layout = options_of(arguments, "--ft-checkfree", place.world_size)
     init_process_group(options.core, place)
-    init_model_parallel(options.core, layout, ends_are_double=True)  # has no effect for untied weights
+    init_model_parallel(options.core, layout, replicates_ends=True)  # has no effect for untied weights
     plain = assemble(options, layout, time.monotonic())
     kept = keeper(plain, settings_of(options.fault_tolerance, JobTrainer(plain)))
     swapped, _ = options_of(arguments, "--ft-checkfree-plus", place.world_size)

@@ -176,7 +176,7 @@ def _assemble(flags: str, straight: bool):
     plus = options.fault_tolerance.ft_checkfree_plus
     patches.apply(WITH_CHECKFREE, *([WITH_SWAPPED_ENDS] if plus else []))
     layout = check(options, dist.get_world_size(), has_te=False)
-    init_model_parallel(options.core, layout, ends_are_double=plus)
+    init_model_parallel(options.core, layout, replicates_ends=plus)
     if straight:
         SwappedModelEnds.connected = _keep_order
     protections = Protections.of(options.fault_tolerance, {})

@@ -93,7 +93,9 @@ class Agent:
         self._console, self._uplink = parts.console, parts.uplink
         self._workforce, self._masters = parts.workforce, parts.masters
         self._pool = PoolUpkeep(parts.supervisor, parts.pool, parts.workforce, parts.console, self._on_exit)
-        self._control = ControlPlaneUpkeep(parts.steward, parts.uplink, parts.console, parts.recoveries, self._obey)
+        self._control = ControlPlaneUpkeep(
+            parts.control_supervisor, parts.uplink, parts.console, parts.recoveries, self._obey
+        )
         self._first_ranks = [] if parts.membership.is_late else ranks
         self._number = self._life = life
         self._begin: Begin | None = Begin(life, self._first_ranks)
@@ -129,7 +131,7 @@ class Agent:
 
     def _set_up(self) -> None:
         self._parts.supervisor.open(self._on_signal, self._on_exit)
-        self._parts.reception.open()
+        self._parts.worker_listener.open()
         self._control.settle(self._life, self._node)
         if self._membership.place.node_rank == 0 and not self._membership.is_late:
             self._control.start()
@@ -390,7 +392,7 @@ class Agent:
         self._parts.pool.close()
         self._control.close()
         self._parts.supervisor.close()
-        self._parts.reception.close()
+        self._parts.worker_listener.close()
         self._parts.room.close()
         # last, because it waits for the reader of stdout: nothing else of the run may wait for that reader
         self._console.close()

@@ -33,7 +33,7 @@ class Components:
     Attributes:
         membership: the agent's name and role in the run.
         supervisor: the event loop and the child processes.
-        reception: accepts the connections of workers.
+        worker_listener: accepts the connections of workers.
         masters: rendezvous addresses (MASTER_ADDR, MASTER_PORT) for the training script.
         console: terminal output.
         pool: the warm pool, from which workers are forked.
@@ -41,13 +41,13 @@ class Components:
         workforce: the workers of this node.
         recoveries: prints a summary of each recovery.
         room: warns when the disk is full.
-        steward: runs the control plane's process if it belongs on this node.
+        control_supervisor: runs the control plane's process if it belongs on this node.
         faults: injects the planned faults whose target is this agent.
     """
 
     membership: Membership
     supervisor: Supervisor
-    reception: WorkerListener
+    worker_listener: WorkerListener
     masters: Masters
     console: Console
     pool: WarmPool
@@ -55,7 +55,7 @@ class Components:
     workforce: Workforce
     recoveries: RecoveryNews
     room: Room
-    steward: ControlPlaneSupervisor
+    control_supervisor: ControlPlaneSupervisor
     faults: AgentFaults
 
 
@@ -86,7 +86,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
             is_late=options.life is None and place.node != f"n{cluster.node_rank}",
         ),
         supervisor=supervisor,
-        reception=WorkerListener(listener, supervisor, workforce),
+        worker_listener=WorkerListener(listener, supervisor, workforce),
         masters=Masters(place, uplink),
         console=console,
         pool=pool,
@@ -94,7 +94,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
         workforce=workforce,
         recoveries=RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show),
         room=Room(options.run_dir, console.complain),
-        steward=ControlPlaneSupervisor(options.run_dir, cluster.node_rank, sidecar, timeouts),
+        control_supervisor=ControlPlaneSupervisor(options.run_dir, cluster.node_rank, sidecar, timeouts),
         faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
     )
 

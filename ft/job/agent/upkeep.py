@@ -106,7 +106,7 @@ class ControlPlaneUpkeep:
     """Starts the control plane when it belongs on this node, and watches whether it answers.
 
     Args:
-        steward: runs the control plane's process.
+        control_supervisor: runs the control plane's process.
         uplink: connection to the control plane.
         console: terminal output.
         recoveries: prints the summaries of recoveries, on a node that takes the control plane over too.
@@ -115,22 +115,22 @@ class ControlPlaneUpkeep:
 
     def __init__(
         self,
-        steward: ControlPlaneSupervisor,
+        control_supervisor: ControlPlaneSupervisor,
         uplink: Uplink,
         console: Console,
         recoveries: RecoveryNews,
         obey: Callable[[Any], None],
     ):
-        self._steward, self._uplink, self._console, self._recoveries = steward, uplink, console, recoveries
-        self._obey = obey
+        self._control_supervisor, self._uplink = control_supervisor, uplink
+        self._console, self._recoveries, self._obey = console, recoveries, obey
         self._life, self._node = 0, ""
         self._is_over = False
-        steward.sidecar.on_exit = self._ended
+        control_supervisor.sidecar.on_exit = self._ended
 
     @property
     def is_here(self) -> bool:
         """Return whether the control plane runs on this node."""
-        return self._steward.hosts
+        return self._control_supervisor.hosts
 
     def settle(self, life: int, node: str) -> None:
         """Record the number of the run's present life, and the agent's present name."""
@@ -142,18 +142,18 @@ class ControlPlaneUpkeep:
         Raises:
             OSError: the run's directory cannot be written.
         """
-        return self._steward.start(self._life, self._node)
+        return self._control_supervisor.start(self._life, self._node)
 
     def look(self, now: float) -> None:
         """If the control plane does not answer, wait, take over or fence. ``now``: monotonic time in seconds."""
         self._uplink.mind(now)
-        what, why = self._steward.look(now, self._uplink.contact_at)
+        what, why = self._control_supervisor.look(now, self._uplink.contact_at)
         if what == succession.RENEW:
-            self._console.complain(f"{why} ({processes.describe(self._steward.sidecar.pid)}): it is killed")
+            self._console.complain(f"{why} ({processes.describe(self._control_supervisor.sidecar.pid)}): it is killed")
             self.start()
         elif what == succession.CLAIM and self.start():
             self._console.say(f"{why}; {self._node} takes over, training goes on")
-            self._recoveries.adopt(self._steward.events)
+            self._recoveries.adopt(self._control_supervisor.events)
         elif what == succession.FENCE:
             self._obey(Fenced(why))
         elif what == succession.GIVE_UP:
@@ -165,16 +165,16 @@ class ControlPlaneUpkeep:
 
     def close(self) -> None:
         """Wait for the control plane's process to end, if it runs here."""
-        self._steward.close()
+        self._control_supervisor.close()
 
     def _ended(self, code: int) -> None:
-        if not self._steward.ended(code) or self._is_over:
+        if not self._control_supervisor.ended(code) or self._is_over:
             return
         how = f"the control plane {processes.how_it_ended(code)}"
-        lines = [f"    {line}" for line in last_lines(self._steward.sidecar.log)]
+        lines = [f"    {line}" for line in last_lines(self._control_supervisor.sidecar.log)]
         if code == UserError.exit_code:
             self._obey(Refused("\n".join([how, *lines])))
-        elif self._steward.dies_again_and_again():
+        elif self._control_supervisor.dies_again_and_again():
             self._obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
         elif self.start():
             self._console.say(f"{how}; another one takes over from its journal, training goes on")
