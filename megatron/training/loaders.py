@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ft.protection.contract import DataShare
+from ft.protection.streams import StreamView
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.arguments import Layout, Options
@@ -11,7 +12,7 @@ from megatron.training.arguments.batch import train_steps
 from megatron.training.checkpointing import TrainState
 from megatron.training.data import MicrobatchLoader, build_datasets
 from megatron.training.data.share import alone
-from megatron.training.data.streams import Cyclic, StreamView
+from megatron.training.data.streams import Cyclic
 from megatron.training.data.tokenizer import Tokenizer
 
 Loaders = list[MicrobatchLoader | None]

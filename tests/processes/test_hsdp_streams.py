@@ -9,6 +9,7 @@ import small_runs as runs
 import torch
 
 from ft.base.errors import UserError
+from ft.protection.streams import StreamView
 from ft.systems.hsdp.data import Follower, Share
 from ft.systems.hsdp.samples import Deal, Past
 from megatron import patches
@@ -20,7 +21,7 @@ from small_datasets import SEQ, write_dataset
 from megatron.training.arguments.data import DataOptions
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.loader import MicrobatchLoader
-from megatron.training.data.streams import Cyclic, StreamView
+from megatron.training.data.streams import Cyclic
 from megatron.training.data.tokenizer import ByteLevelTokenizer
 
 SEED = 5

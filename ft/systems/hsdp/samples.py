@@ -10,7 +10,7 @@ absent continues at its own position.
 A step takes the same number of blocks from every replica that takes part. As long as no replica is absent, the samples
 of a step therefore form one contiguous global batch. With ``block`` = micro batch x data-parallel size of a replica,
 every rank moreover gets in each of its microbatches the samples that ordinary data parallelism would give it (see
-``megatron.training.data.streams``).
+``ft.protection.streams``).
 
 When the number of replicas or the block size changes, a new deal begins. Its order contains the remaining samples:
 first, in order, those below the furthest sample taken (the *leftovers*), then all samples after it.
