@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
-_CAN = "--ft-hot-swap, --ft-dmr or --ft-checkfree"
-_SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.STAGES)
+_CAN = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
+_SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.STAGES, table.REPLICAS, table.STACKS)
 
 
 def is_checkout(script: "Script") -> bool:
@@ -136,8 +136,7 @@ def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tu
     if found or world_size is None:
         return None, found
     view, grid = _view(theirs, options, world_size)
-    if options.follows_operators:
-        found += refusals.of_rerun_mode(view.training.rerun_mode)
+    found += refusals.of_rerun_mode(view.training.rerun_mode, options.follows_operators, replicas > 0)
     return view, [*found, *table.problems(view, grid, replicas, os.environ)]
 
 
@@ -210,7 +209,10 @@ _NUMBERS = (
     *("global_batch_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
-_SWITCHES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_SWITCHES = (
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "moe_router_enable_expert_bias",
+)
 
 
 def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: int) -> tuple[Any, Any]:

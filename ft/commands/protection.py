@@ -93,7 +93,7 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
         options, problems = checkouts.examine(script, size, replicas)
         if options is None or asked is None:
             return Protection(UNKNOWN), problems
-        return _by_hot_swap(options, asked, faults, problems)
+        return _protection(options, asked, faults, problems)
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
         return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), checkouts.strays(script)
@@ -104,15 +104,15 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
     problems = [_belongs_before(problem) or (problem, fix) for problem, fix in problems]
     if options is None or asked is None:
         return Protection(UNKNOWN), problems
-    if asked.replicas:
-        return Protection(REPLICAS, asked.replicas - 1), problems + _useless(faults, options)
-    return _by_hot_swap(options, asked, faults, problems)
+    return _protection(options, asked, faults, problems)
 
 
-def _by_hot_swap(
+def _protection(
     options: "Options", asked: Asked, faults: Sequence[Fault], problems: list[Problem]
 ) -> tuple[Protection, list[Problem]]:
-    """Return how a run without replicas is protected, and ``problems`` with those of its faults."""
+    """Return how a run is protected, and ``problems`` with those of its faults."""
+    if asked.replicas:
+        return Protection(REPLICAS, asked.replicas - 1), problems + _useless(faults, options)
     if not options.fault_tolerance.ft_hot_swap:
         return Protection(NOTHING), problems + _never_act(asked.flags)
     return Protection(HOT_SWAP, options.fault_tolerance.ft_snapshot_peers), problems + _useless(faults, options)

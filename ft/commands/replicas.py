@@ -17,7 +17,7 @@ from typing import NoReturn
 from ft import faults as inject
 from ft.base import token
 from ft.base.errors import Problems, UserError
-from ft.commands import protection
+from ft.commands import checkouts, protection
 from ft.commands.protection import Asked, Protection
 from ft.job.agent import options
 from ft.job.agent.mpirun import MpiJob
@@ -109,6 +109,8 @@ def prepare(
             protected, found = protection.examine(options.script_of(given), shape, every)
             problems.add(found)
     problems.refuse()
+    if checkouts.is_checkout(whole.script):
+        whole = replace(whole, script=checkouts.adapted(whole.script))
     return asked, whole, parts, planned, protected
 
 

@@ -237,6 +237,7 @@ class Protection:
         is_given_state: this rank receives its state from others and loads nothing. Set once a session exists.
         draws_weights: the model's weights are initialized randomly although the state is given.
         replicates_ends: the first two stages have the embedding, and the last two have the output layer.
+        divides_steps: other worlds compute parts of every step, so this world must not repeat a part by itself.
     """
 
     features: frozenset[str] = frozenset()
@@ -245,6 +246,7 @@ class Protection:
     is_given_state = False
     draws_weights = False
     replicates_ends = False
+    divides_steps = False
 
     def __init__(self, asked: Asked):
         self.asked = asked

@@ -107,6 +107,11 @@ class Protections:
         """Return whether a layer intercepts every operator, and finds wrong values itself."""
         return any(each.follows_operators for each in self._protections)
 
+    @property
+    def divides_steps(self) -> bool:
+        """Return whether other worlds compute parts of every step."""
+        return any(each.divides_steps for each in self._protections)
+
     def connected(self, session: Session | None) -> None:
         """Pass ``session`` to all protections, once the process groups exist."""
         self.session = session

@@ -14,8 +14,8 @@ from ft.base.errors import UserError
 from ft.commands import checkouts
 from ft.job.agent.options import Script
 
-TRAINER = '''
-def pretrain(train_valid_test_dataset_provider):
+TRAINER = """
+def pretrain(train_valid_test_dataset_provider, forward_step_func):
     initialize_megatron()
     setup_model_and_optimizer()
     build_train_valid_test_data_iterators()
@@ -40,7 +40,10 @@ def train(train_data_iterator, config):
     config.finalize_model_grads_func = finalize_model_grads
     train_step(), training_log(), checkpoint_and_decide_exit()
 
-def train_step(optimizer, data_iterator): pass
+def train_step(optimizer, data_iterator, forward_backward_func):
+    forward_backward_func(), optimizer.step()
+
+def preprocess_common_state_dict(state): pass
 
 def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
                  grad_norm, params_norm, num_zeros_in_grad, is_first_iteration): pass
@@ -52,12 +55,26 @@ def evaluate_and_print_results(): pass
 
 def evaluate(model): pass
 
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from .datasets.data_samplers import build_pretraining_data_loader
 from .checkpointing import save_checkpoint
 from .async_utils import maybe_finalize_async_save
-'''
+"""
+CHECKPOINTING = """
+def save_checkpoint(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far,
+                    checkpointing_context=None, preprocess_common_state_dict_fn=None): pass
+
+def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, checkpointing_context=None):
+    check_checkpoint_args(1)
+
+def check_checkpoint_args(checkpoint_args): pass
+
+def checkpoint_exists(path): pass
+"""
 FILES = {
     "pretrain_gpt.py": "",
     "megatron/training/training.py": TRAINER,
+    "megatron/training/checkpointing.py": CHECKPOINTING,
     "megatron/training/initialize.py": "def initialize_megatron(allow_no_cuda=False): pass\n"
     "def _initialize_distributed(): torch.distributed.is_initialized()\ndef _compile_dependencies(): pass\n",
     "megatron/training/global_vars.py": "def _set_tensorboard_writer(args): pass\ndef _set_wandb_writer(args): pass\n"
@@ -164,9 +181,25 @@ def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, say
     assert [problem for problem, fix in problems if says in problem and fix]
 
 
-def test_replicas_of_a_checkout_are_refused(checkout):
-    _, problems = checkouts.examine(script(checkout, "--lr", "1"), 4, 2)
-    assert any("--ft-hsdp-replicas" in problem for problem, _ in problems)
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("", "--rerun-mode validate_results repeats a step on one replica"),
+        ("--rerun-mode disabled --global-batch-size 6", "global batch 6 is not a multiple of 2 replicas"),
+        ("--rerun-mode disabled --rampup-batch-size 4 4 24", "--rampup-batch-size does not go with replicas"),
+        ("--rerun-mode disabled --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias does not go with"),
+        ("--rerun-mode disabled --ft-hot-swap", "hot-swap (--ft-hot-swap) cannot be combined with replicas"),
+    ],
+)
+def test_what_replicas_of_a_checkout_cannot_train_with_is_refused(checkout, flags, says):
+    given = script(checkout, "--global-batch-size", "8", *flags.split())
+    _, problems = checkouts.examine(given, 4, 2)
+    assert [problem for problem, fix in problems if says in problem and fix]
+
+
+def test_replicas_of_a_checkout_need_no_flag_of_the_trainer(checkout):
+    _, problems = checkouts.examine(script(checkout, "--global-batch-size", "8", "--rerun-mode", "disabled"), 4, 2)
+    assert problems == []
 
 
 def test_what_can_be_protected_is_not_refused(checkout):
@@ -186,6 +219,7 @@ def test_a_script_of_a_checkout_outside_of_it_is_refused(tmp_path):
 
 def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():
     arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single")
+    arguments.rerun_mode = "validate_results"
     found = [problem.split()[0] for problem, _ in refusals.of_arguments(arguments)]
     assert found == ["--skip-train", "--cuda-graph-impl"]
     (repeated,) = refusals.of_arguments(SimpleNamespace(rerun_mode="validate_results"), follows_operators=True)

@@ -1,7 +1,7 @@
 """Wraps the seams of a checkout (:mod:`ft.adapters.megatron_lm.seams`) in a process that has imported its modules."""
 
 import functools
-import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from ft.adapters.megatron_lm.iterators import Iterators
 from ft.adapters.megatron_lm.log import Log
 from ft.adapters.megatron_lm.seat import refusing, take_seat
 from ft.adapters.megatron_lm.split import split
-from ft.adapters.megatron_lm.state import Run
+from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Run
 from ft.adapters.megatron_lm.trainer import CheckoutTrainer
+from megatron.core import parallel_state
+from megatron.patches import step_state
 from megatron.patches.replace import replace
 
 _TRAINING = "megatron.training.training"
@@ -30,14 +32,12 @@ def install(run: Run, metrics: Path) -> None:
     """
     initialize, training = tree.module("initialize"), tree.module("training")
     split(training.pretrain, "train", functools.partial(_begin, run), functools.partial(_repeat, run, metrics))
-    run.iterators = Iterators(
-        training.build_train_valid_test_data_iterators,
-        training.build_train_valid_test_data_loaders,
-        training.build_train_valid_test_datasets,
-    )
+    run.iterators = Iterators(training)
     replace(_TRAINING, "build_train_valid_test_datasets", run.iterators.datasets)
+    replace(_TRAINING, "build_pretraining_data_loader", run.iterators.loader)
     _around(training, "build_train_valid_test_data_iterators", run, _make_iterators)
     _around(initialize, "_initialize_distributed", run, take_seat)
+    _around(tree.module("checkpointing"), "check_checkpoint_args", run, _load_extra)
     for name, wrapper in (
         ("setup_model_and_optimizer", _set_up),
         ("train_step", step.take),
@@ -56,13 +56,8 @@ def _around(module: Any, name: str, run: Run, wrapper: Callable[..., Any]) -> No
     replace(module.__name__, name, functools.wraps(original)(functools.partial(wrapper, run, original)))
 
 
-def _named(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names."""
-    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-
-
 def _begin(run: Run, given: dict[str, Any]) -> None:
-    run.provider = given["train_valid_test_dataset_provider"]
+    run.provider, run.forward_step = given["train_valid_test_dataset_provider"], given["forward_step_func"]
 
 
 def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,14 +69,22 @@ def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
     """
     own = run.args
     step.leave_checks_to_layers(run)
+    own.ft_extra = run.extra  # the checkout writes all of its arguments into its checkpoints
     kept = own.load, own.pretrained_checkpoint
     if run.protections.is_given_state:
         own.load = own.pretrained_checkpoint = None
     run.chunks, run.optimizer, run.scheduler = original(*args, **kwargs)
     own.load, own.pretrained_checkpoint = kept
-    context = _named(original, args, kwargs).get("checkpointing_context")
+    context = step.named(original, args, kwargs).get("checkpointing_context")
     run.checkpointing_context = {} if context is None else context
     return run.chunks, run.optimizer, run.scheduler
+
+
+def _load_extra(run: Run, original: Callable[..., Any], checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Take over the layers' values from a checkpoint whose arguments the checkout is comparing with its own."""
+    run.extra.clear()
+    run.extra.update(getattr(checkpoint_args, "ft_extra", {}))
+    return original(checkpoint_args, *args, **kwargs)
 
 
 def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tuple:
@@ -90,6 +93,10 @@ def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tu
     A worker that takes its state from other workers makes its iterators again when it has the state. Therefore its
     first iterators start no processes.
     """
+    if run.protections.divides_steps and not run.iterators.is_divided:
+        own, block = run.args, run.args.micro_batch_size * parallel_state.get_data_parallel_world_size()
+        share = run.protections.share(run.extra, own.iteration, own.consumed_train_samples, block)
+        run.iterators.divide(share, block, Path(os.environ["FT_HSDP_RUN_DIR"]) / ".datasets.lock")
     workers = run.args.num_workers
     run.args.num_workers = 0 if run.protections.is_given_state else workers
     made = run.iterators.make(provider)
@@ -135,19 +142,27 @@ def _stack(run: Run) -> None:
 
 
 def _work(run: Run, rest: Callable[[], None]) -> int | str | None:
-    """Call ``rest`` once; return the exit code with which the trainer ends, None if ``rest`` returns."""
-    if run.exit_code is not None:  # a failure after the step that ends the run was committed
-        return run.exit_code
-    try:
-        rest()
-    except SystemExit as end:
-        return 0 if end.code is None else end.code
-    return None
+    """Call ``rest``, again if a layer has set the position meanwhile; return the exit code with which the trainer ends,
+    None if ``rest`` returns.
+    """
+    run.computes = run.received = None
+    while run.exit_code is None:  # it is known if a failure has followed the step that ends the run
+        run.is_moved = False
+        try:
+            rest()
+        except EnterLoopAgain:
+            continue
+        except LayerExit as end:
+            raise SystemExit(end.code) from end
+        except SystemExit as end:
+            return 0 if end.code is None else end.code
+        return None
+    return run.exit_code
 
 
 def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Log a step of the trainer. The first step after a recovery continues with the sums from before the recovery."""
-    given = _named(original, args, kwargs)
+    given = step.named(original, args, kwargs)
     if not run.is_entered:
         run.is_entered, run.live_sums = True, given["total_loss_dict"]
         run.live_sums.update(sums.decode(run.sums, run.device))
@@ -181,8 +196,12 @@ def _number(value: Any) -> Any:
 
 
 def _committed(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Do the last work of an iteration, and commit its step."""
-    given, own = _named(original, args, kwargs), run.args
+    """Do the last work of an iteration, and commit its step.
+
+    Raises:
+        EnterLoopAgain: a layer has set the position.
+    """
+    given, own = step.named(original, args, kwargs), run.args
     ends = original(*args, **kwargs)
     if own.async_save:
         saves.finish()
@@ -192,6 +211,10 @@ def _committed(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any
     run.exit_code = 0 if ends else None
     run.log.commit(run.step, (run.samples - run.earlier_samples) * own.seq_length)
     run.stack.committed()
+    if run.is_moved:
+        # With --overlap-param-gather the loop's first iteration relies on parameters that are gathered already.
+        step_state.publish_parameters(run.chunks, run.optimizer)
+        raise EnterLoopAgain(f"the position is now that after step {run.step}")
     return ends
 
 
@@ -210,6 +233,10 @@ def _evaluated(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _saves(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Save, if this rank takes part in the checkpoint."""
     if run.stack is not None:
+        iteration = step.named(original, args, kwargs)["iteration"]
+        if not run.stack.saves(iteration, is_due=True, ends=iteration >= run.args.train_iters):
+            return None
         run.stack.at("save")
     return original(*args, **kwargs)

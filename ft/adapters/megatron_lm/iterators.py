@@ -1,15 +1,18 @@
 """Data iterators of a checkout: its datasets are built once, and its iterators are moved to another sample in place."""
 
 import contextlib
+import fcntl
 import io
-import random
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from ft.adapters.megatron_lm import tree
+from ft.adapters.megatron_lm.loader import StreamLoader, preserved_generators
+from ft.protection.contract import DataShare
+from ft.protection.streams import StreamView
 from megatron.patches.replace import replace
 
 
@@ -17,22 +20,56 @@ class Iterators:
     """The training, validation and test iterators of one rank.
 
     Args:
-        build: the checkout's ``build_train_valid_test_data_iterators``.
-        build_loaders: the checkout's ``build_train_valid_test_data_loaders``.
-        build_datasets: the checkout's ``build_train_valid_test_datasets``.
+        training: the checkout's module ``training``.
+
+    Attributes:
+        loaders: loaders of the training data, one for each model chunk that reads it, if this world reads a part.
     """
 
-    def __init__(self, build: Callable[..., tuple], build_loaders: Callable[..., tuple], build_datasets: Callable):
-        self._build, self._build_loaders, self._build_datasets = build, build_loaders, build_datasets
+    def __init__(self, training: Any):
+        self._build = training.build_train_valid_test_data_iterators
+        self._build_loaders = training.build_train_valid_test_data_loaders
+        self._build_datasets = training.build_train_valid_test_datasets
+        self._build_loader = training.build_pretraining_data_loader
         self._datasets: dict[int | None, Any] = {}
         self._made: list[tuple[Any, tuple]] = []
+        self._share: DataShare | None = None
+        self._block, self._lock = 1, Path()
+        self.loaders: list[StreamLoader] = []
+
+    def divide(self, share: DataShare, block: int, lock: Path) -> None:
+        """Read only a part of the training data. Call it before the first iterators are made.
+
+        Args:
+            share: the part.
+            block: samples that all data-parallel ranks of this world together take in one microbatch.
+            lock: file that keeps the worlds that share the training data from building its index at the same time.
+        """
+        self._share, self._block, self._lock = share, block, lock
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether this world reads only a part of the training data."""
+        return self._share is not None
+
+    @property
+    def training(self) -> list[Any]:
+        """Return the iterators of the training data, one for each model chunk; None for chunks that read no tokens."""
+        return [made[0] for _, made in self._made]
 
     def datasets(self, provider, *args, **kwargs):
         """Return the datasets of ``provider``, which builds them at its first call."""
         stage = getattr(provider, "keywords", {}).get("vp_stage")
         if stage not in self._datasets:
-            self._datasets[stage] = self._build_datasets(provider, *args, **kwargs)
+            is_whole = self._share is None
+            made = self._build_datasets(provider, *args, **kwargs) if is_whole else self._part(provider, self._share)
+            self._datasets[stage] = made
         return self._datasets[stage]
+
+    def loader(self, dataset: Any, consumed: int) -> Any:
+        """Return the loader of a dataset; ``consumed``: samples to skip, if the dataset is not a part of the whole."""
+        mine = next((loader for loader in self.loaders if loader.dataset is dataset), None)
+        return self._build_loader(dataset, consumed) if mine is None else mine
 
     def make(self, provider) -> tuple:
         """Return new iterators, and remember them."""
@@ -43,7 +80,8 @@ class Iterators:
     def move(self) -> None:
         """Move all iterators to the sample numbers in the arguments of the checkout. All ranks have to call it.
 
-        The iterators remain the same objects, to which the checkout holds references.
+        The iterators remain the same objects, to which the checkout holds references. A part of the training data is
+        not moved: whoever divides the data positions it (``loaders``).
         """
         for provider, made in self._made:
             train, valid, test = self._build_loaders(provider)
@@ -51,6 +89,18 @@ class Iterators:
                 if iterator is not None:
                     iterator.load_state_dict({"saved_microbatches": [], "replaying": False, "replay_pos": 0})
                     iterator.iterable = _Later(loader)
+
+    def _part(self, provider: Callable[..., Any], share: DataShare) -> tuple:
+        """Build datasets of which this world reads a part of the training data."""
+        own, training = tree.module("global_vars").get_args(), tree.module("training")
+        _, *others = training.get_train_valid_test_num_samples()
+        wanted = share.needed(own.train_iters, own.global_batch_size)
+        with _alone(self._lock):
+            train, *rest = self._build_datasets(provider, (wanted, *others))
+        if train is not None:
+            train = StreamView(train, share.stream)
+            self.loaders.append(StreamLoader(train, share.position, self._block, self._build_loader))
+        return train, *rest
 
 
 class _Later:
@@ -65,7 +115,7 @@ class _Later:
 
     def __next__(self) -> Any:
         if self._iterator is None:
-            with _preserved_generators():
+            with preserved_generators():
                 self._iterator = iter(self._loader)
         return next(self._iterator)
 
@@ -88,11 +138,14 @@ def prepare(provider: Callable[[Any], Any]) -> None:
 
 
 @contextlib.contextmanager
-def _preserved_generators() -> Iterator[None]:
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
+def _alone(lock: Path) -> Iterator[None]:
+    """Let the first ranks of the worlds that share ``lock`` enter one after the other.
+
+    megatron-core's first rank writes the index files of a dataset, and the other ranks of its world wait for it.
+    """
+    if torch.distributed.get_rank():
         yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        return
+    with open(lock, "ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # released when the file is closed, or the process dies
+        yield

@@ -43,6 +43,7 @@ class CheckoutPosition:
         run.iterators.move()
         if run.running_timers is not None:
             return
+        run.is_moved = True
         run.is_entered, run.live_sums = False, None
         _reset_batch_size(run)
         _reset_model(run)

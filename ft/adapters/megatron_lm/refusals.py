@@ -60,30 +60,36 @@ ROWS = (
 )
 
 
-def of_arguments(arguments: Any, follows_operators: bool = False) -> Iterator[Problem]:
+def of_arguments(arguments: Any, *, follows_operators: bool = False, divides_steps: bool = False) -> Iterator[Problem]:
     """Yield (problem, fix) for the trainer's parsed ``arguments``.
 
     Args:
         arguments: the trainer's arguments.
         follows_operators: whether a protection verifies every operator of a step.
+        divides_steps: whether several replicas compute a step together.
     """
-    if follows_operators:
-        yield from of_rerun_mode(arguments.rerun_mode)
+    yield from of_rerun_mode(arguments.rerun_mode, follows_operators, divides_steps)
     for row in ROWS:
         value = getattr(arguments, row.argument, None)
         if _is_refused(row, value):
             yield _problem(row, str(value) if row.values else "")
 
 
-def of_rerun_mode(mode: str) -> Iterator[Problem]:
-    """Yield (problem, fix) if the trainer's rerun state machine, in this mode, excludes double execution.
+def of_rerun_mode(mode: str, follows_operators: bool, divides_steps: bool) -> Iterator[Problem]:
+    """Yield (problem, fix) if the trainer's rerun state machine, in this mode, excludes double execution or replicas.
 
     Args:
         mode: value of ``--rerun-mode``.
+        follows_operators: as for :func:`of_arguments`.
+        divides_steps: as for :func:`of_arguments`.
     """
-    if mode != "disabled":
-        problem = f"--rerun-mode {mode} repeats steps by itself, and so does double execution"
-        yield problem, "add --rerun-mode disabled"
+    if mode == "disabled":
+        return
+    fix = "add --rerun-mode disabled"
+    if follows_operators:
+        yield f"--rerun-mode {mode} repeats steps by itself, and so does double execution", fix
+    if divides_steps:
+        yield f"--rerun-mode {mode} repeats a step on one replica, and replicas exchange gradients once in a step", fix
 
 
 def of_flags(flags: Sequence[str]) -> Iterator[Problem]:

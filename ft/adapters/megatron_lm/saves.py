@@ -1,8 +1,12 @@
 """Asynchronous saves of a checkout, and the checkpoints in its folder."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ft.adapters.megatron_lm import tree
+
+if TYPE_CHECKING:
+    from ft.adapters.megatron_lm.state import Run
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -23,6 +27,39 @@ def abandon() -> None:
         if process is not None:
             process.kill()
             process.join()
+
+
+def save(run: "Run") -> None:
+    """Save a checkpoint of the committed step, and return when it is complete. All ranks have to call it."""
+    common = tree.module("training").preprocess_common_state_dict
+    state = run.chunks, run.optimizer, run.scheduler, run.flops, run.checkpointing_context
+    tree.module("checkpointing").save_checkpoint(run.step, *state, preprocess_common_state_dict_fn=common)
+    if run.args.async_save:
+        finish()
+
+
+def load(run: "Run") -> bool:
+    """Load the newest checkpoint of the run or, if it has none yet, the one that it began with. All ranks have to call
+    it.
+
+    The counters of ``run`` are set to the checkpoint's, and the layers' values in ``run.extra``.
+
+    Returns:
+        Whether there is a checkpoint.
+    """
+    own, checkpointing = run.args, tree.module("checkpointing")
+    if newest(own.save) is not None:
+        own.load, own.ckpt_step, own.pretrained_checkpoint = own.save, None, None
+        own.finetune = own.no_load_optim = own.no_load_rng = False
+    if not any(folder and checkpointing.checkpoint_exists(folder) for folder in (own.load, own.pretrained_checkpoint)):
+        return False
+    context = run.checkpointing_context
+    own.iteration, own.num_floating_point_operations_so_far = checkpointing.load_checkpoint(
+        run.chunks, run.optimizer, run.scheduler, checkpointing_context=context
+    )
+    run.step, run.flops, run.sums = own.iteration, own.num_floating_point_operations_so_far, {}
+    run.samples = run.earlier_samples = own.consumed_train_samples
+    return True
 
 
 def newest(folder: str | None) -> Path | None:

@@ -16,7 +16,7 @@ RELEASES = ((0, 16), (0, 17), (0, 18), (0, 19))
 """(major, minor) of the releases of megatron-core whose trainer is known."""
 
 FITS, MISSING, CHANGED = "fits", "missing", "changed"
-_TRAINING = "megatron/training/training.py"
+_TRAINING, _CHECKPOINTING = "megatron/training/training.py", "megatron/training/checkpointing.py"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ SEAMS = (
         _TRAINING,
         "pretrain",
         "what follows the set-up is repeated after a recovery",
-        parameters=("train_valid_test_dataset_provider",),
+        parameters=("train_valid_test_dataset_provider", "forward_step_func"),
         calls=("initialize_megatron", "setup_model_and_optimizer", "build_train_valid_test_data_iterators"),
         splits_at="train",
     ),
@@ -81,8 +81,15 @@ SEAMS = (
         ),
     ),
     Seam(
-        _TRAINING, "train_step", "the optimizer's step is taken inside it", parameters=("optimizer", "data_iterator")
+        _TRAINING,
+        "train_step",
+        "the optimizer's step is taken inside it, and replicas divide its forward and backward passes",
+        parameters=("optimizer", "data_iterator", "forward_backward_func"),
+        calls=("forward_backward_func", "step"),
     ),
+    Seam(_TRAINING, "get_forward_backward_func", "a replica that returns runs a step before it joins the others"),
+    Seam(_TRAINING, "build_pretraining_data_loader", "a replica reads its own part of the training samples"),
+    Seam(_TRAINING, "preprocess_common_state_dict", "a replica writes the last checkpoint if another one cannot"),
     Seam(
         _TRAINING,
         "training_log",
@@ -103,6 +110,21 @@ SEAMS = (
     Seam(_TRAINING, "evaluate", "its result is the validation loss", parameters=("model",)),
     Seam(_TRAINING, "save_checkpoint", "a phase of its own for deadlines and planned faults"),
     Seam(_TRAINING, "maybe_finalize_async_save", "a pending checkpoint is finished before its step is committed"),
+    Seam(
+        _CHECKPOINTING,
+        "save_checkpoint",
+        "a replica writes the last checkpoint if another one cannot",
+        parameters=(*_STATE, "iteration", "checkpointing_context", "preprocess_common_state_dict_fn"),
+    ),
+    Seam(
+        _CHECKPOINTING,
+        "load_checkpoint",
+        "replicas load a checkpoint if all of them have lost their state",
+        parameters=("ddp_model", "optimizer", "opt_param_scheduler", "checkpointing_context"),
+        calls=("check_checkpoint_args",),
+    ),
+    Seam(_CHECKPOINTING, "check_checkpoint_args", "it has the arguments in a checkpoint", ("checkpoint_args",)),
+    Seam(_CHECKPOINTING, "checkpoint_exists", "without a checkpoint, replicas begin anew"),
     Seam("megatron/training/initialize.py", "initialize_megatron", "it starts without a GPU", ("allow_no_cuda",)),
     Seam(
         "megatron/training/initialize.py",

@@ -22,7 +22,9 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     run.args = own = tree.module("global_vars").get_args()
     is_standby = bool(os.environ.get("FT_STANDBY"))
     with refusing(speaks=own.rank == 0):
-        refusals.refuse(refusals.of_arguments(own, run.protections.follows_operators))
+        asked = run.protections
+        found = refusals.of_arguments(own, follows_operators=asked.follows_operators, divides_steps=asked.divides_steps)
+        refusals.refuse(found)
     if not run.protections.joins_run:
         run.protections.connected(None)
         return original(*args, **kwargs)

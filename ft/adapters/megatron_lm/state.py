@@ -1,14 +1,30 @@
 """The state of the adapter in one process that runs a checkout: the trainer's objects, and the current step."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ft.adapters.megatron_lm.iterators import Iterators
 from ft.adapters.megatron_lm.log import Log
+from ft.base.errors import FtError
 from ft.protection.stack import Protections, Stack
 from ft.worker.session import Session
+
+if TYPE_CHECKING:
+    from ft.adapters.megatron_lm.passes import Received
+
+
+class LayerExit(FtError):
+    """A layer ends this process. The trainer's own SystemExit means that the run ends after a committed step."""
+
+    def __init__(self, code: Any):
+        super().__init__(f"this process ends: {code}")
+        self.code = code
+
+
+class EnterLoopAgain(FtError):
+    """The position was set while the trainer's loop runs, so the loop has to be entered again, at this position."""
 
 
 @dataclass
@@ -20,6 +36,8 @@ class Run:
         arguments: the checkout's command line, the same on all workers.
         session: this worker's place in the run.
         provider: the script's function that builds the data sets.
+        forward_step: the script's function that runs the forward pass of a microbatch.
+        loss_name: name of the loss that the script reports.
         iterators: the data iterators of this rank.
         stack: the layers of the protections; None before model and data are built.
         log: writer of the values that are logged for each step.
@@ -39,6 +57,10 @@ class Run:
         live_sums: the dict in which the checkout keeps these sums.
         is_entered: whether the trainer's loop has logged a step since the loop was last entered.
         running_timers: inside a step, the timers that were running at the beginning of the step; None outside.
+        is_moved: whether the position was set, outside of a step, since the trainer's loop was last entered.
+        computes: in a step, whether this world computes it, and does not take its result from others; None between
+            steps.
+        received: in a step that this world does not compute, what it has received from others.
         checks_loss: whether each step's loss is checked after the layers, and not by the trainer.
         exit_code: exit code with which the run ends after the committed step; None while the run continues.
         extra: JSON values of the layers, which are stored with the position.
@@ -48,6 +70,8 @@ class Run:
     arguments: str = ""
     session: Session | None = None
     provider: Any = None
+    forward_step: Any = None
+    loss_name: str = "lm loss"
     iterators: Iterators | None = None
     stack: Stack | None = None
     log: Log | None = None
@@ -66,6 +90,9 @@ class Run:
     live_sums: dict[str, Any] | None = None
     is_entered: bool = False
     running_timers: set[str] | None = None
+    is_moved: bool = False
+    computes: bool | None = None
+    received: "Received | None" = None
     checks_loss: bool = False
     exit_code: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)

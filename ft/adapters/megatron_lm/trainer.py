@@ -7,7 +7,8 @@ from typing import Any
 import numpy
 import torch
 
-from ft.adapters.megatron_lm import saves, step
+from ft.adapters.megatron_lm import passes, saves, step
+from ft.adapters.megatron_lm.loader import StreamLoader
 from ft.adapters.megatron_lm.position import CheckoutPosition
 from ft.adapters.megatron_lm.state import Run
 from megatron.core import parallel_state, tensor_parallel
@@ -38,6 +39,10 @@ class CheckoutTrainer:
     @property
     def scheduler(self) -> Any:
         return self._run.scheduler
+
+    @property
+    def loaders(self) -> list[StreamLoader]:  # only in a run whose training data are divided
+        return self._run.iterators.loaders
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -71,12 +76,24 @@ class CheckoutTrainer:
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed, args.te_rng_tracker, args.inference_rng_tracker)
 
+    def rehearse(self, samples: int) -> None:
+        passes.rehearse(self._run, samples)
+
     def newest_checkpoint(self) -> Path | None:
         return saves.newest(self._run.args.save)
 
     def is_saved(self, step: int) -> bool:
         found = self.newest_checkpoint()
         return found is not None and found.name == f"iter_{step:07d}"
+
+    def load(self) -> bool:
+        is_loaded = saves.load(self._run)
+        if is_loaded:
+            self.position.set(self.position.get())
+        return is_loaded
+
+    def save(self) -> None:
+        saves.save(self._run)
 
     def rewind(self) -> None:
         self._run.log.rewind(self.step)

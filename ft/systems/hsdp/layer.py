@@ -44,7 +44,7 @@ class Replicas(Protection):
     """Train the model by several replicas, each with its own world; if one fails, the others continue (FT-HSDP)."""
 
     features = frozenset({WITH_REPLICAS})
-    joins_run = draws_weights = True
+    joins_run = draws_weights = divides_steps = True
 
     def __init__(self, asked: Asked):
         super().__init__(asked)
