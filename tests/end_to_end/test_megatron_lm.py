@@ -7,11 +7,7 @@ import subprocess
 import sys
 
 import megatron_lm_trees as checkouts
-import numpy
 import pytest
-import torch
-
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 TWO_STAGES = (
     f"{checkouts.BASE} --num-layers 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer --mock-data "
@@ -71,14 +67,7 @@ def equal(script, flags, folder, options, recoveries: int, protections: str = ""
 
 @pytest.fixture
 def corpus(tmp_path):
-    """The prefix of a small dataset of numbers below 127."""
-    prefix, draw = tmp_path / "corpus", numpy.random.default_rng(1)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
-    for _ in range(400):
-        length, start = int(draw.integers(20, 90)), int(draw.integers(0, 120))
-        builder.add_document(torch.tensor([(start + i) % 127 for i in range(length)]), [length])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
+    return checkouts.write_corpus(tmp_path / "corpus")
 
 
 @pytest.mark.newest

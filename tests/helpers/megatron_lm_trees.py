@@ -11,7 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = Path(__file__).with_name("plain_megatron_lm.py")
@@ -67,6 +71,17 @@ def protected(
     """Train with ``ft run`` on 4 workers, ``--ft-hot-swap`` and further ``protections``; ``folder`` gets its record."""
     ft = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "4", "--run-dir", folder, *options.split()]
     return _run([*ft, script, *flags.split(), "--ft-hot-swap", *protections.split()])
+
+
+def write_corpus(prefix: Path) -> Path:
+    """Write a small dataset of numbers below 127; return its prefix."""
+    draw = numpy.random.default_rng(1)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
+    for _ in range(400):
+        length, start = int(draw.integers(20, 90)), int(draw.integers(0, 120))
+        builder.add_document(torch.tensor([(start + i) % 127 for i in range(length)]), [length])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
 
 
 def metrics(folder: Path) -> dict[int, dict]:

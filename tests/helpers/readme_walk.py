@@ -106,6 +106,11 @@ HOT_SWAP = (
         "ft run --nproc-per-node 4 --standby 1 Megatron-LM/pretrain_gpt.py *",
         not_run="it needs a checkout of Megatron-LM: tests/end_to_end/test_megatron_lm.py",
     ),
+    Walk(
+        "checkout-replicas",
+        "ft run --nproc-per-node 4 --ft-hsdp-replicas 2 Megatron-LM/pretrain_gpt.py *",
+        not_run="it needs a checkout of Megatron-LM: tests/end_to_end/test_megatron_lm_replicas.py",
+    ),
     Walk("protections", "ft protections", says=("hot-swap", "These protections exclude each other", "replicas")),
     Walk("faults", "ft faults", says=("SIGKILL", "corrupt-checkpoint", "phase")),
     Walk("faults-markdown", "ft faults --markdown", says=("# What happens when X fails",)),

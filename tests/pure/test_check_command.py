@@ -86,6 +86,9 @@ def test_a_checkout_has_its_own_protections_and_all_its_seams(root, capsys):
     assert {each["status"] for each in said["seams"]} == {"fits"} and said["layout"]["pp"] == 4
     fits = {each["name"]: each["fits"] for each in said["protections"]}
     assert fits["hot-swap"] and fits["stage rebuild"] and not fits["replicas"] and not fits["double execution"]
+    assert cli.main(["check", *CHECKOUTS, str(root / "pretrain_gpt.py"), *line, "--rerun-mode", "disabled"]) == 0
+    fits = {each["name"]: each["fits"] for each in json.loads(capsys.readouterr().out)["protections"]}
+    assert fits["replicas"] and fits["stacked shards"] and fits["double execution"] and not fits["swapped ends"]
 
 
 @pytest.mark.parametrize("root", trees(), ids=lambda root: root.name)

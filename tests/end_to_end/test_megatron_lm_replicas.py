@@ -1,0 +1,128 @@
+"""FT-HSDP replicas and SPARe's groups of a Megatron-LM checkout's own trainer under ``ft run``.
+
+The checkouts are found by ``megatron_lm_trees``; without them the tests are skipped.
+"""
+
+import megatron_lm_trees as checkouts
+import pytest
+import replica_runs
+from replica_runs import Done
+
+from ft.base import events
+from ft.observe.hsdp import lineage
+
+SLOWLY = "slow@replica=0:step=2:rank=0:factor=6:for=300s"
+"""Steps long enough, by sleeping, that a replica is back after a few of them."""
+COMMON = f"{checkouts.BASE} --global-batch-size 8 --eval-iters 1 --log-interval 1 --rerun-mode disabled"
+TWO_STAGES = f"{COMMON} --num-layers 4 --pipeline-model-parallel-size 2 --mock-data"
+ONE_RANK = f"{COMMON} --num-layers 2 --mock-data --eval-interval 100"
+SHARDED = (
+    f"{COMMON} --num-layers 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --num-workers 2 "
+    "--eval-interval 4 --log-params-norm --log-num-zeros-in-grad --save-interval 6 --async-save "
+    "--data-path {data} --data-cache-path {cache} --save {save}"
+)
+
+
+def steps_of(count: int) -> str:
+    return f"--train-iters {count} --lr-decay-iters {count}"
+
+
+def train(folder, flags: str, release: str = "0.16", *, replicas: int = 2, nproc: int = 4, options: str = "") -> Done:
+    """Run replicas of the checkout of ``release`` from start to end."""
+    how = {"replicas": replicas, "nproc": nproc, "options": options, "limit_s": 400}
+    return replica_runs.train(folder, flags, script=str(checkouts.tree(release) / "pretrain_gpt.py"), **how)
+
+
+def check(done: Done, steps: int, failures: int) -> None:
+    """All that has to be true of every run: see :meth:`replica_runs.Proof.problems`; and replicas that have committed a
+    step in one quorum log the same."""
+    problems = done.proof.problems(steps, failures)
+    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    logged: dict[tuple[int, int], set] = {}
+    for replica, commits in done.proof.lines.items():
+        quorums = {commit.step: commit.quorum for commit in commits}  # the last one of each step
+        for step, *line in logged_by(done, replica):
+            logged.setdefault((step, quorums[step]), set()).add(tuple(line))
+    assert all(len(lines) == 1 for lines in logged.values()), f"{logged}\n{done.explain()}"
+
+
+def logged_by(done: Done, replica: int) -> list[tuple]:
+    """Return (step, loss, gradient norm, validation loss) of each step that a replica has logged, with all bits."""
+    names = ("loss", "grad_norm", "validation_loss")
+    return [
+        (line["step"], *(line[name].hex() if name in line else "" for name in names))
+        for line in done.metrics_of(replica)
+    ]
+
+
+def test_a_killed_replica_comes_back_and_every_sample_is_trained_once(tmp_path):
+    steps = 14
+    flags = f"{TWO_STAGES} {steps_of(steps)} --eval-interval 5"
+    done = train(tmp_path / "run", flags, options=f"--inject kill@replica=1:step=4:rank=1:phase=backward,{SLOWLY}")
+    check(done, steps, 1)
+    assert done.of(1, events.CAUGHT_UP), done.explain()
+    alone = {step.number for step in done.proof.lineage.steps if step.commit.healthy == (0,)}
+    assert alone and len(logged_by(done, 0)) == steps > len(logged_by(done, 1)), done.explain()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("release", ["0.16", "0.19"])
+def test_replicas_train_as_torchrun_does_bit_for_bit(tmp_path, release):
+    """With two replicas the sum of gradients is the same in any order, and halves are exact."""
+    flags = f"{TWO_STAGES} {steps_of(8)} --eval-interval 4"
+    done = train(tmp_path / "run", flags, release)
+    check(done, 8, 0)
+    plain, _ = checkouts.plain(checkouts.tree(release) / "pretrain_gpt.py", flags, tmp_path / "plain")
+    wanted = {line["step"]: (line["losses"]["lm loss"], line["grad_norm"]) for line in plain if "step" in line}
+    evaluated = [line["evaluation"]["lm loss"] for line in plain if "evaluation" in line]
+    found = logged_by(done, 0)
+    assert {step: (loss, norm) for step, loss, norm, _ in found} == wanted
+    assert [loss for *_, loss in found if loss] == evaluated[:2]
+
+
+@pytest.mark.long
+def test_a_sharded_optimizer_overlap_real_data_and_asynchronous_saves(tmp_path):
+    steps = 20
+    corpus = checkouts.write_corpus(tmp_path / "corpus")
+    flags = SHARDED.format(data=corpus, cache=tmp_path / "cache", save=tmp_path / "save")
+    faults = (
+        "kill@replica=1:step=4:rank=1:phase=backward",
+        "kill@replica=0:step=13:rank=0:phase=optimizer",
+        SLOWLY,
+    )
+    done = train(tmp_path / "run", f"{flags} {steps_of(steps)}", options=f"--inject {','.join(faults)}")
+    check(done, steps, 2)
+    written = sorted(path.name for path in (tmp_path / "save").glob("iter_*"))
+    assert written == [f"iter_{step:07d}" for step in (6, 12, 18, 20)], done.explain()
+
+
+@pytest.mark.long
+def test_all_replicas_lost_go_on_from_the_checkpoint_and_another_run_from_its_end(tmp_path):
+    lost = ",".join(f"kill@replica={replica}:step=7:rank=0:phase=forward" for replica in range(2))
+    away = "kill@replica=1:step=2:rank=0:phase=forward"  # its samples are still to come
+    saving = f"--save {tmp_path / 'save'} --save-interval 4"
+    first = train(tmp_path / "first", f"{ONE_RANK} {saving} {steps_of(10)}", nproc=2, options=f"--inject {away},{lost}")
+    check(first, 10, 4)
+    assert {commit.step for commit in first.proof.lines[0] if commit.before == 0} == {1, 5}, first.explain()
+
+    going_on = f"{saving} --load {tmp_path / 'save'} --override-opt_param-scheduler {steps_of(14)}"
+    second = train(tmp_path / "second", f"{ONE_RANK} {going_on}", nproc=2)
+    assert second.code == 0, second.explain()
+    after, last = second.proof, first.proof.lineage.steps[-1].commit
+    assert after.steps == [11, 12, 13, 14] and not after.unequal() and after.audit.is_clean, second.explain()
+    begin = after.lineage.steps[0].commit
+    taken = last.deal.taken(last.positions).tolist()
+    assert begin.deal.taken(lineage.before_of(begin)).tolist() == taken, "samples are lost or seen again"
+
+
+@pytest.mark.long
+def test_groups_of_spare_train_the_samples_of_a_lost_one_in_the_same_step(tmp_path):
+    steps = 14
+    flags = f"{ONE_RANK.replace('--global-batch-size 8', '--global-batch-size 12')} {steps_of(steps)}"
+    options = f"--ft-spare-redundancy 2 --inject kill@replica=1:step=4:rank=0:phase=backward,{SLOWLY}"
+    done = train(tmp_path / "run", flags, replicas=3, nproc=3, options=options)
+    check(done, steps, 1)
+    commits = [step.commit for step in done.proof.lineage.steps]
+    assert {commit.streams for commit in commits} == {(0, 1, 2)}, "a step that has not trained all shard types"
+    assert [commit.patch for commit in commits if commit.patch] == [(1,)], done.explain()
+    assert done.of(1, events.CAUGHT_UP), done.explain()
