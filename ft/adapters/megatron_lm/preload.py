@@ -11,8 +11,13 @@ from pathlib import Path
 from ft.adapters.megatron_lm.start import load
 from ft.job.agent.preload import imports_of
 
-_LATER = ("megatron.training.datasets.data_samplers", "torch.optim", "ft.adapters.megatron_lm.install")
-"""Modules that are imported only when a worker first needs them."""
+_LATER = (
+    *("megatron.training.datasets.data_samplers", "torch.optim", "ft.adapters.megatron_lm.install"),
+    *(f"megatron.core.dist_checkpointing.strategies.{name}" for name in ("state_dict_saver", "torch")),
+)
+"""Modules that are imported only when a worker first needs them. An import in the middle of training can hold Python's
+interpreter lock for so long that the worker's heartbeats stop.
+"""
 
 
 def _import(script: str) -> None:
