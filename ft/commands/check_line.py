@@ -35,7 +35,7 @@ class Answer:
         batch: sizes of the batch; None if they cannot be determined.
         memory: bytes per GPU, see :func:`ft.commands.check_memory.memory`; None if they cannot be estimated.
         protections: for each protection, whether it can be added to this line, and the problems that prevent it.
-        notices: sentences about flags without effect.
+        notices: sentences about flags that have no effect in this project's trainer.
         seams: for a checkout, each function of its trainer that protections depend on: ``file``, ``symbol``, ``status``
             ("fits", "missing" or "changed"), ``differs`` and ``why``. Only runs with ``--ft-*`` flags
             depend on these functions.
@@ -95,7 +95,8 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
             if not set(doubtful) & set(_FLAG.findall(f"{entry[0]} {entry[1]}"))
             and (program == "trainer" or not _is_limit_of_trainer(entry))
         ]
-        answer.needs, answer.notices = in_words(needs(options, grid)), list(options.notices)
+        answer.needs = in_words(needs(options, grid))
+        answer.notices = list(options.notices) if program == "trainer" else []
         if grid is not None:
             _describe(answer, options, grid)
             of_checkout = (given, of_files) if program == "checkout" else None

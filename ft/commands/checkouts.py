@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -147,15 +146,15 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
         UserError: a flag is unknown or has a wrong value.
     """
     from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
+    from megatron.training.arguments.known import explain
     from megatron.training.arguments.schema import add_flags, all_spellings, build
 
     known = all_spellings(FaultToleranceOptions)
     for text in flags:
         name = text.partition("=")[0]
         if name.startswith("--ft-") and name not in known:
-            near = get_close_matches(name, known, n=1)
-            fix = f"did you mean {near[0]}?" if near else "ft protections lists what can be asked for"
-            raise UserError(f"unknown flag {name}", fix)
+            (problem, fix), _ = explain(name, known)
+            raise UserError(problem, fix)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_flags(parser, FaultToleranceOptions)
     try:

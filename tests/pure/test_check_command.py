@@ -41,6 +41,13 @@ def test_all_problems_are_named_at_once_with_flag_reason_and_fix(capsys):
     assert all(entry["reason"] and entry["fix"] for entry in said["refused"])
 
 
+@pytest.mark.parametrize("script", [TRAINER, *(str(tree / "pretrain_gpt.py") for tree in trees())])
+def test_an_option_of_ft_run_after_the_script_is_refused_and_its_place_named(capsys, script):
+    code = cli.main(["check", "--json", script, *LINE.split(), "--ft-hsdp-replicas", "2"])
+    (refused,) = json.loads(capsys.readouterr().out)["refused"]
+    assert code == 2 and refused["flag"] == "--ft-hsdp-replicas" and "before the script" in refused["fix"]
+
+
 def test_memory_falls_with_the_ranks_and_grows_with_snapshots(capsys):
     _, small = asked(capsys, "", "--gpus", "8")
     _, large = asked(capsys, "", "--nnodes", "4", "--nproc-per-node", "8")

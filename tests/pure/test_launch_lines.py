@@ -75,8 +75,8 @@ def test_a_list_is_read_in_every_spelling():
 
 
 def test_a_flag_without_effect_is_said_once():
-    notices = parse(COMMON + "--use-mcore-models --use-persistent-ckpt-worker --ckpt-format torch").notices
-    for flag in ("--use-mcore-models", "--use-persistent-ckpt-worker", "--ckpt-format torch"):
+    notices = parse(COMMON + "--use-mcore-models --use-persistent-ckpt-worker --ckpt-format torch_dcp").notices
+    for flag in ("--use-mcore-models", "--use-persistent-ckpt-worker", "--ckpt-format torch_dcp"):
         assert sum(flag in notice for notice in notices) == 1
     assert parse("--save-interval 5").notices == (
         "without effect here: --save-interval 5: without --save no checkpoints are written",

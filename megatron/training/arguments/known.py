@@ -103,6 +103,9 @@ INSTEAD: dict[str, tuple[str, ...]] = {
 }
 """What this project has in place of a flag -> the flags, which are refused."""
 
+OF_FT_RUN = ("--ft-hsdp-*", "--ft-spare-*", "--ft-transport")
+"""Options of ``ft run``, which launches the script."""
+
 RENAMED = {
     "--batch-size": "--micro-batch-size",
     "--warmup": "--lr-warmup-fraction",
@@ -176,6 +179,8 @@ def explain(unknown: str, supported: Sequence[str]) -> tuple[Problem, str | None
     Returns:
         ((problem, fix), the flag that was probably meant, None if there is no candidate).
     """
+    if any(fnmatch.fnmatchcase(unknown, option) for option in OF_FT_RUN):
+        return (f"{unknown} is an option of ft run", f"give it before the script: ft run {unknown} ... SCRIPT"), None
     if unknown in RENAMED:
         return (f"{unknown} is no longer a Megatron-LM flag", f"use {RENAMED[unknown]}"), RENAMED[unknown]
     if program := _looked_up(unknown, OTHER_PROGRAMS):
