@@ -39,8 +39,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from ft.net.checksum import checksum  # noqa: E402
 from ft.state.fetch import Refused, StateServer, fetch  # noqa: E402
-from ft.state.layout import checksum  # noqa: E402
 
 TOKEN, LIMIT_S, TENSORS = "bench", 60.0, 16
 BLOCK_S = 1.0

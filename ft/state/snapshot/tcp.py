@@ -102,7 +102,8 @@ class SnapshotServer(Transport):
                 source.receive(range(part.table.nbytes), part)
                 return envelope
             except (pull.Gone, pull.Bad) as error:
-                raise CopyUnusable(f"logical rank {wanted.holder}'s copy of rank {wanted.owner}: {error}") from error
+                whose = f"logical rank {wanted.holder}'s copy of rank {wanted.owner}'s step {wanted.step}"
+                raise CopyUnusable(f"{whose}: {error}") from error
             except pull.Lost as error:
                 self._check_open(wanted)
                 if isinstance(error, pull.Silent):
