@@ -1,7 +1,7 @@
 """Stands in for the optimizer of Apex and Transformer Engine, whose kernels need a GPU.
 
-NVIDIA's trainer cannot load the state of a distributed optimizer around torch's own AdamW, whose step counts are kept for
-each parameter. This optimizer keeps them for each parameter group, as those two do, and computes with torch's functions.
+NVIDIA's trainer cannot load the state of a distributed optimizer around torch's own AdamW, which counts steps for each
+parameter. This optimizer counts them for each parameter group, as those two do, and computes with torch's function.
 """
 
 import torch

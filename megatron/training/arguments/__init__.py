@@ -187,6 +187,8 @@ def _take_from_checkpoint(options: Options, folder: Path) -> None:
     for name in (*OF_THE_MODEL, "max_position_embeddings", *sizes):
         if hasattr(stored.core, name):
             setattr(options.core, name, getattr(stored.core, name))
+    if options.tokenizer.vocab_size is not None:
+        stored.tokenizer.vocab_size = options.tokenizer.vocab_size
     options.tokenizer = stored.tokenizer
     if options.data.seq_length is None:
         options.data.seq_length = stored.data.seq_length

@@ -338,6 +338,19 @@ def _check_checkpoint(options, grid: Layout) -> Iterator[Problem]:
             "--distrib-optim-fully-reshardable-mem-efficient gathers over gloo groups, and there are none",
             "drop --disable-gloo-process-groups",
         )
+    if c.stored_format != "torch" or not c.save:
+        return
+    if options.core.use_distributed_optimizer and not options.core.create_gloo_process_groups:
+        yield (
+            "--ckpt-format torch gathers the optimizer's state over gloo groups, and there are none",
+            "drop --disable-gloo-process-groups",
+        )
+    if options.training.data_parallel_random_init:
+        yield (
+            "--ckpt-format torch has generator states of one data-parallel rank, and --data-parallel-random-init makes "
+            "them differ",
+            "use --ckpt-format torch_dist",
+        )
 
 
 def _check_data(options, grid: Layout) -> Iterator[Problem]:
