@@ -11,6 +11,8 @@ from ft.cli import main
 from ft.lab.simulate.hsdp_protocol.faults import BY_NAME
 from ft.lab.simulate.hsdp_protocol.mutants import PLANTS
 from ft.lab.simulate.hsdp_protocol.run import Wish, simulate
+from ft.lab.simulate.hsdp_protocol.shape import RING_LIMITS, Shape
+from ft.lab.simulate.hsdp_protocol.world import World
 from ft.lab.simulate.mutation import planted
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]
@@ -53,6 +55,20 @@ def test_without_faults_nothing_is_done_again():
 def test_each_kind_of_fault_strikes_and_is_survived(kind):
     histories = [holds(seed, Wish(faults=5, kinds=(kind,))) for seed in range(5)]
     assert kind in {struck for history in histories for struck in history.struck}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_a_checkpoint_only_the_first_attempt_at_a_step_may_take_as_long_as_a_checkpoint(seed):
+    shape = Shape(3, 1, 1, 0.2, 0.1, 0.7, save_steps=5, save_s=2.0, hang_s=3.0, build_s=1.0)
+    world = World(random.Random(seed), shape, None)
+    world.start()
+    while not any(life.aside_since for life in world.lives()):
+        assert world.time.turn()
+    began, step = world.time.now, world.checks.newest_step
+    world.cut(0, 1, 100.0)
+    while world.checks.newest_step == step:
+        assert world.time.turn()
+    assert world.time.now - began < shape.save_s + RING_LIMITS.aside_s + 8.0
 
 
 def test_a_seed_replays_byte_for_byte_in_another_process():

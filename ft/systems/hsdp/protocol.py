@@ -339,6 +339,8 @@ class Steps:
             rank.failed()
         rank.abandon()
         was_catching_up, self.is_catching_up = self.is_catching_up, False
+        if self._times.of(rank.units) is not None:
+            self._aside = False  # the quorum has waited for who was busy, so the ring of the next attempt need not
         if self.has_state:
             if was_catching_up:
                 rank.publish()
