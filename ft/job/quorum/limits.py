@@ -5,6 +5,7 @@ all-reduce ring of gradients between the members of a quorum.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ft.base import timeout_order as ladder
 
@@ -76,15 +77,20 @@ class Limits:
 
         ``step_s`` is the usual step time in seconds, or None before the first step.
         """
-        if step_s is None:
-            return replace(self, member_s=self.start_s)
-        return replace(
-            self,
-            blamed_s=self.blamed_s + step_s,
-            member_s=self.member_s + 3.0 * step_s,
-            stall_s=self.stall_s + 10.0 * step_s,
-            ban_s=self.ban_s + 5.0 * step_s,
-        )
+        return _calibrated(self, step_s)
+
+
+@lru_cache(maxsize=16)  # a server asks for the same limits at every message of a step
+def _calibrated(limits: Limits, step_s: float | None) -> Limits:
+    if step_s is None:
+        return replace(limits, member_s=limits.start_s)
+    return replace(
+        limits,
+        blamed_s=limits.blamed_s + step_s,
+        member_s=limits.member_s + 3.0 * step_s,
+        stall_s=limits.stall_s + 10.0 * step_s,
+        ban_s=limits.ban_s + 5.0 * step_s,
+    )
 
 
 _MAY_BE_ZERO = ("wait_s", "arrive_s", "lost_s")

@@ -167,7 +167,9 @@ class State:
 
     def of(self, replica: int) -> Replica:
         """Return the entry of ``replica``, created if it is new."""
-        return self.replicas.setdefault(replica, Replica())
+        if replica not in self.replicas:
+            self.replicas[replica] = Replica()
+        return self.replicas[replica]
 
     def pending(self) -> dict[int, Report]:
         """Return the reports that wait for an answer, by replica."""
