@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from ft.job.quorum.state import HERE
 from ft.job.quorum.values import Quorum
 from ft.lab.simulate.hsdp_protocol.held import Contribution, Held, first
+from ft.lab.simulate.hsdp_protocol.ring import address_row
+from ft.systems.hsdp.ports import Agreed
 
 if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.rank import Rank
@@ -23,7 +25,7 @@ BACK_S = 45.0
 
 KILLS = (
     *("kill", "kill a leader", "kill at the end of a ring", "kill the first one through"),
-    *("kill between vote and step", "kill who catches up", "kill a source of catch-up"),
+    *("kill between vote and step", "kill who catches up", "kill a source of catch-up", "kill after the last step"),
 )
 """Faults that end exactly one replica each."""
 
@@ -42,6 +44,7 @@ class Checks:
             seconds.
         all_healthy_at: virtual time in seconds at which all replicas were last healthy, -1 if never.
         progress_at: virtual time in seconds at which a new step was last committed.
+        saved_at: virtual time in seconds at which a replica last ended to write a checkpoint; the others wait for it.
         returns: number of steps that replicas committed while they were behind.
         loads: number of times that a checkpoint was loaded because all state was lost.
     """
@@ -49,9 +52,10 @@ class Checks:
     def __init__(self, world: "World"):
         self._world = world
         self.commits, self.redone, self.all_healthy_at, self.progress_at = 0, 0, -1.0, 0.0
+        self.saved_at = 0.0
         self.pauses: dict[str, float] = {}
         self.returns = self.loads = 0
-        beginning = first(world.shape.replicas)
+        self._beginning = beginning = first(world.shape)
         self._consumed = {beginning.chain: beginning.positions}
         self._named = {beginning.name: beginning.chain}
         self._newest = beginning
@@ -82,7 +86,7 @@ class Checks:
             return
         self._check_load(quorum)
         self._check_patience(server, quorum)
-        self.loads += quorum.load and self._newest.step > 0
+        self.loads += quorum.load and self._newest.step > self._beginning.step
         self._check_regress(server, quorum)
         server.furthest = quorum.step
         if not quorum.load and len(quorum.healthy) == self._world.shape.replicas:
@@ -119,7 +123,7 @@ class Checks:
         heard recently.
         """
         furthest = self._newest
-        if quorum.load and furthest.step == 0:
+        if quorum.load and furthest.step == self._beginning.step:
             return
         lost = furthest.step - quorum.step
         if lost > 0:
@@ -142,6 +146,20 @@ class Checks:
         knows = server.furthest > quorum.step + 1 and leader.life.quorum is not None and lives
         unheard_s = world.time.now - world.unheard_since(leader.replica)
         return knows and unheard_s < world.limits.regress_s - 0.5
+
+    def connects(self, rank: "Rank", agreed: Agreed, quorum: Quorum, to: str) -> None:
+        """Check that a rank connects to the present processes of a quorum's members, and to no earlier ones.
+
+        Args:
+            rank: the rank.
+            agreed: answer to the rank's question, with the addresses of the members.
+            quorum: the quorum.
+            to: what the rank connects to, "ring" or "fetch".
+        """
+        for replica, life in quorum.lives.items():
+            address, wanted = agreed.rows[replica][rank.index][to], address_row(replica, life, rank.index)[to]
+            if address != wanted:
+                self.fail(f"{_who(rank)} connects to {address!r} in quorum {quorum.number}, it should be {wanted!r}")
 
     # --- states ------------------------------------------------------------------------------------------------------
 
@@ -202,7 +220,7 @@ class Checks:
         self.commits += 1
         if held.name > self._newest.name:
             now = world.time.now
-            if held.step > 1:
+            if held.step > self._beginning.step + 1:
                 causes = {kind for at, kind in world.over if at > self._committed_at - 15.0}
                 key = causes.pop() if len(causes) == 1 else "several" if causes else "none"
                 pause = now - self._committed_at - world.shape.step_s
@@ -210,6 +228,13 @@ class Checks:
             self._newest, self._committed_at, self.progress_at = held, now, now
         if rank.replica in quorum.behind:
             self.returns += 1
+
+    def ends_itself(self, rank: "Rank", reason: str) -> None:
+        """Check that a rank ends itself only if its replica has lost a rank, or if all state is lost before the first
+        checkpoint.
+        """
+        if not rank.life.is_closing and "there is no checkpoint" not in reason:
+            self.fail(f"{_who(rank)} ends without need: {reason}")
 
     def at_rest(self, rank: "Rank") -> None:
         """Check that all ranks of a replica hold equal states after a step, when the last of them has committed it."""
@@ -232,8 +257,8 @@ class Checks:
     def look(self) -> None:
         """Check periodically that training makes progress, and that all replicas are healthy in time."""
         world, now = self._world, self._world.time.now
-        since = max([self.progress_at, world.blocked_until, *(at for at, _ in world.struck)])
-        if now - since > STUCK_S and any(not agent.has_ended for agent in world.agents):
+        since = max([self.progress_at, self.saved_at, world.blocked_until, *(at for at, _ in world.struck)])
+        if now - since > STUCK_S and world.unfinished:
             self.fail(f"a hang: no committed step since {self.progress_at:.1f}, no fault since {since:.1f}")
         if world.last_step is None and now > world.calm_at + BACK_S:
             self.fail(f"not all replicas are healthy {BACK_S:.0f} s after the last fault, at {world.calm_at:.1f}")

@@ -214,9 +214,14 @@ def _kill_source(rank: "Rank") -> None:
         kill(rank.world.rng.choice(others).ranks[rank.index], "killed while its state is fetched")
 
 
-def _kill_server_now(rank: "Rank | None", world=None) -> None:
-    if rank is not None:
-        _end_server(rank.world)
+def _kill_server_now(rank: "Rank") -> None:
+    _end_server(rank.world)
+
+
+def _end_with_server(rank: "Rank") -> None:
+    """Kill a rank that has done the last step, and the quorum server when other replicas may have left already."""
+    kill(rank, "killed after the last step")
+    rank.world.time.after(rank.world.rng.uniform(0.0, 1.0), _end_server, rank.world)
 
 
 KINDS = (
@@ -241,6 +246,8 @@ KINDS = (
     Kind("kill who catches up", 3, _aimed("fetch", lambda rank: kill(rank, "killed while it catches up"), most=1)),
     Kind("kill a source of catch-up", 4, _aimed("fetch", _kill_source, most=1)),
     Kind("kill the server at a vote", 3, _aimed("decided", _kill_server_now)),
+    Kind("kill after the last step", 2, _aimed("last", lambda rank: kill(rank, "killed after the last step"))),
+    Kind("kill the server after the last step", 2, _aimed("last", _end_with_server)),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 

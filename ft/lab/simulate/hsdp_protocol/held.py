@@ -6,6 +6,10 @@ samples in the gradient of each step. Two states have equal content if and only 
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.hsdp_protocol.shape import Shape
 
 Contribution = tuple[int, int]
 """What a replica adds to a gradient: (replica, index of the block of samples in the replica's data stream)."""
@@ -37,9 +41,9 @@ NOTHING = Held(0, -1, 0)
 """The state of a rank that has neither initialized nor loaded nor fetched a state."""
 
 
-def first(replicas: int) -> Held:
-    """Return the initial state of a run that loads no checkpoint."""
-    return Held(0, 0, 1, (0,) * replicas)
+def first(shape: "Shape") -> Held:
+    """Return the initial state of a run: a new one, or the checkpoint of an earlier run."""
+    return Held(*shape.begins_at, 1, (0,) * shape.replicas)
 
 
 def after(held: Held, contributions: tuple[Contribution, ...]) -> int:

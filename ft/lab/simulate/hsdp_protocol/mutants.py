@@ -1,13 +1,16 @@
 """Mutation test of ``ft simulate hsdp-protocol``: known bugs to inject, each of which the simulation must find.
 
-A bug is injected into the production code of the quorum server or of the replicas' protocol.
+A bug is injected into the production code of the quorum server (more of them in ``server_mutants``) or of the
+replicas' protocol.
 """
 
 from dataclasses import replace
+from unittest import mock
 
 from ft.job.quorum import blame, decide, reactions
 from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
+from ft.lab.simulate.hsdp_protocol import server_mutants
 from ft.lab.simulate.mutation import Replaced, find_in
 from ft.systems.hsdp import protocol
 from ft.systems.hsdp.protocol import Membership, Steps
@@ -160,6 +163,22 @@ def _gives_though_left_out(right):
     return lambda self, question, agreed: right(self, replace(question, is_sure=False), agreed)
 
 
+def _old_offer_stays(right):
+    async def committed(self):
+        with mock.patch.object(self._rank, "offer", lambda: None):
+            await right(self)
+
+    return committed
+
+
+def _sure_after_a_failure(right):
+    async def begin_anew(self, retry):
+        await right(self, retry)
+        self._is_sure = self.has_state
+
+    return begin_anew
+
+
 def _leaves_at_once(right):
     async def leaves(self, is_saved):
         return False
@@ -192,6 +211,9 @@ PLANTS = (
     Replaced("gives its gradients to a step of the others", Membership, "join", _gives_though_left_out),
     Replaced("leaves before the last checkpoint is there", Steps, "leaves", _leaves_at_once),
     Replaced("waits in a ring without a deadline", RingLimits, "wait", lambda right: lambda *_, **__: 1e9),
+    Replaced("does not offer a new state", Steps, "committed", _old_offer_stays),
+    Replaced("computes at once after a failed step", Steps, "_begin_anew", _sure_after_a_failure),
+    *server_mutants.PLANTS,
 )
 
 

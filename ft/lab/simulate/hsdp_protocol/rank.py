@@ -43,7 +43,7 @@ class Rank:
     def __init__(self, life: "Life", index: int):
         self.life, self.world, self.index, self.replica = life, life.world, index, life.agent.replica
         comes_back = life.number > 0
-        self.held = NOTHING if comes_back else first(self.world.shape.replicas)
+        self.held = NOTHING if comes_back else first(self.world.shape)
         self.model, self.is_alive, self.awake_at, self.attempt = self.held.chain, True, 0.0, 0
         self.offered: Held | None = None
         self.fetchers: set[Rank] = set()
@@ -60,7 +60,12 @@ class Rank:
 
     def start(self) -> None:
         for thread in (self._train(), self._agree()):
-            Task(self.do, thread, lambda reason: self.life.agent.lost(self.life, reason)).go_on_after(0.0)
+            Task(self.do, thread, self._ends_itself).go_on_after(0.0)
+
+    def _ends_itself(self, reason: str) -> None:
+        self.world.note("replica {} rank {}: ends: {}", self.replica, self.index, reason)
+        self.world.checks.ends_itself(self, reason)
+        self.life.agent.lost(self.life, reason)
 
     def do(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:
         """Run an action in this process after ``seconds``, later if the process is paused, never if it has ended."""
@@ -85,6 +90,8 @@ class Rank:
         """Train to the end of the run, as ``ft.systems.hsdp.replica_manager`` and the trainer's loop do."""
         steps = self.steps
         await steps.attempts(self._loop)
+        self.world.at("last", self)
+        await Sleep(0.0)
         if await steps.leaves(lambda: self.world.checkpoint.step >= self.held.step):
             await self._save()
         await self.life.finished(self)
@@ -128,6 +135,7 @@ class Rank:
             self.life.aside_since = self.world.time.now
             self.world.note("replica {}: saves", self.replica)
         await Sleep(self.world.shape.save_s)
+        self.world.checks.saved_at = self.world.time.now
         if self.index == 0 and self.held.name > self.world.checkpoint.name:
             self.world.checkpoint = self.held
 
@@ -223,6 +231,7 @@ class Rank:
         return was_cut
 
     async def fetch(self, agreed: Agreed, quorum: Quorum, keeps_state: bool) -> None:
+        self.world.checks.connects(self, agreed, quorum, "fetch")
         self._fetched, self._fetch_done = None, Signal()
         if not keeps_state:
             self.held = spoiled(self.held, quorum.number)
@@ -292,6 +301,7 @@ class Rank:
         self._limit_s = limit_s
 
     def connect(self, agreed: Agreed, quorum: Quorum) -> None:
+        self.world.checks.connects(self, agreed, quorum, "ring")
         if self.ring is not None:
             self.ring.leaves(self.replica)
         self.ring = self.world.ring(quorum, self.index)

@@ -16,6 +16,7 @@ from ft.job.quorum import client as clients
 from ft.job.quorum.values import Quorum, Report
 from ft.lab.simulate.hsdp_protocol.link import Link
 from ft.lab.simulate.hsdp_protocol.rank import Rank
+from ft.lab.simulate.hsdp_protocol.ring import address_row
 from ft.lab.simulate.hsdp_protocol.tasks import Group, Signal
 from ft.systems.hsdp.ports import Agreed
 
@@ -33,13 +34,11 @@ class Agent:
 
     Attributes:
         life: the current life, None while the replica is rebuilt.
-        has_ended: whether the run has finished for this replica.
     """
 
     def __init__(self, world: "World", replica: int):
         self.world, self.replica = world, replica
         self.life: Life | None = None
-        self.has_ended = False
         self._number = -1
 
     def build(self, seconds: float) -> None:
@@ -75,7 +74,8 @@ class Agent:
     def finished(self, life: "Life") -> None:
         """End a life that has done its work."""
         life.end()
-        self.life, self.has_ended = None, True
+        self.life = None
+        self.world.unfinished -= 1
         self.world.note("replica {}: the run is over", self.replica)
 
 
@@ -108,7 +108,7 @@ class Life:
             self.client = clients.QuorumClient(Path("."), agent.replica, number, "token", self.world.limits)
 
     def start(self) -> None:
-        self.client.hello([{"ring": "", "fetch": ""}])
+        self.client.hello([address_row(self.agent.replica, self.number, rank.index) for rank in self.ranks])
         for rank in self.ranks:
             rank.start()
 
@@ -135,11 +135,12 @@ class Life:
         leader = self.ranks[0]
         self.client.ask(report).add_done_callback(lambda future: leader.do(_HANDOVER_S, done.set, future))
         future: Future[Quorum] = await done
-        error = future.exception()
-        if isinstance(error, FtError):
+        try:
+            self.quorum = future.result()
+            rows = {replica: self.client.rows(replica, life) for replica, life in self.quorum.lives.items()}
+        except FtError as error:
             return Agreed(None, {}, str(error))
-        self.quorum = future.result()
-        return Agreed(self.quorum, {})
+        return Agreed(self.quorum, rows)
 
     async def finished(self, rank: Rank) -> None:
         """Note that a rank has done all its work. After the last one, the processes end."""

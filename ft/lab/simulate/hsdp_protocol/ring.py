@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 _LATENCY_S, _SPREAD_S, _NOTICE_S = (0.002, 0.02), (0.0, 0.03), (0.0005, 0.03)
 
 
+def address_row(replica: int, life: int, index: int) -> dict[str, str]:
+    """Return the addresses of a rank: that of its ring and that of its state server. Each process has its own."""
+    return {"ring": f"ring {replica}.{life}.{index}", "fetch": f"fetch {replica}.{life}.{index}"}
+
+
 @dataclass
 class Operation:
     """One all-reduce.

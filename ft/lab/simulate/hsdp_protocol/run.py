@@ -100,7 +100,7 @@ def _play(world: World, schedule: Schedule) -> None:
     world.start()
     schedule.begin(world)
     turns = 0
-    while not all(agent.has_ended for agent in world.agents):
+    while world.unfinished:
         if not world.time.turn():
             world.checks.fail("nothing is left to happen, and the run has not ended")
         turns += 1

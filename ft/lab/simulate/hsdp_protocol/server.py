@@ -121,8 +121,9 @@ class Server:
             case Send(connection, frame):
                 connection.to_client(frame)
             case Close(connection, _):
-                connection.closed_by_server()
-                self.connections.remove(connection)
+                if connection in self.connections:
+                    connection.closed_by_server()
+                    self.connections.remove(connection)
             case NewestTerm():
                 return self.world.newest_term
             case ClaimTerm(least):

@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 
 from ft.job.quorum.limits import Limits
+from ft.job.quorum.state import SPAN
 from ft.job.replicas.deadlines import RingLimits
 
 LIMITS = Limits(
@@ -29,6 +30,9 @@ LIMITS = Limits(
 RING_LIMITS = RingLimits(unknown_s=4.0, aside_s=9.0)
 """Production's time limits of rings, shortened likewise."""
 
+_EARLIER_RUN = (12, 3 * SPAN + 14)
+"""(step, lineage) of the checkpoint of an earlier run that had four quorum servers."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -45,6 +49,7 @@ class Shape:
         save_s: duration of writing a checkpoint.
         hang_s: time until an agent (the supervisor of a replica) kills a rank that makes no progress.
         build_s: time to start the processes of a replica again after a failure.
+        begins_at: (step, lineage) of the initial state; (0, 0) unless the run continues an earlier one.
     """
 
     replicas: int
@@ -57,6 +62,7 @@ class Shape:
     save_s: float
     hang_s: float
     build_s: float
+    begins_at: tuple[int, int] = (0, 0)
 
 
 def draw_shape(rng: random.Random) -> Shape:
@@ -75,4 +81,5 @@ def draw_shape(rng: random.Random) -> Shape:
         save_s=rng.uniform(0.1, 8.0),
         hang_s=rng.uniform(2.0, 5.0),
         build_s=rng.uniform(0.3, 1.5),
+        begins_at=_EARLIER_RUN if rng.random() < 0.2 else (0, 0),
     )

@@ -35,6 +35,7 @@ class World:
         standing: the quorum server that the lease record names (the file ``quorum.json``); clients connect to it.
         lease_term: the server's term in the lease record.
         newest_term: the last term that a quorum server has claimed; each new server has a higher term.
+        unfinished: number of replicas for which the run has not finished.
         last_step: step after which the run ends, None while undecided.
         checkpoint: the newest persistent checkpoint.
         aims: moment of the protocol -> actions to run when a rank reaches the moment.
@@ -51,8 +52,9 @@ class World:
         self.standing: Server
         self.lease_term, self._lease_end = -1, None
         self.newest_term, self.deaths_of_server = -1, 0
+        self.unfinished = shape.replicas
         self.last_step: int | None = None
-        self.checkpoint: Held = first(shape.replicas)
+        self.checkpoint: Held = first(shape)
         self.aims: dict[str, list[Callable[[Rank], None]]] = {}
         self.struck: list[tuple[float, str]] = []
         self.over: list[tuple[float, str]] = []
@@ -99,7 +101,6 @@ class World:
         )
         self.checks.formed(server, quorum)
         self._forget_rings(quorum.number)
-        self.at("formed", None)
 
     def _forget_rings(self, newest: int) -> None:
         if len(self._rings) > _MOST_RINGS:
@@ -173,7 +174,7 @@ class World:
     def is_cut(self, one: int, other: int | None) -> bool:
         return self.cut_until(one, other) > self.time.now
 
-    def at(self, moment: str, rank: Rank | None) -> None:
+    def at(self, moment: str, rank: Rank) -> None:
         """Run the action that waits for a rank to reach this moment of the protocol, if there is one."""
         if waiting := self.aims.get(moment):
             waiting.pop()(rank)
