@@ -20,6 +20,8 @@ MIDDLE, PLUS = "middle", "plus"
 the last.
 """
 
+LOST = "both copies lost"
+"""Beginning of the reason for a restart: no step has a snapshot of every logical rank."""
 AGAINST = "CheckFree cannot help"
 """Beginning of the part of a reason that says why CheckFree is not used."""
 LAST_RESORT = "what is left is the last persistent checkpoint"
@@ -101,7 +103,7 @@ def decide(memory: Memory, stages: Stages) -> RecoveryPlan:
             if plan.name == REBUILD:
                 return plan
         return RecoveryPlan(COPIES, step, f"step {step} is the newest that every logical rank has a source of", found)
-    lost = f"both copies lost: {why}"
+    lost = f"{LOST}: {why}"
     if not stages.checkfree:
         return RecoveryPlan(RESTART, None, lost)
     against = ""

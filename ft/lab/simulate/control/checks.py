@@ -12,7 +12,7 @@ the beginning or after a warm restart of all workers.
 from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
-from ft.job.control.recovery_plan import PLUS
+from ft.job.control.recovery_plan import LOST, PLUS
 from ft.job.control.state import ENDED
 from ft.lab.simulate.control.restart_oracle import Legitimacy
 from ft.net.codec import to_json
@@ -60,6 +60,7 @@ class Checks:
         self._rebuilt_at: set[int] = set()
         self._repaired_to: dict[int, int] = {}
         self._may_train: set[int] = set()
+        self._spoiled: set[int] = set()
 
     def fail(self, text: str) -> None:
         raise Violation(text)
@@ -69,6 +70,8 @@ class Checks:
     def before(self, report: Any | None) -> None:
         """Note the control plane's state before a call of ``decide``; ``report`` None: only time has passed."""
         self._calls += 1
+        recovery = self._cluster.plane.state.recovery
+        self._spoiled = set() if recovery is None else set(recovery.spoiled)
         look = report is None and self._calls % _LOOK_EVERY == 0
         self._before = to_json(self._cluster.plane.state) if look else None
 
@@ -257,8 +260,8 @@ class Checks:
                 )
             if worker.training is None:
                 self.fail(f"repair of epoch {order.epoch} begins, {worker.name} (rank {rank}) is not assembled")
-        spoiled = self._cluster.plane.state.recovery.spoiled
-        best = self._best(seated, set(spoiled))
+        spoiled = set(self._cluster.plane.state.recovery.spoiled)
+        best = self._best(seated, spoiled)
         if order.rebuilt:
             self._check_rebuilt(order, seated, best)
         elif order.step != best:
@@ -307,12 +310,14 @@ class Checks:
     def _best(self, seated: "dict[int, Worker]", spoiled: set[int]) -> int | None:
         """Return the newest step that every rank has a source of, None if there is none.
 
+        A joiner counts with the snapshot that it has fetched in an epoch that was closed before the joiner resumed.
+
         Args:
             seated: logical rank -> worker of the epoch.
             spoiled: steps whose restoration has failed, and which are not tried again.
         """
         shape = self._cluster.shape
-        stocks = {rank: worker.stock for rank, worker in seated.items() if not worker.empty}
+        stocks = {rank: worker.stock for rank, worker in seated.items()}
         own = {rank: set(stock.own.steps()) for rank, stock in stocks.items()}
         steps = {step for stock in stocks.values() for pair in stock.copies.values() for step in pair.steps()}
         for step in sorted(steps.union(*own.values()) - spoiled, reverse=True):
@@ -352,6 +357,7 @@ class Checks:
         self._is_open = False
         self._dead |= self._cluster.everyone.keys()
         self.progress_at = self._cluster.time.now
+        self._check_loss(order.reason)
         self._legitimacy.of_restart(order)
 
     def _on_finish(self, order: m.Finish) -> None:
@@ -363,7 +369,15 @@ class Checks:
 
     def _on_stop(self, order: m.Stop) -> None:
         self._is_over = True
+        self._check_loss(order.message)
         self._legitimacy.of_stop(order)
+
+    def _check_loss(self, reason: str) -> None:
+        """Check that a recovery falls back to the checkpoint for lack of snapshots only if no step can be restored."""
+        if reason.startswith(LOST):
+            best = self._best(self._seated(self._newest), self._spoiled)
+            if best is not None:
+                self.fail(f"all go back to the checkpoint, though step {best} could be restored: {reason}")
 
     def _seated(self, epoch: int) -> "dict[int, Worker]":
         """Return the workers of an epoch by logical rank; a dead worker has the state in which it died.
