@@ -40,6 +40,14 @@ def _one_step_too_old(right):
     return choose
 
 
+def _own_snapshots_alone(right):
+    def choose(ranks, holdings, dp_peers, spoiled=(), complete=()):
+        own = {rank: replace(held, copies={}) for rank, held in holdings.items()}
+        return right(ranks, own, dp_peers, spoiled, complete)
+
+    return choose
+
+
 def _second_failure_closes_nothing(right):
     def close(state, now, reason, ranks, out):
         if state.recovery is None:
@@ -145,6 +153,7 @@ def _seats_need_no_taking(right):
 PLANTS = (
     Replaced("skips the release barrier", epochs, "_order_repair", _no_release_barrier),
     Replaced("restores a step one too old", sources, "choose", _one_step_too_old),
+    Replaced("restores from no peer copy", sources, "choose", _own_snapshots_alone),
     Replaced("forgets to close the epoch on a second failure", epochs, "close", _second_failure_closes_nothing),
     Replaced("accepts a stale WorkerRepaired", arrivals, "worker_repaired", _any_epoch_repaired),
     Replaced("resumes with one worker not repaired", epochs, "_order_resume", _repaired_twice_counts_for_all),

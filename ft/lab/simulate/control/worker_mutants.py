@@ -118,6 +118,53 @@ def _no_fence(right):
     return committed
 
 
+def _nothing_is_restored(right):
+    async def restore(self, order):
+        self.is_empty = False
+        return {"owned": "own", "replicated": "own"}
+
+    return restore
+
+
+def _any_untouched_state_is_kept(right):
+    async def restore(self, order):
+        restored = self._operations.restore_snapshot
+
+        async def kept(step, source, keep):
+            return await restored(step, source, self._untouched)
+
+        with mock.patch.object(self._operations, "restore_snapshot", kept):
+            return await right(self, order)
+
+    return restore
+
+
+def _restored_state_has_no_snapshot(right):
+    def resume(self):
+        with mock.patch.object(self, "_take_snapshot", lambda step: None):
+            right(self)
+
+    return resume
+
+
+def _old_fence_stays(right):
+    def resume(self):
+        fence = self._fence
+        right(self)
+        self._fence = fence
+
+    return resume
+
+
+def _first_seats_stay(right):
+    def enter(self, opened):
+        seats = self.seats
+        right(self, opened)
+        self.seats = seats or self.seats
+
+    return enter
+
+
 PLANTS = (
     Replaced("never repeats a report without an answer", protocol, "repeat", _nothing_is_repeated),
     Replaced("takes a seat of an epoch that is over", Place, "is_seated_by", _any_open_seats),
@@ -133,4 +180,9 @@ PLANTS = (
     Replaced("keeps a state that an aborted update has changed", Recovery, "before_update", _changed_state_is_kept),
     Replaced("updates before its snapshot is complete", Recovery, "before_update", _snapshots_are_not_awaited),
     Replaced("commits a step without the fence", Recovery, "committed", _no_fence),
+    Replaced("reports a repair without a restore", Recovery, "_restore", _nothing_is_restored),
+    Replaced("keeps the state of another step", Recovery, "_restore", _any_untouched_state_is_kept),
+    Replaced("resumes without a snapshot", Recovery, "_resume", _restored_state_has_no_snapshot),
+    Replaced("waits for the fence of an interrupted step", Recovery, "_resume", _old_fence_stays),
+    Replaced("keeps the seats of its first epoch", Place, "enter", _first_seats_stay),
 )
