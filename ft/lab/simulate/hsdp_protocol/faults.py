@@ -187,7 +187,7 @@ def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
     def strike(world: "World") -> float | None:
         left = [world.rng.randint(0, most)]
 
-        def when(rank: "Rank | None") -> None:
+        def when(rank: "Rank") -> None:
             if left[0] > 0:
                 left[0] -= 1
                 world.aims[moment].append(when)
@@ -221,7 +221,7 @@ def _kill_server_now(rank: "Rank") -> None:
 def _end_with_server(rank: "Rank") -> None:
     """Kill a rank that has done the last step, and the quorum server when other replicas may have left already."""
     kill(rank, "killed after the last step")
-    rank.world.time.after(rank.world.rng.uniform(0.0, 1.0), _end_server, rank.world)
+    rank.world.time.after(rank.world.rng.uniform(0.0, 1.0), _kill_server_now, rank)
 
 
 KINDS = (
