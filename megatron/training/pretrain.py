@@ -12,6 +12,7 @@ from megatron.training.arguments.batch import train_steps
 from megatron.training.arguments.core_options import OF_THE_MODEL
 from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.checkpoints import load, say
+from megatron.training.config import transformer_config
 from megatron.training.data import dataset_prefixes
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.training.evaluate import evaluate, validate
@@ -25,6 +26,7 @@ from megatron.training.logging.summary import count_parameters, startup_summary
 from megatron.training.logging.timing import attach_timers
 from megatron.training.loop import train
 from megatron.training.trainer import JobTrainer
+from megatron.training.warm_up import compile_fused_functions
 
 
 def pretrain(options: Options, layout: Layout, protections: Protections | None = None) -> TrainState:
@@ -66,6 +68,8 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     protections = protections or Protections()
     is_given_state = protections.is_given_state
     seed_everything(options.training)
+    config, gated = transformer_config(options, layout), options.core.swiglu
+    compile_fused_functions(config, options.data.seq_length, options.training.micro_batch_size, gated=gated)
     tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))
     vocab_size = padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)
     remember_choices(options, tokenizer, vocab_size)

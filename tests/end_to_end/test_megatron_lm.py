@@ -156,3 +156,24 @@ def test_bad_input_is_refused_at_once(tmp_path):
     )
     assert done.returncode == 2 and "did you mean --ft-hot-swap?" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+OWN = (
+    f"{checkouts.BASE} --num-layers 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer --bf16 "
+    "--global-batch-size 8 --train-iters 6 --lr-decay-iters 6 --eval-interval 3 --eval-iters 1 --log-interval 1 "
+    "--data-path {data} --data-cache-path {cache}"
+)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("release", ["0.16", "0.19"])
+def test_this_projects_trainer_computes_what_the_checkout_does(tmp_path, corpus, release):
+    """With dropout. The checkout logs the gradient norm in fp32; its NullTokenizer of 0.16 has one id more."""
+    script = checkouts.tree(release) / "pretrain_gpt.py"
+    theirs = OWN.format(data=corpus, cache=tmp_path / "theirs")
+    if release == "0.16":
+        theirs = theirs.replace("--vocab-size 128", "--vocab-size 127")
+    plain, _ = checkouts.plain(script, theirs, tmp_path / "plain")
+    ours, _ = checkouts.own(OWN.format(data=corpus, cache=tmp_path / "ours"), tmp_path / "ours")
+    found = {line["step"]: (line["loss"].hex(), float(numpy.float32(line["grad_norm"])).hex()) for line in ours}
+    assert found == of_steps(plain)

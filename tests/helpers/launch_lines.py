@@ -37,3 +37,13 @@ def _words(given: dict) -> list[str]:
         if value is not True:
             words.append(str(value).replace("${REPEAT}", "1"))
     return words
+
+
+def resuming(tree: Path) -> set[str]:
+    """Return the names of the tests whose run is resumed from a checkpoint."""
+    found = set()
+    for file in (tree / _CASES).glob("*/*/model_config.yaml"):
+        kind = yaml.safe_load(file.read_text(encoding="utf-8")).get("TEST_TYPE", "")
+        if kind in ("ckpt-resume", "frozen-resume"):
+            found.add("/".join(file.parts[-3:-1]))
+    return found

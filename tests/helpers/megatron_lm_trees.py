@@ -51,18 +51,23 @@ def plain(script: Path, flags: str, folder: Path, ranks: int = 4, **environment:
     """Train with torchrun and without any protection; return (what was logged, with all bits, the output)."""
     folder.mkdir(parents=True)
     out = folder / "plain.jsonl"
-    done = _run([*_torchrun(ranks), PLAIN, out, script, *flags.split()], **environment)
-    assert done.returncode == 0, done.stdout[-5000:]
-    return [json.loads(line) for line in out.read_text().splitlines()], done.stdout
+    shown = _train([PLAIN, out, script, *flags.split()], ranks, **environment)
+    return [json.loads(line) for line in out.read_text().splitlines()], shown
 
 
 def own(flags: str, folder: Path, ranks: int = 4) -> tuple[list[dict], str]:
     """Train with torchrun and this project's trainer; return the same as ``plain``."""
     folder.mkdir(parents=True)
     out = folder / "metrics.jsonl"
-    done = _run([*_torchrun(ranks), ROOT / "pretrain_gpt.py", *flags.split(), "--metrics-file", out])
+    shown = _train([ROOT / "pretrain_gpt.py", *flags.split(), "--metrics-file", out], ranks)
+    return [json.loads(line) for line in out.read_text().splitlines()], shown
+
+
+def _train(words: list, ranks: int, **environment: str) -> str:
+    """Run a script with its arguments on the ranks of torchrun; return its output."""
+    done = _run([*_torchrun(ranks), *words], **environment)
     assert done.returncode == 0, done.stdout[-5000:]
-    return [json.loads(line) for line in out.read_text().splitlines()], done.stdout
+    return done.stdout
 
 
 def protected(

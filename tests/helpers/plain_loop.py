@@ -1,6 +1,7 @@
 """A training loop on plain megatron-core, without `megatron.training`: the reference for this project's trainer.
 
-It is written as a megatron-core user without Megatron-LM's trainer would write it; only the CPU platform is shared.
+It is written as a megatron-core user without Megatron-LM's trainer would write it; only the CPU platform and the
+compilation of fused functions, which draws random numbers, are shared.
 """
 
 import time
@@ -48,6 +49,7 @@ class PlainTrainer:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.training.warm_up import compile_fused_functions
 
         s = self.setting = setting
         self.losses, self.grad_norms, self.times = [], [], []
@@ -61,6 +63,8 @@ class PlainTrainer:
         self.half = bool(s.config.get("bf16"))
         self.dtype = torch.bfloat16 if self.half else torch.float32
         config = self._config()
+        # The trainer's draws before the model is built, which are those of NVIDIA's trainer.
+        compile_fused_functions(config, s.seq_length, s.micro_batch, gated=False)
         self.chunks = self._chunks(config)
         self.optimizer = self._optimizer()
         config.grad_scale_func = self.optimizer.scale_loss

@@ -6,6 +6,7 @@ module has no effect.
 
 import functools
 import importlib.util
+import inspect
 import multiprocessing.spawn
 import sys
 import types
@@ -30,6 +31,7 @@ def before_import() -> None:
     replace("torch.cuda", "device_count", lambda: 1)  # the trainer makes its process groups only where there is one
     replace("torch.cuda", "memory_stats", lambda device=None: dict.fromkeys(_MEMORY, 0))
     multiprocessing.spawn.get_preparation_data = _without_main(multiprocessing.spawn.get_preparation_data)
+    _give_loaders_a_generator()
 
 
 def after_import() -> None:
@@ -56,6 +58,27 @@ def _load_helpers() -> None:
             sys.modules[_HELPERS] = module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             return
+
+
+def _give_loaders_a_generator() -> None:
+    """Let each data loader draw the seed of its workers from a generator of its own.
+
+    By default it draws from the CPU's generator. That has no effect on training with a GPU, whose dropout has another
+    generator. Here there is one for both, and only the first tensor-parallel rank has data loaders: the dropout masks
+    of the others would differ from its own where they have to be equal.
+    """
+    import torch
+    from torch.utils.data import DataLoader
+
+    original = DataLoader.__init__
+
+    @functools.wraps(original)
+    def init(self, *args, **kwargs):
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        own = {} if given.get("generator") is not None else {"generator": torch.Generator()}
+        original(self, *args, **kwargs, **own)
+
+    DataLoader.__init__ = init
 
 
 def _without_main(prepare):
