@@ -39,7 +39,9 @@ def record(out: Path) -> None:
     def training_log(*args, **kwargs):
         given = inspect.signature(log).bind(*args, **kwargs).arguments
         losses = {name: value.item().hex() for name, value in given["loss_dict"].items() if value.numel() == 1}
-        write(out, {"step": given["iteration"], "losses": losses, "grad_norm": float(given["grad_norm"]).hex()})
+        norm = given["grad_norm"]  # None: the step was skipped, because a gradient was too large for fp16
+        norm = None if norm is None else float(norm).hex()
+        write(out, {"step": given["iteration"], "losses": losses, "grad_norm": norm})
         return log(*args, **kwargs)
 
     def evaluated(*args, **kwargs):

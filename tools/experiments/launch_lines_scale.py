@@ -303,23 +303,30 @@ def _batch(line: _Line, ranks: int, steps: int) -> int:
     group = line.number("--microbatch-group-size-per-virtual-pipeline-stage", 1)
     batch = micro * (ranks // tp // pp) * max(2, pp, group)
     line.put("--micro-batch-size", micro)
-    most = batch
-    if "--step-batch-size-schedule" in line.flags:
-        tokens = batch * SEQUENCE * steps
-        line.put("--step-batch-size-schedule", f"0:{batch} {tokens // 4}:{2 * batch} {tokens}:{3 * batch}")
-        most = 3 * batch
-    if "--rampup-batch-size" in line.flags:
-        line.flags["--rampup-batch-size"] = [str(batch), str(batch), str(batch * steps // 2)]
-        most = 3 * batch
+    most, samples = _growing(line, batch, steps) or (batch, batch * steps)
     line.put("--global-batch-size", most)
     line.put("--eval-global-batch-size", most)
     line.put("--train-iters", steps)
-    line.put("--train-samples", batch * steps)
+    line.put("--train-samples", samples)
     line.put("--lr-decay-iters", steps)
     decay, warmup = line.number("--lr-decay-samples", 1), line.number("--lr-warmup-samples", 0)
-    line.put("--lr-warmup-samples", warmup * batch * steps // decay)
-    line.put("--lr-decay-samples", batch * steps)
+    line.put("--lr-warmup-samples", warmup * samples // decay)
+    line.put("--lr-decay-samples", samples)
     line.put("--eval-interval", max(1, steps // 2))
     line.put("--eval-iters", min(1, line.number("--eval-iters", 1)))
     line.put("--check-weight-hash-across-dp-replicas-interval", max(1, steps // 2))
     return batch
+
+
+def _growing(line: _Line, batch: int, steps: int) -> tuple[int, int] | None:
+    """Scale a batch that grows from ``batch`` to its triple; return (last batch, samples of all steps)."""
+    once, twice = steps // 10 * 2, steps // 10
+    thrice = steps - once - twice
+    if "--step-batch-size-schedule" in line.flags:
+        first, second = (batch * count * SEQUENCE for count in (once, once + 2 * twice))
+        line.put("--step-batch-size-schedule", f"0:{batch} {first}:{2 * batch} {second}:{3 * batch}")
+    elif "--rampup-batch-size" in line.flags:
+        line.flags["--rampup-batch-size"] = [str(batch), str(batch), str(batch * 2 * once)]
+    else:
+        return None
+    return 3 * batch, batch * (once + 2 * twice + 3 * thrice)

@@ -6,6 +6,7 @@ can be interrupted; a file that is there is not made again.
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import struct
@@ -125,22 +126,31 @@ class Trainers:
 
 
 def verdict(result: dict) -> tuple[str, str]:
-    """Return (word, reason) for a result: equal, differs, or which side failed."""
+    """Return (word, reason) for a result: equal, differs, or who failed. Steps before a failure are compared, too."""
     failed = [side for side in SIDES if result[side]["code"]]
+    ours, theirs = ({int(step): value for step, value in result[side]["figures"].items()} for side in SIDES)
+    if difference := _difference(ours, theirs):
+        return "differs", difference
+    common = len(ours.keys() & theirs.keys())
     if failed:
         why = "; ".join(f"{side}: {result[side]['why']}" for side in failed)
-        return "both fail" if len(failed) == 2 else f"{failed[0]} fail" + "s" * (failed[0] == OURS), why
-    ours, theirs = ({int(step): value for step, value in result[side]["figures"].items()} for side in SIDES)
+        word = "both fail" if len(failed) == 2 else "ours fails" if failed == [OURS] else "theirs fails"
+        return word, f"{why}; the {common} steps that both took are equal"
     if ours.keys() != theirs.keys() or not ours:
         return "differs", f"ours has {len(ours)} steps, theirs {len(theirs)}"
-    for step in sorted(ours):
+    return "equal", f"{common} steps"
+
+
+def _difference(ours: dict[int, dict], theirs: dict[int, dict]) -> str:
+    """Return the first difference in the steps that both took; "" if there is none."""
+    for step in sorted(ours.keys() & theirs.keys()):
         for name in ("loss", "grad_norm"):
             mine, other = float.fromhex(ours[step][name]), float.fromhex(theirs[step][name])
             if name == "grad_norm":  # NVIDIA's trainer logs the norm in fp32
                 mine = struct.unpack("f", struct.pack("f", mine))[0]
-            if mine != other and (mine == mine or other == other):
-                return "differs", f"{name.replace('_', ' ')} of step {step}: {mine!r}, theirs {other!r}"
-    return "equal", f"{len(ours)} steps"
+            if mine != other and not (math.isnan(mine) and math.isnan(other)):
+                return f"{name.replace('_', ' ')} of step {step}: {mine!r}, theirs {other!r}"
+    return ""
 
 
 def _figures(file: Path) -> dict[str, dict[str, str]]:
@@ -148,13 +158,13 @@ def _figures(file: Path) -> dict[str, dict[str, str]]:
     found = {}
     for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
         if "losses" in line:
-            found[str(line["step"])] = {"loss": line["losses"].get("lm loss", "nan"), "grad_norm": line["grad_norm"]}
+            loss, norm = line["losses"].get("lm loss", "nan"), line["grad_norm"]
         elif "step" in line:
-            norm = line.get("grad_norm")
-            found[str(line["step"])] = {
-                "loss": float(line["loss"]).hex(),
-                "grad_norm": float("nan" if norm is None else norm).hex(),
-            }
+            loss, norm = line["loss"].hex(), line.get("grad_norm")
+        else:
+            continue
+        norm = "nan" if norm is None else norm if isinstance(norm, str) else norm.hex()
+        found[str(line["step"])] = {"loss": loss, "grad_norm": norm}
     return found
 
 
