@@ -153,9 +153,7 @@ CONFLICTS: list[Conflict] = [
         "a replica that has lost a worker is rebuilt as a whole from the state of the other replicas",
     ),
     Conflict(STAGES, REPLICAS, "a replica that has lost a stage fetches an exact copy from the other replicas"),
-    Conflict(
-        DOUBLE, REPLICAS, "while one replica repeats a step, the others would wait in the gradient exchange"
-    ),
+    Conflict(DOUBLE, REPLICAS, "while one replica repeats a step, the others would wait in the gradient exchange"),
     Conflict(PROFILE, REPLICAS, "a profile describes one world, and replicas wait for one another"),
     Conflict(DOUBLE, SWAPPED, "DMR follows megatron-core's own schedules, and swapped ends need another schedule"),
     Conflict(PROFILE, SWAPPED, "DMR follows megatron-core's own schedules, and swapped ends need another schedule"),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import megatron_lm_trees as checkouts
+import numpy
 import pytest
 
 TWO_STAGES = (

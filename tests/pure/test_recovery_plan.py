@@ -148,9 +148,7 @@ def test_whatever_is_lost_every_rank_has_one_origin_of_one_step_or_all_restart()
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(300):
-        stages = pipeline(
-            rng.randint(2, 5), rng.randint(1, 2), rng.randint(1, 2), checkfree=rng.choice((MIDDLE, PLUS))
-        )
+        stages = pipeline(rng.randint(2, 5), rng.randint(1, 2), rng.randint(1, 2), checkfree=rng.choice((MIDDLE, PLUS)))
         ranks = list(stages.places)
         alive = [rank for rank in ranks if rng.random() < 0.75]
         held = {rank: sorted(rng.sample((5, 6, 7), rng.randint(1, 2)), reverse=True) for rank in alive}

@@ -209,7 +209,9 @@ def main(argv: list[str] | None = None) -> None:
     """Run the control plane until the run has ended."""
     parser = argparse.ArgumentParser(prog="python -m ft.job.control", description="The control plane of one run.")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder for journal, events and status")
-    parser.add_argument("--where", required=True, help="tcp://HOST:PORT to listen on (port 0: any free port), or etcd://...")
+    parser.add_argument(
+        "--where", required=True, help="tcp://HOST:PORT to listen on (port 0: any free port), or etcd://..."
+    )
     parser.add_argument("--options", required=True, help="JSON: world_size, nodes, max_restarts, hot_swap, timeouts...")
     parser.add_argument("--node", default="n0", help="name of the agent on whose node it runs")
     parser.add_argument("--term", type=int, default=0, help="number of the term that it has claimed")
