@@ -32,7 +32,7 @@ def count(number: int, word: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return an aligned text table with columns as wide as their longest cell; columns in ``right`` are right-aligned."""
+    """Return an aligned text table with columns as wide as their longest cell; those in ``right`` are right-aligned."""
     widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
     lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join("  ".join(_cell(line, widths, i, right) for i in range(len(head))).rstrip() for line in lines)

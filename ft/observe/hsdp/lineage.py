@@ -91,7 +91,7 @@ def lineage(commits: Mapping[int, Sequence[Commit]]) -> Lineage:
 
 
 def _chain(steps: Mapping[Key, Step]) -> tuple[dict[Key, None], list[tuple[int, int]]]:
-    """Return the keys of the chain from the latest commit backwards, and (first, last) of each range of missing steps."""
+    """Return the keys of the chain back from the latest commit, and (first, last) of each range of missing steps."""
     chain: dict[Key, None] = {}
     missing = []
     by_number: dict[int, list[Key]] = {}
@@ -146,7 +146,7 @@ def _can_lead(earlier: Commit, later: Commit) -> bool:
 
 
 def before_of(commit: Commit) -> dict[int, int]:
-    """Return replica -> position in the data before a commit, computed from the commit's own line and in its own deal."""
+    """Return replica -> position in the data before a commit, computed from its own line and in its own deal."""
     before = dict(commit.positions)
     for replica in commit.streams:
         before[replica] = max(0, before.get(replica, 0) - commit.batch)

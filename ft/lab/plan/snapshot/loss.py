@@ -155,7 +155,7 @@ def _shape(rests: Sequence[Sequence[int]], fatal: Sequence[Sequence[int]], kinds
 
 
 def _ways_down(nodes: Sequence[int], fatal: Sequence[Sequence[int]]) -> set[frozenset[int]]:
-    """Return the minimal sets of components whose failures take down all ``nodes``; for no nodes, only the empty set."""
+    """Return the minimal sets of components whose failures take down all ``nodes`` (no nodes: only the empty set)."""
     ways = set(map(frozenset, itertools.product(*[fatal[node] for node in nodes])))
     if len(set(map(len, ways))) == 1:
         return ways
