@@ -33,6 +33,7 @@ def needed(flags: str) -> list[str]:
         ("--transformer-impl transformer_engine --attention-backend flash --fp16", [TE, GPU]),
         ("--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --use-distributed-optimizer --bf16", [TE, GPU]),
         ("--context-parallel-size 2 --cp-comm-type p2p", [TE, GPU]),
+        ("--position-embedding-type rope --no-position-embedding", []),
         ("--cuda-graph-impl local --te-rng-tracker", [TE, GPU]),
         ("--recompute-granularity selective --recompute-modules [layernorm moe_act]", [TE]),
         ("--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 32 --position-embedding-type rope", [TE]),

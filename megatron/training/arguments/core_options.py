@@ -209,6 +209,8 @@ def _contradictions(o: Any) -> Iterator[Problem]:
     given = [f"--{n.replace('_', '-')}" for n in ("swiglu", "squared_relu", "quick_geglu") if getattr(o, n)]
     if len(given) > 1:
         yield f"{' and '.join(given)} are all activations", "give one of them"
+    if not o.add_position_embedding and o.position_embedding_type != "rope":
+        yield "--no-position-embedding is for rotary positions only", "give --position-embedding-type none instead"
     if o.fp16 and o.bf16:
         yield "--fp16 and --bf16 were both given", "give one of them"
     if o.ddp_bucket_size and o.ddp_num_buckets:

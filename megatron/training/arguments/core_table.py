@@ -97,6 +97,7 @@ ROWS: tuple[Row, ...] = (
         "How positions enter the model.",
         ("learned_absolute", "rope", "yarn", "mrope", "none"),
     ),
+    _off("add_position_embedding", "--no-position-embedding"),
     _switch("use_rotary_position_embeddings", "--use-rotary-position-embeddings", "Older spelling of rope."),
     _value("rotary_base", "--rotary-base", int, 10000, "Base of the rotary frequencies."),
     _value("rotary_percent", "--rotary-percent", float, 1.0, "Share of each head that is rotated."),

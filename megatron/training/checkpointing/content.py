@@ -243,7 +243,6 @@ def _megatron_args(
         "no_save_optim": kind is None,
         "no_save_rng": not with_rng,
     }
-    flat.setdefault("add_position_embedding", True)
     flat |= {theirs: layout[ours] for ours, theirs in foreign.SIZES.items() if ours in layout}
     return _plain(flat)
 
