@@ -129,7 +129,18 @@ def optimizer_of(config, chunks, *, with_gloo: bool):
             use_gloo_process_groups=with_gloo,
             layer_wise_distributed_optimizer="dist" in config.optimizer,
         )
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=with_gloo)
+    more = _of_width(config, chunks[0].config)
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=with_gloo, **more)
+
+
+def _of_width(config, model_config) -> dict:
+    """Return the argument with which core scales the learning rates with the width of the model (--use-mup)."""
+    if not getattr(model_config, "use_mup", False):
+        return {}
+    from megatron.core.optimizer import get_mup_config_overrides, get_standard_config_overrides
+
+    width = {"mup_width_mult": model_config.mup_width_mult, "optimizer_type": config.optimizer}
+    return {"config_overrides": get_standard_config_overrides(config) | get_mup_config_overrides(config, **width)}
 
 
 def refuse_captured_update(optimizer) -> None:

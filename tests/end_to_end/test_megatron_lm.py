@@ -167,14 +167,14 @@ OWN = (
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("release", ["0.16", "0.19"])
-def test_this_projects_trainer_computes_what_the_checkout_does(tmp_path, corpus, release):
+@pytest.mark.parametrize(("release", "more"), [("0.16", ""), ("0.19", " --use-mup --mup-base-hidden-size 16")])
+def test_this_projects_trainer_computes_what_the_checkout_does(tmp_path, corpus, release, more):
     """With dropout. The checkout logs the gradient norm in fp32; its NullTokenizer of 0.16 has one id more."""
     script = checkouts.tree(release) / "pretrain_gpt.py"
-    theirs = OWN.format(data=corpus, cache=tmp_path / "theirs")
+    theirs = OWN.format(data=corpus, cache=tmp_path / "theirs") + more
     if release == "0.16":
         theirs = theirs.replace("--vocab-size 128", "--vocab-size 127")
     plain, _ = checkouts.plain(script, theirs, tmp_path / "plain")
-    ours, _ = checkouts.own(OWN.format(data=corpus, cache=tmp_path / "ours"), tmp_path / "ours")
+    ours, _ = checkouts.own(OWN.format(data=corpus, cache=tmp_path / "ours") + more, tmp_path / "ours")
     found = {line["step"]: (line["loss"].hex(), float(numpy.float32(line["grad_norm"])).hex()) for line in ours}
     assert found == of_steps(plain)

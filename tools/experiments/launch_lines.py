@@ -176,8 +176,8 @@ def _report(tree: Path, into: Path, examined: list[Line], cases: list[Case], ess
             if word == "theirs fails" and (known := [why for text, why in WHY_FAILED.items() if text in reason]):
                 reason += f"; {known[0]}"
             reason += " with a resume in the middle" * (word == "equal" and case.resumes)
-            reason += f"; without {', '.join(lacks)}" if lacks else ""
-            rows[name] = (word, f"{case.ranks} ranks, {reason}")
+            lacking = f"without {', '.join(lacks)}" if lacks else ""
+            rows[name] = (word, "; ".join(filter(None, (f"{case.ranks} ranks", reason, lacking))))
     trained = sum((into / f"{case.key}.json").exists() for case in cases)
     print(f"== lines of {tree.name}, trained with megatron-core {version('megatron-core')} and by the tree itself")
     print(f"{len(rows)} lines that train; {len(cases)} different ones when scaled down, {trained} of them trained")
