@@ -8,6 +8,7 @@ The answer is one JSON line with ``code``, the exit code of the first rank that 
 ``seconds``.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -64,12 +65,13 @@ def import_trainer(script: str, is_ours: bool) -> None:
 def world(script: str, is_ours: bool, request: dict) -> int:
     """Fork the ranks of a request, and wait for them; end all as soon as one fails or the time is up."""
     port = free_port()
-    left = {}
+    left, started = {}, []
     for rank in range(request["ranks"]):
         pid = os.fork()
         if pid == 0:
             _become_rank(script, is_ours, request, rank, port)
         left[pid] = rank
+        started.append(pid)
     deadline, code = time.monotonic() + request["limit_s"], 0
     while left and code == 0:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -80,8 +82,10 @@ def world(script: str, is_ours: bool, request: dict) -> int:
             code = OUT_OF_TIME
         else:
             time.sleep(0.02)
+    for pid in started:  # also ends what a rank leaves behind, such as the helpers of its checkpoints
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     for pid in left:
-        os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return code
 
