@@ -68,8 +68,9 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     protections = protections or Protections()
     is_given_state = protections.is_given_state
     seed_everything(options.training)
-    config, gated = transformer_config(options, layout), options.core.swiglu
-    compile_fused_functions(config, options.data.seq_length, options.training.micro_batch_size, gated=gated)
+    if not is_given_state:  # which has the random generators' states, too
+        config, gated = transformer_config(options, layout), options.core.swiglu
+        compile_fused_functions(config, options.data.seq_length, options.training.micro_batch_size, gated=gated)
     tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))
     vocab_size = padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)
     remember_choices(options, tokenizer, vocab_size)
