@@ -41,7 +41,7 @@ class Refused(FtError):
         super().__init__("the token is not that of this run")
 
 
-class Stranger(ConnectionError):
+class NotAMember(ConnectionError):
     """The other end is not a member of a run: it uses another protocol, or gives no proof."""
 
 
@@ -137,10 +137,10 @@ class Party:
         """Return the challenge in a greeting.
 
         Raises:
-            Stranger: ``data`` is not a greeting of this protocol.
+            NotAMember: ``data`` is not a greeting of this protocol.
         """
         if len(data) != GREETING_BYTES or not self.may_begin(data):
-            raise Stranger(f"the other end begins with {data[:_LABEL_BYTES]!r} instead of {self.purpose!r}")
+            raise NotAMember(f"the other end begins with {data[:_LABEL_BYTES]!r} instead of {self.purpose!r}")
         return data[_LABEL_BYTES:]
 
     def key(self, theirs: bytes) -> bytes:
@@ -182,7 +182,7 @@ def dial(
 
     Raises:
         Refused: the acceptor belongs to another run.
-        Stranger: the acceptor belongs to no run.
+        NotAMember: the acceptor belongs to no run.
         OSError: the connection is lost; TimeoutError if the time is up.
     """
     with _Deadline(connection, limit_s) as stream:
@@ -193,7 +193,7 @@ def dial(
         raise Refused
     reply = party.open(theirs, sealed)
     if reply is None:
-        raise Stranger("the other end does not prove that it is a member of this run")
+        raise NotAMember("the other end does not prove that it is a member of this run")
     return theirs, reply
 
 
@@ -219,7 +219,7 @@ def accept(
 
     Raises:
         Refused: the dialer does not prove that it belongs to this run.
-        Stranger: the dialer uses another protocol.
+        NotAMember: the dialer uses another protocol.
         OSError: the connection is lost; TimeoutError if the time is up.
     """
     with _Deadline(connection, limit_s) as stream:
@@ -250,7 +250,7 @@ class _Deadline:
         self._connection.sendall(data)
 
     def take_greeting(self, party: Party) -> bytes:
-        """Return the challenge in the other end's greeting; raise Stranger at the first byte that does not fit."""
+        """Return the challenge in the other end's greeting; raise NotAMember at the first byte that does not fit."""
         data = b""
         while party.may_begin(data) and len(data) < GREETING_BYTES:
             data += self._take(GREETING_BYTES - len(data))

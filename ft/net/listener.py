@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ft.net.framed import BadFrame, FramedChannel
-from ft.net.handshake import Refused, Stranger
+from ft.net.handshake import NotAMember, Refused
 from ft.net.streams import Network
 
 HELLO_S = 5.0
@@ -116,7 +116,7 @@ class Listener:
             with self._lock:
                 self._channels[channel] = True
             self._serve(channel, peer)
-        except (BadFrame, Refused, Stranger) as error:
+        except (BadFrame, Refused, NotAMember) as error:
             self._note(f"refused {peer}: {str(error)[:200]!a}")
         except OSError:
             pass  # the peer is gone or too slow, and reports the failure of its own operation

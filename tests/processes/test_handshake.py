@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from ft.net import handshake
-from ft.net.handshake import CHALLENGE_BYTES, GREETING_BYTES, PROOF_BYTES, Party, Refused, Stranger, accept, dial
+from ft.net.handshake import CHALLENGE_BYTES, GREETING_BYTES, PROOF_BYTES, NotAMember, Party, Refused, accept, dial
 
 TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 5.0
 
@@ -152,7 +152,7 @@ def test_another_token_is_refused_by_name_at_both_ends(pair):
 def test_another_protocol_is_named(pair):
     near, far = pair
     accepting = Accepting(far)
-    with pytest.raises(Stranger, match="ft-test-1"):
+    with pytest.raises(NotAMember, match="ft-test-1"):
         dial(near, ends(purpose="ft-test-2")[0], LIMIT_S, b"ping", 4)
     near.close()
     assert isinstance(accepting.ended(), ConnectionError)
@@ -168,7 +168,7 @@ def test_an_acceptor_without_the_token_is_found_out(pair):
         far.sendall(posing.seal(posing.read_greeting(said[:GREETING_BYTES]), b"pong"))
 
     threading.Thread(target=pose, daemon=True).start()
-    with pytest.raises(Stranger, match="does not prove"):
+    with pytest.raises(NotAMember, match="does not prove"):
         dial(near, ends()[0], LIMIT_S, b"ping", 4)
 
 
@@ -182,7 +182,7 @@ def test_a_mirror_convinces_neither_end(pair):
         far.sendall(said[GREETING_BYTES:])
 
     threading.Thread(target=reflect, daemon=True).start()
-    with pytest.raises(Stranger):
+    with pytest.raises(NotAMember):
         dial(near, ends()[0], LIMIT_S, b"ping", 4)
     left, right = socket.socketpair()
     with left, right:
@@ -221,7 +221,7 @@ def test_a_replayed_transcript_convinces_neither_end_and_has_no_token_in_it():
         left.sendall(of_dialer)
         assert isinstance(accepting.ended(), Refused)
     left, right = socket.socketpair()
-    with left, right, pytest.raises(Stranger):
+    with left, right, pytest.raises(NotAMember):
         left.sendall(of_acceptor)
         dial(right, ends()[0], LIMIT_S, b"ping", 4)
 

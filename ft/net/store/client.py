@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ft.base.errors import FtError, UserError
-from ft.net.handshake import Party, Refused, Stranger, dial
+from ft.net.handshake import NotAMember, Party, Refused, dial
 from ft.net.store.server import PATIENCE_S, PORT, PURPOSE
 from ft.platform import sockets
 
@@ -182,7 +182,7 @@ def _ask_port(door: socket.socket, address: str, token: str, timeout_s: float, h
         party = Party(token, PURPOSE, is_dialer=True)
         _, reply = dial(door, party, timeout_s, PORT.pack(here), PORT.size)
         (inside,) = PORT.unpack(reply)
-    except Stranger as error:
+    except NotAMember as error:
         raise ConnectionError(f"{address} is no store of a run: {error}") from error
     except Refused as error:
         raise UserError(

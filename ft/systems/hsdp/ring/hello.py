@@ -11,7 +11,7 @@ import json
 import struct
 from dataclasses import dataclass
 
-from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, Party, Stranger
+from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, NotAMember, Party
 
 PURPOSE = "ft-ring-2"
 _BODY, _VERDICT = struct.Struct("!Q16sHH"), struct.Struct("!BQh")
@@ -63,7 +63,7 @@ def read_hello(acceptor: Party, said: bytes) -> tuple[Hello, bytes] | None:
     """Return a dialer's message and its challenge; None if the dialer is not a member of this run."""
     try:
         theirs = acceptor.read_greeting(said[:GREETING_BYTES])
-    except Stranger:
+    except NotAMember:
         return None
     body = acceptor.open(theirs, said[GREETING_BYTES:]) if len(said) == HELLO_BYTES else None
     return None if body is None else (Hello(*_BODY.unpack(body)), theirs)
