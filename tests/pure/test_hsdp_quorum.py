@@ -151,6 +151,17 @@ def test_a_member_that_saves_or_evaluates_is_waited_for_with_patience_once():
     assert world.commits(world.given[0, 0], 0, step_s=2.0).quorum.members == (0,), "it is no member any more"
 
 
+def test_one_that_saves_remains_aside_on_a_new_connection_to_the_server():
+    world = World(2)
+    quorum = world.start(step_s=2.0)
+    world.aside(1)
+    world.lose(1)
+    world.hello(1, last=quorum)
+    assert world.commits(quorum, 0, step_s=2.0).quorum is None
+    decision = world.wait(60)
+    assert decision.quorum is None and "busy" in decision.reason
+
+
 def test_one_that_is_aside_and_does_not_beat_is_waited_for_no_longer():
     world = World(2)
     quorum = world.start()

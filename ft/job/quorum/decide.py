@@ -144,7 +144,10 @@ def _await(round_: _Round, number: int, one: Replica) -> Awaited | None:
     if one.phase not in (HERE, ARRIVING):
         return None
     if round_.is_load:
-        return Awaited(number, max(round_.began, one.since) + limits.start_s, f"is {one.phase}, and nobody has a state")
+        until = max(round_.began, one.since) + limits.start_s
+        if one.is_aside:
+            until = max(until, min(one.heard_at + limits.silent_s, round_.began + limits.aside_s))
+        return Awaited(number, until, f"is {one.phase}, and nobody who has reported has a state")
     left = max(0.0, (limits.wait_s if one.phase == HERE else limits.arrive_s) - one.waited_s)
     return Awaited(number, round_.began + left, f"is {one.phase}, about to join")
 

@@ -48,7 +48,7 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
         one.waited_s = 0.0
     if one.phase != HERE:
         one.becomes(HERE, now, "its leader is connected")
-    one.heard_at, one.answered, one.is_aside = now, None, False
+    one.heard_at, one.answered = now, None  # it remains aside: its first report ends that, on any connection
     one.is_online |= last is not None  # it has reconnected to a new server: no event
     heard_of(state, now, last, 0)
     return notes

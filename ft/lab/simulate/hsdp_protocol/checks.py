@@ -11,6 +11,7 @@ from ft.job.quorum.state import HERE
 from ft.job.quorum.values import Quorum
 from ft.lab.simulate.hsdp_protocol.held import Contribution, Held, first
 from ft.lab.simulate.hsdp_protocol.ring import address_row
+from ft.lab.simulate.hsdp_protocol.shape import RING_LIMITS
 from ft.systems.hsdp.ports import Agreed
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 STUCK_S = 25.0
 """Virtual seconds without a committed step and without a fault that count as a hang."""
+FIRST_STEP_S = 2 * RING_LIMITS.aside_s
+"""Further virtual seconds for a life that has no step yet: its rings have the long limit, and to find out by trial who
+cannot be reached takes up to three of them.
+"""
 BACK_S = 45.0
 """Virtual seconds after the last fault within which all replicas must be healthy."""
 
@@ -53,6 +58,7 @@ class Checks:
         self._world = world
         self.commits, self.redone, self.all_healthy_at, self.progress_at = 0, 0, -1.0, 0.0
         self.saved_at = 0.0
+        self._with_steps: set[tuple[int, int]] = set()  # (replica, life)
         self.pauses: dict[str, float] = {}
         self.returns = self.loads = 0
         self._beginning = beginning = first(world.shape)
@@ -217,6 +223,7 @@ class Checks:
 
     def _progress(self, rank: "Rank", quorum: Quorum) -> None:
         world, held = self._world, rank.held
+        self._with_steps.add((rank.replica, rank.life.number))
         self.commits += 1
         if held.name > self._newest.name:
             now = world.time.now
@@ -258,7 +265,8 @@ class Checks:
         """Check periodically that training makes progress, and that all replicas are healthy in time."""
         world, now = self._world, self._world.time.now
         since = max([self.progress_at, self.saved_at, world.blocked_until, *(at for at, _ in world.struck)])
-        if now - since > STUCK_S and world.unfinished:
+        is_first = any((life.agent.replica, life.number) not in self._with_steps for life in world.lives())
+        if now - since > STUCK_S + FIRST_STEP_S * is_first and world.unfinished:
             self.fail(f"a hang: no committed step since {self.progress_at:.1f}, no fault since {since:.1f}")
         if world.last_step is None and now > world.calm_at + BACK_S:
             self.fail(f"not all replicas are healthy {BACK_S:.0f} s after the last fault, at {world.calm_at:.1f}")

@@ -194,6 +194,7 @@ def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
                 return
             act(rank)
             world.calm_at = max(world.calm_at, world.time.now)
+            world.blocked_until = max(world.blocked_until, world.time.now)
 
         world.aims.setdefault(moment, []).append(when)
         return 0.0

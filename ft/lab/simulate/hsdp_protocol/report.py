@@ -6,7 +6,7 @@ A quorum is the set of replicas that execute a training step together; the quoru
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ft.lab.simulate.hsdp_protocol.checks import BACK_S, STUCK_S
+from ft.lab.simulate.hsdp_protocol.checks import BACK_S, FIRST_STEP_S, STUCK_S
 from ft.lab.simulate.hsdp_protocol.run import History
 from ft.show.text import seconds
 
@@ -69,8 +69,9 @@ class Summary:
             f"{sum(self.struck.values())} faults, {self.quorums} quorums, {self.steps} steps, {self.redone} committed "
             f"ones done again, {self.loads} loads of a checkpoint because nobody had a state any more,",
             f"{self.returns} steps committed by a replica that was behind, {self.deaths} deaths of the quorum server",
-            f"in each: training never stands still for {seconds(STUCK_S)} while the minimum lives, all are healthy "
-            f"within {seconds(BACK_S)} of the last fault",
+            f"in each: training never stands still for {seconds(STUCK_S)} while the minimum lives "
+            f"({seconds(STUCK_S + FIRST_STEP_S)} before a life's first step), all are healthy within "
+            f"{seconds(BACK_S)} of the last fault",
             "",
             "faults                       struck  alone: longest time without a commit beyond a step (worst, median)",
             *(f"  {kind:26s} {self.struck[kind]:6d}  {self._pause(kind)}" for kind in sorted(self.struck)),

@@ -135,7 +135,6 @@ PLANTS = (
     Replaced("sends a quorum before the addresses of its members", Dispatch, "_give", _rows_follow),
     Replaced("keeps the addresses of an earlier life", Dispatch, "_welcome", _known_rows_are_kept),
     Replaced("answers on a leader's first connection", Dispatch, "_welcome", _first_leader_stays),
-    Replaced("does not notice lost connections", Dispatch, "gone", _nobody_is_missed),
     Replaced("does not learn the last quorum from its clients", Dispatch, "_welcome", _last_quorum_is_not_read),
     Replaced("does not count heartbeats", Dispatch, "take", _beats_do_not_count),
     Replaced("does not answer the last member", Dispatch, "publish", _reports_are_answered_in_part),
