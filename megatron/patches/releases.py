@@ -137,10 +137,11 @@ def _of_width(config, model_config) -> dict:
     """Return the argument with which core scales the learning rates with the width of the model (--use-mup)."""
     if not getattr(model_config, "use_mup", False):
         return {}
-    from megatron.core.optimizer import get_mup_config_overrides, get_standard_config_overrides
+    from megatron.core import optimizer
 
+    of_width = getattr(optimizer, "get_mup_config_overrides")  # noqa: B009 - of the releases with --use-mup only
     width = {"mup_width_mult": model_config.mup_width_mult, "optimizer_type": config.optimizer}
-    return {"config_overrides": get_standard_config_overrides(config) | get_mup_config_overrides(config, **width)}
+    return {"config_overrides": optimizer.get_standard_config_overrides(config) | of_width(config, **width)}
 
 
 def refuse_captured_update(optimizer) -> None:

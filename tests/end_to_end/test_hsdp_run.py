@@ -137,7 +137,7 @@ def test_with_dropout_in_bf16_a_fetch_longer_than_steps_is_cut_and_tried_again_a
     check(done, steps, 1)
     back = done.of(1, events.CAUGHT_UP)
     assert len(back) == 2 and all(event.detail["fetch_s"] >= slow_fetch_gpt.FETCH_S for event in back), done.explain()
-    assert "the state was withdrawn during the fetch" in done.logs_of(1), done.explain()
+    assert "the state was withdrawn during the transfer" in done.logs_of(1), done.explain()
     ours, theirs = ({step["step"]: step["loss"] for step in done.metrics_of(replica)} for replica in range(2))
     assert len(ours) == steps > len(theirs) and theirs.items() <= ours.items() and ours[steps] < ours[1]
     # Before anyone waits for a replica that returns, it computes a step of which nothing is left; nobody else does.

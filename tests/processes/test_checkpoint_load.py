@@ -295,7 +295,7 @@ def test_a_checkpoint_without_a_manifest_is_loaded_and_said_to_be_unverified(ran
     (shutil.copytree(saved, tmp_path / "lost") / "iter_0000002/manifest.json").unlink()
     shutil.rmtree(tmp_path / "lost/iter_0000001")
     unmarked = shutil.copytree(tmp_path / "lost", tmp_path / "unmarked") / "iter_0000002"
-    common = torch.load(unmarked / "common.pt")
+    common = torch.load(unmarked / "common.pt", weights_only=False)
     del common[naming.MARK]
     torch.save(common, unmarked / "common.pt")
     torn = shutil.copytree(tmp_path / "unmarked", tmp_path / "torn")

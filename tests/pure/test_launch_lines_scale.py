@@ -10,7 +10,7 @@ from megatron.training.arguments import read
 from megatron.training.arguments.check import examine
 from megatron.training.arguments.needs import Need, needs
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "experiments"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools" / "experiments"))
 import launch_lines_scale as scaling
 
 DENSE = (
