@@ -131,11 +131,11 @@ class Listener:
     def _has_room(self) -> bool:
         if len(self._channels) < MAX_CONNECTIONS:
             return True
-        stranger = next((channel for channel, is_known in self._channels.items() if not is_known), None)
-        if stranger is None:
+        unknown = next((channel for channel, is_known in self._channels.items() if not is_known), None)
+        if unknown is None:
             return False
-        del self._channels[stranger]
-        stranger.shutdown()
+        del self._channels[unknown]
+        unknown.shutdown()
         return True
 
     def _note(self, what: str) -> None:

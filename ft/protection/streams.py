@@ -1,4 +1,4 @@
-"""A view of a dataset for runs in which each replica of the model reads only its part of the samples.
+"""Shows each replica of the model only its own part of a dataset, as a dataset.
 
 A stream (``ft.protection.contract.Stream``) maps the positions 0, 1, 2, ... of one replica to indices in the dataset.
 """

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure on this worker of the run; rank 0 writes the result."""
+    """Measure the steps with and without hot-swap on this worker; rank 0 writes the result."""
     from megatron import patches
 
     patches.apply()

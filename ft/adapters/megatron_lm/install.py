@@ -81,7 +81,7 @@ def _set_up(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _load_extra(run: Run, original: Callable[..., Any], checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take over the layers' values from a checkpoint whose arguments the checkout is comparing with its own."""
+    """Load the values that the layers keep in a checkpoint's arguments, when the checkout checks these arguments."""
     run.extra.clear()
     run.extra.update(getattr(checkpoint_args, "ft_extra", {}))
     return original(checkpoint_args, *args, **kwargs)

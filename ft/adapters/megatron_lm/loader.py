@@ -63,7 +63,7 @@ class StreamLoader:
 
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Return a context at whose end the random generators have the state that they had at its beginning."""
+    """Save the states of the random generators, and restore them at the end of the context."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         yield

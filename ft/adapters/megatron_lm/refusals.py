@@ -76,7 +76,7 @@ def of_arguments(arguments: Any, *, follows_operators: bool = False, divides_ste
 
 
 def of_rerun_mode(mode: str, follows_operators: bool, divides_steps: bool) -> Iterator[Problem]:
-    """Yield (problem, fix) if the trainer's rerun state machine, in this mode, excludes double execution or replicas.
+    """Yield (problem, fix) for each requested protection that the rerun state machine of the trainer excludes.
 
     Args:
         mode: value of ``--rerun-mode``.

@@ -19,10 +19,9 @@ from ft.state.snapshot.receive import SnapshotHolder
 from ft.state.snapshot.transport import CopyUnusable, Transport, Wanted
 from ft.state.transfer import pull
 from ft.state.transfer.moving import Disturb
-from ft.state.transfer.push import Cancelled, Outgoing, PeerLost, Sender
+from ft.state.transfer.push import CONNECT_S, Cancelled, Outgoing, PeerLost, Sender
 from ft.state.transfer.server import Server
 
-_CONNECT_S = 3.0
 _FETCH_TRIES = 3
 
 
@@ -97,7 +96,7 @@ class SnapshotServer(Transport):
             self._fetching = (wanted.epoch, source)
             try:
                 self._check_open(wanted)
-                source.open(min(_CONNECT_S, self._patience))
+                source.open(min(CONNECT_S, self._patience))
                 envelope = source.state(pull.Wanted(wanted.step, None, wanted.owner, wanted.section), part.table)
                 source.receive(range(part.table.nbytes), part)
                 return envelope

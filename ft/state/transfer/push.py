@@ -16,7 +16,8 @@ from ft.state.transfer.server import DAMAGED, HELD, PURPOSE, PUSH, READY
 _PAUSES_S = (0.0, 0.05, 0.25)
 """Seconds before each try: a dropped connection is retried, and a dead peer is reported within half a second."""
 
-_CONNECT_S = 3.0
+CONNECT_S = 3.0
+"""Longest time to connect to a peer, in seconds."""
 
 
 class PeerLost(RecoverableError):
@@ -134,7 +135,7 @@ class Sender:
             if self._channel is not None and not self._channel.is_shut:
                 return self._channel
         self._drop()
-        channel = FramedChannel(self._network.dial(self._address, min(_CONNECT_S, self._patience)), self._patience)
+        channel = FramedChannel(self._network.dial(self._address, min(CONNECT_S, self._patience)), self._patience)
         with self._lock:
             self._channel = channel
         channel.dial(self._token, PURPOSE, self._patience)

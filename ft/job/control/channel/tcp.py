@@ -19,6 +19,10 @@ from ft.net.store import StoreConnection, StoreServer
 
 _INBOX, _ORDER, _FIRST, _TAKEN = "control/inbox", "control/order", "control/first", "control/taken"
 _SCHEME = "tcp://"
+_END = "end"
+"""What the control plane puts into its own inbox to end the thread that reads it."""
+_END_S = 1.0
+"""Limit for the end of that thread, in seconds."""
 _VERY_LONG_S = 20 * 24 * 3600.0
 
 
@@ -70,6 +74,7 @@ class TcpControlChannel(ControlChannel):
         self.where = f"{_SCHEME}{server.address}"
         self._orders = self._first = 0
         self._reports: SimpleQueue | None = None
+        self._inbox = threading.Thread(target=self._read, name="ft-inbox", daemon=True)
 
     @classmethod
     def host(cls, where: str, token: str) -> "TcpControlChannel":
@@ -98,7 +103,7 @@ class TcpControlChannel(ControlChannel):
     def receive(self, timeout_s: float) -> Posted | None:
         if self._reports is None:
             self._reports = SimpleQueue()
-            threading.Thread(target=self._read, name="ft-inbox", daemon=True).start()
+            self._inbox.start()
         try:
             return self._reports.get(timeout=max(0.0, timeout_s))
         except Empty:
@@ -108,6 +113,9 @@ class TcpControlChannel(ControlChannel):
         self._store.set(f"{_TAKEN}/{node}", str(number))
 
     def close(self) -> None:
+        if self._inbox.is_alive():  # torch writes a stack trace to stderr if a connection ends during a read
+            self._store.queue_push(_INBOX, _END)
+            self._inbox.join(_END_S)
         self._server.close()
         self._reader.break_off()
 
@@ -116,7 +124,9 @@ class TcpControlChannel(ControlChannel):
         with contextlib.suppress(ConnectionError):
             while True:
                 with _lost():
-                    text = _patiently(lambda: self._reader.store.queue_pop(_INBOX))
+                    text = _patiently(lambda: self._reader.store.queue_pop(_INBOX)).decode()
+                if text == _END:
+                    return
                 with contextlib.suppress(BadMessage, ValueError, TypeError):
                     node, number, report = json.loads(text)
                     self._reports.put(Posted(str(node), int(number), decode(report)))

@@ -1,4 +1,4 @@
-"""Bugs in the quorum server's dispatch (``ft.job.quorum.dispatch``) for the mutation test of the simulation.
+"""Defines bugs in the quorum server's dispatch (``ft.job.quorum.dispatch``), which the simulation has to find.
 
 Each function here takes the right function and returns a wrong one. Those that replace a generator of acts change the
 acts that it yields, or leave some out.
@@ -12,7 +12,7 @@ from ft.lab.simulate.mutation import Replaced
 
 
 def _changed(acts: Acts, change: Callable[[Act], Act | None]) -> Acts:
-    """Run a generator of acts with each act changed, or left out if ``change`` returns None; return its result."""
+    """Yield what ``change`` makes of each act of a generator, unless that is None; return the generator's result."""
     answer = None
     while True:
         try:
@@ -44,31 +44,24 @@ def _rows_follow(right):
     return give
 
 
-def _known_rows_are_kept(right):
-    def welcome(self, now, peer, message):
-        rows = self._rows.get(message["replica"])
-        yield from right(self, now, peer, message)
-        if rows is not None:
-            self._rows[message["replica"]] = rows
+def _entry_is_kept(table: str):
+    """Return a bug: a new connection of a replica does not replace the replica's entry in an attribute of Dispatch.
 
-    return welcome
+    Args:
+        table: name of the attribute, a dictionary by replica.
+    """
 
+    def kept(right):
+        def welcome(self, now, peer, message):
+            entries, replica = getattr(self, table), message["replica"]
+            previous = entries.get(replica)
+            yield from right(self, now, peer, message)
+            if previous is not None:
+                entries[replica] = previous
 
-def _first_leader_stays(right):
-    def welcome(self, now, peer, message):
-        previous = self._leaders.get(message["replica"])
-        yield from right(self, now, peer, message)
-        if previous is not None:
-            self._leaders[message["replica"]] = previous
+        return welcome
 
-    return welcome
-
-
-def _nobody_is_missed(right):
-    def gone(self, now, peer):
-        yield from ()
-
-    return gone
+    return kept
 
 
 def _last_quorum_is_not_read(right):
@@ -133,8 +126,8 @@ def _without_end(act: Act) -> Act:
 PLANTS = (
     Replaced("sends the addresses of a replica's first life only", Dispatch, "_give", _first_rows_stay),
     Replaced("sends a quorum before the addresses of its members", Dispatch, "_give", _rows_follow),
-    Replaced("keeps the addresses of an earlier life", Dispatch, "_welcome", _known_rows_are_kept),
-    Replaced("answers on a leader's first connection", Dispatch, "_welcome", _first_leader_stays),
+    Replaced("keeps the addresses of an earlier life", Dispatch, "_welcome", _entry_is_kept("_rows")),
+    Replaced("answers on a leader's first connection", Dispatch, "_welcome", _entry_is_kept("_leaders")),
     Replaced("does not learn the last quorum from its clients", Dispatch, "_welcome", _last_quorum_is_not_read),
     Replaced("does not count heartbeats", Dispatch, "take", _beats_do_not_count),
     Replaced("does not answer the last member", Dispatch, "publish", _reports_are_answered_in_part),
