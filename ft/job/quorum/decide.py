@@ -185,28 +185,28 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
     if last is None or not candidates:
         return None
     furthest = max(report.next_step for report in candidates.values())
-    for number in last.members:
-        one = state.of(number)
-        if not state.is_member(number) or one.report is not None or one.has_finished:
-            continue
-        if _steps_of(last, number, one) <= furthest:
+    for number, one in sorted(state.replicas.items()):
+        if one.report is not None or one.has_finished or _steps_of(state, last, number) <= furthest:
             continue
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
             return Awaited(number, since + limits.regress_s, "is further than all others, and may live")
-        if one.phase == HERE:
+        if one.phase == HERE and state.is_member(number):
             until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
             return Awaited(number, until, "is further than all others, and lives")
     return None
 
 
-def _steps_of(last: Quorum, number: int, one: Replica) -> int:
-    """Return the number of committed steps in a member's state. A member that was behind may not have fetched a
-    newer state.
+def _steps_of(state: State, last: Quorum, number: int) -> int:
+    """Return the number of committed steps that the present life of a replica has at least, as far as is known.
+
+    A member that was behind may not have fetched a newer state than that of its last report, and neither has a replica
+    that was left out of the last quorum.
     """
-    if number in last.healthy:
+    if state.is_member(number) and number in last.healthy:
         return last.step
-    return one.answered.next_step if one.answered is not None else 0
+    answered = state.of(number).answered
+    return answered.next_step if answered is not None and answered.life == state.of(number).life else 0
 
 
 def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:

@@ -1,5 +1,6 @@
 """The objects that a replica manager works with on one rank, and the function that builds them."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.base.errors import FtError
 from ft.faults.worker import Injector
 from ft.job.quorum import QuorumClient, Report
 from ft.net.choice import network_of
@@ -88,9 +90,14 @@ class Components:
         return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def finish(self, report: Report) -> None:
-        """Report the end of the last step, so that the others no longer wait for this replica."""
+        """Report the end of the last step, so that the others no longer wait for this replica.
+
+        The answer is awaited: if the server has just died, its successor has to learn that the run is complete, or it
+        would wait for this replica when it counts the least number of members.
+        """
         if self.client is not None:
-            self.client.ask(replace(report, finished=True))
+            with contextlib.suppress(FtError):  # no server for ``Limits.away_s``, or none that takes this report
+                self.client.ask(replace(report, finished=True)).result()
 
     def close(self) -> None:
         self.agreement.close()

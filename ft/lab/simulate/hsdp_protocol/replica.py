@@ -131,21 +131,23 @@ class Life:
         """Ask the quorum server for the quorum of the next step, on the leader's agreement thread."""
         self.aside_since = None
         self.world.note("replica {}: reports {}", self.agent.replica, _brief(report))
-        done = Signal()
-        leader = self.ranks[0]
-        self.client.ask(report).add_done_callback(lambda future: leader.do(_HANDOVER_S, done.set, future))
-        future: Future[Quorum] = await done
         try:
-            self.quorum = future.result()
+            self.quorum = (await self._answer(report)).result()
             rows = {replica: self.client.rows(replica, life) for replica, life in self.quorum.lives.items()}
         except FtError as error:
             return Agreed(None, {}, str(error))
         return Agreed(self.quorum, rows)
 
+    async def _answer(self, report: Report) -> "Future[Quorum]":
+        done, leader = Signal(), self.ranks[0]
+        self.client.ask(report).add_done_callback(lambda future: leader.do(_HANDOVER_S, done.set, future))
+        future: Future[Quorum] = await done
+        return future
+
     async def finished(self, rank: Rank) -> None:
         """Note that a rank has done all its work. After the last one, the processes end."""
         if rank.index == 0:
-            self.client.ask(replace(rank.steps.report(), finished=True))
+            await self._answer(replace(rank.steps.report(), finished=True))
         self._finished += 1
         if self._finished == len(self.ranks):
             self.world.time.after(self.world.rng.uniform(*_CLOSING_S), self.agent.finished, self)
