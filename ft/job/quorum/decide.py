@@ -181,32 +181,20 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
     """Return the wait for a replica that is or may be alive and has committed more steps than any replica that
     reported.
     """
-    last, limits = state.last, state.options.limits
-    if last is None or not candidates:
+    limits = state.options.limits
+    if not candidates:
         return None
     furthest = max(report.next_step for report in candidates.values())
     for number, one in sorted(state.replicas.items()):
-        if one.report is not None or one.has_finished or _steps_of(state, last, number) <= furthest:
+        if one.report is not None or one.has_finished or one.steps <= furthest:
             continue
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
             return Awaited(number, since + limits.regress_s, "is further than all others, and may live")
-        if one.phase == HERE and state.is_member(number):
+        if one.phase == HERE:
             until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
             return Awaited(number, until, "is further than all others, and lives")
     return None
-
-
-def _steps_of(state: State, last: Quorum, number: int) -> int:
-    """Return the number of committed steps that the present life of a replica has at least, as far as is known.
-
-    A member that was behind may not have fetched a newer state than that of its last report, and neither has a replica
-    that was left out of the last quorum.
-    """
-    if state.is_member(number) and number in last.healthy:
-        return last.step
-    answered = state.of(number).answered
-    return answered.next_step if answered is not None and answered.life == state.of(number).life else 0
 
 
 def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:

@@ -66,7 +66,7 @@ def report(state: State, now: float, given: Report) -> list[Note]:
     one.heard_at, one.step_s = now, given.step_s
     if given in (one.report, one.answered):  # a duplicate, sent when a connection began just as the report was made
         return []
-    one.report, one.reported_at, one.is_aside = given, now, False
+    one.report, one.reported_at, one.steps, one.is_aside = given, now, given.next_step, False
     state.highest = max(state.highest, given.number, given.lineage)
     if given.finished:
         one.has_finished, state.end = True, max(state.end or given.state, given.state)

@@ -84,6 +84,7 @@ class Replica:
         report: its report that waits for an answer, or None.
         reported_at: time at which that report arrived.
         answered: its last report that was answered on the present connection.
+        steps: least number of committed steps that the state of its present life contains, as far as is known.
         waited_s: seconds that the other replicas have waited for its present arrival.
         step_s: its usual duration of a step in seconds, None while unknown.
         is_online: whether it has reported in its present life.
@@ -104,6 +105,7 @@ class Replica:
     report: Report | None = None
     reported_at: float = 0.0
     answered: Report | None = None
+    steps: int = 0
     waited_s: float = 0.0
     step_s: float | None = None
     is_online: bool = False
@@ -209,11 +211,14 @@ def heard_of(state: State, now: float, quorum: Quorum | None, number: int) -> No
         state.last, state.formed_at, state.failed = quorum, now, 0
         for replica, life in quorum.lives.items():
             one = state.of(replica)
-            one.life = max(one.life, life)
+            if life > one.life:
+                one.life, one.steps = life, 0
+            if life == one.life and replica in quorum.healthy:
+                one.steps = max(one.steps, quorum.step)
 
 
 def started(replica: Replica, life: int, now: float) -> None:
     """Begin a new life of ``replica``. An exclusion ends at once, but its count is kept for the next one."""
-    replica.life, replica.report, replica.waited_s, replica.step_s = life, None, 0.0, None
+    replica.life, replica.report, replica.steps, replica.waited_s, replica.step_s = life, None, 0, 0.0, None
     replica.has_finished = replica.is_aside = replica.is_given_up = False
     replica.ban = replace(replica.ban, until=now)

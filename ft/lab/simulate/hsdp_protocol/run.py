@@ -107,7 +107,8 @@ def _play(world: World, schedule: Schedule) -> None:
         if turns % 64:
             continue
         if world.last_step is None and world.checks.all_healthy_at > world.calm_at:
-            world.last_step = world.checks.newest_step + LAST_STEPS
+            # after a load, no step may have been committed yet: the state is then that of the checkpoint
+            world.last_step = max(world.checks.newest_step, world.checkpoint.step) + LAST_STEPS
             world.note("all are healthy: the run ends after step {}", world.last_step)
         world.checks.look()
         if world.time.now > LONGEST_S:
