@@ -98,7 +98,7 @@ def plan(seed: int, faults: int = FAULTS, but: tuple[str, ...] = ()) -> list[str
     rows = [row for row in (_kind(seed * FAULTS + i) for i in range(len(ROWS))) if row.kind not in but]
     for number, row in enumerate(rows[:faults]):
         step = FIRST + number * SPACING + rng.randrange(3)
-        if row.where != CONTROL and rng.random() < TIMED:
+        if row.where != CONTROL and rng.random() < TIMED and row.kind not in EARLY:
             specs.append(_spec(row, f"time={rng.uniform(0.2, 2.0):.2f}s:rank={rng.randrange(RANKS)}"))
             continue
         specs.append(_at_step(row, step, rng))
