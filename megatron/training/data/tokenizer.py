@@ -144,7 +144,7 @@ class HuggingFaceTokenizer(Tokenizer):
     otherwise they are looked up by their usual names.
     """
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, *, adds_special_tokens: bool = False):
         file = _tokenizer_file(model)
         self.model = str(Path(model).absolute())
         self._tokenizer = _load_hf(file)
@@ -160,10 +160,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod = eod
         pad = _first_id(vocabulary, [named.get("pad_token"), *_PAD_NAMES])
         self.pad = NO_TOKEN if pad is None or pad == eod else pad
-        self._file = file
+        self._file, self._adds_special_tokens = file, adds_special_tokens
 
     def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode(text, add_special_tokens=self._adds_special_tokens).ids
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
@@ -175,7 +175,10 @@ class HuggingFaceTokenizer(Tokenizer):
         # Read from the file rather than the library, whose serialisation changes between versions. Post-processing,
         # truncation and padding have no effect on encoding without special tokens.
         content = json.loads(self._file.read_text(encoding="utf-8"))
-        return {part: content.get(part) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+        parts = ["model", "normalizer", "pre_tokenizer", "added_tokens"]
+        if self._adds_special_tokens:
+            parts.append("post_processor")
+        return {part: content.get(part) for part in parts}
 
 
 class CoreTokenizer(Tokenizer):
@@ -186,13 +189,20 @@ class CoreTokenizer(Tokenizer):
     """
 
     def __init__(self, options: TokenizerOptions, kind: str, model: str | None):
+        from megatron.core import package_info
         from megatron.core.tokenizers import MegatronTokenizer
+        from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
 
         self._kind, self.model = kind, str(Path(model).absolute()) if model else None
         self._files = [file for file in (model, options.vocab_file, options.merge_file) if file is not None]
         for file in self._files:
             if not Path(file).exists():
                 raise UserError(f"no tokenizer file at {file}", "check --tokenizer-model, --vocab-file, --merge-file")
+        if OF_CORE[kind] not in TOKENIZER_MAPPING_LIBRARIES:
+            raise UserError(
+                f"megatron-core {package_info.__version__} has no {kind}",
+                "install a newer megatron-core, or another type",
+            )
         self._given = _given_to_core(options, kind)
         try:
             self._tokenizer = MegatronTokenizer.from_pretrained(
@@ -200,9 +210,12 @@ class CoreTokenizer(Tokenizer):
                 metadata_path=options.tokenizer_metadata or {"library": OF_CORE[kind]},
                 **self._given,
             )
+            self.vocab_size, self.eod = self._tokenizer.vocab_size, self._tokenizer.eod
         except Exception as error:  # the libraries raise exceptions of many kinds
-            raise UserError(f"megatron-core cannot build {kind}: {error}", "check the tokenizer's files") from error
-        self.vocab_size, self.eod = self._tokenizer.vocab_size, self._tokenizer.eod
+            # megatron-core passes the merges under a name that the library does not know: it takes those of the hub
+            hub = "; without a network, the Hugging Face cache or a folder gpt2 has to hold that model"
+            fix = f"check the tokenizer's files{hub if kind == 'GPT2BPETokenizer' else ''}"
+            raise UserError(f"megatron-core cannot build {kind}: {error}", fix) from error
         pad = self._tokenizer.pad
         self.pad = NO_TOKEN if pad is None or pad == self.eod or not 0 <= pad < self.vocab_size else pad
 
@@ -229,14 +242,20 @@ def _given_to_core(options: TokenizerOptions, kind: str) -> dict:
     special = options.tokenizer_special_tokens
     if kind == "GPT2BPETokenizer":
         files = {"vocab_file": options.vocab_file, "merges_file": options.merge_file}
-        return {**files, "additional_special_tokens": special or [], "trust_remote_code": options.trust_remote_code}
+        asked = {
+            "use_fast": options.tokenizer_hf_use_fast,
+            "include_special_tokens": options.tokenizer_hf_include_special_tokens,
+        }
+        given = {name: value for name, value in asked.items() if value}  # the defaults differ between releases
+        trusts = options.trust_remote_code
+        return {**files, **given, "additional_special_tokens": special or [], "trust_remote_code": trusts}
     if kind == "TikTokenizer":
         given = {"pattern": options.tiktoken_pattern, "vocab_size": options.vocab_size, "special_tokens": special}
         found = {name: value for name, value in given.items() if value is not None}
         return {**found, "num_special_tokens": options.tiktoken_num_special_tokens}
     if kind == "SFTTokenizer":
         return {"prompt_format": options.sft_tokenizer_prompt_format}
-    return {"special_tokens": special}
+    return {"special_tokens": special, "legacy": options.tokenizer_sentencepiece_legacy}
 
 
 def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] = ()) -> Tokenizer:
@@ -321,7 +340,7 @@ def _build(kind: str, options: TokenizerOptions, sidecar: Sidecar | None) -> Tok
     model = options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None)
     if kind != "HuggingFaceTokenizer" or model is None:
         raise UserError(f"the dataset was made with {kind}", "add --tokenizer-model with its file, or make it again")
-    return HuggingFaceTokenizer(model)
+    return HuggingFaceTokenizer(model, adds_special_tokens=options.tokenizer_hf_include_special_tokens)
 
 
 def _named(tokenizer: Tokenizer) -> str:
