@@ -9,18 +9,10 @@ from dmr_traces import pipeline_trace, random_trace
 
 from ft.systems.dmr.plan.assign import D_INTRA, NAIVE
 from ft.systems.dmr.plan.check import problems
-from ft.systems.dmr.plan.online import (
-    Entry,
-    at_static_window,
-    before_change,
-    enqueue,
-    in_dynamic_window,
-    under_pressure,
-)
 from ft.systems.dmr.plan.planner import Options, plan
 from ft.systems.dmr.plan.schedule import Pipeline
 from ft.systems.dmr.plan.trace import Memory, Operator, Place, Tensor, Trace, Window
-from ft.systems.dmr.plan.waiting import Waiting
+from ft.systems.dmr.plan.waiting import Entry, Waiting
 
 QUEUE = (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0))
 
@@ -30,36 +22,36 @@ def names(entries):
 
 
 def test_an_operator_waits_while_memory_allows_it_and_the_shortest_is_forced_first():
-    found = enqueue(QUEUE, Entry("d", 1.0, 10.0), 260.0)
-    assert names(found.queue) == ["a", "b", "c", "d"] and not found.execute
-    found = enqueue(QUEUE, Entry("d", 7.0, 10.0), 200.0)
-    assert names(found.execute) == ["a"] and names(found.queue) == ["b", "c", "d"]
-    assert "memory limit" in found.reason
-    assert names(under_pressure(QUEUE, 0.0).execute) == ["a", "c", "b"]
+    waiting = Waiting((*QUEUE, Entry("d", 1.0, 10.0)))
+    assert not waiting.press(260.0) and names(waiting) == ["a", "b", "c", "d"]
+    waiting = Waiting((*QUEUE, Entry("d", 7.0, 10.0)))
+    assert names(waiting.press(200.0)) == ["a"] and names(waiting) == ["b", "c", "d"]
+    assert names(Waiting(QUEUE).press(0.0)) == ["a", "c", "b"]
 
 
 def test_what_keeps_no_memory_is_not_forced():
-    queue = (Entry("free", 1.0, 0.0), Entry("a", 5.0, 100.0))
-    assert names(under_pressure(queue, 50.0).execute) == ["a"]
+    assert names(Waiting((Entry("free", 1.0, 0.0), Entry("a", 5.0, 100.0))).press(50.0)) == ["a"]
 
 
 def test_a_static_window_takes_the_longest_that_fit_it():
-    assert names(at_static_window(QUEUE, 36.0).execute) == ["b", "a"]
-    assert names(at_static_window(QUEUE, 29.0).queue) == ["b"]
-    assert at_static_window((), 10.0).execute == ()
+    assert names(Waiting(QUEUE).fill(36.0)) == ["b", "a"]
+    waiting = Waiting(QUEUE)
+    waiting.fill(29.0)
+    assert names(waiting) == ["b"]
+    assert Waiting().fill(10.0) == []
 
 
 def test_a_dynamic_window_takes_one_after_the_other_until_it_closes():
-    assert names(in_dynamic_window(QUEUE, 0.0).execute) == ["a"]
-    assert names(in_dynamic_window(QUEUE[1:], 5.0).execute) == ["b"]
-    assert names(in_dynamic_window(QUEUE[1:], 5.0, expected_us=20.0).execute) == ["c"]
-    assert not in_dynamic_window(QUEUE, 19.0, expected_us=20.0).execute
-    assert in_dynamic_window((), 0.0).reason == "the queue is empty"
+    assert Waiting(QUEUE).oldest() == QUEUE[0]
+    assert Waiting(QUEUE[1:]).oldest() == QUEUE[1]
+    assert Waiting(QUEUE[1:]).oldest(20.0 - 5.0) == QUEUE[2]
+    assert Waiting(QUEUE).oldest(20.0 - 19.0) is None
+    assert Waiting().oldest() is None
 
 
 def test_what_uses_a_tensor_is_executed_before_it_changes():
-    found = before_change(QUEUE, {"a", "c"})
-    assert names(found.execute) == ["a", "c"] and names(found.queue) == ["b"]
+    waiting = Waiting(QUEUE)
+    assert names(waiting.take(op) for op in ("a", "c")) == ["a", "c"] and names(waiting) == ["b"]
 
 
 def test_nothing_is_lost_or_executed_twice_whatever_happens():
@@ -67,32 +59,31 @@ def test_nothing_is_lost_or_executed_twice_whatever_happens():
     print("seed", seed)
     rng = random.Random(seed)
     for _ in range(60):
-        queue, executed, seen = (), [], 0
+        waiting, executed, seen = Waiting(), [], 0
         for _ in range(60):
             headroom = rng.choice((0.0, 50.0, 300.0, 1e6))
             what = rng.randrange(5)
             if what <= 1:
-                found = enqueue(queue, Entry(f"o{seen}", rng.uniform(0, 20), rng.choice((0.0, 40.0))), headroom)
+                waiting.put(Entry(f"o{seen}", rng.uniform(0, 20), rng.choice((0.0, 40.0))))
+                found = waiting.press(headroom)
                 seen += 1
             elif what == 2:
-                found = at_static_window(queue, length := rng.uniform(0, 40))
-                assert sum(entry.check_us for entry in found.execute) <= length
+                found = waiting.fill(length := rng.uniform(0, 40))
+                assert sum(entry.check_us for entry in found) <= length
             elif what == 3:
-                found = in_dynamic_window(queue, rng.uniform(0, 10), rng.choice((None, 20.0)))
-                assert len(found.execute) <= 1
+                found = [one] if (one := waiting.oldest(rng.choice((math.inf, 20.0)) - rng.uniform(0, 10))) else []
             else:
-                found = under_pressure(queue, headroom)
-                assert sum(entry.bytes for entry in found.queue) <= headroom
-            executed += names(found.execute)
-            queue = found.queue
-        assert sorted(executed + names(queue)) == sorted(f"o{i}" for i in range(seen))
+                found = waiting.press(headroom)
+                assert sum(entry.bytes for entry in waiting) <= headroom
+            executed += names(found)
+        assert sorted(executed + names(waiting)) == sorted(f"o{i}" for i in range(seen))
 
 
 def test_under_pressure_what_no_window_soon_can_hold_goes_first():
-    found = under_pressure(QUEUE, 150.0, longest_us=20.0)
-    assert names(found.execute) == ["b"] and names(found.queue) == ["a", "c"]
-    assert names(under_pressure(QUEUE, 90.0, longest_us=20.0).execute) == ["b", "a"]
-    assert names(under_pressure(QUEUE, 0.0, longest_us=7.0).execute) == ["b", "c", "a"]
+    waiting = Waiting(QUEUE)
+    assert names(waiting.press(150.0, longest_us=20.0)) == ["b"] and names(waiting) == ["a", "c"]
+    assert names(Waiting(QUEUE).press(90.0, longest_us=20.0)) == ["b", "a"]
+    assert names(Waiting(QUEUE).press(0.0, longest_us=7.0)) == ["b", "c", "a"]
 
 
 def test_what_never_fits_does_not_crowd_out_what_does():
