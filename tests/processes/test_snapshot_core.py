@@ -46,7 +46,8 @@ class Trainee:
     """A plain trainer whose every step has its own batches, with snapshots; addresses are exchanged in ``folder``."""
 
     def __init__(self, setting, folder: str, side: str):
-        from ft.state.snapshot import Snapshots, SnapshotServer, peers_of
+        from ft.state.placement.assign import ring_of
+        from ft.state.snapshot import Snapshots, SnapshotServer
         from ft.state.snapshot.capture import Capture
         from megatron.core import parallel_state
 
@@ -58,7 +59,7 @@ class Trainee:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.folder, self.side = Path(folder), side
         self.ring = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
-        self.peers = peers_of(self.rank, self.ring, 1, self.world)
+        self.peers = ring_of(self.rank, self.ring, 1, self.world)
         self.server = SnapshotServer("127.0.0.1", patience_s=20)
         self.snaps = Snapshots(self.server, rank=self.rank, peers=self.peers, timeout_s=20)
         trainer = self.trainer

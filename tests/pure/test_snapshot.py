@@ -9,7 +9,7 @@ import torch
 from ft.base.errors import FallbackError
 from ft.net.checksum import checksum
 from ft.state.layout import ALIGNMENT, CHUNK, BadTable, Table
-from ft.state.snapshot import peers_of
+from ft.state.placement.assign import ring_of
 from ft.state.snapshot.buffers import PingPong, Status
 from ft.state.snapshot.copier import Copier, Plan, tables_of, write_back
 from ft.state.snapshot.state import pack_meta, unpack_meta
@@ -97,15 +97,15 @@ def test_envelope_and_blobs_survive_the_wire():
     ],
 )
 def test_peers_are_the_next_in_the_ring(rank, ring, k, world, expected):
-    assert peers_of(rank, ring, k, world) == expected
+    assert ring_of(rank, ring, k, world) == expected
 
 
 def test_every_rank_holds_as_many_copies_as_it_has():
     for size, k in ((2, 1), (4, 1), (4, 2), (8, 3)):
         ring = list(range(0, 2 * size, 2))
-        held = [peer for rank in ring for peer in peers_of(rank, ring, k, 2 * size)]
+        held = [peer for rank in ring for peer in ring_of(rank, ring, k, 2 * size)]
         assert sorted(held) == sorted(ring * k)
-        assert all(rank not in peers_of(rank, ring, k, 2 * size) for rank in ring)
+        assert all(rank not in ring_of(rank, ring, k, 2 * size) for rank in ring)
 
 
 def filled(copier: Copier, held: PingPong, step: int, epoch: int, state: dict):

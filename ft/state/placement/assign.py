@@ -75,13 +75,20 @@ def place(
 
 
 def ring_of(rank: int, group: Sequence[int], k: int, world: int) -> list[int]:
-    """Return the ``k`` ranks after ``rank`` in its data-parallel group, or in the world if it is alone in its group.
+    """Return the ranks that hold a copy of ``rank``'s snapshot if all nodes are alike (DEADPOOL, section V-B).
+
+    These are the next ``k`` ranks in the ring of its data-parallel group. Without data parallelism they are the next
+    ranks of the world; the copy then has to contain the whole state, because no other rank has any of it. For nodes in
+    several failure domains (racks, switches) see :func:`place`.
 
     Args:
         rank: logical rank of the owner.
         group: ranks of its data-parallel group, in ring order.
         k: number of ranks to return.
         world: number of logical ranks.
+
+    Returns:
+        at most ``k`` ranks, fewer if the ring is shorter, none in a world of one.
     """
     return _ring(group, k, world)[rank]
 

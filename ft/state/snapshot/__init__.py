@@ -5,16 +5,15 @@ other rank has, its optimizer shard, to other workers; that is a peer copy. A re
 
 capture   collects a rank's state from megatron-core's objects, and writes it back
 store     the interface for the training loop: take, wait, restore
-transport interface for moving copies between workers; ``tcp`` implements it over byte streams (TCP or MPI)
+transport moves copies between workers, over byte streams (TCP or MPI)
 """
 
 from importlib import import_module
 
 _PUBLIC = {
-    "SnapshotServer": "ft.state.snapshot.tcp",
+    "SnapshotServer": "ft.state.snapshot.transport",
     "Snapshots": "ft.state.snapshot.store",
     "TakeStats": "ft.state.snapshot.store",
-    "peers_of": "ft.state.snapshot.peers",
 }
 
 

@@ -11,7 +11,8 @@ from ft.job.messages import Source
 from ft.state.layout import Table
 from ft.state.snapshot.buffers import Slot
 from ft.state.snapshot.state import OWNED, REPLICATED
-from ft.state.snapshot.transport import CopyUnusable, Transport, Wanted
+from ft.state.snapshot.transport import SnapshotServer
+from ft.state.transfer.pull import Wanted
 from ft.state.transfer.push import Cancelled, PeerLost
 
 
@@ -29,7 +30,7 @@ class Restorer:
         replicas: ranks whose snapshots have the same replicated section; tried in order after that source.
     """
 
-    def __init__(self, transport: Transport, rank: int, holders: Sequence[int], replicas: Sequence[int]):
+    def __init__(self, transport: SnapshotServer, rank: int, holders: Sequence[int], replicas: Sequence[int]):
         self._transport, self._own, self._rank = transport, transport.stock.own, rank
         self.holders, self.replicas = list(holders), list(replicas)
 
@@ -108,10 +109,10 @@ class Restorer:
         others = self.replicas if owner is None else self.holders
         holders = [holder for holder in dict.fromkeys((first, *others)) if holder != self._rank]
         for holder in holders:
-            wanted = Wanted(holder, holder if owner is None else owner, step, section, epoch)
+            wanted = Wanted(step, rank=holder if owner is None else owner, section=section)
             try:
-                return holder, self._transport.fetch(wanted, slot.parts[section])
-            except (CopyUnusable, PeerLost) as error:
+                return holder, self._transport.fetch(holder, wanted, epoch, slot.parts[section])
+            except (FallbackError, PeerLost) as error:
                 problems.append(str(error))
         raise FallbackError(
             f"logical rank {self._rank} finds no usable snapshot of step {step} ({section}): " + "; ".join(problems)

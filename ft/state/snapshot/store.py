@@ -20,7 +20,7 @@ from ft.state.snapshot.buffers import Part, Slot
 from ft.state.snapshot.copier import Copier, Plan, Progress, tables_of, write_back
 from ft.state.snapshot.restore import Restorer
 from ft.state.snapshot.state import OWNED, RankState, pack_meta, unpack_meta
-from ft.state.snapshot.transport import Transport
+from ft.state.snapshot.transport import SnapshotServer
 from ft.state.transfer.push import Outgoing, PeerLost
 
 
@@ -70,7 +70,7 @@ class Snapshots:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: SnapshotServer,
         *,
         rank: int,
         peers: Sequence[int],

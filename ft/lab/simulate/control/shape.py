@@ -11,7 +11,7 @@ from functools import cache
 from ft.job.control.recovery_plan import MIDDLE, PLUS
 from ft.job.control.state import Place
 from ft.job.control.timeouts import Timeouts
-from ft.state.snapshot.peers import peers_of
+from ft.state.placement.assign import ring_of
 
 TIMEOUTS = Timeouts(
     agent_beat_s=0.5,
@@ -87,7 +87,7 @@ def _peers(shape: Shape, rank: int) -> list[int]:
 
 @cache
 def _copies(shape: Shape, rank: int) -> list[int]:
-    return peers_of(rank, _peers(shape, rank), shape.copies, shape.world_size)
+    return ring_of(rank, _peers(shape, rank), shape.copies, shape.world_size)
 
 
 @dataclass(frozen=True)
