@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ft.base.errors import FallbackError, UserError
-from ft.systems.checkfree.rate import Boost, base_rates, scale
+from ft.systems.checkfree.rate import Boost, scale
 from ft.systems.checkfree.rebuild import LEAST_WEIGHT, STRATEGIES, fresh, rebuild, weights
 
 
@@ -233,15 +233,13 @@ def test_it_decays_in_a_straight_line_if_asked():
 
 
 def test_repeated_failures_do_not_compound():
-    groups = [{"lr": 3e-4, "max_lr": 3e-4, "min_lr": 3e-5}, {"lr": 1e-3}]
-    base = base_rates(groups)
+    groups = [{"lr": 3e-4, "max_lr": 3e-4, "min_lr": 3e-5}]
     for rebuilt_at in (5, 6, 7):
-        scale(groups, base, Boost().at(7, rebuilt_at))
+        scale(groups, 3e-4, 3e-5, Boost().at(7, rebuilt_at))
     assert groups[0]["max_lr"] == pytest.approx(3.3e-4) and groups[0]["min_lr"] == pytest.approx(3.3e-5)
-    assert groups[1]["lr"] == pytest.approx(1.1e-3), "a group without the scheduler's keys"
     assert groups[0]["lr"] == 3e-4, "the scheduler sets that itself"
-    scale(groups, base, 1.0)
-    assert groups == [{"lr": 3e-4, "max_lr": 3e-4, "min_lr": 3e-5}, {"lr": 1e-3}]
+    scale(groups, 3e-4, 3e-5, 1.0)
+    assert groups == [{"lr": 3e-4, "max_lr": 3e-4, "min_lr": 3e-5}]
 
 
 @pytest.mark.parametrize("wrong", [{"factor": 0.0}, {"factor": math.nan}, {"factor": 1e9}, {"decay_steps": -1}])

@@ -5,7 +5,7 @@ import random
 import numpy
 import pytest
 
-from ft.systems.hsdp.samples import Deal, Order, Past, Stream, merged, streams_after
+from ft.systems.hsdp.samples import Deal, Order, Past, Stream, merged
 
 SEEDS = range(40)
 
@@ -48,7 +48,7 @@ def test_the_streams_of_all_replicas_are_every_sample_once():
 def test_a_replica_that_was_away_goes_on_where_it_was():
     deal = Deal(3, 2)
     assert [deal.stream(1).index(p) for p in (0, 1, 2, 3)] == [2, 3, 8, 9]
-    streams = streams_after({0: 6, 1: 2, 2: 6}, 3, 2, 3, 1)
+    streams = deal.after({0: 6, 1: 2, 2: 6}, 0, 3, 1)[0].streams()
     dealt = [streams[i % 3].index(i // 3) for i in range(8)]
     assert dealt == [8, 9, 14, 15, 18, 19, 20, 21]
 

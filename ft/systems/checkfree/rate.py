@@ -2,7 +2,7 @@
 4.2). The rate is raised, so that the stage diverges from its neighbours.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ BOOST = 1.1
 """Factor of the learning rate (CheckFree, section 4.2); the code of its authors has 1.2 for its 500M model."""
 
 _HIGHEST = 100.0
-_KEYS = ("max_lr", "min_lr")
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,14 @@ class Boost:
         return 1.0 + (self.factor - 1.0) * left
 
 
-def base_rates(groups: Sequence[MutableMapping[str, Any]]) -> list[dict[str, float]]:
-    """Return the values from which the learning rate of each parameter group is derived.
+def scale(groups: Iterable[MutableMapping[str, Any]], max_lr: float, min_lr: float, factor: float) -> None:
+    """Set the rates that megatron-core's scheduler reads at every step to ``factor`` times those of the schedule.
 
-    The function must be called once, before any scaling. The values are ``max_lr`` and ``min_lr``, which megatron-core
-    0.16.1's scheduler reads at every step (it does not read ``lr_mult``), or ``lr`` in a group without them, for
-    optimizers without that scheduler.
+    Args:
+        groups: parameter groups; they are changed in place.
+        max_lr: highest learning rate of the schedule.
+        min_lr: lowest learning rate of the schedule.
+        factor: see :meth:`Boost.at`.
     """
-    return [
-        {key: float(group[key]) for key in (_KEYS if group.get(_KEYS[0]) is not None else ("lr",)) if key in group}
-        for group in groups
-    ]
-
-
-def scale(groups: Sequence[MutableMapping[str, Any]], base: Sequence[dict[str, float]], factor: float) -> None:
-    """Set the rates of parameter groups to ``factor`` times ``base`` (:func:`base_rates`), in place.
-
-    Raises:
-        ValueError: ``base`` has another number of groups.
-    """
-    for group, rates in zip(groups, base, strict=True):
-        for key, rate in rates.items():
-            group[key] = rate * factor
+    for group in groups:
+        group["max_lr"], group["min_lr"] = max_lr * factor, min_lr * factor

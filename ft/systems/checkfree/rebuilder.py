@@ -217,8 +217,7 @@ class CheckFreeRebuilder:
         schedule = self._subject.scheduler
         factor = 1.0 if self._has_twin else self._settings.boost.at(step, rebuilt_at)
         groups = [g for g in self._subject.optimizer.param_groups if not g.get("is_decoupled_lr", False)]
-        base = [{"max_lr": schedule.max_lr, "min_lr": schedule.min_lr} for _ in groups]
-        rate.scale(groups, base, factor)
+        rate.scale(groups, schedule.max_lr, schedule.min_lr, factor)
         schedule.step(increment=0)
 
     def _initialise(self, step: int):

@@ -271,24 +271,6 @@ class Deal:
             raise ValueError(f"no deal of samples: {error!r}") from error
 
 
-def streams_after(
-    positions: Mapping[int, int], replicas_before: int, block_before: int, replicas_now: int, block_now: int
-) -> list[Stream]:
-    """Return the streams of a run that continues with another number of replicas or another block size.
-
-    No sample is repeated or left out.
-
-    Args:
-        positions: replica -> number of samples that it has taken.
-        replicas_before: number of replicas up to now.
-        block_before: samples in a block up to now.
-        replicas_now: number of replicas from now on.
-        block_now: samples in a block from now on.
-    """
-    deal, _ = Deal(replicas_before, block_before).after(positions, 0, replicas_now, block_now)
-    return deal.streams()
-
-
 def merged(ranges: numpy.ndarray) -> numpy.ndarray:
     """Return the same ranges sorted, (m, 2), with ranges that touch or overlap merged."""
     if not len(ranges):
