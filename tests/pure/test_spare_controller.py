@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from spare_flow import least_cost, least_stack
 
 from ft.base.errors import UserError
-from ft.systems.spare.controller import Controller, engine, flow
+from ft.lab.plan.spare import flow
+from ft.systems.spare.controller import Controller, engine
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler
 

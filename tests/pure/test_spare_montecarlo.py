@@ -8,8 +8,8 @@ import pytest
 from spare_tables import ROWS
 
 from ft.base.errors import UserError
+from ft.lab.plan.spare.trials import played, run_trials
 from ft.systems.spare.controller import Controller
-from ft.systems.spare.montecarlo import played, run_trials
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 

@@ -7,9 +7,9 @@ import pytest
 
 from ft import cli
 from ft.lab.plan.spare.optimum import Choice, optimum
+from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import scenario
 from ft.lab.simulate.spare.study import Estimate, Row
-from ft.systems.spare import theory
 
 FOUR = "--groups 200 --mtbf 5m --restart 1h --save 1m"
 

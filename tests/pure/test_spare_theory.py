@@ -6,7 +6,7 @@ import pytest
 from spare_tables import ROWS
 
 from ft.base.errors import UserError
-from ft.systems.spare import theory
+from ft.lab.simulate.spare import theory
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.groups}-{row.redundancy}")

@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).paren
 
 from spare_figures_report import Case, write  # noqa: E402
 
+from ft.lab.plan.spare.trials import Outcome, run_trials  # noqa: E402
 from ft.lab.simulate.spare.scenario import read_file, scenario  # noqa: E402
 from ft.lab.simulate.spare.study import study  # noqa: E402
-from ft.systems.spare.montecarlo import Outcome, run_trials  # noqa: E402
 from ft.systems.spare.placement import Placement  # noqa: E402
 from ft.systems.spare.ruler import ruler  # noqa: E402
 

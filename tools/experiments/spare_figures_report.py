@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from spare_tables import ROWS
 
+from ft.lab.plan.spare.trials import Outcome
+from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.study import Estimate, Row
 from ft.show import palette
 from ft.show.text import percent, table
-from ft.systems.spare import theory
-from ft.systems.spare.montecarlo import Outcome
 
 RESULTS = "tools/experiments/results/spare_figures"
 TABLE_2 = {

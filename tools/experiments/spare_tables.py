@@ -15,9 +15,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from spare_tables import ROWS  # noqa: E402
 
+from ft.lab.plan.spare.trials import run_trials  # noqa: E402
+from ft.lab.simulate.spare import theory  # noqa: E402
 from ft.show.text import table  # noqa: E402
-from ft.systems.spare import theory  # noqa: E402
-from ft.systems.spare.montecarlo import run_trials  # noqa: E402
 from ft.systems.spare.placement import Placement  # noqa: E402
 from ft.systems.spare.ruler import ruler  # noqa: E402
 

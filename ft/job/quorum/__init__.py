@@ -2,8 +2,8 @@
 
 A replica is a full copy of the model with its own world of ranks. Its leader is the rank that asks the quorum server,
 on behalf of the replica, for the members of the next step (the quorum). ``decide.decide`` makes the decision as a pure
-function, without I/O, clocks or randomness. ``server`` is the process around this function, ``client`` is a leader's
-end of the protocol, and ``spread`` forwards messages from a leader to all ranks of its replica.
+function, without I/O, clocks or randomness. ``server`` is the process around this function, and ``client`` is a
+leader's end of the protocol.
 """
 
 from ft.job.quorum.client import FailureNotice, QuorumClient

@@ -1,4 +1,4 @@
-"""Wire format and handshake between leaders, agents and the quorum server, and between the relays of a replica.
+"""Wire format and handshake between leaders, agents and the quorum server.
 
     frame: magic "FTQU" | length u32 | CRC-32 u32 | JSON object of that length, with a "kind"
 

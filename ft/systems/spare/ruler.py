@@ -16,7 +16,6 @@ import numpy as np
 from ft.base.errors import UserError
 from ft.systems.spare.golomb import OPTIMAL
 from ft.systems.spare.modular import bose, prime_power, ruzsa, singer
-from ft.systems.spare.theory import check_size
 
 SEARCH_GROUPS = 150
 """Number of groups up to which a ruler is searched for if neither a table nor a construction provides one."""
@@ -198,3 +197,20 @@ def _advice(groups: int, redundancy: int) -> str:
     if largest < 2:
         return "give 3 groups or more"
     return f"the largest redundancy for which a ruler of {groups} groups is known is {largest}"
+
+
+def check_size(groups: int, redundancy: int | None = None) -> None:
+    """Check the number of groups and the redundancy.
+
+    Raises:
+        UserError: there are fewer than 2 groups, or the redundancy is not in 2..groups.
+    """
+    if groups < 2:
+        raise UserError(f"with {groups} groups, no group survives the loss of one", "give 2 groups or more")
+    if redundancy is not None and redundancy < 2:
+        raise UserError(f"with redundancy {redundancy}, a lost type has no other host", "give 2 or more")
+    if redundancy is not None and redundancy > groups:
+        raise UserError(
+            f"redundancy {redundancy} with {groups} groups: a type has at most one host in each group",
+            f"give a redundancy of at most {groups}",
+        )

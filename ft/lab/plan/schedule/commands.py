@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ft.base.errors import UserError
 from ft.base.quantities import argument, between
+from ft.lab.plan.schedule.file import as_values as program_values
+from ft.lab.plan.schedule.file import write
 from ft.lab.plan.schedule.table import as_text, as_values, predicted
 from ft.systems.schedule.choose import BEST, KINDS, Planned, Shape, best, compared, plan
-from ft.systems.schedule.file import as_values as program_values
-from ft.systems.schedule.file import write
 
 _DESCRIPTION = """\
 Plan the order in which each pipeline stage runs the forwards and backwards of its microbatches, compute the bubbles,

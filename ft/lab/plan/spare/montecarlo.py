@@ -10,9 +10,9 @@ from typing import Any
 
 from ft.base.quantities import argument, whole
 from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
+from ft.lab.plan.spare.trials import Outcome, run_trials
+from ft.lab.simulate.spare import theory
 from ft.show.text import table
-from ft.systems.spare import theory
-from ft.systems.spare.montecarlo import Outcome, run_trials
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 

@@ -12,10 +12,10 @@ from typing import Any
 from ft.base.errors import UserError
 from ft.lab.plan.spare.optimum import WITHOUT, Choice, Optimum, choice, optimum
 from ft.lab.plan.spare.simulate import add_flags, asked_for
+from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.study import row
 from ft.show.text import percent, seconds, table
-from ft.systems.spare import theory
 from ft.systems.spare.ruler import largest_redundancy, ruler
 
 _DESCRIPTION = """\

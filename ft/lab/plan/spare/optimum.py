@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.study import Row, checkpoint_period, endurance
-from ft.systems.spare import theory
 
 _ALIKE = 0.01
 """Largest relative difference at which two times to train count as equal."""

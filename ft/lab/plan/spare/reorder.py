@@ -94,7 +94,7 @@ def difference(placement: Placement, failed: list[int], done: Reordering) -> str
     Returns:
         A sentence that says what differs, or None if nothing differs.
     """
-    from ft.systems.spare.controller.flow import min_cost, smallest_stack
+    from ft.lab.plan.spare.flow import min_cost, smallest_stack
 
     alive = np.ones(placement.groups, dtype=bool)
     alive[failed] = False

@@ -10,8 +10,8 @@ from typing import Any
 
 from ft.base.quantities import argument, whole
 from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
+from ft.lab.simulate.spare import theory
 from ft.show.text import table
-from ft.systems.spare import theory
 
 _DESCRIPTION = """\
 Evaluate the closed forms of the SPARe paper: failures up to the first wipe-out (3), stacks per step by (5) and by its
@@ -52,7 +52,7 @@ def answer(groups: int, redundancy: int, failures: int | None = None) -> dict[st
     number of earlier failures, is given.
 
     Raises:
-        UserError: as in :mod:`ft.systems.spare.theory`.
+        UserError: as in :mod:`ft.lab.simulate.spare.theory`.
     """
     found: dict[str, Any] = {
         "mu": theory.mu(groups, redundancy),

@@ -3,9 +3,9 @@
 import argparse
 import json
 
-from ft.job.quorum.spread import FAN_OUT
 from ft.lab.simulate.quorum.run import emulate
 from ft.lab.simulate.quorum.shape import Job, processes
+from ft.lab.simulate.quorum.spread import FAN_OUT
 from ft.lab.simulate.quorum.table import as_text, as_values
 
 _DESCRIPTION = """\

@@ -22,8 +22,8 @@ from concurrent.futures import Future
 
 from ft.base.errors import FtError
 from ft.job.quorum import Limits, Quorum, QuorumClient, Report, wire
-from ft.job.quorum.spread import Relay
 from ft.lab.simulate.quorum.shape import Job, raise_limit
+from ft.lab.simulate.quorum.spread import Relay
 from ft.net.codec import from_json, to_json
 from ft.platform import processes
 

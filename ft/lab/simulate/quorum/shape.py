@@ -10,7 +10,7 @@ import resource
 from dataclasses import dataclass
 
 from ft.base.errors import UserError
-from ft.job.quorum.spread import FAN_OUT, Tree
+from ft.lab.simulate.quorum.spread import FAN_OUT, Tree
 
 WARM_UP = 5
 """Number of first quorums that are not counted, because they include imports, first allocations and empty tables."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from scipy import special
 
+from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.clocks import Law
 from ft.lab.simulate.spare.run import Result, run
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.schemes import Replication, Scheme, Spare, replication_endurance
-from ft.systems.spare import theory
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 

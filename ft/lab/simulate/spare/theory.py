@@ -11,6 +11,7 @@ the whole system. All times have the same unit, for example seconds.
 import math
 
 from ft.base.errors import UserError
+from ft.systems.spare.ruler import check_size
 
 EULER_GAMMA = 0.57721566490153286
 
@@ -157,23 +158,6 @@ def r_star(groups: int) -> int:
     """
     check_size(groups)
     return math.floor(math.log2(groups) + EULER_GAMMA / math.log(2))
-
-
-def check_size(groups: int, redundancy: int | None = None) -> None:
-    """Check the number of groups and the redundancy.
-
-    Raises:
-        UserError: there are fewer than 2 groups, or the redundancy is not in 2..groups.
-    """
-    if groups < 2:
-        raise UserError(f"with {groups} groups, no group survives the loss of one", "give 2 groups or more")
-    if redundancy is not None and redundancy < 2:
-        raise UserError(f"with redundancy {redundancy}, a lost type has no other host", "give 2 or more")
-    if redundancy is not None and redundancy > groups:
-        raise UserError(
-            f"redundancy {redundancy} with {groups} groups: a type has at most one host in each group",
-            f"give a redundancy of at most {groups}",
-        )
 
 
 _POSITIVE = {"save", "failure", "mtbf"}

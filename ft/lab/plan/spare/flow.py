@@ -46,9 +46,7 @@ def smallest_stack(hosts: np.ndarray, alive: np.ndarray, from_stack: int) -> int
     return None
 
 
-def min_cost(
-    hosts: np.ndarray, orders: np.ndarray, alive: np.ndarray, stack: int, free: int | None = None
-) -> tuple[np.ndarray, int] | None:
+def min_cost(hosts: np.ndarray, orders: np.ndarray, alive: np.ndarray, stack: int) -> tuple[np.ndarray, int] | None:
     """Return the group that computes each type, such that as few types as possible have to move in a stack.
 
     The search starts with the types that are in the first ``stack`` positions of a surviving group, a flow without
@@ -59,7 +57,6 @@ def min_cost(
         orders: the type at each stack position, int [N, r].
         alive: which groups are alive, bool [N].
         stack: S, the number of types that a group computes.
-        free: a group in which moves cost nothing, or None.
 
     Returns:
         (the group of each type, int [N]; the number of moved types); None if ``stack`` is too small.
@@ -70,7 +67,7 @@ def min_cost(
     moved = (orders[group, :stack] != kind[:, None]).all(axis=1)
     owner = np.full(types, UNASSIGNED)
     owner[kind[~moved][::-1]] = group[~moved][::-1]  # if several groups have a type: its first host
-    cost = np.where(group == free, 0, moved).astype(float) if free is not None else moved.astype(float)
+    cost = moved.astype(float)
     edges = _Edges(kind, group, cost)
     potential = np.zeros(2 * types + 2)
     for _ in range(int((owner == UNASSIGNED).sum())):
