@@ -11,7 +11,7 @@ from ft.observe.hsdp.lanes import lanes
 from ft.observe.hsdp.lineage import Step, lineage
 from ft.observe.hsdp.record import NOTHING, Record
 from ft.observe.hsdp.stalls import find
-from ft.observe.report.status import STALE_S
+from ft.observe.report.status import STALE_S, shown, state_facts
 from ft.show.text import seconds, table
 
 
@@ -98,26 +98,17 @@ def status(record: Record, now: float, gone: str = "") -> Status:
 
 def as_text(found: Status, folder: str) -> str:
     """Return the status as a few lines and a table of the replicas."""
-    age = (
-        ""
-        if found.age is None or found.ended
-        else f"last step {seconds(found.age)} ago" + (" (stale?)" if found.stale else "")
-    )
+    age = None if found.ended else found.age
     members = [", ".join(map(str, found.healthy)) or "-"]
     members += [f"catching up: {', '.join(map(str, found.behind))}"] if found.behind else []
     facts = [
-        ("run", folder),
-        (
-            "state",
-            ", ".join(part for part in (f"gone (it was {found.phase})" if found.gone else found.phase, age) if part),
-        ),
-        *([("", found.gone)] if found.gone else []),
-        ("step", _shown(found.step)),
+        *state_facts(folder, found.phase, found.gone, age, "last step {} ago", found.stale),
+        ("step", shown(found.step)),
         ("each", seconds(found.step_s)),
-        ("quorum", f"{_shown(found.quorum)} of replicas {'; '.join(members)}"),
+        ("quorum", f"{shown(found.quorum)} of replicas {'; '.join(members)}"),
     ]
     rows = [
-        (str(m.replica), m.state, _shown(m.step), _shown(m.quorum), _shown(m.position), seconds(m.age))
+        (str(m.replica), m.state, shown(m.step), shown(m.quorum), shown(m.position), seconds(m.age))
         for m in found.members
     ]
     head = ("replica", "state", "step", "quorum", "samples taken", "last step ago")
@@ -153,7 +144,3 @@ def _member(record: Record, number: int, states: dict[int, str], last: Step | No
         position=last.commit.positions.get(number, 0) if last else None,
         age=max(0.0, now - latest.wall) if latest else None,
     )
-
-
-def _shown(value: int | None) -> str:
-    return "-" if value is None else str(value)

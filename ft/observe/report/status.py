@@ -123,31 +123,19 @@ def status(run: Run, now: float, gone: str = "") -> Status:
 
 def as_text(found: Status, folder: str) -> str:
     """Return the status as a few lines and a table of the members."""
-    age = (
-        ""
-        if found.age is None
-        else f"{_AGO[found.ended]} {seconds(found.age)} ago" + (" (stale?)" if found.stale else "")
-    )
     facts = [
-        ("run", folder),
-        (
-            "state",
-            ", ".join(part for part in (f"gone (it was {found.phase})" if found.gone else found.phase, age) if part),
-        ),
-        *([("", found.gone)] if found.gone else []),
-        ("step", _shown(found.step)),
-        ("epoch", _shown(found.epoch)),
+        *state_facts(folder, found.phase, found.gone, found.age, f"{_AGO[found.ended]} {{}} ago", found.stale),
+        ("step", shown(found.step)),
+        ("epoch", shown(found.epoch)),
         ("snapshots", _snapshots(found)),
-        ("restarts", _shown(found.restarts)),
+        ("restarts", shown(found.restarts)),
         ("recovered", str(found.recovered)),
         ("last", _last(found.last)),
     ]
     facts += [("records", text) for text in found.lacking]
     lines = [f"{name:<10} {value}" for name, value in facts]
     if found.members:
-        rows = [
-            (_rank(m), m.worker, m.node or "-", m.state or "-", _shown(m.step), _shown(m.lag)) for m in found.members
-        ]
+        rows = [(_rank(m), m.worker, m.node or "-", m.state or "-", shown(m.step), shown(m.lag)) for m in found.members]
         lines += ["", table(("rank", "worker", "node", "state", "step", "lag"), rows, right=(4, 5))]
     return "\n".join(lines)
 
@@ -252,7 +240,24 @@ def _last(recovery: Recovery | None) -> str:
     return f"recovery {recovery.number}, {recovery.outcome}{took}{reason}"
 
 
-def _shown(value: int | None) -> str:
+def state_facts(folder: str, phase: str, gone: str, age: float | None, when: str, stale: bool) -> list[tuple[str, str]]:
+    """Return the first lines of a status, as pairs of a name and a value: the run, its state, and why it is gone.
+
+    Args:
+        folder: the run's folder.
+        phase: phase or final state of the run.
+        gone: why the run has no live process that directs it, "" while it has, or may have, one.
+        age: seconds since the run has written anything; None: the state is shown without its age.
+        when: the words for the age, with {} for the duration.
+        stale: whether the age is suspiciously large.
+    """
+    words = [f"gone (it was {phase})" if gone else phase]
+    if age is not None:
+        words.append(when.format(seconds(age)) + (" (stale?)" if stale else ""))
+    return [("run", folder), ("state", ", ".join(words)), *([("", gone)] if gone else [])]
+
+
+def shown(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
