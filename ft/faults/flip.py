@@ -119,11 +119,28 @@ def _word(value: Any) -> str:
     return value
 
 
-def _one_of(*choices: str):
+def one_of(*choices: str):
+    """Return a reader that accepts these values; it raises ValueError for any other."""
+
     def read(value: Any) -> str:
         if value not in choices:
             raise ValueError("this is not a valid value")
         return value
+
+    return read
+
+
+def whole(least: int):
+    """Return a reader of whole numbers; it raises ValueError for any other value, and for less than ``least``."""
+
+    def read(value: Any) -> int:
+        text = str(value)
+        if not text.removeprefix("-").isdecimal():
+            raise ValueError("not a whole number")
+        number = int(text)
+        if number < least:
+            raise ValueError(f"less than {least}")
+        return number
 
     return read
 
@@ -137,13 +154,6 @@ def _bit(value: Any) -> int | None:
     return number
 
 
-def _count(value: Any) -> int:
-    number = int(str(value))
-    if number < 1:
-        raise ValueError("less than 1")
-    return number
-
-
 def _share(value: Any) -> float:
     number = float(value)
     if not 0.0 < number <= 1.0:
@@ -153,11 +163,11 @@ def _share(value: Any) -> float:
 
 _READERS = {
     "operator": _word,
-    "phase": _one_of(ANY, *PHASES),
-    "execution": _one_of(ANY, PRIMARY, CHECKER),
+    "phase": one_of(ANY, *PHASES),
+    "execution": one_of(ANY, PRIMARY, CHECKER),
     "bit": _bit,
-    "mode": _one_of(ONCE, REPEAT, STUCK),
-    "nth": _count,
+    "mode": one_of(ONCE, REPEAT, STUCK),
+    "nth": whole(1),
     "probability": _share,
 }
 _ALLOWED = {

@@ -20,7 +20,7 @@ from typing import Any
 from ft.base.errors import UserError
 from ft.faults.distributions import Distribution, parse_distribution, parse_duration
 from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES
-from ft.faults.flip import BIT_FLIP, Flip, read_flip
+from ft.faults.flip import BIT_FLIP, Flip, one_of, read_flip, whole
 from ft.faults.flip import KEYS as FLIP_KEYS
 from ft.faults.table import NAMES
 
@@ -195,39 +195,17 @@ def _check_combination(kind: str, keys: Mapping[str, Any], text: str) -> None:
 
 _RECOVERY = ", ".join(RECOVERY_PHASES)
 _FIELDS = {"for": "seconds"}
-_CHOICES = {"phase": PHASES, "error": ERRORS, "copies": COPIES, "value": VALUES}
 
 
 def _read(key: str, value: Any, text: str) -> Any:
     try:
-        if key in _CHOICES:
-            return _one_of(_CHOICES[key], value)
         return _READERS[key](value)
     except (ValueError, TypeError) as error:
         raise UserError(f"{text!r}: {key}={value} is wrong: {error}", _ALLOWED[key]) from error
 
 
-def _one_of(choices: tuple[str, ...], value: Any) -> str:
-    if value not in choices:
-        raise ValueError("this is not a valid value")
-    return value
-
-
-def _whole(least: int):
-    def read(value: Any) -> int:
-        text = str(value)
-        if not text.removeprefix("-").isdecimal():
-            raise ValueError("not a whole number")
-        number = int(text)
-        if number < least:
-            raise ValueError(f"less than {least}")
-        return number
-
-    return read
-
-
 def _rank(value: Any) -> int | str:
-    return "random" if value == "random" else _whole(0)(value)
+    return "random" if value == "random" else whole(0)(value)
 
 
 def _factor(value: Any) -> float:
@@ -238,16 +216,20 @@ def _factor(value: Any) -> float:
 
 
 _READERS = {
-    "step": _whole(1),
+    "step": whole(1),
     "time": lambda value: parse_duration(value, least=0.0),
     "every": parse_distribution,
     "trace": str,
     "rank": _rank,
     "replica": _rank,
     "node": str,
+    "phase": one_of(*PHASES),
     "for": parse_duration,
     "factor": _factor,
-    "count": _whole(1),
+    "error": one_of(*ERRORS),
+    "copies": one_of(*COPIES),
+    "value": one_of(*VALUES),
+    "count": whole(1),
     "until": parse_duration,
 }
 _DURATION = "seconds, or a number with ms, s, m or h: 500ms, 90s, 2m"
