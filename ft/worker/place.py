@@ -26,7 +26,7 @@ class Place:
         epoch: number of the worker's epoch, open or closed; -1 before the first.
         closed_epoch: number of the newest epoch that is known to be closed, -1 if none is.
         seats: logical rank -> worker that holds it, with its addresses.
-        meeting: address of the rendezvous store for this epoch's process groups.
+        rendezvous_address: host:port of the rendezvous store for this epoch's process groups.
         fired: numbers of the planned faults that were injected already.
     """
 
@@ -35,7 +35,7 @@ class Place:
         self.rank = self.local_rank = self.epoch = self.closed_epoch = -1
         self.joins = False
         self.seats: dict[int, Seat] = {}
-        self.meeting = ""
+        self.rendezvous_address = ""
         self.fired: set[int] = set()
 
     @property
@@ -76,7 +76,7 @@ class Place:
         self.rank, self.epoch = rank, opened.epoch
         self.seats = {int(r): seat for r, seat in opened.seats.items()}
         self.world_size = len(self.seats)
-        self.meeting = opened.meeting
+        self.rendezvous_address = opened.meeting
         self.local_rank = self.seats[rank].local_rank
         self.fired = set(opened.fired)
 

@@ -21,7 +21,7 @@ from ft.job.agent.link import Link
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Close, Observed, Open
 from ft.net.choice import network_of
-from ft.state.groups import Groups, Meeting
+from ft.state.groups import Groups, Rendezvous
 from ft.state.snapshot import SnapshotServer
 from ft.worker import protocol
 from ft.worker.orders import Orders
@@ -112,7 +112,7 @@ class Session(protocol.Member):
         """
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.world_size), LOCAL_RANK=str(self.local_rank))
         self.groups = Groups.start(
-            meeting=self.meeting_place(),
+            rendezvous=self.rendezvous(),
             prefix=self.prefix(),
             rank=self.rank,
             world_size=self.world_size,
@@ -122,9 +122,9 @@ class Session(protocol.Member):
             epoch=self.epoch,
         )
 
-    def meeting_place(self) -> Meeting:
+    def rendezvous(self) -> Rendezvous:
         """Return the store in which the groups of this epoch rendezvous."""
-        return Meeting(self.meeting, self.token)
+        return Rendezvous(self.rendezvous_address, self.token)
 
     def prefix(self) -> str:
         """Return the prefix of the store keys of this epoch's groups.

@@ -137,7 +137,7 @@ def test_strangers_at_every_port_of_a_run_change_nothing(corpus, reference, tmp_
     job = Running(tmp_path / "run", "pretrain_gpt.py", wanted, options="--inject kill@step=30:rank=2")
     job.wait_for(lambda: job.step() >= 3)
     listening = listening_ports(psutil.Process(job.process.pid))
-    assert len(listening) >= 6, "control plane, meeting place, snapshot servers"
+    assert len(listening) >= 6, "control plane, rendezvous stores, snapshot servers"
     for port in listening:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.2) as stranger:
             stranger.settimeout(0.2)

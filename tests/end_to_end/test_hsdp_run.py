@@ -192,8 +192,8 @@ def test_a_checkpoint_of_three_replicas_goes_on_with_two_and_every_sample_is_see
     after = second.proof
     assert after.steps == list(range(9, 17)) and not after.unequal() and after.audit.is_clean, second.explain()
     last, begin = first.proof.lineage.steps[-1].commit, after.lineage.steps[0].commit
-    taken = last.deal.taken(last.positions).tolist()
-    assert begin.deal.taken(lineage.before_of(begin)).tolist() == taken, "samples are lost or seen again"
+    taken = last.assignment.taken(last.positions).tolist()
+    assert begin.assignment.taken(lineage.before_of(begin)).tolist() == taken, "samples are lost or seen again"
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -114,8 +114,8 @@ def test_all_replicas_lost_go_on_from_the_checkpoint_and_another_run_from_its_en
     after, last = second.proof, first.proof.lineage.steps[-1].commit
     assert after.steps == [11, 12, 13, 14] and not after.unequal() and after.audit.is_clean, second.explain()
     begin = after.lineage.steps[0].commit
-    taken = last.deal.taken(last.positions).tolist()
-    assert begin.deal.taken(lineage.before_of(begin)).tolist() == taken, "samples are lost or seen again"
+    taken = last.assignment.taken(last.positions).tolist()
+    assert begin.assignment.taken(lineage.before_of(begin)).tolist() == taken, "samples are lost or seen again"
 
 
 @pytest.mark.long

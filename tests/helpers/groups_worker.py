@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ft.job.messages import GroupReport
 from ft.net.store import StoreConnection
-from ft.state.groups import Groups, Meeting, plan_rebuild
+from ft.state.groups import Groups, Rendezvous, plan_rebuild
 
 LIMIT_S = 20.0
 TOKEN = "of the test"
@@ -36,7 +36,7 @@ class Worker:
         self.groups: Groups | None = None
         threading.Thread(target=self._follow, args=(epoch,), daemon=True).start()
         self.groups = Groups.start(
-            meeting=Meeting(address, TOKEN),
+            rendezvous=Rendezvous(address, TOKEN),
             prefix=f"groups/{epoch}",
             rank=self.rank,
             world_size=self.size,

@@ -10,7 +10,7 @@ from ft.base.events import EventLog
 from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.commits import Commit, CommitLog
 from ft.systems.hsdp.loader_state import LoaderState
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 
 START = 1_700_000_000.0
 SEQ = 64
@@ -22,7 +22,7 @@ class Held:
 
     step: int
     lineage: int
-    deal: Deal
+    assignment: SampleAssignment
     positions: dict[int, int]
 
 
@@ -52,11 +52,11 @@ class Run:
 
     def __post_init__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.begin(Held(0, 0, Deal(self.replicas, self.block), dict.fromkeys(range(self.replicas), 0)))
+        self.begin(Held(0, 0, SampleAssignment(self.replicas, self.block), dict.fromkeys(range(self.replicas), 0)))
 
     def begin(self, held: Held) -> None:
         """Start all replicas with that state."""
-        self.replicas, self.alive = held.deal.replicas, set(range(held.deal.replicas))
+        self.replicas, self.alive = held.assignment.replicas, set(range(held.assignment.replicas))
         self.state = dict.fromkeys(self.alive, held)
         for replica in self.alive:
             (self.folder / f"replica-{replica}").mkdir(exist_ok=True)
@@ -69,10 +69,10 @@ class Run:
     def again(self, key: tuple[int, int], replicas: int) -> None:
         """End the whole run and resume from the checkpoint of a commit, with `replicas` replicas."""
         held = self.held[key]
-        deal, positions = held.deal.after(held.positions, held.step, replicas, self.block)
+        assignment, positions = held.assignment.after(held.positions, held.step, replicas, self.block)
         self.trained[held.step, 0] = self.trained[key]
         self.now += 2.0
-        self.begin(Held(held.step, 0, deal, positions))
+        self.begin(Held(held.step, 0, assignment, positions))
 
     def step(self, by: set[int] | None = None, took: float | None = None, **changes) -> tuple[int, int]:
         """Run a step in a new quorum of all living replicas, committed by the replicas `by` (default: all); return
@@ -96,14 +96,14 @@ class Run:
         if not committed:
             return before.step, 0
         positions = {r: p + self.batch * (r in healthy) for r, p in before.positions.items()}
-        after = Held(before.step + 1, self.number, before.deal, positions)
+        after = Held(before.step + 1, self.number, before.assignment, positions)
         key = (after.step, self.number)
         read = {r: range(before.positions[r], before.positions[r] + self.batch) for r in healthy}
-        samples = [before.deal.stream(r).index(p) for r, places in read.items() for p in places]
+        samples = [before.assignment.stream(r).index(p) for r, places in read.items() for p in places]
         self.trained[key] = self.trained.get((before.step, before.lineage), []) + samples
         self.held[key] = after
         line = Commit(
-            *(after.step, self.number, before.lineage, healthy, behind, self.batch, before.deal, positions),
+            *(after.step, self.number, before.lineage, healthy, behind, self.batch, before.assignment, positions),
             *(START + self.now, took, 0.01),
         )
         line = replace(line, **changes)
@@ -113,7 +113,7 @@ class Run:
             self.state[replica] = after
             if replica in behind:
                 self.own(replica, events.CAUGHT_UP, step=before.step, replica=replica, fetch_s=0.01, bytes=9)
-        loader_state.write(self.folder, LoaderState(after.step, self.number, self.batch, before.deal, positions))
+        loader_state.write(self.folder, LoaderState(after.step, self.number, self.batch, before.assignment, positions))
         return key
 
     def steps(self, count: int) -> None:

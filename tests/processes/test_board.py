@@ -1,4 +1,4 @@
-"""What every board does, whatever it is made of."""
+"""The behaviour that every implementation of the control channel has."""
 
 import contextlib
 import threading
@@ -9,7 +9,7 @@ import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
 
 from ft.base.errors import UserError
-from ft.job.control import channel as boards
+from ft.job.control import channel as channels
 from ft.job.control.channel import KEPT_ORDERS, AgentChannel, ControlChannel, Posted, Record
 from ft.job.messages import AgentBeat, Close, Observed
 
@@ -19,33 +19,33 @@ TOKEN = "a token"
 
 
 @pytest.fixture(params=["tcp", "etcd"])
-def board(request):
-    """Boards of one kind; all their ends are closed after the test."""
+def channel(request):
+    """Control channels of one kind; all their ends are closed after the test."""
     if request.param == "tcp":
         pytest.importorskip("ft.job.control.channel.tcp")
         where = "tcp://127.0.0.1:0"
     else:
         where = request.getfixturevalue("etcd")(1).url
-    made = Boards(where)
+    made = ChannelEnds(where)
     yield made
     made.close()
 
 
-class Boards:
-    """Ends of a board."""
+class ChannelEnds:
+    """Makes the ends of a control channel, and closes them."""
 
     def __init__(self, where: str):
         self._where, self._ends = where, []
 
     def host(self, record: Record | None = Record(), run: str = "run-0") -> ControlChannel:  # noqa: B008 - frozen
-        control = boards.host(self._where, run, TOKEN)
+        control = channels.host(self._where, run, TOKEN)
         self._ends.append(control)
         if record is not None:
             control.resume(record)
         return control
 
     def connect(self, control: ControlChannel, node: str = "n0", token: str = TOKEN) -> AgentChannel:
-        agent = boards.connect(control.where, node, token, LIMIT_S if token == TOKEN else 1.0)
+        agent = channels.connect(control.where, node, token, LIMIT_S if token == TOKEN else 1.0)
         self._ends.append(agent)
         return agent
 
@@ -125,22 +125,22 @@ def eventually(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_reports_come_as_they_were_posted(board):
-    control = board.host()
-    agent = board.connect(control)
+def test_reports_come_as_they_were_posted(channel):
+    control = channel.host()
+    agent = channel.connect(control)
     for number in range(1, 21):
         agent.post(number, report(number))
     assert receive(control, 20) == [Posted("n0", number, report(number)) for number in range(1, 21)]
 
 
-def test_nothing_comes_when_nothing_was_posted(board):
-    control = board.host()
+def test_nothing_comes_when_nothing_was_posted(channel):
+    control = channel.host()
     assert control.receive(0.01) is None
 
 
-def test_a_heartbeat_comes_without_a_number(board):
-    control = board.host()
-    agent = board.connect(control)
+def test_a_heartbeat_comes_without_a_number(channel):
+    control = channel.host()
+    agent = channel.connect(control)
     agent.post(0, AgentBeat("n0"))
     found = []
     eventually(lambda: found.append(control.receive(0.1)) or found[-1] is not None)
@@ -148,45 +148,45 @@ def test_a_heartbeat_comes_without_a_number(board):
     assert agent.taken() == 0
 
 
-def test_orders_are_numbered_from_zero_and_come_in_sequence(board):
-    control = board.host()
-    follower = Follower(board.connect(control))
+def test_orders_are_numbered_from_zero_and_come_in_sequence(channel):
+    control = channel.host()
+    follower = Follower(channel.connect(control))
     for number in range(50):
         control.publish(order(number))
     assert follower.wait_for(49) == numbered(0, 49)
 
 
-def test_a_blocked_follower_gets_the_next_order(board):
-    control = board.host()
-    follower = Follower(board.connect(control))
+def test_a_blocked_follower_gets_the_next_order(channel):
+    control = channel.host()
+    follower = Follower(channel.connect(control))
     for number in range(3):
         time.sleep(SOON_S)  # it has caught up, and waits
         control.publish(order(number))
         follower.wait_for(number)
 
 
-def test_a_late_follower_gets_all_orders_from_where_it_starts(board):
-    control = board.host()
+def test_a_late_follower_gets_all_orders_from_where_it_starts(channel):
+    control = channel.host()
     for number in range(10):
         control.publish(order(number))
-    assert Follower(board.connect(control)).wait_for(9) == numbered(0, 9)
-    assert Follower(board.connect(control, "n1"), 7).wait_for(9) == numbered(7, 9)
-    ahead = Follower(board.connect(control, "n2"), 10)
+    assert Follower(channel.connect(control)).wait_for(9) == numbered(0, 9)
+    assert Follower(channel.connect(control, "n1"), 7).wait_for(9) == numbered(7, 9)
+    ahead = Follower(channel.connect(control, "n2"), 10)
     control.publish(order(10))
     assert ahead.wait_for(10) == numbered(10, 10)
 
 
-def test_every_follower_gets_every_order(board):
-    control = board.host()
-    followers = [Follower(board.connect(control, f"n{i}")) for i in range(4)]
+def test_every_follower_gets_every_order(channel):
+    control = channel.host()
+    followers = [Follower(channel.connect(control, f"n{i}")) for i in range(4)]
     for number in range(30):
         control.publish(order(number))
     assert all(follower.wait_for(29) == numbered(0, 29) for follower in followers)
 
 
-def test_two_agents_report_at_once_and_each_in_its_order(board):
-    control = board.host()
-    agents = [board.connect(control, node) for node in ("n0", "n1")]
+def test_two_agents_report_at_once_and_each_in_its_order(channel):
+    control = channel.host()
+    agents = [channel.connect(control, node) for node in ("n0", "n1")]
 
     def say(agent: AgentChannel) -> None:
         for number in range(1, 41):
@@ -202,9 +202,9 @@ def test_two_agents_report_at_once_and_each_in_its_order(board):
         assert numbers([posted for posted in found if posted.node == node]) == list(range(1, 41))
 
 
-def test_an_agent_learns_what_is_on_record(board):
-    control = board.host()
-    agent, other = board.connect(control), board.connect(control, "n1")
+def test_an_agent_learns_what_is_on_record(channel):
+    control = channel.host()
+    agent, other = channel.connect(control), channel.connect(control, "n1")
     assert agent.taken() == 0
     for number in (1, 2, 3):
         agent.post(number, report(number))
@@ -214,16 +214,16 @@ def test_an_agent_learns_what_is_on_record(board):
     assert other.taken() == 0
 
 
-def test_what_is_posted_again_comes_in_order_or_not_at_all(board):
-    control = board.host()
-    first = board.connect(control)
+def test_what_is_posted_again_comes_in_order_or_not_at_all(channel):
+    control = channel.host()
+    first = channel.connect(control)
     for number in (1, 2, 3):
         first.post(number, report(number))
     assert numbers(receive(control, 3)) == [1, 2, 3]
     control.took("n0", 1)
     eventually(lambda: first.taken() == 1)
     first.close()
-    second = board.connect(control)
+    second = channel.connect(control)
     for number in (2, 3, 4):
         second.post(number, report(number))
     found = []
@@ -232,10 +232,10 @@ def test_what_is_posted_again_comes_in_order_or_not_at_all(board):
     assert numbers(found) in ([2, 3, 4], [4])
 
 
-def test_a_new_control_plane_goes_on_where_the_record_ends(board):
+def test_a_new_control_plane_goes_on_where_the_record_ends(channel):
     record = Record(first=5, orders=[order(5), order(6)], taken={"n0": 3})
-    control = board.host(record)
-    agent = board.connect(control)
+    control = channel.host(record)
+    agent = channel.connect(control)
     assert agent.taken() == 3
     follower = Follower(agent)
     control.publish(order(7))
@@ -244,18 +244,18 @@ def test_a_new_control_plane_goes_on_where_the_record_ends(board):
     assert numbers(receive(control, 1)) == [4]
 
 
-def test_a_record_without_orders_says_what_comes_next(board):
-    control = board.host(Record(first=12))
-    follower = Follower(board.connect(control))
+def test_a_record_without_orders_says_what_comes_next(channel):
+    control = channel.host(Record(first=12))
+    follower = Follower(channel.connect(control))
     control.publish(order(12))
     assert follower.wait_for(12) == numbered(12, 12)
 
 
-def test_a_control_plane_takes_over_from_one_that_is_gone(board):
-    old = board.host()
+def test_a_control_plane_takes_over_from_one_that_is_gone(channel):
+    old = channel.host()
     for number in range(3):
         old.publish(order(number))
-    agent = board.connect(old)
+    agent = channel.connect(old)
     for number in (1, 2):
         agent.post(number, report(number))
     receive(old, 2)
@@ -265,8 +265,8 @@ def test_a_control_plane_takes_over_from_one_that_is_gone(board):
     old.close()
     agent.close()
     assert isinstance(follower.wait_for_end(), ConnectionError)
-    new = board.host(Record(0, [order(0), order(1), order(2)], {"n0": 1}))
-    again = board.connect(new)
+    new = channel.host(Record(0, [order(0), order(1), order(2)], {"n0": 1}))
+    again = channel.connect(new)
     assert again.taken() == 1
     again.post(2, report(2))
     assert numbers(receive(new, 1)) == [2]
@@ -274,9 +274,9 @@ def test_a_control_plane_takes_over_from_one_that_is_gone(board):
     assert Follower(again, 3).wait_for(3) == numbered(3, 3)
 
 
-def test_agents_wait_until_the_board_is_as_on_record(board):
-    control = board.host(None)
-    agent = board.connect(control)
+def test_agents_wait_until_the_channel_is_as_on_record(channel):
+    control = channel.host(None)
+    agent = channel.connect(control)
     found: list[int] = []
     asking = threading.Thread(target=lambda: found.append(agent.taken()), daemon=True)
     asking.start()
@@ -287,22 +287,22 @@ def test_agents_wait_until_the_board_is_as_on_record(board):
     assert found == [9]
 
 
-def test_the_oldest_orders_go(board):
-    control = board.host()
+def test_the_oldest_orders_go(channel):
+    control = channel.host()
     for number in range(KEPT_ORDERS + 5):
         control.publish(order(number))
     last = KEPT_ORDERS + 4
-    assert Follower(board.connect(control)).wait_for(last) == numbered(5, last)
+    assert Follower(channel.connect(control)).wait_for(last) == numbered(5, last)
 
 
-def test_a_record_of_as_many_orders_as_are_kept_is_taken_whole(board):
+def test_a_record_of_as_many_orders_as_are_kept_is_taken_whole(channel):
     last = KEPT_ORDERS + 2
-    control = board.host(Record(3, [order(number) for number in range(3, last + 1)]))
-    assert Follower(board.connect(control)).wait_for(last) == numbered(3, last)
+    control = channel.host(Record(3, [order(number) for number in range(3, last + 1)]))
+    assert Follower(channel.connect(control)).wait_for(last) == numbered(3, last)
 
 
-def test_an_agents_end_that_is_closed_wakes_its_follower(board):
-    agent = board.connect(board.host())
+def test_an_agents_end_that_is_closed_wakes_its_follower(channel):
+    agent = channel.connect(channel.host())
     follower = Follower(agent)
     time.sleep(SOON_S)
     agent.close()
@@ -311,24 +311,24 @@ def test_an_agents_end_that_is_closed_wakes_its_follower(board):
         agent.post(1, report(1))
 
 
-def test_nobody_is_there_to_connect_to(board):
-    control = board.host()
+def test_nobody_is_there_to_connect_to(channel):
+    control = channel.host()
     where = control.where
     control.close()
     with pytest.raises(ConnectionError):
-        boards.connect(where, "n0", TOKEN, 1.0).taken()
+        channels.connect(where, "n0", TOKEN, 1.0).taken()
 
 
-def test_another_token_is_refused(board):
-    control = board.host()
+def test_another_token_is_refused(channel):
+    control = channel.host()
     control.publish(order(0))
     with pytest.raises(UserError, match="token"):
-        board.connect(control, token="another token")
+        channel.connect(control, token="another token")
 
 
-def test_long_messages_and_all_letters_get_through(board):
-    control = board.host()
-    agent = board.connect(control, "kö/ln n0")
+def test_long_messages_and_all_letters_get_through(channel):
+    control = channel.host()
+    agent = channel.connect(control, "kö/ln n0")
     told = Observed("test", {"text": "ü\n\"'\x00" * 50_000})
     agent.post(1, told)
     assert receive(control, 1) == [Posted("kö/ln n0", 1, told)]

@@ -1,14 +1,14 @@
-"""The board on etcd while its servers die and stall, and while strangers write where they should not."""
+"""The control channel on etcd while servers die and stall, and while other clients write to its keys."""
 
 import threading
 import time
 
 import pytest
 from etcd_servers import Servers, etcd  # noqa: F401 - a fixture
-from test_board import LIMIT_S, TOKEN, Boards, Follower, eventually, numbered, numbers, order, receive, report
+from test_board import LIMIT_S, TOKEN, ChannelEnds, Follower, eventually, numbered, numbers, order, receive, report
 
 from ft.base.errors import UserError
-from ft.job.control import channel as boards
+from ft.job.control import channel as channels
 from ft.job.control.channel import Posted, Record, etcd_agent, etcd_control, etcd_ledger
 from ft.job.control.channel.etcd_address import Address
 from ft.job.control.channel.etcd_arrivals import Arrivals
@@ -29,26 +29,26 @@ def single(etcd):  # noqa: F811
 
 
 @pytest.fixture
-def board_on():
-    """``board_on(servers)`` makes boards whose ends are closed after the test."""
-    made: list[Boards] = []
+def channel_on():
+    """``channel_on(servers)`` makes control channels whose ends are closed after the test."""
+    made: list[ChannelEnds] = []
 
-    def make(servers: Servers) -> Boards:
-        made.append(Boards(servers.url))
+    def make(servers: Servers) -> ChannelEnds:
+        made.append(ChannelEnds(servers.url))
         return made[-1]
 
     yield make
-    for one_board in made:
-        one_board.close()
+    for one_channel in made:
+        one_channel.close()
 
 
 class Traffic:
     """A control plane with two agents, in full conversation from start to ``end``, which checks that nothing was lost,
     came twice or out of order."""
 
-    def __init__(self, board: Boards):
-        self.control = board.host()
-        self._agents = {node: board.connect(self.control, node) for node in ("n0", "n1")}
+    def __init__(self, channel: ChannelEnds):
+        self.control = channel.host()
+        self._agents = {node: channel.connect(self.control, node) for node in ("n0", "n1")}
         self.followers = [Follower(agent) for agent in self._agents.values()]
         self._ends_at: int | None = None
         self._posted = dict.fromkeys(self._agents, 0)
@@ -145,8 +145,8 @@ def test_a_heartbeat_that_is_older_than_the_last_is_skipped():
 # --- servers ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_lost_when_the_leader_is_killed_and_then_each_other_server(three, board_on):
-    traffic = Traffic(board_on(three))
+def test_nothing_is_lost_when_the_leader_is_killed_and_then_each_other_server(three, channel_on):
+    traffic = Traffic(channel_on(three))
     leader = three.leader()
     for member in (leader, (leader + 1) % 3, (leader + 2) % 3):
         traffic.goes_on()
@@ -157,8 +157,8 @@ def test_nothing_is_lost_when_the_leader_is_killed_and_then_each_other_server(th
     traffic.end()
 
 
-def test_a_server_that_stands_still_holds_nothing_up(three, board_on):
-    traffic = Traffic(board_on(three))
+def test_a_server_that_stands_still_holds_nothing_up(three, channel_on):
+    traffic = Traffic(channel_on(three))
     for member in range(3):
         traffic.goes_on()
         three.stop(member)
@@ -168,8 +168,8 @@ def test_a_server_that_stands_still_holds_nothing_up(three, board_on):
     traffic.end()
 
 
-def test_all_goes_on_once_a_majority_is_back(three, board_on):
-    traffic = Traffic(board_on(three))
+def test_all_goes_on_once_a_majority_is_back(three, channel_on):
+    traffic = Traffic(channel_on(three))
     traffic.goes_on()
     three.kill(0)
     three.kill(1)
@@ -179,8 +179,8 @@ def test_all_goes_on_once_a_majority_is_back(three, board_on):
     traffic.end()
 
 
-def test_without_a_majority_nobody_is_said_to_be_silent(three, board_on):
-    control = board_on(three).host()
+def test_without_a_majority_nobody_is_said_to_be_silent(three, channel_on):
+    control = channel_on(three).host()
     assert control.receive(0.01) is None
     three.kill(0)
     three.kill(1)
@@ -195,12 +195,12 @@ def test_without_a_majority_nobody_is_said_to_be_silent(three, board_on):
     assert came == [None] and control.absences == 1
 
 
-def test_who_has_waited_long_enough_for_a_majority_is_told(three, board_on, monkeypatch):
+def test_who_has_waited_long_enough_for_a_majority_is_told(three, channel_on, monkeypatch):
     for module in (etcd_agent, etcd_control):
         monkeypatch.setattr(module, "PATIENCE_S", 2.0)
-    board = board_on(three)
-    control = board.host()
-    agent = board.connect(control)
+    channel = channel_on(three)
+    control = channel.host()
+    agent = channel.connect(control)
     follower = Follower(agent)
     three.kill(0)
     three.kill(1)
@@ -215,15 +215,15 @@ def test_who_has_waited_long_enough_for_a_majority_is_told(three, board_on, monk
 def test_without_etcd_there_is_no_control_plane(monkeypatch):
     monkeypatch.setattr(etcd_control, "PATIENCE_S", 0.5)
     with pytest.raises(UserError, match=r"127\.0\.0\.1:1"):
-        boards.host("etcd://127.0.0.1:1", "run-0", TOKEN)
+        channels.host("etcd://127.0.0.1:1", "run-0", TOKEN)
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1"):
-        boards.connect("etcd://127.0.0.1:1/ft/run-0", "n0", TOKEN, 0.5)
+        channels.connect("etcd://127.0.0.1:1/ft/run-0", "n0", TOKEN, 0.5)
 
 
 @pytest.mark.parametrize("url", ["etcd://", "etcd://host", "etcd://host:port", "etcd://a:1,,b:2"])
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(UserError, match="cannot be read"):
-        boards.host(url, "run-0", TOKEN)
+        channels.host(url, "run-0", TOKEN)
 
 
 def test_a_password_is_not_repeated():
@@ -232,10 +232,10 @@ def test_a_password_is_not_repeated():
     assert "secret" not in str(caught.value)
 
 
-def test_the_past_that_etcd_has_given_up_is_not_needed(single, board_on):
-    board = board_on(single)
-    control = board.host()
-    agent = board.connect(control)
+def test_the_past_that_etcd_has_given_up_is_not_needed(single, channel_on):
+    channel = channel_on(single)
+    control = channel.host()
+    agent = channel.connect(control)
     follower = Follower(agent)
     control.publish(order(0))
     agent.post(1, report(1))
@@ -253,7 +253,7 @@ def test_the_past_that_etcd_has_given_up_is_not_needed(single, board_on):
     assert follower.wait_for(5) == numbered(0, 5)
     assert numbers(receive(control, 5)) == [2, 3, 4, 5, 6]
     assert all(watch.compacted for watch in held)
-    assert Follower(board.connect(control, "n1")).wait_for(5) == numbered(0, 5)
+    assert Follower(channel.connect(control, "n1")).wait_for(5) == numbered(0, 5)
 
 
 class Held:
@@ -279,7 +279,7 @@ class Held:
             raise
 
 
-def test_users_of_etcd_say_their_password(single, board_on, monkeypatch):
+def test_users_of_etcd_say_their_password(single, channel_on, monkeypatch):
     for path, body in (
         ("auth/user/add", {"name": "root", "password": "se cret"}),
         ("auth/role/add", {"name": "root"}),
@@ -296,12 +296,12 @@ def test_users_of_etcd_say_their_password(single, board_on, monkeypatch):
         impatient.setattr(etcd_control, "PATIENCE_S", 1.0)
         for wrong in (f"etcd://{hosts}", f"etcd://root:guess@{hosts}"):
             with pytest.raises(UserError):
-                boards.host(wrong, "run-0", TOKEN)
+                channels.host(wrong, "run-0", TOKEN)
 
     def works(url: str) -> None:
-        control = boards.host(url, "run-0", TOKEN)
+        control = channels.host(url, "run-0", TOKEN)
         control.resume(Record())
-        agent = boards.connect(control.where, "n0", TOKEN, LIMIT_S)
+        agent = channels.connect(control.where, "n0", TOKEN, LIMIT_S)
         follower = Follower(agent)
         agent.post(1, report(1))
         assert numbers(receive(control, 1)) == [1]
@@ -320,13 +320,13 @@ def test_users_of_etcd_say_their_password(single, board_on, monkeypatch):
 # --- other control planes --------------------------------------------------------------------------------------------
 
 
-def test_a_control_plane_that_was_succeeded_changes_nothing(single, board_on):
-    board = board_on(single)
-    old = board.host()
+def test_a_control_plane_that_was_succeeded_changes_nothing(single, channel_on):
+    channel = channel_on(single)
+    old = channel.host()
     old.publish(order(0))
-    follower = Follower(board.connect(old))
+    follower = Follower(channel.connect(old))
     follower.wait_for(0)
-    new = board.host(Record(0, [order(0)]))
+    new = channel.host(Record(0, [order(0)]))
     with pytest.raises(ConnectionError, match="taken"):
         old.publish(order(99))
     with pytest.raises(ConnectionError, match="taken"):
@@ -334,13 +334,13 @@ def test_a_control_plane_that_was_succeeded_changes_nothing(single, board_on):
             old.receive(0.1)
     assert "taken over" in str(follower.wait_for_end())
     new.publish(order(1))
-    assert Follower(board.connect(new)).wait_for(1) == numbered(0, 1)
+    assert Follower(channel.connect(new)).wait_for(1) == numbered(0, 1)
 
 
-def test_agents_hear_that_their_control_plane_was_killed(single, board_on):
-    board = board_on(single)
-    control = board.host()
-    agent = board.connect(control)
+def test_agents_hear_that_their_control_plane_was_killed(single, channel_on):
+    channel = channel_on(single)
+    control = channel.host()
+    agent = channel.connect(control)
     follower = Follower(agent)
     control._fail(ConnectionError("as if killed"))  # its threads end
     control._pulse.close()
@@ -349,16 +349,16 @@ def test_agents_hear_that_their_control_plane_was_killed(single, board_on):
         agent.taken()
 
 
-def test_nothing_is_left_of_a_control_plane_that_is_not_on_record(single, board_on):
-    board = board_on(single)
-    old = board.host()
+def test_nothing_is_left_of_a_control_plane_that_is_not_on_record(single, channel_on):
+    channel = channel_on(single)
+    old = channel.host()
     for number in range(3):
         old.publish(order(number + 70))
-    board.connect(old, "n9").post(1, report(70))
-    board.connect(old).post(1, report(70))
-    new = board.host(Record())
-    follower = Follower(board.connect(new))
-    agent = board.connect(new)
+    channel.connect(old, "n9").post(1, report(70))
+    channel.connect(old).post(1, report(70))
+    new = channel.host(Record())
+    follower = Follower(channel.connect(new))
+    agent = channel.connect(new)
     new.publish(order(0))
     assert follower.wait_for(0) == numbered(0, 0)
     agent.post(1, report(1))
@@ -367,9 +367,9 @@ def test_nothing_is_left_of_a_control_plane_that_is_not_on_record(single, board_
     assert new.receive(0.01) is None and follower.seen == numbered(0, 0)
 
 
-def test_etcd_holds_no_more_orders_than_are_kept(single, board_on, monkeypatch):
+def test_etcd_holds_no_more_orders_than_are_kept(single, channel_on, monkeypatch):
     monkeypatch.setattr(etcd_ledger, "KEPT_ORDERS", 5)
-    control = board_on(single).host()
+    control = channel_on(single).host()
     for number in range(12):
         control.publish(order(number))
     keys = Stranger(single, control.where).keys
@@ -406,18 +406,18 @@ class Stranger:
 
 
 @pytest.fixture
-def conversation(single, board_on):
-    """(board, control, agent, stranger), with orders 0 to 4 published."""
-    board = board_on(single)
-    control = board.host()
-    agent = board.connect(control)
+def conversation(single, channel_on):
+    """(channel, control, agent, stranger), with orders 0 to 4 published."""
+    channel = channel_on(single)
+    control = channel.host()
+    agent = channel.connect(control)
     for number in range(5):
         control.publish(order(number))
-    return board, control, agent, Stranger(single, control.where)
+    return channel, control, agent, Stranger(single, control.where)
 
 
 def test_what_a_stranger_writes_is_ignored(conversation):
-    board, control, agent, stranger = conversation
+    channel, control, agent, stranger = conversation
     keys = stranger.keys
     follower = Follower(agent)
     follower.wait_for(4)
@@ -438,11 +438,11 @@ def test_what_a_stranger_writes_is_ignored(conversation):
     for number in range(5, 9):
         control.publish(order(number))
     assert follower.wait_for(8) == numbered(0, 8)
-    assert Follower(board.connect(control, "n1")).wait_for(8) == numbered(0, 8)
+    assert Follower(channel.connect(control, "n1")).wait_for(8) == numbered(0, 8)
 
 
 def test_what_a_stranger_deletes_or_overwrites_is_put_back(conversation):
-    board, control, agent, stranger = conversation
+    channel, control, agent, stranger = conversation
     keys = stranger.keys
     control.took("n0", 3)
     eventually(lambda: agent.taken() == 3)
@@ -452,11 +452,11 @@ def test_what_a_stranger_deletes_or_overwrites_is_put_back(conversation):
         for key in owned:
             spoil(key)
             eventually(lambda key=key: stranger.read(key) == before[key])
-    assert Follower(board.connect(control, "n1")).wait_for(4) == numbered(0, 4)
+    assert Follower(channel.connect(control, "n1")).wait_for(4) == numbered(0, 4)
 
 
 def test_all_is_put_back_when_everything_was_deleted(conversation):
-    board, control, agent, stranger = conversation
+    channel, control, agent, stranger = conversation
     agent.post(1, report(1))
     receive(control, 1)
     follower = Follower(agent)
@@ -467,13 +467,13 @@ def test_all_is_put_back_when_everything_was_deleted(conversation):
     assert follower.wait_for(5) == numbered(0, 5)
     assert agent.taken() == 0
     assert stranger.read(stranger.keys.report("n0", 1)) is not None
-    assert Follower(board.connect(control, "n1")).wait_for(5) == numbered(0, 5)
+    assert Follower(channel.connect(control, "n1")).wait_for(5) == numbered(0, 5)
 
 
-def test_an_agent_puts_back_a_report_that_nobody_has_read(single, board_on):
-    board = board_on(single)
-    first = board.host()
-    agent = board.connect(first)
+def test_an_agent_puts_back_a_report_that_nobody_has_read(single, channel_on):
+    channel = channel_on(single)
+    first = channel.host()
+    agent = channel.connect(first)
     for number in (1, 2, 3):
         agent.post(number, report(number))
     receive(first, 3)

@@ -16,7 +16,7 @@ from test_control_sidecar import LIMIT_S, ROOT, TOKEN, Played, repaired
 
 from ft.job import messages as m
 from ft.job.agent.uplink import Linked, Refused, Uplink
-from ft.job.control import channel as boards
+from ft.job.control import channel as channels
 from ft.job.control import journal
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
 from ft.platform import election as election
@@ -52,11 +52,11 @@ class OnEtcd(Played):
                 self.folder / "control.log"
             ).read_text()
             time.sleep(0.01)
-        self.board = boards.connect(standing.where, "n0", TOKEN, LIMIT_S)
-        taken = self.board.taken()
+        self.channel = channels.connect(standing.where, "n0", TOKEN, LIMIT_S)
+        taken = self.channel.taken()
         self._kept = deque(entry for entry in self._kept if entry[0] > taken)
         for number, report in self._kept:
-            self.board.post(number, report)
+            self.channel.post(number, report)
         threading.Thread(target=self._follow, daemon=True).start()
 
     def say(self, *reports):
@@ -64,12 +64,12 @@ class OnEtcd(Played):
             self.number += 1
             self._kept.append((self.number, report))
             with contextlib.suppress(ConnectionError):
-                self.board.post(self.number, report)
+                self.channel.post(self.number, report)
 
     def kill(self):
         self.process.kill()
         self.process.wait()
-        self.board.close()
+        self.channel.close()
 
     def decisions(self):
         return [
@@ -85,7 +85,7 @@ class OnEtcd(Played):
             self.orders.put(order)
 
         with contextlib.suppress(ConnectionError):
-            self.board.follow(take, self._next_order)
+            self.channel.follow(take, self._next_order)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def played(tmp_path, etcd):  # noqa: F811
     servers = etcd(3)
     playing = OnEtcd(tmp_path, servers.url)
     yield playing, servers
-    playing.board.close()
+    playing.channel.close()
     playing.close()
 
 
@@ -130,7 +130,7 @@ def test_no_node_is_given_up_because_etcd_was_away(played):
     def live():
         while not over.wait(0.25):
             with contextlib.suppress(ConnectionError):
-                played.board.post(0, m.AgentBeat("n0"))
+                played.channel.post(0, m.AgentBeat("n0"))
 
     living = threading.Thread(target=live, daemon=True)
     living.start()

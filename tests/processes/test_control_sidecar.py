@@ -1,4 +1,4 @@
-"""The control plane's I/O: the board between real processes, the journal, the side-car's process."""
+"""The control plane's I/O: the control channel between real processes, the journal, the side-car's process."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from control_world import World
 from ft.base import events
 from ft.base.errors import UserError
 from ft.job import messages as m
-from ft.job.control import channel as boards
+from ft.job.control import channel as channels
 from ft.job.control import journal
 from ft.job.control.journal import Journal, recall
 from ft.job.control.sidecar import parse_options
@@ -28,9 +28,9 @@ LIMIT_S = 30.0
 TOKEN = "of the test"
 
 
-def follow(board, seen):
+def follow(channel, seen):
     with contextlib.suppress(ConnectionError):  # the end of the control plane, with that of the test
-        board.follow(lambda number, order: seen.put(order), 0)
+        channel.follow(lambda number, order: seen.put(order), 0)
 
 
 # --- journal ---------------------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ class Played:
             stderr=self.log,
         )
         where = self.await_file("control.json")["where"]
-        self.board = boards.connect(where, "n0", TOKEN, LIMIT_S)
+        self.channel = channels.connect(where, "n0", TOKEN, LIMIT_S)
         self.orders, self.number = Queue(), 0
-        threading.Thread(target=follow, args=(self.board, self.orders), daemon=True).start()
+        threading.Thread(target=follow, args=(self.channel, self.orders), daemon=True).start()
 
     def await_file(self, name):
         deadline = time.monotonic() + LIMIT_S
@@ -152,7 +152,7 @@ class Played:
     def say(self, *reports):
         for report in reports:
             self.number += 1
-            self.board.post(self.number, report)
+            self.channel.post(self.number, report)
 
     def hear(self, kind):
         order = self.orders.get(timeout=LIMIT_S)
@@ -267,10 +267,10 @@ time.sleep(100)
 
 
 def test_a_port_that_is_taken_ends_the_side_car_with_a_message(tmp_path):
-    board = boards.host("tcp://127.0.0.1:0", "", TOKEN)
+    channel = channels.host("tcp://127.0.0.1:0", "", TOKEN)
     command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--where", board.where, "--options", '{"world_size": 1}'],
+        [*command, "--where", channel.where, "--options", '{"world_size": 1}'],
         env={**os.environ, "FT_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

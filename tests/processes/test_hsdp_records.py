@@ -21,12 +21,12 @@ from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.records import Records
 from ft.systems.hsdp.resume import where_replicas_stood
-from ft.systems.hsdp.samples import Deal, Past
+from ft.systems.hsdp.samples import Past, SampleAssignment
 from ft.systems.hsdp.work import OwnStream
 
-DEAL = Deal(3, 2, (Past(2, 4, (8, 4), 2),))
-STATE = LoaderState(7, 9, 4, DEAL, {0: 20, 1: 16, 2: 20})
-COMMIT = Commit(7, 9, 8, (0, 2), (1,), 4, DEAL, STATE.positions, 1e9, 0.5, 0.25, 3.5, 4096, 16)
+ASSIGNMENT = SampleAssignment(3, 2, (Past(2, 4, (8, 4), 2),))
+STATE = LoaderState(7, 9, 4, ASSIGNMENT, {0: 20, 1: 16, 2: 20})
+COMMIT = Commit(7, 9, 8, (0, 2), (1,), 4, ASSIGNMENT, STATE.positions, 1e9, 0.5, 0.25, 3.5, 4096, 16)
 
 
 def test_the_state_comes_back(tmp_path):
@@ -118,8 +118,8 @@ from types import SimpleNamespace
 from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.resume import where_replicas_stood
-from ft.systems.hsdp.samples import Deal
-state = loader_state.LoaderState(0, 0, 1, Deal(1, 1), {{0: 0}})
+from ft.systems.hsdp.samples import SampleAssignment
+state = loader_state.LoaderState(0, 0, 1, SampleAssignment(1, 1), {{0: 0}})
 first = int(sys.argv[1])
 for quorum in range(first, 10_000, 3):
     if not loader_state.write(Path({str(tmp_path)!r}), replace(state, step=quorum, quorum=quorum)):
@@ -164,11 +164,11 @@ def test_commits_come_back_and_torn_lines_are_left_out(tmp_path):
     assert commits.read(tmp_path, len(whole)) == [bare, COMMIT]
 
 
-def test_a_line_that_says_nothing_of_the_deal_is_the_plain_one(tmp_path):
+def test_a_line_that_says_nothing_of_the_assignment_is_the_plain_one(tmp_path):
     line = {"step": 1, "quorum": 1, "before": 0, "healthy": [0, 1], "behind": [], "batch": 4, "wall": 5.0}
     (tmp_path / "commits.jsonl").write_text(json.dumps({**line, "positions": {"0": 4, "1": 4}, "news": 1}) + "\n")
     [commit] = commits.read(tmp_path)
-    assert commit.deal == Deal(2, 4)
+    assert commit.assignment == SampleAssignment(2, 4)
     assert commit.members == (0, 1)
 
 
@@ -203,18 +203,18 @@ def test_one_step_at_another_rate_and_then_exactly_the_old_one():
 def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(tmp_path):
     records = Records(tmp_path, tmp_path, replica=0, batch=4)
     for step in range(1, 101):
-        after = SimpleNamespace(step=step, deal=Deal(2, 4), positions={0: 4 * step, 1: 4 * step})
+        after = SimpleNamespace(step=step, assignment=SampleAssignment(2, 4), positions={0: 4 * step, 1: 4 * step})
         quorum = SimpleNamespace(number=step, healthy=(0, 1), behind=())
         records.committed(after, quorum, OwnStream(None), step - 1, 4 * step - 4, 0.1, 0.0, None)
     records.close()
     assert [commit.step for commit in commits.read(tmp_path)] == list(range(1, 101))
-    assert loader_state.read(tmp_path) == LoaderState(100, 100, 4, Deal(2, 4), {0: 400, 1: 400})
+    assert loader_state.read(tmp_path) == LoaderState(100, 100, 4, SampleAssignment(2, 4), {0: 400, 1: 400})
 
 
 def test_a_replica_comes_back_whatever_has_become_of_the_file(tmp_path):
     place = Place(replica=1, replicas=3, run_dir=tmp_path, host="127.0.0.1", comes_back=True)
-    assert where_replicas_stood(place, {}, 0, 0, 2) == (Deal(3, 2), {0: 0, 1: 0, 2: 0})
+    assert where_replicas_stood(place, {}, 0, 0, 2) == (SampleAssignment(3, 2), {0: 0, 1: 0, 2: 0})
     loader_state.write(tmp_path, STATE)
-    assert where_replicas_stood(place, {}, 0, 0, 2) == (DEAL, STATE.positions)
+    assert where_replicas_stood(place, {}, 0, 0, 2) == (ASSIGNMENT, STATE.positions)
     (tmp_path / "loader_state").write_bytes(b'{"for')
-    assert where_replicas_stood(place, {}, 0, 0, 2)[0] == Deal(3, 2)
+    assert where_replicas_stood(place, {}, 0, 0, 2)[0] == SampleAssignment(3, 2)

@@ -11,7 +11,7 @@ import torch
 from ft.base.errors import UserError
 from ft.protection.streams import StreamView
 from ft.systems.hsdp.data import Follower, Share
-from ft.systems.hsdp.samples import Deal, Past
+from ft.systems.hsdp.samples import Past, SampleAssignment
 from megatron import patches
 
 patches.apply()
@@ -60,9 +60,9 @@ def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(
 ):
     steps, block = 4, rows * size
     data = Numbers(37 if cyclic else replicas * block * microbatches * steps)
-    share = Share(0, Deal(replicas, block), {})
+    share = Share(0, SampleAssignment(replicas, block), {})
     for replica in range(replicas):
-        view = view_of(Share(replica, share.deal, {}), data, SEED if cyclic else None)
+        view = view_of(Share(replica, share.assignment, {}), data, SEED if cyclic else None)
         for rank in range(size):
             ordinary = loader(data, rows, replica * size + rank, replicas * size, cyclic=cyclic, seed=SEED)
             with loader(view, rows, rank, size, num_workers=workers) as ours:
@@ -70,14 +70,14 @@ def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(
 
 
 def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample_once():
-    """The trainer's part of it: the deal and the positions alone say where every loader stands."""
+    """The trainer's part of it: the assignment and the positions alone say where every loader stands."""
     for seed in range(5):
         rng = random.Random(seed)
         data, seen, step = Numbers(4000), [], 0
-        deal, positions = Deal(3, 4), {}
+        assignment, positions = SampleAssignment(3, 4), {}
         for replicas in (3, 2, 4):
-            deal, positions = deal.after(positions, step, replicas, 4)
-            shares = [Share(replica, deal, positions) for replica in range(replicas)]
+            assignment, positions = assignment.after(positions, step, replicas, 4)
+            shares = [Share(replica, assignment, positions) for replica in range(replicas)]
             loaders = [
                 [loader(view_of(share, data), 2, rank, 2, consumed_samples=share.position) for rank in range(2)]
                 for share in shares
@@ -93,21 +93,21 @@ def test_steps_with_replicas_away_and_a_change_of_their_number_take_every_sample
                         seen += [sample for batch in take(part, 2) for sample in batch]
                     positions = {**positions, replica: positions[replica] + 8}
         assert len(set(seen)) == len(seen), f"seed {seed}"
-        taken = {sample for first, end in deal.taken(positions).tolist() for sample in range(first, end)}
+        taken = {sample for first, end in assignment.taken(positions).tolist() for sample in range(first, end)}
         assert taken == set(seen), f"seed {seed}"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_goes_over_to_another_stream(workers):
-    deal = Deal(2, 2)
-    view = view_of(Share(1, deal, {}), Numbers(40))
+    assignment = SampleAssignment(2, 2)
+    view = view_of(Share(1, assignment, {}), Numbers(40))
     with loader(view, 2, 0, 1, num_workers=workers) as ours:
         follow = Follower([None, ours], 1)
         assert take(ours, 2) == [[2, 3], [6, 7]]
-        follow(deal, 2)
+        follow(assignment, 2)
         assert follow.position == 2
         assert take(ours) == [[6, 7]]
-        later, positions = deal.after({0: 8, 1: 4}, 4, 3, 2)
+        later, positions = assignment.after({0: 8, 1: 4}, 4, 3, 2)
         follow(later, positions[1])
         assert take(ours, 2) == [[14, 15], [20, 21]]
         assert follow.position == 4
@@ -119,7 +119,7 @@ def test_a_loader_goes_over_to_another_stream(workers):
 
 
 def test_the_view_ends_where_the_data_do():
-    view = StreamView(Numbers(11), Deal(3, 2).stream(1))
+    view = StreamView(Numbers(11), SampleAssignment(3, 2).stream(1))
     assert len(view) == 4
     assert view[3]["tokens"].item() == 9
     for position in (-1, 4):
@@ -128,18 +128,18 @@ def test_the_view_ends_where_the_data_do():
     assert len(Cyclic(Numbers(0), 1)) == 0
 
 
-def test_passes_through_real_data_are_dealt_as_one_order(tmp_path):
+def test_passes_through_real_data_are_assigned_as_one_order(tmp_path):
     """Several passes: the data reach as far as the furthest stream, and every stream has its samples."""
     prefix = write_dataset(tmp_path / "a", 60)
     data = DataOptions(data_path=[prefix], split="8,1,1", seq_length=SEQ)
-    deal = Deal(3, 4)
+    assignment = SampleAssignment(3, 4)
     steps, batch = 60, 8
-    wanted = deal.needed(steps, batch)
+    wanted = assignment.needed(steps, batch)
     train, *_ = build_datasets(data, ByteLevelTokenizer(), 3, (wanted, 0, 0))
     assert len(train.one_pass) < wanted == 3 * steps * batch
     ordinary = [train[i]["tokens"] for i in range(wanted)]
     for replica in range(3):
-        view = view_of(Share(replica, deal, {}), train)
+        view = view_of(Share(replica, assignment, {}), train)
         assert len(view) >= steps * batch
         assert all(torch.equal(view[p]["tokens"], ordinary[view.stream.index(p)]) for p in range(0, steps * batch, 7))
 
@@ -165,7 +165,7 @@ def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0,
     block = options.training.micro_batch_size * layout.dp
     found = {}
     for replica in range(replicas):
-        share = Share(replica, Deal(replicas, block, past), {replica: position}) if replicas > 1 else None
+        share = Share(replica, SampleAssignment(replicas, block, past), {replica: position}) if replicas > 1 else None
         train, *_ = make_loaders(options, layout, tokenizer, chunks, TrainState(), share)
         count = steps * options.training.global_batch_size // (replicas * block)
         rank = parallel_state.get_data_parallel_rank()
@@ -188,7 +188,7 @@ def test_the_trainers_own_loaders(ranks, tmp_path):
     # After a change of their number: one replica of three had been away for two steps.
     past = (Past(3, 4, (16, 0, 16), 2),)
     later = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2, past, 4, 2, timeout=60)
-    stream = Deal(2, 4, past).streams()
+    stream = SampleAssignment(2, 4, past).streams()
     assert [stream[0].index(p) for p in (0, 4, 8)] == [4, 28, 48]
     everything = torch.cat([expected[rank][m] for m in range(6) for rank in range(4)])
     assert torch.equal(later[1][0, 1][0], everything[30:32])

@@ -16,7 +16,7 @@ from ft.systems.hsdp.position import KEY, ReplicaPosition
 from ft.systems.hsdp.resume import where_replicas_stood
 from ft.systems.hsdp.ring import Ring
 from ft.systems.hsdp.rings import is_same_ring
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 
 TOKEN = "of the test"
 LIMIT_S = 20.0
@@ -164,8 +164,8 @@ def test_an_update_waits_longer_for_each_fetch_that_it_cut_off_until_nobody_fetc
 
 
 def position_of(replica, counter, followed):
-    follow = lambda deal, position: followed.append((deal, position))  # noqa: E731
-    return ReplicaPosition(counter, lambda: counter.extra, replica, follow, Deal(2, 4), {})
+    follow = lambda assignment, position: followed.append((assignment, position))  # noqa: E731
+    return ReplicaPosition(counter, lambda: counter.extra, replica, follow, SampleAssignment(2, 4), {})
 
 
 def test_a_position_carries_the_samples_of_all_replicas_to_one_that_was_away():
@@ -176,13 +176,13 @@ def test_a_position_carries_the_samples_of_all_replicas_to_one_that_was_away():
     position.advance((0,), 4, 12)
     other.set(position.get())
     assert other.positions == {0: 8, 1: 4} and other.lineage == 12 and other.mine == 4 and other.step == 3
-    assert followed == [(Deal(2, 4), 4)] and there.extra[KEY]["positions"] == {"0": 8, "1": 4}
+    assert followed == [(SampleAssignment(2, 4), 4)] and there.extra[KEY]["positions"] == {"0": 8, "1": 4}
 
 
 def test_a_run_of_one_world_is_continued_by_replicas_where_it_ended(tmp_path):
     place = Place(0, 2, tmp_path, "127.0.0.1")
-    deal, positions = where_replicas_stood(place, {}, step=5, consumed=40, block=4)
-    assert [deal.stream(r).index(0) for r in (0, 1)] == [40, 44] and positions == {0: 0, 1: 0}
+    assignment, positions = where_replicas_stood(place, {}, step=5, consumed=40, block=4)
+    assert [assignment.stream(r).index(0) for r in (0, 1)] == [40, 44] and positions == {0: 0, 1: 0}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ft.lab.simulate.recovery.loss import USED, Work, blocked_in, decide, everyt
 from ft.lab.simulate.recovery.sweep import layouts, sweep
 from ft.lab.simulate.recovery.topology import Sizes, groups_of, make_groups
 from ft.net.store import StoreServer
-from ft.state.groups import Groups, Meeting
+from ft.state.groups import Groups, Rendezvous
 from megatron.core import package_info
 
 CORE = (package_info.MAJOR, package_info.MINOR)
@@ -41,11 +41,11 @@ def of(purpose: str, groups) -> list[list[int]]:
 # --- which groups there are -------------------------------------------------------------------------------------------
 
 
-def really_made(meeting: Meeting, sizes: Sizes) -> tuple[str, list[tuple[str, list[int]]]]:
+def really_made(rendezvous: Rendezvous, sizes: Sizes) -> tuple[str, list[tuple[str, list[int]]]]:
     """The groups of this rank, made and connected as a worker makes them: digest over all, and its own ones."""
     rank = int(os.environ["RANK"])
     groups = Groups.start(
-        meeting=meeting,
+        rendezvous=rendezvous,
         prefix="made",
         rank=rank,
         world_size=sizes.ranks,
@@ -61,7 +61,7 @@ def really_made(meeting: Meeting, sizes: Sizes) -> tuple[str, list[tuple[str, li
 @pytest.mark.parametrize("sizes", LAYOUTS_ON_8, ids=str)
 def test_the_groups_are_those_that_8_ranks_really_make(sizes, ranks):
     server = StoreServer("127.0.0.1", 0, "of the test")
-    made = ranks(really_made, 8, Meeting(server.address, "of the test"), sizes, init=False)
+    made = ranks(really_made, 8, Rendezvous(server.address, "of the test"), sizes, init=False)
     server.close()
     groups = groups_of(sizes)
     digest = hashlib.sha256(json.dumps([(g.name, g.ranks) for g in groups]).encode()).hexdigest()[:16]

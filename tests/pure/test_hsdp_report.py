@@ -163,7 +163,7 @@ def test_a_full_restart_with_another_number_of_replicas(tmp_path):
     assert (failure.kind, failure.first) == (FAILURE, 6)
     assert (restart.kind, restart.first, restart.replicas) == (RESTART, 11, (0, 1))
     assert restart.stall_s == pytest.approx(7 * 0.1 + 2.0 + 0.5, abs=0.01)
-    assert story.steps[-1].commit.deal.replicas == 2
+    assert story.steps[-1].commit.assignment.replicas == 2
 
 
 def test_a_run_that_goes_on_from_another_folders_checkpoint(tmp_path):

@@ -5,7 +5,7 @@ import random
 import numpy
 import pytest
 
-from ft.systems.hsdp.samples import Deal, Order, Past, Stream, merged
+from ft.systems.hsdp.samples import Order, Past, SampleAssignment, Stream, merged
 
 SEEDS = range(40)
 
@@ -14,25 +14,25 @@ def samples_of(ranges) -> list[int]:
     return [sample for first, end in ranges.tolist() for sample in range(first, end)]
 
 
-def run_of(seed: int) -> tuple[Deal, dict[int, int], list[int], int, random.Random]:
+def run_of(seed: int) -> tuple[SampleAssignment, dict[int, int], list[int], int, random.Random]:
     """A run with several changes of replicas and block; returns what it took, sample by sample, and its steps."""
     rng = random.Random(seed)
-    deal, taken, step = Deal(rng.randint(1, 5), rng.randint(1, 6)), [], 0
-    positions = dict.fromkeys(range(deal.replicas), 0)
+    assignment, taken, step = SampleAssignment(rng.randint(1, 5), rng.randint(1, 6)), [], 0
+    positions = dict.fromkeys(range(assignment.replicas), 0)
     for _ in range(rng.randint(1, 5)):
         for _ in range(rng.randint(0, 12)):
             step += 1
-            batch = rng.choice([1, deal.block, 3 * deal.block])
-            for replica in rng.sample(range(deal.replicas), rng.randint(1, deal.replicas)):
-                stream, at = deal.stream(replica), positions[replica]
+            batch = rng.choice([1, assignment.block, 3 * assignment.block])
+            for replica in rng.sample(range(assignment.replicas), rng.randint(1, assignment.replicas)):
+                stream, at = assignment.stream(replica), positions[replica]
                 taken += [stream.index(at + i) for i in range(batch)]
                 positions[replica] = at + batch
-        deal, positions = deal.after(positions, step, rng.randint(1, 6), rng.randint(1, 6))
-    return deal, positions, taken, step, rng
+        assignment, positions = assignment.after(positions, step, rng.randint(1, 6), rng.randint(1, 6))
+    return assignment, positions, taken, step, rng
 
 
 def test_without_faults_a_step_is_one_contiguous_batch_in_the_order_of_the_replicas():
-    streams = Deal(3, 4).streams()
+    streams = SampleAssignment(3, 4).streams()
     for step in range(5):
         samples = [stream.index(step * 4 + i) for stream in streams for i in range(4)]
         assert samples == list(range(step * 12, (step + 1) * 12))
@@ -46,30 +46,32 @@ def test_the_streams_of_all_replicas_are_every_sample_once():
 
 
 def test_a_replica_that_was_away_goes_on_where_it_was():
-    deal = Deal(3, 2)
-    assert [deal.stream(1).index(p) for p in (0, 1, 2, 3)] == [2, 3, 8, 9]
-    streams = deal.after({0: 6, 1: 2, 2: 6}, 0, 3, 1)[0].streams()
+    assignment = SampleAssignment(3, 2)
+    assert [assignment.stream(1).index(p) for p in (0, 1, 2, 3)] == [2, 3, 8, 9]
+    streams = assignment.after({0: 6, 1: 2, 2: 6}, 0, 3, 1)[0].streams()
     dealt = [streams[i % 3].index(i // 3) for i in range(8)]
     assert dealt == [8, 9, 14, 15, 18, 19, 20, 21]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_twice_and_nothing_left_out_through_changes_of_replicas_and_block(seed):
-    deal, positions, taken, _, rng = run_of(seed)
+    assignment, positions, taken, _, rng = run_of(seed)
     assert len(set(taken)) == len(taken), f"seed {seed}: a sample was taken twice"
-    assert samples_of(deal.taken(positions)) == sorted(taken), f"seed {seed}"
+    assert samples_of(assignment.taken(positions)) == sorted(taken), f"seed {seed}"
     # What is taken from here on fills all holes, in order.
     far = max(taken, default=-1) + 1 + rng.randint(0, 50)
-    ahead = [stream.index(numpy.arange(positions[stream.replica], stream.within(far))) for stream in deal.streams()]
+    ahead = [
+        stream.index(numpy.arange(positions[stream.replica], stream.within(far))) for stream in assignment.streams()
+    ]
     rest = numpy.concatenate(ahead).tolist()
     assert sorted(rest + taken) == list(range(far)), f"seed {seed}"
-    assert all(stream.index(stream.within(far)) >= far for stream in deal.streams())
+    assert all(stream.index(stream.within(far)) >= far for stream in assignment.streams())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_position_many_and_a_stretch_agree(seed):
-    deal, _, _, _, rng = run_of(seed)
-    for stream in deal.streams():
+    assignment, _, _, _, rng = run_of(seed)
+    for stream in assignment.streams():
         begin = rng.randint(0, 40)
         end = begin + rng.randint(0, 60)
         one_by_one = [stream.index(p) for p in range(begin, end)]
@@ -79,35 +81,35 @@ def test_one_position_many_and_a_stretch_agree(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_deal_comes_back_from_its_values(seed):
-    deal, positions, *_ = run_of(seed)
-    again = Deal.from_values(deal.as_values())
-    assert again == deal
-    assert again.taken(positions).tolist() == deal.taken(positions).tolist()
+def test_an_assignment_comes_back_from_its_values(seed):
+    assignment, positions, *_ = run_of(seed)
+    again = SampleAssignment.from_values(assignment.as_values())
+    assert again == assignment
+    assert again.taken(positions).tolist() == assignment.taken(positions).tolist()
 
 
 def test_the_same_number_of_replicas_and_block_goes_on_as_before():
-    deal = Deal(3, 2)
-    assert deal.after({0: 4, 1: 2}, 2, 3, 2) == (deal, {0: 4, 1: 2, 2: 0})
-    assert deal.after({}, 0, 5, 2) == (Deal(5, 2), dict.fromkeys(range(5), 0))
+    assignment = SampleAssignment(3, 2)
+    assert assignment.after({0: 4, 1: 2}, 2, 3, 2) == (assignment, {0: 4, 1: 2, 2: 0})
+    assert assignment.after({}, 0, 5, 2) == (SampleAssignment(5, 2), dict.fromkeys(range(5), 0))
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_data_reach_as_far_as_any_stream_can(seed):
     rng = random.Random(seed)
-    deal = Deal(rng.randint(1, 5), rng.randint(1, 4))
-    batch, steps = deal.block * rng.randint(1, 3), rng.randint(1, 20)
-    assert deal.needed(steps, batch) == steps * batch * deal.replicas
-    later, _ = deal.after({0: 5 * batch}, 5, deal.replicas + 1, deal.block)
+    assignment = SampleAssignment(rng.randint(1, 5), rng.randint(1, 4))
+    batch, steps = assignment.block * rng.randint(1, 3), rng.randint(1, 20)
+    assert assignment.needed(steps, batch) == steps * batch * assignment.replicas
+    later, _ = assignment.after({0: 5 * batch}, 5, assignment.replicas + 1, assignment.block)
     needed = later.needed(steps + 5, batch)
     assert needed == max(stream.index(steps * batch - 1) for stream in later.streams()) + 1
     assert later.needed(5, batch) == 0
 
 
-def test_a_million_steps_are_quick_to_deal_anew():
-    deal, _ = Deal(12, 4).after({r: 4_000_000 if r else 4_000 for r in range(12)}, 1_000_000, 11, 4)
-    assert deal.order.left_over == 4_000_000 - 4_000
-    assert deal.stream(3).index(10**9) > 10**10 - 10**9
+def test_a_million_steps_are_quick_to_assign_anew():
+    assignment, _ = SampleAssignment(12, 4).after({r: 4_000_000 if r else 4_000 for r in range(12)}, 1_000_000, 11, 4)
+    assert assignment.order.left_over == 4_000_000 - 4_000
+    assert assignment.stream(3).index(10**9) > 10**10 - 10**9
 
 
 def test_an_order_without_leftovers_and_places_below_a_sample():
@@ -130,26 +132,26 @@ def test_an_order_without_leftovers_and_places_below_a_sample():
         {"replicas": "2", "block": 1, "past": []},
     ],
 )
-def test_what_is_no_deal_is_refused(values):
+def test_what_is_no_assignment_is_refused(values):
     with pytest.raises(ValueError):
-        Deal.from_values(values)
+        SampleAssignment.from_values(values)
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="replica 3 of 3"):
-        Deal(3, 1).stream(3)
+    with pytest.raises(ValueError, match="there is no replica 3"):
+        SampleAssignment(3, 1).stream(3)
     with pytest.raises(ValueError, match="-1"):
         Stream(0, 1, 1).index(-1)
     with pytest.raises(ValueError, match="0 replicas"):
-        Deal(0, 1)
+        SampleAssignment(0, 1)
     assert Past(1, 1, (0,), 0) == Past(1, 1, (0,), 0)
 
 
 def test_streams_are_leveled_without_a_sample_lost_or_doubled():
-    deal, positions = Deal(3, 2), {0: 8, 1: 4, 2: 8}
-    level, begin = deal.leveled(positions, 4)
-    assert begin == {0: 0, 1: 0, 2: 0} and deal.leveled({0: 4, 1: 4, 2: 4}, 2) == (deal, {0: 4, 1: 4, 2: 4})
-    taken = [deal.stream(replica).index(at) for replica, count in positions.items() for at in range(count)]
+    assignment, positions = SampleAssignment(3, 2), {0: 8, 1: 4, 2: 8}
+    level, begin = assignment.leveled(positions, 4)
+    assert begin == {0: 0, 1: 0, 2: 0} and assignment.leveled({0: 4, 1: 4, 2: 4}, 2) == (assignment, {0: 4, 1: 4, 2: 4})
+    taken = [assignment.stream(replica).index(at) for replica, count in positions.items() for at in range(count)]
     to_come = [level.stream(replica).index(at) for replica in range(3) for at in range(12)]
     assert len({*taken, *to_come}) == len(taken) + len(to_come)
     assert set(range(20 + 3 * 8)) <= {*taken, *to_come}

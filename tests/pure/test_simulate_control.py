@@ -11,10 +11,10 @@ import pytest
 from ft.cli import main
 from ft.lab.simulate.control.faults import BY_NAME, HARMLESS
 from ft.lab.simulate.control.mutants import PLANTS, planted
-from ft.lab.simulate.control.run import Wish, simulate
+from ft.lab.simulate.control.run import SimulationOptions, simulate
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]
-SEEDS, ANY = 150, Wish()
+SEEDS, ANY = 150, SimulationOptions()
 
 
 def told(seed, hash_seed):
@@ -25,9 +25,9 @@ def told(seed, hash_seed):
     return done.stdout, done.returncode
 
 
-def holds(seed, wish=ANY):
+def holds(seed, options=ANY):
     print("seed", seed)
-    history = simulate(seed, wish)
+    history = simulate(seed, options)
     assert not history.violation, f"ft simulate control --seed {seed}: {history.violation}"
     return history
 
@@ -45,13 +45,13 @@ def test_seeds_that_nobody_has_seen_hold():
 
 def test_without_faults_every_run_is_finished_in_its_first_epoch():
     for seed in range(20):
-        history = holds(seed, Wish(faults=0))
+        history = holds(seed, SimulationOptions(faults=0))
         assert (history.outcome, history.epochs, history.restarts) == ("finished", 1, 0)
 
 
 @pytest.mark.parametrize("kind", sorted(BY_NAME))
 def test_each_kind_of_fault_strikes_and_is_survived(kind):
-    histories = [holds(seed, Wish(kinds=(kind,))) for seed in range(12)]
+    histories = [holds(seed, SimulationOptions(kinds=(kind,))) for seed in range(12)]
     assert kind in {struck for history in histories for struck, _ in history.struck}
     if kind in HARMLESS:
         assert {history.outcome for history in histories} <= {"finished", "recovered and finished"}
@@ -68,7 +68,7 @@ def test_a_seed_replays_byte_for_byte_in_another_process():
 
 def test_telling_a_history_does_not_change_it():
     for seed in range(20):
-        quiet, told_one = simulate(seed, Wish()), simulate(seed, Wish(), with_lines=True)
+        quiet, told_one = simulate(seed, SimulationOptions()), simulate(seed, SimulationOptions(), with_lines=True)
         told_one.lines = []
         assert quiet == told_one
 
@@ -77,7 +77,7 @@ def test_telling_a_history_does_not_change_it():
 def test_a_planted_bug_is_found(plant):
     with planted(plant):
         for seed in range(1000):
-            history = simulate(seed, Wish())
+            history = simulate(seed, SimulationOptions())
             if history.violation:
                 return
     raise AssertionError("not found in 1000 seeds")

@@ -10,13 +10,13 @@ import pytest
 from ft.cli import main
 from ft.lab.simulate.hsdp_protocol.faults import BY_NAME
 from ft.lab.simulate.hsdp_protocol.mutants import PLANTS
-from ft.lab.simulate.hsdp_protocol.run import Wish, simulate
+from ft.lab.simulate.hsdp_protocol.run import SimulationOptions, simulate
 from ft.lab.simulate.hsdp_protocol.shape import RING_LIMITS, Shape
 from ft.lab.simulate.hsdp_protocol.world import World
 from ft.lab.simulate.mutation import planted
 
 FT = [sys.executable, "-c", "import sys; from ft.cli import main; sys.exit(main(sys.argv[1:]))"]
-SEEDS, UNSEEN, ANY = 30, 10, Wish()
+SEEDS, UNSEEN, ANY = 30, 10, SimulationOptions()
 
 
 def told(seed, hash_seed):
@@ -27,9 +27,9 @@ def told(seed, hash_seed):
     return done.stdout, done.returncode
 
 
-def holds(seed, wish=ANY):
+def holds(seed, options=ANY):
     print("seed", seed)
-    history = simulate(seed, wish)
+    history = simulate(seed, options)
     assert not history.violation, f"ft simulate hsdp-protocol --seed {seed}: {history.violation}"
     return history
 
@@ -47,13 +47,13 @@ def test_seeds_that_nobody_has_seen_hold():
 
 def test_without_faults_nothing_is_done_again():
     for seed in range(10):
-        history = holds(seed, Wish(faults=0))
+        history = holds(seed, SimulationOptions(faults=0))
         assert (history.redone, history.loads, history.struck) == (0, 0, [])
 
 
 @pytest.mark.parametrize("kind", sorted(BY_NAME))
 def test_each_kind_of_fault_strikes_and_is_survived(kind):
-    histories = [holds(seed, Wish(faults=5, kinds=(kind,))) for seed in range(5)]
+    histories = [holds(seed, SimulationOptions(faults=5, kinds=(kind,))) for seed in range(5)]
     assert kind in {struck for history in histories for struck in history.struck}
 
 

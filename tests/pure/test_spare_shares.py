@@ -8,7 +8,7 @@ import torch
 from ft.observe.hsdp.audit import audit
 from ft.observe.hsdp.lineage import lineage
 from ft.systems.hsdp.commits import Commit
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.ledger import GradientStore
 from ft.systems.spare.placement import Placement
@@ -124,7 +124,7 @@ def commit(computed, positions, step=1, **values):
         quorum=step,
         before=step - 1,
         batch=4,
-        deal=Deal(3, 2),
+        assignment=SampleAssignment(3, 2),
         positions=positions,
         wall=float(step),
         computed=computed,
@@ -210,34 +210,34 @@ class Loader:
 
 
 def test_a_step_reads_its_types_one_after_the_other_each_from_its_own_stream():
-    deal, loader = Deal(3, 2), Loader()
+    assignment, loader = SampleAssignment(3, 2), Loader()
     loaders = StackLoaders([None, loader], shard=4)
-    loaders.read(deal, (2, 0), (0, 0))
-    expected = [deal.stream(kind).index(position) for kind in (2, 0) for position in range(4)]
+    loaders.read(assignment, (2, 0), (0, 0))
+    expected = [assignment.stream(kind).index(position) for kind in (2, 0) for position in range(4)]
     assert loader.take(8) == expected and loaders.position == 4
-    loaders.read(deal, (2, 0), (4, 4))
+    loaders.read(assignment, (2, 0), (4, 4))
     assert loader.seeks == 1, "the loaders come to the next step by themselves"
     loader.take(8)
-    loaders.read(deal, (1,), (4,))
-    assert loader.seeks == 2 and loader.take(4) == [deal.stream(1).index(position) for position in range(4, 8)]
-    loaders(deal, 0)
+    loaders.read(assignment, (1,), (4,))
+    assert loader.seeks == 2 and loader.take(4) == [assignment.stream(1).index(position) for position in range(4, 8)]
+    loaders(assignment, 0)
     assert loaders.position is None
 
 
 def test_a_stack_s_stream_ends_where_the_data_ends():
-    deal = Deal(3, 2)
-    stream = StackStream(deal, (0, 2), (4, 4), shard=4)
+    assignment = SampleAssignment(3, 2)
+    stream = StackStream(assignment, (0, 2), (4, 4), shard=4)
     whole = 3 * 12
     assert stream.within(whole) == 2 * 8 and stream.within(whole - 1) == 8
     assert max(stream.index(position) for position in range(16)) < whole
 
 
 def test_all_groups_together_read_each_sample_once():
-    made, deal, shard = controller(7, 3), Deal(7, 2), 4
+    made, assignment, shard = controller(7, 3), SampleAssignment(7, 2), 4
     seen = []
     for step, here in enumerate([range(7), [0, 1, 3, 4, 5, 6], [0, 1, 3, 4, 5, 6], [0, 3, 4, 5, 6], range(7)]):
         for types in shares_of(made, here).types.values():
-            stream = StackStream(deal, types, [step * shard] * len(types), shard) if types else None
+            stream = StackStream(assignment, types, [step * shard] * len(types), shard) if types else None
             seen += [stream.index(position) for position in range(len(types) * shard)] if types else []
         rearrange(made, list(here))
     assert sorted(seen) == list(range(5 * 7 * shard))

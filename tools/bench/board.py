@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ft.base.errors import UserError  # noqa: E402
-from ft.job.control import channel as boards  # noqa: E402
+from ft.job.control import channel as channels  # noqa: E402
 from ft.job.control.channel import Record  # noqa: E402
 from ft.job.messages import Close, WorkerStarted  # noqa: E402
 
@@ -68,9 +68,9 @@ def on_etcd(folder: Path, members: int, messages: int) -> dict[str, float]:
 
 
 def measure(where: str, messages: int) -> dict[str, float]:
-    control = boards.host(where, "bench", TOKEN)
+    control = channels.host(where, "bench", TOKEN)
     control.resume(Record())
-    agent = boards.connect(control.where, "n0", TOKEN, LIMIT_S)
+    agent = channels.connect(control.where, "n0", TOKEN, LIMIT_S)
     came: SimpleQueue = SimpleQueue()
     threading.Thread(target=receive, args=(control, came, messages), daemon=True).start()
     reports = timed(lambda i: agent.post(i, WorkerStarted("n0.w0", "n0", i, 0)), came, range(1, messages + 1))
@@ -81,13 +81,13 @@ def measure(where: str, messages: int) -> dict[str, float]:
     return {**figures("report", reports), **figures("order", orders)}
 
 
-def receive(control: boards.ControlChannel, came: SimpleQueue, messages: int) -> None:
+def receive(control: channels.ControlChannel, came: SimpleQueue, messages: int) -> None:
     for _ in range(messages):
         control.receive(LIMIT_S)
         came.put(time.perf_counter())
 
 
-def follow(agent: boards.AgentChannel, came: SimpleQueue) -> None:
+def follow(agent: channels.AgentChannel, came: SimpleQueue) -> None:
     try:
         agent.follow(lambda number, order: came.put(time.perf_counter()), 0)
     except ConnectionError:

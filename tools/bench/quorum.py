@@ -27,18 +27,18 @@ from ft.base import token  # noqa: E402
 from ft.job.quorum import QuorumClient, Report  # noqa: E402
 
 LIMIT_S, WARM_UP = 60.0, 20
-BOARD = """
+CHANNEL_HOST = """
 import sys
-from ft.job.control import channel as boards
+from ft.job.control import channel as channels
 from ft.job.messages import Observed
-board, replicas, heard = boards.host("tcp://127.0.0.1:0", "bench", "token"), int(sys.argv[1]), 0
-board.resume(boards.Record())
-print(board.where, flush=True)
+channel, replicas, heard = channels.host("tcp://127.0.0.1:0", "bench", "token"), int(sys.argv[1]), 0
+channel.resume(channels.Record())
+print(channel.where, flush=True)
 while True:
-    if board.receive(60.0) is not None:
+    if channel.receive(60.0) is not None:
         heard += 1
         if heard % replicas == 0:
-            board.publish(Observed("quorum", {}))
+            channel.publish(Observed("quorum", {}))
 """
 
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--replicas", type=int, default=3, help="of the run")
     parser.add_argument("--rounds", type=int, default=400, help="that count")
     arguments = parser.parse_args(argv)
-    figures = quorum(arguments.replicas, arguments.rounds) | board(arguments.replicas, arguments.rounds)
+    figures = quorum(arguments.replicas, arguments.rounds) | over_channel(arguments.replicas, arguments.rounds)
     print(json.dumps({"bench": "quorum"} | figures | vars(arguments)))
     return 0
 
@@ -81,15 +81,17 @@ def quorum(replicas: int, rounds: int) -> dict:
     return {"quorum_ms": summary(seconds[WARM_UP:]), "restart_ms": round(1e3 * restart, 1)}
 
 
-def board(replicas: int, rounds: int) -> dict:
+def over_channel(replicas: int, rounds: int) -> dict:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its client logs a page for each connection that ends
-    from ft.job.control import channel as boards
+    from ft.job.control import channel as channels
     from ft.job.messages import Observed
 
     began = time.perf_counter()
-    host = subprocess.Popen([sys.executable, "-c", BOARD, str(replicas)], stdout=subprocess.PIPE, env=environment())
+    host = subprocess.Popen(
+        [sys.executable, "-c", CHANNEL_HOST, str(replicas)], stdout=subprocess.PIPE, env=environment()
+    )
     where = host.stdout.readline().decode().strip()
-    ends = [boards.connect(where, f"n{number}", "token", LIMIT_S) for number in range(replicas)]
+    ends = [channels.connect(where, f"n{number}", "token", LIMIT_S) for number in range(replicas)]
     started = time.perf_counter() - began
     came = [queue.Queue() for _ in ends]
     for end, inbox in zip(ends, came, strict=True):

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from ft.systems.hsdp.lr import LINEAR, NONE, SQRT, factor  # noqa: E402
-from ft.systems.hsdp.samples import Deal  # noqa: E402
+from ft.systems.hsdp.samples import SampleAssignment  # noqa: E402
 
 REPLICAS, BATCH, SEQ, VOCAB = 8, 2, 48, 256
 STEPS, FIRST = 400, 160
@@ -129,8 +129,8 @@ class Trainer:
         self.model = build_model(seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
         self.samples, self.held_out = corpus(seed)
-        self.deal = Deal(REPLICAS, BATCH)
-        self.streams = self.deal.streams()
+        self.assignment = SampleAssignment(REPLICAS, BATCH)
+        self.streams = self.assignment.streams()
         self.kept = self._state()
         self.first_parts = {}
 

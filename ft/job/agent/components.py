@@ -76,7 +76,9 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     place = _place(options, port, name, faults)
     limits = Limits(silent_s=timeouts.silent_s, mute_s=timeouts.mute_s)
     workforce = Workforce(pool, place, uplink.post, supervisor.unwatch, limits)
-    sidecar = Sidecar(supervisor, options.run_dir, _board(options, port, place.host), _settings(options, len(faults)))
+    sidecar = Sidecar(
+        supervisor, options.run_dir, _channel_address(options, port, place.host), _settings(options, len(faults))
+    )
     return Components(
         membership=Membership(
             options.run_dir,
@@ -108,7 +110,7 @@ def _own(faults: list[inject.Fault], place: Place, life: int | None) -> list[inj
     return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
 
 
-def _board(options: RunOptions, port: int, own_host: str) -> str:
+def _channel_address(options: RunOptions, port: int, own_host: str) -> str:
     """Return the address at which a control plane on this node would be reached."""
     if options.control is not None:
         return options.control

@@ -57,7 +57,7 @@ class Membership:
     def __init__(self, run_dir: Path, place: Place, seats: int, standbys: int, is_late: bool = False):
         self._run_dir, self.place, self.is_late = run_dir, place, is_late
         self._seats, self._standbys = seats, standbys
-        self._meeting: Any = None
+        self._store_server: Any = None
 
     def come_back(self) -> None:
         """Take a new name and offer standbys only, after the control plane has removed this node from the run.
@@ -80,15 +80,15 @@ class Membership:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from ft.net.store import StoreServer
 
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._store_server is not None:
+            self._store_server.close()
         place = self.place
-        self._meeting = StoreServer(place.host, 0, token)
+        self._store_server = StoreServer(place.host, 0, token)
         seats, standbys = self._seats, self._standbys
         if self.is_late:
             seats, standbys = 0, max(seats, standbys)
-        meeting, domains = self._meeting.address, dict(place.domains)
-        return AgentJoined(place.node, place.node_rank, place.host, seats, standbys, meeting, domains)
+        address, domains = self._store_server.address, dict(place.domains)
+        return AgentJoined(place.node, place.node_rank, place.host, seats, standbys, address, domains)
 
     def sweep(self, epoch: int) -> None:
         """Remove old rendezvous keys from the store, in a thread, if the store holds more than ``_MANY_KEYS``.
@@ -96,8 +96,8 @@ class Membership:
         Keys are grouped by epoch, the version of the assignment of workers to ranks. Keys of the present epoch
         (``epoch``) and of the one before are kept.
         """
-        if self._meeting is not None and self._meeting.store.num_keys() > _MANY_KEYS:
-            threading.Thread(target=_sweep, args=(self._meeting.store, epoch - 1), daemon=True).start()
+        if self._store_server is not None and self._store_server.store.num_keys() > _MANY_KEYS:
+            threading.Thread(target=_sweep, args=(self._store_server.store, epoch - 1), daemon=True).start()
 
 
 def _sweep(store: Any, before: int) -> None:

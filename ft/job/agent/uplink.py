@@ -156,8 +156,8 @@ class _Conversation:
         self.contact_at = time.monotonic()
         self._kept: deque[tuple[int, Any]] = deque()
         self._number = self._order = 0
-        self._board: Any = None
-        self._board_since = self.contact_at
+        self._channel: Any = None
+        self._channel_since = self.contact_at
         self._linked = self._ended = False
 
     def post(self, report: Any) -> None:
@@ -166,17 +166,17 @@ class _Conversation:
             self.reports.put(report)
 
     def is_stuck(self, now: float) -> bool:
-        quiet = now - max(self.contact_at, self._board_since)
-        return self._board is not None and quiet > self._timeouts.contact_s
+        quiet = now - max(self.contact_at, self._channel_since)
+        return self._channel is not None and quiet > self._timeouts.contact_s
 
     def end(self) -> None:
         self._ended = True
         self.break_off()
 
     def break_off(self) -> None:
-        board, self._board = self._board, None
-        if board is not None:
-            board.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
         self.reports.put(None)
 
     def run(self, join: Callable[[str], AgentJoined]) -> None:
@@ -216,7 +216,7 @@ class _Conversation:
         Raises:
             ConnectionError: the connection broke.
         """
-        from ft.job.control import channel as boards
+        from ft.job.control import channel as channels
 
         standing = self._find()
         if standing is None:
@@ -225,18 +225,18 @@ class _Conversation:
             self._say(NewLife(standing.life))
             self._ended = True
             return
-        board = boards.connect(standing.where, node, secret, self._timeouts.contact_s)
-        self._board_since, self._board = time.monotonic(), board
+        channel = channels.connect(standing.where, node, secret, self._timeouts.contact_s)
+        self._channel_since, self._channel = time.monotonic(), channel
         try:
-            self._settle(board.taken())
+            self._settle(channel.taken())
             for number, report in self._kept:
-                board.post(number, report)
+                channel.post(number, report)
             self._linked = True
             self._say(Linked(standing.term))
-            threading.Thread(target=self._follow, args=(board,), name="ft-orders", daemon=True).start()
-            self._send(board)
+            threading.Thread(target=self._follow, args=(channel,), name="ft-orders", daemon=True).start()
+            self._send(channel)
         finally:
-            board.close()
+            channel.close()
 
     def _find(self) -> election.LeaseRecord | None:
         unshared = time.monotonic() + _UNSHARED_S
@@ -255,29 +255,29 @@ class _Conversation:
         while self._kept and self._kept[0][0] <= taken:
             self._kept.popleft()
 
-    def _send(self, board: Any) -> None:
+    def _send(self, channel: Any) -> None:
         while not self._ended:
             report = self.reports.get()
             is_kept = not isinstance(report, threading.Event | AgentBeat | None)
             entry = self._keep(report) if is_kept else (0, report)
-            if self._board is not board:
+            if self._channel is not channel:
                 if isinstance(report, threading.Event):
                     self.reports.put(report)
                 raise ConnectionError("it does not answer any more")
             if isinstance(report, threading.Event):
                 report.set()
             elif report is not None:
-                board.post(*entry)
+                channel.post(*entry)
             if isinstance(report, AgentBeat):
-                self._settle(board.taken())
+                self._settle(channel.taken())
 
-    def _follow(self, board: Any) -> None:
+    def _follow(self, channel: Any) -> None:
         def deliver(number: int, order: Any) -> None:
             if number >= self._order:
                 self._order = number + 1
                 self._say(order)
 
         with contextlib.suppress(ConnectionError):
-            board.follow(deliver, self._order)
-        if self._board is board:
+            channel.follow(deliver, self._order)
+        if self._channel is channel:
             self.break_off()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ft.base import events, token
 from ft.base.errors import UserError
-from ft.job.control import channel as boards
+from ft.job.control import channel as channels
 from ft.job.control import status
 from ft.job.control.channel import ControlChannel, Posted
 from ft.job.control.controller import decide, next_deadline
@@ -45,13 +45,13 @@ class Sidecar:
 
     Args:
         folder: directory of the run.
-        board: control channel to the agents, hosted by this process.
+        channel: control channel to the agents, hosted by this process.
         begins: options of a run that begins, or the content of the journal of a run that continues.
         standing: lease record of this process.
     """
 
-    def __init__(self, folder: Path, board: ControlChannel, begins: Options | Memory, standing: LeaseRecord):
-        self._folder, self._board, self._standing = folder, board, standing
+    def __init__(self, folder: Path, channel: ControlChannel, begins: Options | Memory, standing: LeaseRecord):
+        self._folder, self._channel, self._standing = folder, channel, standing
         self._events = events.EventLog(folder / "events.jsonl")
         self._due = self._status_at = self._renewed_at = 0.0
         self._taken: dict[str, int] = {}
@@ -84,11 +84,11 @@ class Sidecar:
                 return SUCCEEDED
             self._renew()
             wait = min(self._due - self._now(), self._state.options.timeouts.lease_beat_s)
-            posted = self._board.receive(wait)
+            posted = self._channel.receive(wait)
             if election.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
-            if self._board.absences != self._absences:
-                self._absences = self._board.absences
+            if self._channel.absences != self._absences:
+                self._absences = self._channel.absences
                 self._take_back()
             if posted is not None and isinstance(posted.report, AgentLeaving):
                 self._left.add(posted.node)
@@ -98,17 +98,17 @@ class Sidecar:
                 self._take(posted)
         self._journal.close()
         self._events.close()
-        self._board.close()
+        self._channel.close()
         return 0
 
     def _resume(self) -> None:
         memory = self._memory
         if memory is None:
-            self._board.resume(boards.Record())
+            self._channel.resume(channels.Record())
             return
         self._taken = dict(memory.record.taken or {})
         self._write_events(memory.wall, memory.now - self._ahead, self._unwritten(memory))
-        self._board.resume(memory.record)
+        self._channel.resume(memory.record)
         self._take_back()
         self._memory = None
 
@@ -130,10 +130,10 @@ class Sidecar:
         self._journal.enter(now, wall, posted, decisions)
         for decision in decisions:  # orders first, because workers wait for them; all other work can wait
             for order in decision.orders:
-                self._board.publish(order)
+                self._channel.publish(order)
         if posted is not None and posted.number:
             self._taken[posted.node] = posted.number
-            self._board.took(posted.node, posted.number)
+            self._channel.took(posted.node, posted.number)
         following = next_deadline(state, now)
         self._due = following if posted is None else min(self._due, following)
         self._write_events(wall, time.monotonic(), [note for decision in decisions for note in decision.events])
@@ -221,10 +221,10 @@ def main(argv: list[str] | None = None) -> None:
         begins = begin(given.run_dir, parse_options(given.options))
         options = begins if isinstance(begins, Options) else begins.state.options
         secret = token.find(given.run_dir, _TOKEN_S)
-        board = boards.host(given.where, f"{given.run_dir.name}-{options.restarts}", secret)
+        channel = channels.host(given.where, f"{given.run_dir.name}-{options.restarts}", secret)
     except UserError as error:
         parser.exit(UserError.exit_code, f"{parser.prog}: {error}\n")
     launcher = processes.identity(os.getppid())
-    standing = LeaseRecord(given.term, options.restarts, board.where, given.node, os.getpid(), launcher=launcher)
-    code = Sidecar(given.run_dir, board, begins, standing).run()
+    standing = LeaseRecord(given.term, options.restarts, channel.where, given.node, os.getpid(), launcher=launcher)
+    code = Sidecar(given.run_dir, channel, begins, standing).run()
     os._exit(code)  # threads may be inside torch's store, so a regular interpreter shutdown would abort the process

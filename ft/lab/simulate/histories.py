@@ -126,13 +126,13 @@ def check_arguments(simulation: Simulation, arguments: argparse.Namespace) -> tu
     return kinds
 
 
-def run(simulation: Simulation, arguments: argparse.Namespace, wish: Any) -> int:
+def run(simulation: Simulation, arguments: argparse.Namespace, options: Any) -> int:
     """Simulate the requested runs and print the result.
 
     Args:
         simulation: the simulation to run.
         arguments: parsed flags of :func:`add_arguments`.
-        wish: simulation-specific options, passed on to ``play``.
+        options: simulation-specific options, passed on to ``play``.
 
     Returns:
         The exit status: 1 if a run violates a property, or if an injected bug is not found, otherwise 0.
@@ -145,22 +145,22 @@ def run(simulation: Simulation, arguments: argparse.Namespace, wish: Any) -> int
         plants = simulation.find(arguments.plant) if arguments.plant else [None]
         if len(plants) > 1:
             raise UserError("a single seed cannot be simulated with all bugs", "name one bug, or give --seeds")
-        return _tell(simulation, arguments.seed, wish, plants[0])
+        return _tell(simulation, arguments.seed, options, plants[0])
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     if arguments.plant:
-        return _search(simulation, seeds, wish, jobs, simulation.find(arguments.plant))
-    return _sum_up(simulation, seeds, wish, jobs)
+        return _search(simulation, seeds, options, jobs, simulation.find(arguments.plant))
+    return _sum_up(simulation, seeds, options, jobs)
 
 
-def _tell(simulation: Simulation, seed: int, wish: Any, plant: Replaced | None) -> int:
-    history = simulation.play(seed, wish, plant, True)
+def _tell(simulation: Simulation, seed: int, options: Any, plant: Replaced | None) -> int:
+    history = simulation.play(seed, options, plant, True)
     print(_of_failure(simulation, history) if history.violation else "\n".join(history.lines))
     return 1 if history.violation else 0
 
 
-def _sum_up(simulation: Simulation, seeds: range, wish: Any, jobs: int) -> int:
+def _sum_up(simulation: Simulation, seeds: range, options: Any, jobs: int) -> int:
     summary, began, said = simulation.summary(), time.monotonic(), time.monotonic()
-    for history in _histories(simulation, seeds, wish, jobs, None):
+    for history in _histories(simulation, seeds, options, jobs, None):
         summary.add(history)
         if time.monotonic() > said + _PROGRESS_S:
             said = time.monotonic()
@@ -168,14 +168,14 @@ def _sum_up(simulation: Simulation, seeds: range, wish: Any, jobs: int) -> int:
     print(summary.text(time.monotonic() - began))
     if summary.failed:
         print(f"\nthe history of seed {min(summary.failed)}\n")
-        print(_of_failure(simulation, simulation.play(min(summary.failed), wish, None, True)))
+        print(_of_failure(simulation, simulation.play(min(summary.failed), options, None, True)))
     return 1 if summary.failed else 0
 
 
-def _search(simulation: Simulation, seeds: range, wish: Any, jobs: int, plants: list[Replaced]) -> int:
+def _search(simulation: Simulation, seeds: range, options: Any, jobs: int, plants: list[Replaced]) -> int:
     found = []
     for plant in plants:
-        histories = _histories(simulation, seeds, wish, jobs, plant.title)
+        histories = _histories(simulation, seeds, options, jobs, plant.title)
         given_away = next((history for history in histories if history.violation), None)
         histories.close()
         found.append((plant.title, len(seeds), given_away))
@@ -183,34 +183,34 @@ def _search(simulation: Simulation, seeds: range, wish: Any, jobs: int, plants: 
     return 0 if all(history is not None for _, _, history in found) else 1
 
 
-def _histories(simulation: Simulation, seeds: range, wish: Any, jobs: int, title: str | None) -> Iterator[History]:
+def _histories(simulation: Simulation, seeds: range, options: Any, jobs: int, title: str | None) -> Iterator[History]:
     """Yield histories in the order of the seeds, regardless of the number of processes."""
     chunks = [seeds[i : i + _CHUNK] for i in range(0, len(seeds), _CHUNK)]
     if jobs == 1 or len(chunks) == 1:
         for chunk in chunks:
-            yield from _play(simulation, chunk, wish, title)
+            yield from _play(simulation, chunk, options, title)
         return
     with ProcessPoolExecutor(jobs) as pool:
         try:
-            for histories in pool.map(_play, repeat(simulation), chunks, repeat(wish), repeat(title)):
+            for histories in pool.map(_play, repeat(simulation), chunks, repeat(options), repeat(title)):
                 yield from histories
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _play(simulation: Simulation, seeds: range, wish: Any, title: str | None) -> list[History]:
+def _play(simulation: Simulation, seeds: range, options: Any, title: str | None) -> list[History]:
     """Simulate a chunk of seeds, and return the results. Runs in a worker process if there are several.
 
     Args:
         simulation: the simulation to run.
         seeds: seeds of the chunk.
-        wish: simulation-specific options.
+        options: simulation-specific options.
         title: title of the mutant to inject; the simulation then stops at the first violation. None: no mutant.
     """
     plant = simulation.find(title)[0] if title is not None else None
     found = []
     for seed in seeds:
-        found.append(simulation.play(seed, wish, plant, False))
+        found.append(simulation.play(seed, options, plant, False))
         if title is not None and found[-1].violation:
             break
     return found

@@ -1,9 +1,9 @@
 """Audit an FT-HSDP run: prove from its commit logs that every data sample was trained exactly once.
 
-A replica is a full copy of the model with its own workers. A deal is the rule by which the samples are divided among
-the replicas; each replica reads its own stream of samples, and its position is the number of samples that it has read.
-A surviving step is a committed step that is part of the current training state. A replica is healthy in a step if it
-contributed gradients.
+A replica is a full copy of the model with its own workers. The sample assignment is the rule by which samples are
+divided among the replicas; each replica reads its own stream of samples, and its position is the number of samples that
+it has read. A surviving step is a committed step that is part of the current training state. A replica is healthy in a
+step if it contributed gradients.
 
 The audit compares two sets. The samples trained are those that the healthy replicas of each surviving step read: from
 the position that the replica's data loader recorded (``at``) or, without such a record, from its position after the
@@ -18,7 +18,7 @@ import numpy
 
 from ft.observe.hsdp.lineage import Lineage, Step, before_of
 from ft.systems.hsdp.commits import Commit
-from ft.systems.hsdp.samples import Deal, merged
+from ft.systems.hsdp.samples import SampleAssignment, merged
 
 _MOST_EXAMPLES = 5
 _NOTHING = numpy.empty((0, 2), numpy.int64)
@@ -68,23 +68,23 @@ def audit(found: Lineage) -> Audit:
     last: Commit | None = None
     for step in found.steps:
         commit = step.commit
-        deal, before = commit.deal, before_of(commit)
+        assignment, before = commit.assignment, before_of(commit)
         if last is None:
-            earlier = deal.taken(before) if commit.step > 1 else _NOTHING
+            earlier = assignment.taken(before) if commit.step > 1 else _NOTHING
         elif last.step == commit.step - 1:
             problems += _contradictions(last, commit, before)
             before = _carried(last, commit)
         else:
-            unproven.append(_minus(deal.taken(before), last.deal.taken(last.positions)))
+            unproven.append(_minus(assignment.taken(before), last.assignment.taken(last.positions)))
         problems += _misread(step, before)
-        surplus = [replica for replica in commit.streams if replica >= deal.replicas]
+        surplus = [replica for replica in commit.streams if replica >= assignment.replicas]
         problems += [f"step {commit.step}: replica {replica} trained, but has no samples" for replica in surplus]
         for replica, stream, begin in _read(step, before):
             if stream not in surplus:
                 reads.add(commit, stream, begin)
                 replicas[replica] = replicas.get(replica, 0) + commit.batch
         last = commit
-    taken = last.deal.taken(last.positions)
+    taken = last.assignment.taken(last.positions)
     counted = numpy.concatenate([earlier, *unproven, *reads.ranges()])
     kinds = _compare(counted, taken)
     size = {name: int((ranges[:, 1] - ranges[:, 0]).sum()) for name, ranges in kinds.items()}
@@ -126,10 +126,10 @@ class _Reads:
     """The sections of each stream of samples that replicas read; consecutive sections are merged."""
 
     def __init__(self):
-        self._stretches: dict[tuple[Deal, int], list[list[int]]] = {}
+        self._stretches: dict[tuple[SampleAssignment, int], list[list[int]]] = {}
 
     def add(self, commit: Commit, replica: int, begin: int) -> None:
-        stretches = self._stretches.setdefault((commit.deal, replica), [])
+        stretches = self._stretches.setdefault((commit.assignment, replica), [])
         if stretches and stretches[-1][1] == begin:
             stretches[-1][1] += commit.batch
         else:
@@ -138,8 +138,8 @@ class _Reads:
     def ranges(self) -> list[numpy.ndarray]:
         """Return an (n, 2) array of ranges of samples for each section."""
         return [
-            deal.stream(replica).ranges(begin, end)
-            for (deal, replica), stretches in self._stretches.items()
+            assignment.stream(replica).ranges(begin, end)
+            for (assignment, replica), stretches in self._stretches.items()
             for begin, end in stretches
         ]
 
@@ -147,19 +147,21 @@ class _Reads:
 def _carried(last: Commit, commit: Commit) -> dict[int, int]:
     """Return the positions before ``commit`` according to ``last``, the previous commit.
 
-    If the deal (the division of samples among replicas) has changed, the positions are converted to the new deal.
+    If the sample assignment has changed, the positions are converted to the new one.
     """
-    if commit.deal == last.deal:
+    if commit.assignment == last.assignment:
         return dict(last.positions)
-    _, positions = last.deal.after(last.positions, last.step, commit.deal.replicas, commit.deal.block)
+    _, positions = last.assignment.after(last.positions, last.step, commit.assignment.replicas, commit.assignment.block)
     return positions
 
 
 def _contradictions(last: Commit, commit: Commit, before: Mapping[int, int]) -> list[str]:
     found = []
-    if commit.deal != last.deal:
-        expected, _ = last.deal.after(last.positions, last.step, commit.deal.replicas, commit.deal.block)
-        if expected != commit.deal:
+    if commit.assignment != last.assignment:
+        expected, _ = last.assignment.after(
+            last.positions, last.step, commit.assignment.replicas, commit.assignment.block
+        )
+        if expected != commit.assignment:
             found.append(
                 f"step {commit.step}: samples are divided anew, but not from the positions after step {last.step}"
             )

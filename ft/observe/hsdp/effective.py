@@ -79,7 +79,7 @@ def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], 
     if not steps or wall <= 0:
         return Effective(None)
     useful = sum(
-        normal * len(step.commit.streams) / step.commit.deal.replicas
+        normal * len(step.commit.streams) / step.commit.assignment.replicas
         for step, normal in zip(steps, pace.normal, strict=True)
     )
     failures = [one for one in incidents if one.kind == FAILURE and one.replicas]

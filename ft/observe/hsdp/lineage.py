@@ -19,7 +19,7 @@ from functools import cached_property
 from ft.systems.hsdp.commits import Commit
 
 _MOST_SENTENCES = 50
-_SHARED = ("healthy", "behind", "batch", "deal", "positions", "stack", "owners", "patch")
+_SHARED = ("healthy", "behind", "batch", "assignment", "positions", "stack", "owners", "patch")
 
 Key = tuple[int, int]
 """(quorum, step) of a commit; the greater key is the later commit."""
@@ -132,13 +132,15 @@ def _parent(steps: Mapping[Key, Step], by_number: Mapping[int, Sequence[Key]], c
 def _can_lead(earlier: Commit, later: Commit) -> bool:
     """Return whether ``later`` can follow from ``earlier``, judged by the replicas' positions in the data.
 
-    Both commits must have the same deal (division of the samples among the replicas). If ``later`` started from a
+    Both commits must have the same assignment (division of the samples among the replicas). If ``later`` started from a
     loaded checkpoint, the positions of ``earlier`` must equal the positions at which ``later`` starts; otherwise they
     must not exceed them.
     """
     before = before_of(later)
-    deal, positions = earlier.deal.after(earlier.positions, earlier.step, later.deal.replicas, later.deal.block)
-    if deal != later.deal:
+    assignment, positions = earlier.assignment.after(
+        earlier.positions, earlier.step, later.assignment.replicas, later.assignment.block
+    )
+    if assignment != later.assignment:
         return False
     if not later.before:
         return all(position == before.get(replica, 0) for replica, position in positions.items())
@@ -146,7 +148,7 @@ def _can_lead(earlier: Commit, later: Commit) -> bool:
 
 
 def before_of(commit: Commit) -> dict[int, int]:
-    """Return replica -> position in the data before a commit, computed from its own line and in its own deal."""
+    """Return replica -> position in the data before a commit, computed from its own line and in its own assignment."""
     before = dict(commit.positions)
     for replica in commit.streams:
         before[replica] = max(0, before.get(replica, 0) - commit.batch)

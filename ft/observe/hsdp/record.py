@@ -64,7 +64,7 @@ class Record:
     @cached_property
     def count(self) -> int:
         """Return the number of replicas of the run, with or without a folder."""
-        from_commits = (commit.deal.replicas for one in self.replicas.values() for commit in one.commits)
+        from_commits = (commit.assignment.replicas for one in self.replicas.values() for commit in one.commits)
         from_events = (1 + number for event in self.events if (number := replica_of(event)) is not None)
         return max([1 + max(self.replicas), *from_commits, *from_events])
 

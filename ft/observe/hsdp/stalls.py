@@ -169,7 +169,7 @@ def _failures(steps: Sequence[Step], retries: Mapping[int, int]) -> list[_Span]:
     for index, (last, step) in enumerate(pairwise(steps), 1):
         lost = set(last.commit.healthy) - set(step.commit.healthy)
         # If the run was continued with a smaller number of replicas, the missing replicas have not failed.
-        lost &= set(range(step.commit.deal.replicas))
+        lost &= set(range(step.commit.assignment.replicas))
         if lost or index in retries:
             found.append(_Span(index, index, lost))
     return ([_Span(0, 0)] if 0 in retries else []) + found
@@ -186,7 +186,7 @@ def _rejoins(steps: Sequence[Step], begun: set[int]) -> list[_Span]:
     for index, step in enumerate(steps):
         commit = step.commit
         if index in begun:
-            since, seen = {}, dict.fromkeys(range(commit.deal.replicas), index)
+            since, seen = {}, dict.fromkeys(range(commit.assignment.replicas), index)
             continue
         for replica in set(since) - set(commit.members):  # the replica left again
             del since[replica]

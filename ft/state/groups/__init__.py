@@ -9,8 +9,8 @@ hold references to it. Only its connections are closed when an epoch is closed, 
 """
 
 from ft.job.control.rebuilds import RebuildPlan, plan_rebuild
-from ft.state.groups.builder import Meeting
+from ft.state.groups.builder import Rendezvous
 from ft.state.groups.group import Group
 from ft.state.groups.registry import Groups
 
-__all__ = ["Group", "Groups", "Meeting", "RebuildPlan", "plan_rebuild"]
+__all__ = ["Group", "Groups", "RebuildPlan", "Rendezvous", "plan_rebuild"]

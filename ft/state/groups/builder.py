@@ -41,7 +41,7 @@ class Cancelled(Exception):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The rendezvous store of an epoch's groups.
 
     Attributes:
@@ -61,7 +61,7 @@ class Builder:
     """Connects groups in the order in which their jobs are submitted, until it is cancelled.
 
     Args:
-        meeting: the rendezvous store of the epoch.
+        rendezvous: the rendezvous store of the epoch.
         prefix: prefix of all keys; it must never have been used before.
         connection: connection to that store, which no other thread may use meanwhile.
 
@@ -70,8 +70,8 @@ class Builder:
         cancelled: whether ``cancel`` was called.
     """
 
-    def __init__(self, meeting: Meeting, prefix: str, connection: StoreConnection):
-        self._meeting, self._prefix, self._connection = meeting, prefix, connection
+    def __init__(self, rendezvous: Rendezvous, prefix: str, connection: StoreConnection):
+        self._rendezvous, self._prefix, self._connection = rendezvous, prefix, connection
         self._store = dist.PrefixStore(prefix, connection.store)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -148,7 +148,7 @@ class Builder:
 
     def _own_store(self, job: Job) -> Callable[[], tuple[dist.Store, StoreConnection]]:
         def opened() -> tuple[dist.Store, StoreConnection]:
-            connection = self._meeting.connect()
+            connection = self._rendezvous.connect()
             return dist.PrefixStore(f"{self._prefix}/{job.name}/own", connection.store), connection
 
         return opened

@@ -27,7 +27,7 @@ from ft.state.groups.backends import (
     prepare_gloo,
     prepare_nccl,
 )
-from ft.state.groups.builder import Builder, Cancelled, Job, Meeting
+from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.group import Group
 from ft.state.groups.state import EpochState
 
@@ -57,9 +57,14 @@ class Groups:
     """
 
     def __init__(
-        self, meeting: Meeting, device_backend: str, state: EpochState, connection: StoreConnection, store: dist.Store
+        self,
+        rendezvous: Rendezvous,
+        device_backend: str,
+        state: EpochState,
+        connection: StoreConnection,
+        store: dist.Store,
     ):
-        self._meeting, self._device_backend, self._state = meeting, device_backend, state
+        self._rendezvous, self._device_backend, self._state = rendezvous, device_backend, state
         self._groups: dict[str, Group] = {}
         self._created: list[tuple[str, list[int]]] = []
         self._pending: dict[tuple[str, str], Job] = {}
@@ -72,7 +77,7 @@ class Groups:
     def start(
         cls,
         *,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         prefix: str,
         rank: int,
         world_size: int,
@@ -105,11 +110,11 @@ class Groups:
         prepare_gloo()
         if device_backend == "nccl":
             prepare_nccl()
-        own, default = meeting.connect(), meeting.connect()
+        own, default = rendezvous.connect(), rendezvous.connect()
         default_store = dist.PrefixStore(f"{prefix}/default", default.store)
-        groups = cls(meeting, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
+        groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
         if not alone:
-            groups._builder = Builder(meeting, prefix, groups._connection)
+            groups._builder = Builder(rendezvous, prefix, groups._connection)
         if _BACKEND not in dist.Backend.backend_list:
             dist.Backend.register_backend(_BACKEND, _make_default, extended_api=True, devices=["cpu", "cuda"])
             _leave_recording_to_connections()
@@ -266,7 +271,7 @@ class Groups:
     # --- the start of the next epoch ----------------------------------------------------------------------------------
 
     def rebuild(
-        self, names: Iterable[str], defer: Iterable[str], prefix: str, epoch: int, meeting: Meeting | None = None
+        self, names: Iterable[str], defer: Iterable[str], prefix: str, epoch: int, rendezvous: Rendezvous | None = None
     ) -> float:
         """Connect groups anew for ``epoch``. All other groups keep their connections.
 
@@ -297,10 +302,10 @@ class Groups:
             if self._builder is not None:
                 self._builder.cancel()
             state.epoch, state.alone = epoch, False
-            moved, self._meeting = meeting not in (None, self._meeting), meeting or self._meeting
+            moved, self._rendezvous = rendezvous not in (None, self._rendezvous), rendezvous or self._rendezvous
             if self._connection.is_broken or moved:
-                self._connection = self._meeting.connect()
-            self._builder = Builder(self._meeting, prefix, self._connection)
+                self._connection = self._rendezvous.connect()
+            self._builder = Builder(self._rendezvous, prefix, self._connection)
         self._pending.clear()
         jobs = [(group, self._submit(group)) for group in (*wanted, *later)]
         for group, job in jobs[: len(wanted)]:

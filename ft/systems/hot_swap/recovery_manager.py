@@ -109,7 +109,7 @@ class RecoveryManager(Layer, Operations):
     async def rebuild_groups(self, order: Repair) -> float:
         session = self.session
         seconds = session.groups.rebuild(
-            order.rebuild, order.defer, session.prefix(), session.epoch, session.meeting_place()
+            order.rebuild, order.defer, session.prefix(), session.epoch, session.rendezvous()
         )
         session.groups.reopen(session.epoch)
         return seconds

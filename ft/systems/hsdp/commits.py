@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.lines import Lines
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 
 NAME = "commits.jsonl"
 
@@ -34,8 +34,8 @@ class Commit:
         healthy: replicas whose gradients are in the step.
         behind: replicas that fetched their state during it.
         batch: samples that each healthy replica took.
-        deal: which replica gets which samples in this step.
-        positions: replica -> position in that deal after the step.
+        assignment: which replica gets which samples in this step.
+        positions: replica -> position in that assignment after the step.
         wall: time of the commit, in seconds since 1970.
         step_s: seconds that the step took, including retries and waits.
         wait_s: seconds of these spent on waiting for the quorum and for the all-reduce between replicas.
@@ -60,7 +60,7 @@ class Commit:
     healthy: tuple[int, ...]
     behind: tuple[int, ...]
     batch: int
-    deal: Deal
+    assignment: SampleAssignment
     positions: Mapping[int, int]
     wall: float
     step_s: float = 0.0
@@ -80,7 +80,7 @@ class Commit:
         """Return the numbers of the sample streams that were trained: the healthy replicas, or with SPARe all shard
         types.
         """
-        return self.healthy if self.stack is None else tuple(range(self.deal.replicas))
+        return self.healthy if self.stack is None else tuple(range(self.assignment.replicas))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Commit:
             "healthy": list(self.healthy),
             "behind": list(self.behind),
             "batch": self.batch,
-            **self.deal.as_values(),
+            **self.assignment.as_values(),
             "positions": {str(replica): position for replica, position in sorted(self.positions.items())},
             "wall": round(self.wall, 6),
             "step_s": round(self.step_s, 6),
@@ -149,21 +149,22 @@ def read(folder: Path, most: int | None = None) -> list[Commit]:
             lines = stream.read().splitlines()
     except FileNotFoundError:
         return []
-    deals: dict[str, Deal] = {}
-    return [commit for line in lines if (commit := _parse(line, deals)) is not None]
+    assignments: dict[str, SampleAssignment] = {}
+    return [commit for line in lines if (commit := _parse(line, assignments)) is not None]
 
 
-def _parse(line: bytes, deals: dict[str, Deal]) -> Commit | None:
+def _parse(line: bytes, assignments: dict[str, SampleAssignment]) -> Commit | None:
     """Return the commit in a line, or None if the line is not valid.
 
-    ``deals`` collects the deals of earlier lines, so that equal deals share one object and its cached properties.
+    ``assignments`` collects the assignments of earlier lines, so that equal ones share one object and its cached
+    properties.
     """
     try:
         values = json.loads(line)
         shape = {"replicas": len(values["positions"]), "block": values["batch"], "past": []}
-        deal = Deal.from_values({**shape, **values})
+        assignment = SampleAssignment.from_values({**shape, **values})
         return Commit(
-            deal=deals.setdefault(repr(deal), deal),
+            assignment=assignments.setdefault(repr(assignment), assignment),
             positions={int(replica): _whole(position) for replica, position in values["positions"].items()},
             healthy=tuple(_whole(replica) for replica in values["healthy"]),
             behind=tuple(_whole(replica) for replica in values["behind"]),

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ft.systems.hsdp.samples import Deal, Stream
+from ft.systems.hsdp.samples import SampleAssignment, Stream
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Share:
 
     Attributes:
         replica: number of the replica.
-        deal: the assignment of samples to replicas.
+        assignment: the assignment of samples to replicas.
         positions: replica -> number of samples that it has taken from its stream.
     """
 
     replica: int
-    deal: Deal
+    assignment: SampleAssignment
     positions: Mapping[int, int]
 
     @property
@@ -37,11 +37,11 @@ class Share:
     @property
     def stream(self) -> Stream:
         """Return the stream of this replica's samples."""
-        return self.deal.stream(self.replica)
+        return self.assignment.stream(self.replica)
 
     def needed(self, steps: int, batch: int) -> int:
         """Return how many samples the dataset needs for ``steps`` steps of ``batch`` samples over all replicas."""
-        return self.deal.needed(steps, batch // self.deal.replicas)
+        return self.assignment.needed(steps, batch // self.assignment.replicas)
 
 
 class Follower:
@@ -55,9 +55,9 @@ class Follower:
     def __init__(self, loaders: Sequence[Any], replica: int):
         self._loaders, self._replica = [loader for loader in loaders if loader is not None], replica
 
-    def __call__(self, deal: Deal, position: int) -> None:
-        """Make the loaders read the replica's stream of ``deal`` from ``position`` on."""
-        stream = deal.stream(self._replica)
+    def __call__(self, assignment: SampleAssignment, position: int) -> None:
+        """Make the loaders read the replica's stream of ``assignment`` from ``position`` on."""
+        stream = assignment.stream(self._replica)
         for loader in self._loaders:
             loader.dataset.follow(stream)
             loader.seek(position)

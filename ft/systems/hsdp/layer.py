@@ -63,10 +63,10 @@ class Replicas(Protection):
         return self._share(self._place, extra, step, samples)
 
     def _share(self, place: Place, extra: dict[str, Any], step: int, samples: int) -> Share:
-        deal, positions = where_replicas_stood(place, extra, step, samples, self._block)
+        assignment, positions = where_replicas_stood(place, extra, step, samples, self._block)
         if place.redundancy is not None:
-            deal, positions = deal.leveled(positions, step)
-        return Share(place.replica, deal, positions)
+            assignment, positions = assignment.leveled(positions, step)
+        return Share(place.replica, assignment, positions)
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         place, batch = self._place, trainer.batch // self._place.replicas
@@ -74,7 +74,7 @@ class Replicas(Protection):
         share = self._share(place, trainer.extra, trainer.step, trainer.samples)
         follow = Follower(trainer.loaders, place.replica) if divides is None else divides.follow(trainer.loaders, batch)
         position = ReplicaPosition(
-            trainer.position, lambda: trainer.extra, place.replica, follow, share.deal, dict(share.positions)
+            trainer.position, lambda: trainer.extra, place.replica, follow, share.assignment, dict(share.positions)
         )
         work = OwnStream(place) if divides is None else divides.work(place, position, trainer, follow)
         components = build(
@@ -95,7 +95,7 @@ class Replicas(Protection):
             trainer.extra.pop(KEY, None)  # the positions of the lost state
             is_loaded = trainer.load()
             begins = self._share(replace(place, comes_back=False), trainer.extra, trainer.step, trainer.samples)
-            position.restart(begins.deal, dict(begins.positions))
+            position.restart(begins.assignment, dict(begins.positions))
             work.restart()
             trainer.rewind()
             return is_loaded

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 
 NAME = "loader_state"
 _FORMAT = "megatron-ft loader_state 1"
@@ -34,14 +34,14 @@ class LoaderState:
         step: number of the step.
         quorum: number of the quorum in which it was committed.
         batch: samples that a replica took in the step.
-        deal: which replica gets which samples.
-        positions: replica -> samples taken of its stream, for every replica of the deal.
+        assignment: which replica gets which samples.
+        positions: replica -> samples taken of its stream, for every replica of the assignment.
     """
 
     step: int
     quorum: int
     batch: int
-    deal: Deal
+    assignment: SampleAssignment
     positions: Mapping[int, int]
 
     @property
@@ -123,7 +123,7 @@ def _encode(state: LoaderState) -> bytes:
         "step": state.step,
         "quorum": state.quorum,
         "batch": state.batch,
-        **state.deal.as_values(),
+        **state.assignment.as_values(),
         "positions": {str(replica): position for replica, position in sorted(state.positions.items())},
     }
     return json.dumps({**values, "checksum": _checksum(values)}).encode() + b"\n"
@@ -139,13 +139,13 @@ def _decode(content: bytes) -> LoaderState:
     if values.pop("checksum", None) != _checksum(values):
         raise ValueError("damaged: the checksum is not that of its content")
     try:
-        deal = Deal.from_values(values)
+        assignment = SampleAssignment.from_values(values)
         positions = {int(replica): position for replica, position in values["positions"].items()}
-        state = LoaderState(values["step"], values["quorum"], values["batch"], deal, positions)
+        state = LoaderState(values["step"], values["quorum"], values["batch"], assignment, positions)
     except (KeyError, AttributeError) as error:
         raise ValueError(f"no loader_state: {error!r}") from error
-    if sorted(positions) != list(range(deal.replicas)):
-        raise ValueError(f"positions of replicas {sorted(positions)}, of which there are {deal.replicas}")
+    if sorted(positions) != list(range(assignment.replicas)):
+        raise ValueError(f"positions of replicas {sorted(positions)}, of which there are {assignment.replicas}")
     return state
 
 

@@ -1,6 +1,6 @@
 """Training position of an FT-HSDP replica: the trainer's step counters, and how many samples every replica has taken.
 
-Each replica reads its own stream of samples; a deal assigns the samples of the run to these streams
+Each replica reads its own stream of samples; an assignment divides the samples of the run among these streams
 (:mod:`ft.systems.hsdp.samples`). The position is part of the state that replicas transfer and save.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ft.protection.position import Position
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 
 KEY = "replicas"
 
@@ -16,8 +16,8 @@ KEY = "replicas"
 class Follow(Protocol):
     """Interface to the data loaders of this rank, which read the stream of its replica."""
 
-    def __call__(self, deal: Deal, position: int) -> None:
-        """Make the loaders read the replica's stream of ``deal`` from ``position`` on."""
+    def __call__(self, assignment: SampleAssignment, position: int) -> None:
+        """Make the loaders read the replica's stream of ``assignment`` from ``position`` on."""
 
     @property
     def position(self) -> int | None:
@@ -34,11 +34,11 @@ class ReplicaPosition:
         extra: returns the mutable mapping that the trainer saves together with its position.
         replica: number of this replica.
         follow: data loaders of this rank.
-        deal: which replica gets which samples.
+        assignment: which replica gets which samples.
         positions: replica -> number of samples that it has taken.
 
     Attributes:
-        deal: which replica gets which samples.
+        assignment: which replica gets which samples.
         positions: replica -> number of samples that it has taken.
         lineage: number of the quorum (set of participating replicas) that committed the last step, 0 before the first.
             States with equal step and lineage are equal.
@@ -50,11 +50,11 @@ class ReplicaPosition:
         extra: Callable[[], dict[str, Any]],
         replica: int,
         follow: Follow,
-        deal: Deal,
+        assignment: SampleAssignment,
         positions: dict[int, int],
     ):
         self._trainer, self._extra, self._replica, self._follow = trainer, extra, replica, follow
-        self.deal, self.positions, self.lineage = deal, dict(positions), 0
+        self.assignment, self.positions, self.lineage = assignment, dict(positions), 0
         self._note()
 
     @property
@@ -88,24 +88,24 @@ class ReplicaPosition:
     def set(self, position: dict[str, Any]) -> None:
         self._trainer.set({name: value for name, value in position.items() if name != "lineage"})
         self.lineage = position["lineage"]
-        self.deal, self.positions = parse(self._extra()[KEY])
-        self._follow(self.deal, self.mine)
+        self.assignment, self.positions = parse(self._extra()[KEY])
+        self._follow(self.assignment, self.mine)
 
-    def restart(self, deal: Deal, positions: dict[int, int]) -> None:
+    def restart(self, assignment: SampleAssignment, positions: dict[int, int]) -> None:
         """Set the position to that of a checkpoint that was loaded."""
-        self.deal, self.positions, self.lineage = deal, dict(positions), 0
+        self.assignment, self.positions, self.lineage = assignment, dict(positions), 0
         self._note()
-        self._follow(deal, self.mine)
+        self._follow(assignment, self.mine)
 
     def _note(self) -> None:
         positions = {str(replica): count for replica, count in sorted(self.positions.items())}
-        self._extra()[KEY] = {"positions": positions, **self.deal.as_values()}
+        self._extra()[KEY] = {"positions": positions, **self.assignment.as_values()}
 
 
-def parse(values: dict[str, Any]) -> tuple[Deal, dict[int, int]]:
-    """Return the deal and the positions that a state holds.
+def parse(values: dict[str, Any]) -> tuple[SampleAssignment, dict[int, int]]:
+    """Return the assignment and the positions that a state holds.
 
     Raises:
-        ValueError: the values are no deal.
+        ValueError: the values do not describe an assignment.
     """
-    return Deal.from_values(values), {int(replica): count for replica, count in values["positions"].items()}
+    return SampleAssignment.from_values(values), {int(replica): count for replica, count in values["positions"].items()}

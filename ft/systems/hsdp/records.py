@@ -64,7 +64,7 @@ class Records:
                 healthy=quorum.healthy,
                 behind=quorum.behind,
                 batch=self._batch,
-                deal=position.deal,
+                assignment=position.assignment,
                 positions=dict(position.positions),
                 wall=time.time(),
                 step_s=step_s,
@@ -79,7 +79,9 @@ class Records:
             )
         )
         if self._replica == quorum.healthy[0]:
-            state = LoaderState(position.step, quorum.number, self._batch, position.deal, dict(position.positions))
+            state = LoaderState(
+                position.step, quorum.number, self._batch, position.assignment, dict(position.positions)
+            )
             self._positions.write(state)
 
     def close(self) -> None:

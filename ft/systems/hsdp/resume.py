@@ -1,8 +1,8 @@
 """Initial assignment of samples to FT-HSDP replicas, when a replica starts.
 
-A deal assigns samples to replicas, and the positions are the numbers of samples that the replicas have taken
-(:mod:`ft.systems.hsdp.samples`). The replica may begin a run, resume from a checkpoint, or return to a run that
-continues.
+The assignment says which replica gets which samples, and the positions are the numbers of samples that the replicas
+have taken (:mod:`ft.systems.hsdp.samples`). The replica may begin a run, resume from a checkpoint, or return to a run
+that continues.
 """
 
 from typing import Any
@@ -12,32 +12,32 @@ from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.position import KEY, parse
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 
 
 def where_replicas_stood(
     place: Place, extra: dict[str, Any], step: int, consumed: int, block: int
-) -> tuple[Deal, dict[int, int]]:
+) -> tuple[SampleAssignment, dict[int, int]]:
     """Return which replica gets which samples from now on, and how many samples each has taken of its stream.
 
     Args:
         place: this replica.
-        extra: the trainer's extra state from the checkpoint; it contains a deal if the checkpoint is of a run with
-            replicas.
+        extra: the trainer's extra state from the checkpoint; it contains an assignment if the checkpoint was written by
+            a run with replicas.
         step: number of committed steps.
         consumed: samples that all replicas together have taken in these steps.
         block: samples that all ranks of a replica together take in one microbatch.
     """
     if KEY in extra:
-        deal, positions = parse(extra[KEY])
+        assignment, positions = parse(extra[KEY])
     elif consumed:
-        deal, positions = Deal(1, 1), {0: consumed}
+        assignment, positions = SampleAssignment(1, 1), {0: consumed}
     elif place.comes_back and (noted := _noted(place)) is not None:
         # Only the size of the data depends on this; the actual positions come with the fetched state.
-        deal, positions = noted.deal, dict(noted.positions)
+        assignment, positions = noted.assignment, dict(noted.positions)
     else:
-        deal, positions = Deal(place.replicas, block), {}
-    return deal.after(positions, step, place.replicas, block)
+        assignment, positions = SampleAssignment(place.replicas, block), {}
+    return assignment.after(positions, step, place.replicas, block)
 
 
 def _noted(place: Place) -> LoaderState | None:

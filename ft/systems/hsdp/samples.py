@@ -3,17 +3,16 @@ copies of the model) can be absent for some steps (FT-HSDP, section 5, "Train ea
 
 The *order* of a run is the sequence of samples that ordinary data parallelism reads. It is cut into blocks, which are
 assigned to the replicas in turn: block k of replica r of R is block k * R + r of the order. The blocks of a replica
-form its *stream*, and the number of samples that it has taken from its stream is its *position*. Such an assignment is
-called a *deal*. The deal and the positions of all replicas determine which samples were taken. A replica that was
-absent continues at its own position.
+form its *stream*, and the number of samples that it has taken from its stream is its *position*. The assignment and the
+positions of all replicas determine which samples were taken. A replica that was absent continues at its own position.
 
 A step takes the same number of blocks from every replica that takes part. As long as no replica is absent, the samples
 of a step therefore form one contiguous global batch. With ``block`` = micro batch x data-parallel size of a replica,
 every rank moreover gets in each of its microbatches the samples that ordinary data parallelism would give it (see
 ``ft.protection.streams``).
 
-When the number of replicas or the block size changes, a new deal begins. Its order contains the remaining samples:
-first, in order, those below the furthest sample taken (the *leftovers*), then all samples after it.
+When the number of replicas or the block size changes, a new assignment begins. Its order contains the remaining
+samples: first, in order, those below the furthest sample taken (the *leftovers*), then all samples after it.
 
 All functions are pure and vectorised: a range of a million steps takes a few numpy calls.
 """
@@ -29,13 +28,13 @@ _END = numpy.iinfo(numpy.int64).max
 
 
 class Order:
-    """The samples of one deal in the order in which they are assigned: the leftovers, then all from ``begin`` on.
+    """The order in which one assignment assigns the samples: the leftovers, then all from ``begin`` on.
 
     A *place* is an index into this order. A higher place always holds a higher sample.
 
     Args:
-        leftovers: samples that an earlier deal left out, as (n, 2) ranges [first, end), ascending and disjoint, all
-            below ``begin``.
+        leftovers: samples that an earlier assignment left out, as (n, 2) ranges [first, end), ascending and disjoint,
+            all below ``begin``.
         begin: the first sample after the leftovers.
     """
 
@@ -140,13 +139,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class Past:
-    """A former deal.
+    """A former assignment.
 
     Attributes:
         replicas: number of replicas among which the samples were divided.
         block: samples in a block.
-        positions: number of samples that each replica had taken when the deal ended.
-        step: number of committed steps when the deal ended.
+        positions: number of samples that each replica had taken when the assignment ended.
+        step: number of committed steps when the assignment ended.
     """
 
     replicas: int
@@ -156,13 +155,14 @@ class Past:
 
 
 @dataclass(frozen=True)
-class Deal:
-    """A deal: which replica gets which samples. Deal and positions are part of the state that all replicas share.
+class SampleAssignment:
+    """The rule that says which replica gets which samples. All replicas share this rule and the positions as a part of
+    the training state.
 
     Attributes:
         replicas: number of replicas among which the samples are divided.
         block: samples in a block.
-        past: the former deals, oldest first.
+        past: the former assignments, oldest first.
     """
 
     replicas: int
@@ -171,11 +171,11 @@ class Deal:
 
     def __post_init__(self):
         if self.replicas < 1 or self.block < 1:
-            raise ValueError(f"samples dealt to {self.replicas} replicas in blocks of {self.block}")
+            raise ValueError(f"samples assigned to {self.replicas} replicas in blocks of {self.block}")
 
     @cached_property
     def order(self) -> Order:
-        """Return the samples that were left when this deal began."""
+        """Return the samples that were left when this assignment began."""
         order = Order()
         for past in self.past:
             order = order.without(past.replicas, past.block, past.positions)
@@ -185,10 +185,10 @@ class Deal:
         """Return the stream of ``replica``.
 
         Raises:
-            ValueError: the deal has no such replica.
+            ValueError: the assignment has no such replica.
         """
         if not 0 <= replica < self.replicas:
-            raise ValueError(f"replica {replica} of {self.replicas}")
+            raise ValueError(f"there is no replica {replica}: the samples are assigned to {self.replicas} replicas")
         return Stream(replica, self.replicas, self.block, self.order)
 
     def streams(self) -> list[Stream]:
@@ -196,14 +196,14 @@ class Deal:
 
     def after(
         self, positions: Mapping[int, int], step: int, replicas: int, block: int
-    ) -> tuple["Deal", dict[int, int]]:
-        """Return the deal and the positions with which training continues after ``step``.
+    ) -> tuple["SampleAssignment", dict[int, int]]:
+        """Return the assignment and the positions with which training continues after ``step``.
 
-        The present deal and positions are returned unless the number of replicas or the block size changes. The
+        The present assignment and positions are returned unless the number of replicas or the block size changes. The
         function is pure, so all replicas that commit the same step get the same result.
 
         Args:
-            positions: position of every replica of this deal; a replica that is missing has taken nothing.
+            positions: position of every replica of this assignment; a replica that is missing has taken nothing.
             step: number of committed steps.
             replicas: number of replicas from now on.
             block: samples in a block from now on.
@@ -212,22 +212,24 @@ class Deal:
         if (replicas, block) == (self.replicas, self.block):
             return self, dict(enumerate(counts))
         past = (*self.past, Past(self.replicas, self.block, counts, step)) if any(counts) else self.past
-        return Deal(replicas, block, past), dict.fromkeys(range(replicas), 0)
+        return SampleAssignment(replicas, block, past), dict.fromkeys(range(replicas), 0)
 
-    def leveled(self, positions: Mapping[int, int], step: int) -> tuple["Deal", dict[int, int]]:
-        """Return a deal and positions that are equal for all replicas: a new deal begins if the positions differ.
+    def leveled(self, positions: Mapping[int, int], step: int) -> tuple["SampleAssignment", dict[int, int]]:
+        """Return an assignment and positions that are equal for all replicas.
+
+        If the positions differ, this is a new assignment of the remaining samples, with all positions 0.
 
         SPARe needs this, because its steps take equally many samples from every stream.
 
         Args:
-            positions: position of every replica of this deal; a replica that is missing has taken nothing.
+            positions: position of every replica of this assignment; a replica that is missing has taken nothing.
             step: number of committed steps.
         """
         counts = tuple(positions.get(replica, 0) for replica in range(self.replicas))
         if len(set(counts)) == 1:
             return self, dict(enumerate(counts))
         past = (*self.past, Past(self.replicas, self.block, counts, step))
-        return Deal(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
+        return SampleAssignment(self.replicas, self.block, past), dict.fromkeys(range(self.replicas), 0)
 
     def needed(self, steps: int, batch: int) -> int:
         """Return how many samples the dataset must have for a run of ``steps`` steps, so that no stream can exceed it.
@@ -241,34 +243,34 @@ class Deal:
         return max(stream.index(count - 1) + 1 for stream in self.streams()) if count > 0 else 0
 
     def taken(self, positions: Mapping[int, int]) -> numpy.ndarray:
-        """Return (n, 2) ranges of all samples taken so far, in this deal and the former ones.
+        """Return (n, 2) ranges of all samples taken so far, in this assignment and the former ones.
 
         The ranges are sorted, and ranges that touch are merged.
         """
         now = (Past(self.replicas, self.block, tuple(positions.get(r, 0) for r in range(self.replicas)), 0),)
         ranges = [numpy.empty((0, 2), numpy.int64)]
         for number, past in enumerate((*self.past, *now)):
-            streams = Deal(past.replicas, past.block, self.past[:number]).streams()
+            streams = SampleAssignment(past.replicas, past.block, self.past[:number]).streams()
             ranges += [stream.ranges(0, count) for stream, count in zip(streams, past.positions, strict=True)]
         return merged(numpy.concatenate(ranges))
 
     def as_values(self) -> dict[str, Any]:
-        """Return the deal as JSON values."""
+        """Return the assignment as JSON values."""
         past = [[p.replicas, p.block, list(p.positions), p.step] for p in self.past]
         return {"replicas": self.replicas, "block": self.block, "past": past}
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> "Deal":
-        """Return the deal from the JSON values that ``as_values`` has returned.
+    def from_values(cls, values: Mapping[str, Any]) -> "SampleAssignment":
+        """Return the assignment from the JSON values that ``as_values`` has returned.
 
         Raises:
-            ValueError: the values describe no deal.
+            ValueError: the values do not describe an assignment.
         """
         try:
             past = tuple(_past(*each) for each in values["past"])
             return cls(_whole(values["replicas"], 1), _whole(values["block"], 1), past)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"no deal of samples: {error!r}") from error
+            raise ValueError(f"not an assignment of samples: {error!r}") from error
 
 
 def merged(ranges: numpy.ndarray) -> numpy.ndarray:

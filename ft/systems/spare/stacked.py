@@ -16,7 +16,7 @@ import torch
 from ft.job.quorum import Quorum
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.position import ReplicaPosition
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 from ft.systems.hsdp.work import Work
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.ledger import GradientStore
@@ -43,7 +43,7 @@ class StackLoaders:
         self._stream: StackStream | None = None
         self._due: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-    def __call__(self, deal: Deal, position: int) -> None:
+    def __call__(self, assignment: SampleAssignment, position: int) -> None:
         """Forget the present position, because the state has changed; :meth:`read` sets the next one."""
         self.rest()
 
@@ -51,17 +51,17 @@ class StackLoaders:
         """Read nothing in the current step."""
         self._stream = self._due = None
 
-    def read(self, deal: Deal, types: Sequence[int], starts: Sequence[int]) -> None:
+    def read(self, assignment: SampleAssignment, types: Sequence[int], starts: Sequence[int]) -> None:
         """Make the loaders read the samples of ``types`` in the current step and the following ones.
 
         Args:
-            deal: the assignment of samples to streams; stream i has the samples of type i.
+            assignment: the assignment of samples to streams; stream i has the samples of type i.
             types: the types that this group computes, in order.
             starts: position in the stream of each type.
         """
         if not self._loaders or not types or self._is_next(tuple(types), tuple(starts)):
             return
-        self._stream = StackStream(deal, types, starts, self.shard)
+        self._stream = StackStream(assignment, types, starts, self.shard)
         self._due = tuple(types), tuple(starts)
         for loader in self._loaders:
             loader.dataset.follow(self._stream)
@@ -138,7 +138,7 @@ class StackedWork(Work):
             self._loaders.rest()
         self._ledger.begin(self._todo, 1.0 if self._per_token else float(len(self._todo)))
         positions = self._position.positions
-        self._loaders.read(self._position.deal, self._todo, [positions.get(kind, 0) for kind in self._todo])
+        self._loaders.read(self._position.assignment, self._todo, [positions.get(kind, 0) for kind in self._todo])
         self.units = float(max(1, shares.most))
 
     def share(self, samples: int) -> int:

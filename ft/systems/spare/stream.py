@@ -5,25 +5,25 @@ SPARe divides a global batch into shard types, and each group (replica of the mo
 
 from collections.abc import Sequence
 
-from ft.systems.hsdp.samples import Deal
+from ft.systems.hsdp.samples import SampleAssignment
 
 
 class StackStream:
     """The samples that a group reads in consecutive steps in which it computes the same types.
 
     A step consists of one shard (``shard`` samples) of each type, in the order of ``types``. The samples of type i are
-    those of stream i of ``deal``, so every group can read the samples of any type.
+    those of stream i of ``assignment``, so every group can read the samples of any type.
 
     Args:
-        deal: the assignment of the run's samples to streams (:mod:`ft.systems.hsdp.samples`).
+        assignment: the assignment of the run's samples to streams (:mod:`ft.systems.hsdp.samples`).
         types: types in the order of computation.
         starts: position in the stream of each type at the first of the steps.
         shard: number of samples of one type in a step.
     """
 
-    def __init__(self, deal: Deal, types: Sequence[int], starts: Sequence[int], shard: int):
+    def __init__(self, assignment: SampleAssignment, types: Sequence[int], starts: Sequence[int], shard: int):
         self.replica = "/".join(map(str, types))  # the name of the stream in messages of the loaders
-        self._streams, self._starts, self._shard = [deal.stream(each) for each in types], list(starts), shard
+        self._streams, self._starts, self._shard = [assignment.stream(each) for each in types], list(starts), shard
 
     @property
     def step_samples(self) -> int:

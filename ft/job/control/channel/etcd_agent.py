@@ -86,7 +86,7 @@ class EtcdAgentChannel(AgentChannel):
 
     def _check(self) -> None:
         if self._gone.is_set():
-            raise ConnectionError("this end of the board was closed, or another control plane has taken over")
+            raise ConnectionError("this end of the control channel was closed, or another control plane has taken over")
 
     def _lost(self, reason: str) -> ConnectionError:
         self._gone.set()

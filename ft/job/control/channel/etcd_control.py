@@ -53,7 +53,7 @@ class EtcdControlChannel(ControlChannel):
         self._failure: Exception | None = None
         self._due = threading.Event()
         self._pulse.beat()
-        self._keeper = self._start(self._look_after, "ft-board")
+        self._keeper = self._start(self._look_after, "ft-channel")
 
     @classmethod
     def host(cls, where: str, run: str, token: str) -> "EtcdControlChannel":
@@ -63,13 +63,13 @@ class EtcdControlChannel(ControlChannel):
         path = f"{address.path or 'ft'}/{run}-{digest(token)}"
         etcd = Etcd(address, PATIENCE_S)
         try:
-            board = cls(f"{SCHEME}{servers}/{path}", etcd, Keys(path, token))
+            channel = cls(f"{SCHEME}{servers}/{path}", etcd, Keys(path, token))
         except (ConnectionError, EtcdError) as error:
             raise UserError(
                 f"the control plane cannot use etcd: {error}",
                 f"see that a majority of {address} is up, or leave --control out",
             ) from error
-        return board
+        return channel
 
     @property
     def absences(self) -> int:
@@ -104,7 +104,7 @@ class EtcdControlChannel(ControlChannel):
         self._due.set()
 
     def close(self) -> None:
-        self._fail(ConnectionError("this end of the board was closed"))
+        self._fail(ConnectionError("this end of the control channel was closed"))
         self._keeper.join(_LEAVE_S)
         for part in (self._etcd, self._reader, self._watch, self._pulse):
             part.close()
@@ -200,7 +200,7 @@ class _Pulse:
     """
 
     def __init__(self, etcd: Etcd, keys: Keys, lease: str):
-        self._etcd, self._keys, self._board_lease = etcd, keys, lease
+        self._etcd, self._keys, self._channel_lease = etcd, keys, lease
         self._own_lease = etcd.grant(_LEASE_S)
         self._count = self._last_mark = 0
         now = time.monotonic()
@@ -225,7 +225,7 @@ class _Pulse:
             revision = self._put()
         if time.monotonic() >= self._upkeep_at:
             self._upkeep_at = time.monotonic() + _UPKEEP_S
-            self._etcd.keep_alive(self._board_lease)
+            self._etcd.keep_alive(self._channel_lease)
             if self._last_mark:
                 self._etcd.compact(self._last_mark)
             self._last_mark = revision

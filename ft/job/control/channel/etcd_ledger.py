@@ -124,7 +124,7 @@ class Ledger:
     def _defer_to(self, found: Entry) -> None:
         head = self._keys.read_head(found.value)
         if head is not None and head.reign > self.head.reign:
-            raise ConnectionError("another control plane has taken the board over")
+            raise ConnectionError("another control plane has taken over the control channel")
 
     def _expected(self, key: str) -> str | None:
         kind, node, number = self._keys.split(key)

@@ -7,7 +7,7 @@ from ft.lab.simulate import histories
 from ft.lab.simulate.control.faults import BY_NAME
 from ft.lab.simulate.control.mutants import find, planted
 from ft.lab.simulate.control.report import Summary
-from ft.lab.simulate.control.run import History, Wish, simulate
+from ft.lab.simulate.control.run import History, SimulationOptions, simulate
 from ft.lab.simulate.mutation import Replaced
 
 
@@ -41,12 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
     kinds = histories.check_arguments(_SIMULATION, arguments)
     if arguments.ranks is not None and not 2 <= arguments.ranks <= 64:
         raise UserError(f"--ranks {arguments.ranks}", "give 2 to 64")
-    return histories.run(_SIMULATION, arguments, Wish(arguments.faults, arguments.ranks, kinds))
+    return histories.run(_SIMULATION, arguments, SimulationOptions(arguments.faults, arguments.ranks, kinds))
 
 
-def _play(seed: int, wish: Wish, plant: Replaced | None, with_lines: bool) -> History:
+def _play(seed: int, options: SimulationOptions, plant: Replaced | None, with_lines: bool) -> History:
     with planted(plant):
-        return simulate(seed, wish, with_lines=with_lines)
+        return simulate(seed, options, with_lines=with_lines)
 
 
 _SIMULATION = histories.Simulation("control", tuple(BY_NAME), _play, find, Summary, columns=(50, 110))

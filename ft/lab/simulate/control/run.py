@@ -36,7 +36,7 @@ _STOPS = {
 
 
 @dataclass(frozen=True)
-class Wish:
+class SimulationOptions:
     """The user's options for all simulated runs.
 
     Attributes:
@@ -81,16 +81,16 @@ class History:
     lines: list[str] = field(default_factory=list)
 
 
-def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
+def simulate(seed: int, options: SimulationOptions, with_lines: bool = False) -> History:
     """Simulate the run of ``seed``. The simulation is deterministic: the same arguments give the same result.
 
     Args:
         seed: source of the layout and the faults.
-        wish: the user's options.
+        options: the user's options.
         with_lines: whether to keep the event log.
     """
     history, rng = History(seed), random.Random(seed)
-    shape, schedule = draw_shape(rng, wish.ranks), Schedule(rng, wish.faults, wish.kinds)
+    shape, schedule = draw_shape(rng, options.ranks), Schedule(rng, options.faults, options.kinds)
     lines = history.lines if with_lines else None
     if lines is not None:
         lines.append(f"seed {seed}: {shape}")

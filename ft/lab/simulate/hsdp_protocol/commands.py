@@ -6,7 +6,7 @@ from ft.lab.simulate import histories
 from ft.lab.simulate.hsdp_protocol.faults import BY_NAME
 from ft.lab.simulate.hsdp_protocol.mutants import find
 from ft.lab.simulate.hsdp_protocol.report import Summary
-from ft.lab.simulate.hsdp_protocol.run import History, Wish, simulate
+from ft.lab.simulate.hsdp_protocol.run import History, SimulationOptions, simulate
 from ft.lab.simulate.mutation import Replaced, planted
 
 
@@ -38,12 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
         UserError: an argument is out of range.
     """
     kinds = histories.check_arguments(_SIMULATION, arguments)
-    return histories.run(_SIMULATION, arguments, Wish(arguments.faults, kinds))
+    return histories.run(_SIMULATION, arguments, SimulationOptions(arguments.faults, kinds))
 
 
-def _play(seed: int, wish: Wish, plant: Replaced | None, with_lines: bool) -> History:
+def _play(seed: int, options: SimulationOptions, plant: Replaced | None, with_lines: bool) -> History:
     with planted(plant):
-        return simulate(seed, wish, with_lines)
+        return simulate(seed, options, with_lines)
 
 
 _SIMULATION = histories.Simulation("hsdp-protocol", tuple(BY_NAME), _play, find, Summary, columns=(56, 120))

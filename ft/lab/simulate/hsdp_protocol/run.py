@@ -19,7 +19,7 @@ LAST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Wish:
+class SimulationOptions:
     """The user's options for all simulated runs.
 
     Attributes:
@@ -64,16 +64,16 @@ class History:
     lines: list[str] = field(default_factory=list)
 
 
-def simulate(seed: int, wish: Wish, with_lines: bool = False) -> History:
+def simulate(seed: int, options: SimulationOptions, with_lines: bool = False) -> History:
     """Simulate the run of ``seed``. The simulation is deterministic: the same arguments give the same result.
 
     Args:
         seed: seed of all randomness.
-        wish: the user's options.
+        options: the user's options.
         with_lines: whether to keep the event log.
     """
     history, rng = History(seed), random.Random(seed)
-    shape, schedule = draw_shape(rng), Schedule(rng, wish.faults, wish.kinds)
+    shape, schedule = draw_shape(rng), Schedule(rng, options.faults, options.kinds)
     if with_lines:
         history.lines.append(f"seed {seed}: {shape}")
         history.lines.append("faults to come: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))

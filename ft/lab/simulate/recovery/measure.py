@@ -22,7 +22,7 @@ from ft.lab.simulate.recovery.loss import decide, everything, work_of
 from ft.lab.simulate.recovery.rank import PATIENCE, follow
 from ft.lab.simulate.recovery.topology import GroupSpec, Sizes, groups_of
 from ft.net.store import StoreServer
-from ft.state.groups import Meeting
+from ft.state.groups import Rendezvous
 
 KINDS = ("full", "least", "node")
 """Kinds of rebuilds: of all groups, of the groups that the loss of one rank requires, and of the groups that the loss
@@ -98,7 +98,7 @@ class _Ranks:
         self._context.set_forkserver_preload(["ft.lab.simulate.recovery.rank", "megatron.training.initialize"])
         token = secrets.token_hex(16)
         server = StoreServer("127.0.0.1", 0, token)
-        self._meeting, self._store = Meeting(server.address, token), server.store
+        self._rendezvous, self._store = Rendezvous(server.address, token), server.store
         self._store.set_timeout(PATIENCE)
         self._processes: dict[int, multiprocessing.Process] = {}
 
@@ -153,7 +153,7 @@ class _Ranks:
 
     def _start(self, ranks: Iterable[int], joins: bool) -> None:
         for rank in ranks:
-            arguments = (self._meeting, rank, self._sizes, self._epoch, joins)
+            arguments = (self._rendezvous, rank, self._sizes, self._epoch, joins)
             process = self._context.Process(target=follow, args=arguments, daemon=True)
             process.start()
             self._processes[rank] = process

@@ -11,13 +11,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ft.lab.simulate.recovery.topology import Sizes, make_groups
-from ft.state.groups import Groups, Meeting
+from ft.state.groups import Groups, Rendezvous
 
 PATIENCE = timedelta(seconds=120)
 """Timeout of the store, of the process groups, and of the measuring process that waits for the ranks."""
 
 
-def follow(meeting: Meeting, rank: int, sizes: Sizes, epoch: int, joins: bool) -> None:
+def follow(rendezvous: Rendezvous, rank: int, sizes: Sizes, epoch: int, joins: bool) -> None:
     """Execute the orders that the measuring process writes to the rendezvous store, until the order is "end".
 
     Keys in the store, in their order within an epoch: ``ready/EPOCH/RANK`` (this rank's groups exist), ``order/EPOCH``
@@ -25,16 +25,16 @@ def follow(meeting: Meeting, rank: int, sizes: Sizes, epoch: int, joins: bool) -
     ``go/EPOCH`` (start the rebuild), ``done/EPOCH/RANK`` (a JSON object with the times).
 
     Args:
-        meeting: address and token of the store.
+        rendezvous: address and token of the store.
         rank: logical rank of this process.
         sizes: the parallel layout.
         epoch: epoch in which this process starts.
         joins: whether this process replaces a rank that was lost in this epoch; the next rebuild then connects it.
     """
-    store = meeting.connect().store
+    store = rendezvous.connect().store
     store.set_timeout(PATIENCE)
     groups = Groups.start(
-        meeting=meeting,
+        rendezvous=rendezvous,
         prefix=f"groups/{epoch}",
         rank=rank,
         world_size=sizes.ranks,
