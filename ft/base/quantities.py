@@ -30,7 +30,7 @@ def seconds(value: Any, least: float = 1e-3, bare: float | None = None) -> float
     Args:
         value: the text or number.
         least: shortest time that is accepted, in seconds.
-        bare: seconds that a number without a unit is multiplied by; None: such a number is rejected.
+        bare: the unit of a number without one, in seconds; None: such a number is rejected.
 
     Raises:
         ValueError: the value is not a time, is too short, or has no unit.
@@ -44,7 +44,7 @@ def seconds(value: Any, least: float = 1e-3, bare: float | None = None) -> float
         raise ValueError(f"this number has no unit; {TIMES}")
     found = number * (_TIMES[match[2]] if match[2] else bare or 1.0)
     if not least <= found < math.inf:
-        raise ValueError(f"less than {least:g} s" if found < least else "for ever")
+        raise ValueError(f"less than {least:g} s" if found < least else "too long for a number of seconds")
     return found
 
 
@@ -53,7 +53,7 @@ def size(value: Any, bare: float | None = 1.0) -> float:
 
     Args:
         value: the text or number.
-        bare: bytes that a number without a unit is multiplied by; None: such a number is rejected.
+        bare: the unit of a number without one, in bytes; None: such a number is rejected.
 
     Raises:
         ValueError: the value is not a size, is not above zero, or has no unit.
@@ -85,7 +85,7 @@ def positive(value: Any) -> float:
 
 
 def between(least: float, most: float) -> Callable[..., float]:
-    """Return a parser for numbers from ``least`` to ``most``."""
+    """Return a parser for numbers from ``least`` to ``most``; its second argument replaces the error message."""
 
     def read(value: Any, otherwise: str = f"not a number from {least:g} to {most:g}") -> float:
         try:

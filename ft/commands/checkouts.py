@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
-_CAN = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
+_SUPPORTED_FLAGS = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
 _SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.STAGES, table.REPLICAS, table.STACKS)
 
 
@@ -45,9 +45,9 @@ def flags_of_trainer(script: "Script") -> list[str]:
     return _split(script.args)[1]
 
 
-def strays(script: "Script") -> list[Problem]:
-    """Return the problem of a Megatron-LM script that is given protection flags but is not in a checkout of
-    Megatron-LM.
+def outside_checkout(script: "Script") -> list[Problem]:
+    """Return the problem of a script that imports Megatron-LM's trainer and has protection flags, but lies outside a
+    checkout of Megatron-LM.
     """
     file = Path(script.target)
     if script.is_module or is_checkout(script) or not _split(script.args)[0]:
@@ -64,7 +64,7 @@ def strays(script: "Script") -> list[Problem]:
     }
     if "pretrain" not in names:
         return []
-    problem = f"{file} is a script of Megatron-LM, and there is no megatron/training/training.py beside it"
+    problem = f"{file} is a script of Megatron-LM, but there is no megatron/training/training.py beside it"
     return [(problem, "give the script in its checkout: Megatron-LM/pretrain_gpt.py")]
 
 
@@ -108,7 +108,7 @@ def examine_files(script: str) -> tuple[list[seams.Finding], list[Problem]]:
     root = tree.root_of(script)
     findings = seams.check_tree(root)
     try:
-        return findings, [*seams.problems(tree.read(root), findings), *_mixed(root)]
+        return findings, [*seams.problems(tree.read(root), findings), *_second_packages(root)]
     except UserError as error:
         return findings, error.problems
 
@@ -180,10 +180,13 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, theirs
 
 
-def _mixed(root: Path) -> list[Problem]:
+def _second_packages(root: Path) -> list[Problem]:
     others = tree.others_on_path(root, [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path])
     return [
-        (f"Python finds a second package megatron in {other}, beside that of {root}", f"take {other} off PYTHONPATH")
+        (
+            f"Python finds a second package megatron in {other}, besides that of {root}",
+            f"remove {other} from PYTHONPATH",
+        )
         for other in others
     ]
 
@@ -192,12 +195,14 @@ def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Proble
     environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
     asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
     found: list[Problem] = [
-        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", f"use {_CAN}")
+        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", f"use {_SUPPORTED_FLAGS}")
         for entry in asked
         if entry.name not in _SUPPORTED
     ]
     if options.ft_dmr_plan is not None:
-        found.append(("--ft-dmr-plan needs a profile, and a checkout's trainer makes none", "use --ft-dmr piggyback"))
+        found.append(
+            ("--ft-dmr-plan needs a profile, which a checkout's trainer cannot record", "use --ft-dmr piggyback")
+        )
     if not asked:
         found.append(("these --ft flags ask for no protection", "add --ft-hot-swap"))
     return found

@@ -96,7 +96,8 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
         return _protection(options, asked, faults, problems)
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
-        return (Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)), checkouts.strays(script)
+        protection = Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)
+        return protection, checkouts.outside_checkout(script)
     from megatron.training.arguments import may_have_gpu, may_have_te, refusals
 
     here = {"has_te": may_have_te(), "has_gpu": may_have_gpu()}

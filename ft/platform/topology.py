@@ -105,7 +105,8 @@ def _parse(lines: list[tuple[int, str]], path: str) -> dict[str, dict[str, str]]
         names, *pairs = line.split()
         if "=" in names or not pairs:
             raise UserError(
-                f"{path}, line {number}: {line!r} is not of the form HOSTS KIND=NAME ...", "see ft/state/placement"
+                f"{path}, line {number}: {line!r} is not of the form HOSTS KIND=NAME ...",
+                "write for example: node[01-04] rack=r1 power=a",
             )
         for host in _expand(names, path, number):
             for pair in pairs:
@@ -114,7 +115,9 @@ def _parse(lines: list[tuple[int, str]], path: str) -> dict[str, dict[str, str]]
     for host, domains in found.items():
         missing = [kind for kind in kinds if kind not in domains]
         if missing:
-            raise UserError(f"{path}: {host} has no {missing[0]}, others have", f"add: {host} {missing[0]}=NAME")
+            raise UserError(
+                f"{path}: {host} has no {missing[0]}, but other hosts have one", f"add: {host} {missing[0]}=NAME"
+            )
     return {host: {kind: domains[kind] for kind in kinds} for host, domains in found.items()}
 
 
@@ -130,7 +133,11 @@ def _note(domains: dict[str, str], host: str, pair: str, where: str) -> None:
     if not (kind and equals and name):
         raise UserError(f"{where}: {pair!r} is not of the form KIND=NAME", "for example rack=r1")
     if kind == NODE:
-        raise UserError(f"{where}: {NODE!r} is the name of a kind that every host has of itself", "use another word")
+        raise UserError(
+            f"{where}: the kind {NODE!r} is reserved: every host is a failure domain of it", "use another word"
+        )
     if domains.get(kind, name) != name:
-        raise UserError(f"{where}: {host} is in {kind} {name}, before it was in {kind} {domains[kind]}", "keep one")
+        raise UserError(
+            f"{where}: {host} is in {kind} {name}, but an earlier line puts it in {kind} {domains[kind]}", "keep one"
+        )
     domains[kind] = name

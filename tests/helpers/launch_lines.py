@@ -1,6 +1,6 @@
 """Launch lines of NVIDIA's functional tests, read from Megatron-LM trees that lie beside the checkout.
 
-``MEGATRON_LM_TREES`` names the folder of the trees; without it, ``../shared/megatron_lm`` is looked at.
+``MEGATRON_LM_TREES`` names the folder of the trees (default: ``../shared/megatron_lm``).
 """
 
 import os
@@ -13,13 +13,13 @@ _CASES = "tests/functional_tests/test_cases"
 
 
 def trees() -> list[Path]:
-    """Return the Megatron-LM trees that are there; empty if there are none."""
+    """Return the folders of the Megatron-LM trees that were found, sorted by name."""
     folder = Path(os.environ.get("MEGATRON_LM_TREES", ROOT.parent / "shared/megatron_lm"))
     return sorted(folder.glob("core_v*")) if folder.is_dir() else []
 
 
 def lines_of(tree: Path) -> dict[str, list[str]]:
-    """Return name of the test -> words of its command line. The shell variable of the repetition counts as 1."""
+    """Return name of the test -> words of its command line. The shell variable ``REPEAT`` is replaced by 1."""
     found = {}
     for file in sorted((tree / _CASES).glob("*/*/model_config.yaml")):
         given = yaml.safe_load(file.read_text(encoding="utf-8")).get("MODEL_ARGS")

@@ -1,7 +1,7 @@
 """A training loop on plain megatron-core, without `megatron.training`: the reference for this project's trainer.
 
-It is written as a megatron-core user without Megatron-LM's trainer would write it; only the CPU platform and the
-compilation of fused functions, which draws random numbers, are shared.
+It uses nothing of this project but the CPU platform and the compilation of fused functions. The latter draws random
+numbers, so both loops must do it alike.
 """
 
 import time
@@ -44,6 +44,8 @@ def train(setting: Setting) -> dict:
 
 
 class PlainTrainer:
+    """Trains step by step; ``losses``, ``grad_norms`` and ``times`` (s) have one entry for each step."""
+
     def __init__(self, setting: Setting):
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.distributed import finalize_model_grads
@@ -63,7 +65,7 @@ class PlainTrainer:
         self.half = bool(s.config.get("bf16"))
         self.dtype = torch.bfloat16 if self.half else torch.float32
         config = self._config()
-        # The trainer's draws before the model is built, which are those of NVIDIA's trainer.
+        # This draws random numbers before the model is built, as this project's trainer and NVIDIA's do.
         compile_fused_functions(config, s.seq_length, s.micro_batch, gated=False)
         self.chunks = self._chunks(config)
         self.optimizer = self._optimizer()

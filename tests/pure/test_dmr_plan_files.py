@@ -161,7 +161,7 @@ def _index(values) -> int:
     "change, said",
     [
         (lambda values: values["assign"].popitem(), "is not assigned: it would go unverified"),
-        (lambda values: values["assign"].update(ghost={"set": "naive"}), "'ghost' is assigned that the plan"),
+        (lambda values: values["assign"].update(ghost={"set": "naive"}), "'ghost' is assigned, but the plan"),
         (lambda values: values["assign"][_deferred(values)].update(set="maybe"), "set = 'maybe'"),
         (lambda values: values["assign"][_deferred(values)].update(window="door"), "a window 'door' that"),
         (lambda values: values["assign"][_deferred(values)].update(set="D_inter"), "its window"),

@@ -240,7 +240,7 @@ def test_a_replica_that_read_elsewhere_is_found(seed, tmp_path):
     assert not audit.is_clean
     assert audit.gaps == moved, f"seed {seed}: {audit}"
     assert audit.duplicates + audit.unaccounted == moved, f"seed {seed}: {audit}"
-    assert any(f"replica {replica} read from {wrong}" in text for text in audit.problems)
+    assert any(f"replica {replica} read from position {wrong}" in text for text in audit.problems)
     assert audit.examples
 
 

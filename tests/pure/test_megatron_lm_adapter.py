@@ -212,9 +212,9 @@ def test_a_script_of_a_checkout_outside_of_it_is_refused(tmp_path):
     file.write_text("from megatron.training import get_args, pretrain\n")
     stray = Script(str(file), False, ["--ft-hot-swap"])
     assert not checkouts.is_protected_checkout(stray)
-    ((problem, _),) = checkouts.strays(stray)
+    ((problem, _),) = checkouts.outside_checkout(stray)
     assert "no megatron/training/training.py beside it" in problem
-    assert checkouts.strays(Script(str(file), False, ["--lr", "1"])) == []
+    assert checkouts.outside_checkout(Script(str(file), False, ["--lr", "1"])) == []
 
 
 def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():

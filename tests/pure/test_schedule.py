@@ -12,7 +12,7 @@ from ft.base.errors import UserError
 from ft.systems.schedule.check import check, in_flight
 from ft.systems.schedule.choose import BEST, SWAPPING, Shape, best, compared, plan
 from ft.systems.schedule.kinds import half_swapped
-from ft.systems.schedule.meet import meet
+from ft.systems.schedule.meet import insert_messages
 from ft.systems.schedule.play import ScheduleDeadlock, play
 from ft.systems.schedule.program import Program
 from ft.systems.schedule.routes import Routes, straight, swapped
@@ -130,7 +130,7 @@ def test_batches_exist_for_any_order_that_has_a_way_through():
             order[unit.stage].append(unit)
             done.add(unit)
             left.remove(unit)
-        program, end = meet(routes, order, length)
+        program, end = insert_messages(routes, order, length)
         assert not broken(program)
         assert run(program, length).end == pytest.approx(end)
         assert [program.order(stage) for stage in range(stages)] == order
@@ -140,7 +140,7 @@ def test_orders_that_wait_for_each_other_get_no_batches():
     routes = Routes.of(4, ["normal", "swapped"])
     order = [[unit for m in (0, 1) for unit in routes.units(m) if unit.stage == stage] for stage in range(4)]
     order[0].sort(key=lambda unit: not unit.backward)
-    for played in (lambda: meet(routes, order, length), lambda: play(order, routes.needs, length)):
+    for played in (lambda: insert_messages(routes, order, length), lambda: play(order, routes.needs, length)):
         with pytest.raises(ScheduleDeadlock, match="wait for each other"):
             played()
 
@@ -180,7 +180,7 @@ def test_two_messages_in_the_other_order_at_one_end_are_noticed():
 def test_two_stages_that_both_send_first_deadlock():
     routes = Routes.of(4, ["normal", "swapped"])
     order = [[unit for m in (0, 1) for unit in routes.units(m) if unit.stage == stage] for stage in range(4)]
-    program, _ = meet(routes, order, length)
+    program, _ = insert_messages(routes, order, length)
     apart = [
         [
             part
@@ -218,7 +218,7 @@ def test_weaves_of_more_stages_than_are_searched_grow_out_of_narrower_ones():
     for stages in (9, 10, 11):
         grown = weaves(stages, 1, 2)
         assert grown and all(len(weave.normal.forwards) == stages for weave in grown)
-        assert not broken(meet(half_swapped(stages, 9), orders(grown[-1], 9), length)[0])
+        assert not broken(insert_messages(half_swapped(stages, 9), orders(grown[-1], 9), length)[0])
 
 
 def test_stages_on_threads_follow_a_program_and_every_result_is_right():

@@ -44,6 +44,7 @@ from ft.state.fetch import Refused, StateServer, fetch  # noqa: E402
 
 TOKEN, LIMIT_S, TENSORS = "bench", 60.0, 16
 BLOCK_S = 1.0
+"""Duration of one run of the compute loop, in seconds."""
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     if arguments.serve:
-        Serving(arguments.mib, Path(arguments.serve)).obey()
+        Serving(arguments.mib, Path(arguments.serve)).run()
         return 0
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         (Path(folder) / "state").write_bytes(os.urandom(1 << 20) * arguments.mib)
@@ -75,21 +76,28 @@ def machine() -> dict:
 
 
 def result(sources: list["Source"], mib: int, rounds: int) -> dict:
+    """Make all measurements, and return them as the JSON line's values (see the module's docstring).
+
+    Args:
+        sources: two processes that serve the state.
+        mib: size of the state in MiB.
+        rounds: number of repetitions of each measurement.
+    """
     into = tensors(mib)
     buffer = memoryview(bytearray(mib << 20))
-    ways = {
+    methods = {
         "fetch_1": lambda: fetch([sources[0].address], TOKEN, 1, 1, into, LIMIT_S),
         "fetch_2": lambda: fetch([source.address for source in sources], TOKEN, 1, 1, into, LIMIT_S),
         "file": lambda: download(sources[0].http, buffer),
         "socket": lambda: copy(sources[0].raw, buffer),
     }
-    for way in ways.values():
-        way()
-    took: dict[str, list[float]] = {name: [] for name in ways}
+    for method in methods.values():
+        method()
+    took: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds):
-        for name, way in ways.items():
+        for name, method in methods.items():
             began = time.perf_counter()
-            way()
+            method()
             took[name].append(time.perf_counter() - began)
     rates = {name: round((mib << 20) / statistics.median(values) / 1e6) for name, values in took.items()}
     best = max(rates["fetch_1"], rates["fetch_2"])
@@ -104,6 +112,7 @@ def result(sources: list["Source"], mib: int, rounds: int) -> dict:
 
 
 def tensors(mib: int) -> dict[str, torch.Tensor]:
+    """Return a training state of ``mib`` MiB: tensors of equal size by name."""
     return {f"weight{i}": torch.ones((mib << 20) // TENSORS // 4) for i in range(TENSORS)}
 
 
@@ -141,8 +150,8 @@ def serving(source: "Source", into: dict[str, torch.Tensor], rounds: int) -> dic
 def compute_with(source: "Source", into: dict[str, torch.Tensor] | None) -> tuple[float, float]:
     """Return milliseconds per step of the loop in ``source``, and the MB per second fetched from it meanwhile."""
     answers: list[str] = []
-    source.say("compute")
-    waiter = threading.Thread(target=lambda: answers.append(source.hear()))
+    source.send("compute")
+    waiter = threading.Thread(target=lambda: answers.append(source.receive()))
     waiter.start()
     began, amount = time.perf_counter(), 0
     while into is not None and waiter.is_alive():
@@ -153,18 +162,20 @@ def compute_with(source: "Source", into: dict[str, torch.Tensor] | None) -> tupl
 
 
 def withdrawal(source: "Source", into: dict[str, torch.Tensor], rounds: int) -> float:
+    """Return the longest time in milliseconds that ``source`` needed to withdraw its offer during a fetch."""
     longest = 0.0
     for turn in range(rounds):
-        timer = threading.Timer(0.01 + 0.005 * turn, lambda: source.say("withdraw"))
+        timer = threading.Timer(0.01 + 0.005 * turn, lambda: source.send("withdraw"))
         timer.start()
         with contextlib.suppress(Refused):
             fetch([source.address], TOKEN, 1, 1, into, LIMIT_S)
         timer.join()
-        longest = max(longest, float(source.hear()))
+        longest = max(longest, float(source.receive()))
     return round(longest, 3)
 
 
 def offering() -> int:
+    """Return the median time in microseconds to offer 1000 small tensors."""
     live = {f"parameter{i}": torch.zeros(8) for i in range(1000)}
     server, took = StateServer("127.0.0.1", TOKEN), []
     for step in range(50):
@@ -177,34 +188,35 @@ def offering() -> int:
 
 
 def checksums() -> dict[str, float]:
+    """Return name of the checksum -> median speed in GB/s on a block of 1 MiB."""
     block = memoryview(bytearray(os.urandom(1 << 20)))
-    ways = {"ours": checksum, "crc32": zlib.crc32, "adler32": zlib.adler32}
-    ways |= {name: lambda data, name=name: hashlib.new(name, data).digest() for name in ("sha256", "blake2b")}
+    methods = {"ours": checksum, "crc32": zlib.crc32, "adler32": zlib.adler32}
+    methods |= {name: lambda data, name=name: hashlib.new(name, data).digest() for name in ("sha256", "blake2b")}
     rates = {}
-    for name, way in ways.items():
+    for name, method in methods.items():
         took = []
         for _ in range(30):
             began = time.perf_counter()
-            way(block)
+            method(block)
             took.append(time.perf_counter() - began)
         rates[name] = round(len(block) / statistics.median(took) / 1e9, 2)
     return rates
 
 
 class Source:
-    """Handle of a process that serves the state in all three ways, and computes on request."""
+    """A process that serves the state by fetch, HTTP and plain socket, and runs the compute loop on request."""
 
     def __init__(self, mib: int, folder: str):
         command = [sys.executable, __file__, "--mib", str(mib), "--serve", folder]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
-        self.address, self.http, self.raw = self.hear().split()
+        self.address, self.http, self.raw = self.receive().split()
 
-    def say(self, word: str) -> None:
+    def send(self, word: str) -> None:
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
 
-    def hear(self) -> str:
+    def receive(self) -> str:
         return self._process.stdout.readline().strip()
 
     def close(self) -> None:
@@ -213,7 +225,7 @@ class Source:
 
 
 class Serving:
-    """The serving process itself."""
+    """The serving side, in the process of a ``Source``."""
 
     def __init__(self, mib: int, folder: Path):
         self._state = tensors(mib)
@@ -222,11 +234,12 @@ class Serving:
         plain = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _file_handler(folder))
         threading.Thread(target=plain.serve_forever, daemon=True).start()
         listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=_pour, args=(listener, bytes(mib << 20)), daemon=True).start()
+        threading.Thread(target=_serve_raw, args=(listener, bytes(mib << 20)), daemon=True).start()
         ports = plain.server_address[1], listener.getsockname()[1]
         print(self._server.address, *(f"127.0.0.1:{port}" for port in ports), flush=True)
 
-    def obey(self) -> None:
+    def run(self) -> None:
+        """Execute the commands on stdin, and print the milliseconds that each took."""
         for line in sys.stdin:
             if line.strip() == "compute":
                 print(compute(BLOCK_S), flush=True)
@@ -260,7 +273,7 @@ def _file_handler(folder: Path):
     return Quiet
 
 
-def _pour(listener: socket.socket, data: bytes) -> None:
+def _serve_raw(listener: socket.socket, data: bytes) -> None:
     while True:
         connection, _ = listener.accept()
         with connection:

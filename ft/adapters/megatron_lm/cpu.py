@@ -27,8 +27,8 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 def before_import() -> None:
     """Prepare the import of a checkout. Call it before any module of ``megatron.core`` is imported."""
     sys.meta_path.insert(0, _WithoutTriton())
-    replace("torch.cuda", "is_available", lambda: False)  # it may count devices
-    replace("torch.cuda", "device_count", lambda: 1)  # the trainer makes its process groups only where there is one
+    replace("torch.cuda", "is_available", lambda: False)  # by default it may count devices
+    replace("torch.cuda", "device_count", lambda: 1)  # without a device the trainer makes no process groups
     replace("torch.cuda", "memory_stats", lambda device=None: dict.fromkeys(_MEMORY, 0))
     multiprocessing.spawn.get_preparation_data = _without_main(multiprocessing.spawn.get_preparation_data)
     _give_loaders_a_generator()

@@ -67,7 +67,12 @@ class Iterators:
         return self._datasets[stage]
 
     def loader(self, dataset: Any, consumed: int) -> Any:
-        """Return the loader of a dataset; ``consumed``: samples to skip, if the dataset is not a part of the whole."""
+        """Return the data loader of a dataset.
+
+        Args:
+            dataset: the dataset.
+            consumed: samples to skip; ignored for a part of the training data, whose loader exists already.
+        """
         mine = next((loader for loader in self.loaders if loader.dataset is dataset), None)
         return self._build_loader(dataset, consumed) if mine is None else mine
 
@@ -80,15 +85,15 @@ class Iterators:
     def move(self) -> None:
         """Move all iterators to the sample numbers in the arguments of the checkout. All ranks have to call it.
 
-        The iterators remain the same objects, to which the checkout holds references. A part of the training data is
-        not moved: whoever divides the data positions it (``loaders``).
+        The iterators remain the same objects, to which the checkout holds references. The loaders in ``loaders``, which
+        read a part of the training data, are not moved: the protection that divides the data sets their positions.
         """
         for provider, made in self._made:
             train, valid, test = self._build_loaders(provider)
             for iterator, loader in zip(made, (train, valid[0] if valid else None, test), strict=True):
                 if iterator is not None:
                     iterator.load_state_dict({"saved_microbatches": [], "replaying": False, "replay_pos": 0})
-                    iterator.iterable = _Later(loader)
+                    iterator.iterable = _LazyIterator(loader)
 
     def _part(self, provider: Callable[..., Any], share: DataShare) -> tuple:
         """Build datasets of which this world reads a part of the training data."""
@@ -103,7 +108,7 @@ class Iterators:
         return train, *rest
 
 
-class _Later:
+class _LazyIterator:
     """An iterator over a data loader that starts the loader's processes with its first batch.
 
     The state of the random generators is preserved, although a new iterator of torch draws a number from torch's

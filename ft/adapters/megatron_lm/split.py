@@ -34,10 +34,11 @@ def split(
     names = _assigned(head) | {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
     declared = {name for each in ast.walk(node) if isinstance(each, ast.Global) for name in each.names}
     tail = [each for each in tail if not isinstance(each, ast.Global)]
-    shared, world = sorted(_assigned(tail) & names - declared), sorted(_assigned(tail) & declared)
+    nonlocals, global_names = sorted(_assigned(tail) & names - declared), sorted(_assigned(tail) & declared)
     rest = ast.parse(f"def {_REST}(): pass").body[0]
-    scope = [ast.Nonlocal(names=shared)] if shared else []
-    scope += [ast.Global(names=world)] if world else []
+    # The rest becomes an inner function, so names that it assigns need a declaration to stay names of the whole.
+    scope = [ast.Nonlocal(names=nonlocals)] if nonlocals else []
+    scope += [ast.Global(names=global_names)] if global_names else []
     rest.body = [*scope, *tail]
     first, call = ast.parse(f"{_BEGIN}(dict(locals()))\n{_RUN}({_REST})").body
     for new in (rest, call, *scope):

@@ -17,27 +17,27 @@ from ft.job.quorum import wire
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.wire import Broken, Channel
 from ft.net.backoff import Backoff
-from ft.platform import election as election
+from ft.platform import election
 from ft.platform.election import QUORUM
 
-_FIRST_TRY_S, _LAST_TRY_S = 0.01, 0.25
-"""First and longest pause between attempts to connect, in seconds."""
-_DIAL_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
+"""First and longest pause between two attempts to connect, in seconds."""
+_CONNECT_S = 1.0
 """Limit for one attempt to connect, in seconds."""
-_LAST_WORDS_S = 1.0
+_CLOSE_S = 1.0
 """Limit for sending the remaining messages when this end is closed, in seconds."""
 _BEAT = wire.pack({"kind": "beat"})
 
 
 class Link:
-    """The thread of a client, with its present connection to the quorum server.
+    """The thread of a client that keeps one connection to the quorum server.
 
     Args:
         run_dir: directory that contains ``quorum.json``.
         token: secret of the run.
         limits: timeouts.
         greet: returns the frames that begin each connection; called in the thread.
-        take: called in the thread with every message.
+        take: called in the thread with every message from the server.
         away: called in the thread each time that a connection or an attempt to connect has ended. Its arguments are the
             seconds since the last connection, and an error if no further attempt will be made, else None.
     """
@@ -54,7 +54,7 @@ class Link:
         self._run_dir, self._token, self._limits = run_dir, token, limits
         self._greet, self._take, self._away = greet, take, away
         self._outbox: deque[bytes] = deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock, self._is_closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft-quorum", daemon=True)
 
@@ -71,34 +71,34 @@ class Link:
         A frame that has to survive a reconnection must be returned by ``greet``.
         """
         self._outbox.append(frame)
-        self._ring()
+        self._wake()
 
     def close(self) -> None:
         """Send the remaining messages, for one second at most, and end the thread."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
-        self._ring()
+        self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(_DIAL_S + _LAST_WORDS_S + 1.0)
+            self._thread.join(_CONNECT_S + _CLOSE_S + 1.0)
         with self._lock:
-            if not self._thread.is_alive() and self._bell >= 0:
-                os.close(self._bell)
-                self._bell = -1
+            if not self._thread.is_alive() and self._wakeup >= 0:
+                os.close(self._wakeup)
+                self._wakeup = -1
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         """Wake the thread, unless its event descriptor is closed: the descriptor's number may belong to another
         file by then.
         """
         with self._lock:
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def _run(self) -> None:
-        gone_at, backoff = time.monotonic(), Backoff(_FIRST_TRY_S, _LAST_TRY_S)
+        gone_at, backoff = time.monotonic(), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while not self._is_closing.is_set():
             try:
-                if self._converse():
+                if self._serve_one_connection():
                     gone_at = time.monotonic()
                     backoff.reset()
             except UserError as error:
@@ -107,7 +107,7 @@ class Link:
             self._away(time.monotonic() - gone_at, None)
             self._is_closing.wait(backoff.failed())
 
-    def _converse(self) -> bool:
+    def _serve_one_connection(self) -> bool:
         """Make one connection and serve it to its end; return whether its server has proved that it knows the run's
         token.
 
@@ -118,7 +118,7 @@ class Link:
         if server is None:
             return False
         try:
-            own = socket.create_connection(wire.parse_where(server.where), timeout=_DIAL_S)
+            own = socket.create_connection(wire.parse_where(server.where), timeout=_CONNECT_S)
         except OSError:
             return False
         channel = Channel(own, self._token, is_host=False)
@@ -131,7 +131,7 @@ class Link:
             raise
         except (FtError, ValueError, TypeError, KeyError) as error:
             if not isinstance(error, Broken):
-                print(f"quorum: what the server at {server.where} says makes no sense: {error}", file=sys.stderr)
+                print(f"quorum: the server at {server.where} sent an invalid message: {error}", file=sys.stderr)
         finally:
             channel.close()
         return channel.is_known
@@ -139,16 +139,16 @@ class Link:
     def _serve(self, channel: Channel, term: int) -> None:
         """Serve the connection until it breaks, a newer server has taken over, or this end is closed."""
         limits, poller = self._limits, select.poll()
-        poller.register(self._bell, select.POLLIN)
+        poller.register(self._wakeup, select.POLLIN)
         heard_at = beat_at = time.monotonic()
         while True:
             mask = select.POLLIN | (select.POLLOUT if channel.wants_write else 0)
             poller.register(channel, mask)
             ready = dict(poller.poll(1e3 * max(0.0, beat_at + limits.beat_s - time.monotonic())))
-            if self._bell in ready:
+            if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
-            self._pass_on(channel)
+                    os.eventfd_read(self._wakeup)
+            self._send_queued(channel)
             now = time.monotonic()
             if ready.get(channel.fileno(), 0) & ~select.POLLOUT:
                 heard_at = now
@@ -156,7 +156,7 @@ class Link:
                     self._take(wire.unpack(body))
             channel.flush()
             if self._is_closing.is_set():
-                self._say_last(channel)
+                self._send_remaining(channel)
                 return
             if now - beat_at >= limits.beat_s:
                 beat_at = now
@@ -166,15 +166,15 @@ class Link:
                     raise Broken("the server does not answer")
                 newer = election.read(self._run_dir, QUORUM)
                 if newer is not None and newer.term > term:
-                    raise Broken(f"term {term} of the server is over")
+                    raise Broken(f"a server of term {newer.term} has replaced this one of term {term}")
 
-    def _pass_on(self, channel: Channel) -> None:
+    def _send_queued(self, channel: Channel) -> None:
         while self._outbox:
             channel.send(self._outbox.popleft())
 
-    def _say_last(self, channel: Channel) -> None:
-        self._pass_on(channel)
-        deadline = time.monotonic() + _LAST_WORDS_S
+    def _send_remaining(self, channel: Channel) -> None:
+        self._send_queued(channel)
+        deadline = time.monotonic() + _CLOSE_S
         while (channel.wants_write or not channel.is_known) and time.monotonic() < deadline:
             select.select([channel], [channel] if channel.wants_write else [], [], 0.05)
             for _ in channel.read():

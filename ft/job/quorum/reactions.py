@@ -1,8 +1,9 @@
 """Reactions of the quorum server to messages and to the passing of time, as updates of its state.
 
-The functions do no I/O and read no clock; each returns the events to be logged. Terms: a replica is a full copy of the
-model with its own world of ranks; its leader is the rank that reports to the server; a life is one world of its worker
-processes; a quorum is the set of replicas that take part in a training step.
+The functions do no I/O and read no clock: ``now`` is the server's monotonic time in seconds. Each returns the events to
+be logged. Terms: a replica is a full copy of the model with its own world of ranks; its leader is the rank that reports
+to the server; a life is one world of its worker processes; a quorum is the set of replicas that take part in a training
+step; a replica is aside while it does something that takes longer than a step, such as saving a checkpoint.
 """
 
 from dataclasses import replace
@@ -38,7 +39,7 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
     """
     one = state.of(replica)
     if life < one.life:
-        raise NoQuorum(f"life {life} of replica {replica} is over: life {one.life} was here")
+        raise NoQuorum(f"life {life} of replica {replica} is over: life {one.life} has connected")
     if life <= one.over:
         raise NoQuorum(f"life {life} of replica {replica} is over: {one.reason}")
     notes = _ended(state, replica, f"life {life} takes its place") if life > one.life else []
@@ -48,7 +49,8 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
         one.waited_s = 0.0
     if one.phase != HERE:
         one.becomes(HERE, now, "its leader is connected")
-    one.heard_at, one.answered = now, None  # it remains aside: its first report ends that, on any connection
+    # A replica that was aside remains so until its next report, whichever connection brings it.
+    one.heard_at, one.answered = now, None
     one.is_online |= last is not None  # it has reconnected to a new server: no event
     heard_of(state, now, last, 0)
     return notes
@@ -62,7 +64,7 @@ def report(state: State, now: float, given: Report) -> list[Note]:
     """
     one = state.of(given.replica)
     if given.life != one.life or one.phase != HERE:
-        raise NoQuorum(f"life {given.life} of replica {given.replica} is not here: life {one.life} is {one.phase}")
+        raise NoQuorum(f"life {given.life} of replica {given.replica} is not connected: life {one.life} is {one.phase}")
     one.heard_at, one.step_s = now, given.step_s
     if given in (one.report, one.answered):  # a duplicate, sent when a connection began just as the report was made
         return []
@@ -77,7 +79,7 @@ def report(state: State, now: float, given: Report) -> list[Note]:
 
 
 def aside(state: State, now: float, replica: int) -> None:
-    """Note that the next report of ``replica`` will take longer than a step does."""
+    """Note that ``replica`` is aside: its next report will take longer than a step does."""
     one = state.of(replica)
     one.heard_at, one.is_aside = now, True
 

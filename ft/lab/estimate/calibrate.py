@@ -1,4 +1,4 @@
-"""Calibrate a cluster's cost model: slow all transfers down until it shows a measured idle share or DMR overhead.
+"""Calibrate a cluster's cost model: slow down all transfers until it predicts a measured idle share or DMR overhead.
 
 DMR executes each operator twice; naive DMR repeats each operator at once, and SpareTrain's DMR repeats operators in
 windows, that is, times in which the GPU is idle. With documented and assumed rates only, the cost model predicts that a
@@ -19,7 +19,8 @@ from ft.lab.estimate.profile import part_works, pipeline_of
 from ft.lab.estimate.stage import PartWork, PlacedStep
 from ft.systems.dmr.plan.schedule import Pipeline, Unit, simulate
 
-FASTEST, SLOWEST, STEPS = 0.01, 1000.0, 40
+_LEAST_SLOWDOWN, _MOST_SLOWDOWN, _BISECTIONS = 0.01, 1000.0, 40
+"""Range in which the slowdown is searched, and the number of halvings of its logarithm."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
         found = getattr(_shares(units, pipeline, slowdown), target) - share
         return found if rising else -found
 
-    low, high = FASTEST, SLOWEST
+    low, high = _LEAST_SLOWDOWN, _MOST_SLOWDOWN
     if not 0 < share < 1 or excess(low) > 0 or excess(high) < 0:
         reach = [getattr(_shares(units, pipeline, each), target) for each in (low, high)]
         raise UserError(
             f"{target} = {share:g} cannot be reached: transfers of any speed give {min(reach):.2f} to {max(reach):.2f}",
             "give a share between these values, or remove the calibration",
         )
-    for _ in range(STEPS):
+    for _ in range(_BISECTIONS):
         middle = (low * high) ** 0.5
         low, high = (low, middle) if excess(middle) > 0 else (middle, high)
     return replace(cluster, slowdown=(low * high) ** 0.5)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ft.base.errors import FtError, UserError
 from ft.net.handshake import NotAMember, Party, Refused, dial
-from ft.net.store.server import PATIENCE_S, PORT, PURPOSE
+from ft.net.store.server import HANDSHAKE_S, PORT, PURPOSE
 from ft.platform import sockets
 
 _BUFFER = 1 << 16
@@ -236,7 +236,7 @@ def _carry(
 
 def _serve_clones(gate: socket.socket, address: str, token: str) -> None:
     def serve(near: socket.socket) -> None:
-        with contextlib.suppress(OSError, FtError), near, _enter(address, token, PATIENCE_S) as far:
+        with contextlib.suppress(OSError, FtError), near, _enter(address, token, HANDSHAKE_S) as far:
             _carry(near, far)
 
     while True:

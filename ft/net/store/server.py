@@ -20,7 +20,8 @@ from ft.net.store import packets
 PURPOSE = "ft-store-2"
 PORT = struct.Struct("!H")
 """Encoding of both messages of the handshake: the client's local port, and in return the port of the store."""
-PATIENCE_S = 5.0
+HANDSHAKE_S = 5.0
+"""Limit for the handshake of one client, in seconds."""
 
 _VERY_LONG = timedelta(days=20)
 """The longest timeout that TCPStore can represent: milliseconds in 31 bits."""
@@ -45,61 +46,63 @@ class StoreServer:
 
     def __init__(self, host: str, port: int, token: str):
         self._token = token
-        self._guarded = _listen("", 0)
-        self._store_port = self._guarded.getsockname()[1]
-        self._callers: list[packets.Caller] = []
+        self._store_listener = _listen("", 0)
+        self._store_port = self._store_listener.getsockname()[1]
+        self._admitted_clients: list[packets.Caller] = []
         self._lock = threading.Lock()
-        packets.admit(self._guarded, [("127.0.0.1", 0)])
+        packets.admit(self._store_listener, [("127.0.0.1", 0)])
         self.store = dist.TCPStore(
             "127.0.0.1",
             self._store_port,
             is_master=True,
             wait_for_workers=False,
             timeout=_VERY_LONG,
-            master_listen_fd=self._guarded.dup().detach(),
+            master_listen_fd=self._store_listener.dup().detach(),
         )
-        packets.admit(self._guarded, [])
-        self._door = _listen("", port)
-        self.address = f"{host}:{self._door.getsockname()[1]}"
-        threading.Thread(target=self._attend, name="ft-door", daemon=True).start()
+        packets.admit(self._store_listener, [])
+        self._admission_listener = _listen("", port)
+        self.address = f"{host}:{self._admission_listener.getsockname()[1]}"
+        threading.Thread(target=self._accept_clients, name="ft-admission", daemon=True).start()
 
     def close(self) -> None:
         """Stop admitting clients. Connected clients stay connected."""
         with contextlib.suppress(OSError):
-            self._door.shutdown(socket.SHUT_RDWR)
-        self._door.close()
+            self._admission_listener.shutdown(socket.SHUT_RDWR)
+        self._admission_listener.close()
 
-    def _attend(self) -> None:
+    def _accept_clients(self) -> None:
         while True:
             try:
-                visitor, (address, _) = self._door.accept()
+                client, (address, _) = self._admission_listener.accept()
             except OSError:
-                if self._door.fileno() < 0:
+                if self._admission_listener.fileno() < 0:
                     return
                 continue
-            threading.Thread(target=self._receive, args=(visitor, address), name="ft-door", daemon=True).start()
+            threading.Thread(
+                target=self._admit_client, args=(client, address), name="ft-admission", daemon=True
+            ).start()
 
-    def _receive(self, visitor: socket.socket, address: str) -> None:
+    def _admit_client(self, client: socket.socket, address: str) -> None:
         party = Party(self._token, PURPOSE, is_dialer=False)
-        with visitor, contextlib.suppress(OSError, Refused):
-            visitor.settimeout(PATIENCE_S)
-            theirs, message = accept(visitor, party, PATIENCE_S, PORT.size, PORT.size)
+        with client, contextlib.suppress(OSError, Refused):
+            client.settimeout(HANDSHAKE_S)
+            theirs, message = accept(client, party, HANDSHAKE_S, PORT.size, PORT.size)
             (port,) = PORT.unpack(message)
             with self._admitted((address, port)):
-                visitor.sendall(party.seal(theirs, PORT.pack(self._store_port)))
-                visitor.recv(1)  # the client sends a byte once it is connected to the store
+                client.sendall(party.seal(theirs, PORT.pack(self._store_port)))
+                client.recv(1)  # the client sends a byte once it is connected to the store
 
     @contextlib.contextmanager
     def _admitted(self, caller: packets.Caller):
         with self._lock:
-            self._callers.append(caller)
-            packets.admit(self._guarded, self._callers)
+            self._admitted_clients.append(caller)
+            packets.admit(self._store_listener, self._admitted_clients)
         try:
             yield
         finally:
             with self._lock:
-                self._callers.remove(caller)
-                packets.admit(self._guarded, self._callers)
+                self._admitted_clients.remove(caller)
+                packets.admit(self._store_listener, self._admitted_clients)
 
 
 def warm_up() -> None:

@@ -126,21 +126,21 @@ class _Reads:
     """The sections of each stream of samples that replicas read; consecutive sections are merged."""
 
     def __init__(self):
-        self._stretches: dict[tuple[SampleAssignment, int], list[list[int]]] = {}
+        self._sections: dict[tuple[SampleAssignment, int], list[list[int]]] = {}
 
     def add(self, commit: Commit, replica: int, begin: int) -> None:
-        stretches = self._stretches.setdefault((commit.assignment, replica), [])
-        if stretches and stretches[-1][1] == begin:
-            stretches[-1][1] += commit.batch
+        sections = self._sections.setdefault((commit.assignment, replica), [])
+        if sections and sections[-1][1] == begin:
+            sections[-1][1] += commit.batch
         else:
-            stretches.append([begin, begin + commit.batch])
+            sections.append([begin, begin + commit.batch])
 
     def ranges(self) -> list[numpy.ndarray]:
         """Return an (n, 2) array of ranges of samples for each section."""
         return [
             assignment.stream(replica).ranges(begin, end)
-            for (assignment, replica), stretches in self._stretches.items()
-            for begin, end in stretches
+            for (assignment, replica), sections in self._sections.items()
+            for begin, end in sections
         ]
 
 
@@ -163,13 +163,13 @@ def _contradictions(last: Commit, commit: Commit, before: Mapping[int, int]) -> 
         )
         if expected != commit.assignment:
             found.append(
-                f"step {commit.step}: samples are divided anew, but not from the positions after step {last.step}"
+                f"step {commit.step}: the new assignment does not start from the positions after step {last.step}"
             )
     for replica, position in sorted(_carried(last, commit).items()):
         if before.get(replica, 0) != position:
             found.append(
-                f"step {commit.step}: replica {replica} was at {position} after the step before, "
-                f"and is taken to have been at {before.get(replica, 0)}"
+                f"step {commit.step}: replica {replica} was at position {position} after the previous step, "
+                f"but this step starts it at {before.get(replica, 0)}"
             )
     return found
 
@@ -179,12 +179,14 @@ def _misread(step: Step, before: Mapping[int, int]) -> list[str]:
     for replica, commit in step.by.items():
         should = before.get(replica, 0)
         if replica in commit.healthy and commit.at is not None and commit.at != should:
-            found.append(f"step {commit.step}: replica {replica} read from {commit.at} on, its position was {should}")
+            found.append(
+                f"step {commit.step}: replica {replica} read from position {commit.at} on, but was at {should}"
+            )
         for kind, at in (commit.computed or {}).items() if replica in commit.healthy else ():
             if at != before.get(kind, 0):
                 found.append(
-                    f"step {commit.step}: group {replica} read type {kind} from {at} on, its position was "
-                    f"{before.get(kind, 0)}"
+                    f"step {commit.step}: group {replica} read shard type {kind} from position {at} on, but "
+                    f"it was at {before.get(kind, 0)}"
                 )
     return found
 
@@ -195,11 +197,11 @@ def _compare(trained: numpy.ndarray, taken: numpy.ndarray) -> dict[str, numpy.nd
     if not len(borders):
         return {"duplicates": _NOTHING, "gaps": _NOTHING, "unaccounted": _NOTHING}
     pieces = numpy.stack([borders[:-1], borders[1:]], axis=1)
-    times, said = (_covered(borders, ranges) for ranges in (trained, taken))
+    times, counted = (_covered(borders, ranges) for ranges in (trained, taken))
     return {
         "duplicates": numpy.repeat(pieces, numpy.maximum(times - 1, 0), axis=0),
-        "gaps": pieces[(times == 0) & (said > 0)],
-        "unaccounted": pieces[(times > 0) & (said == 0)],
+        "gaps": pieces[(times == 0) & (counted > 0)],
+        "unaccounted": pieces[(times > 0) & (counted == 0)],
     }
 
 
@@ -222,5 +224,5 @@ def _length(ranges: numpy.ndarray) -> int:
 def _examples(name: str, ranges: numpy.ndarray) -> list[str]:
     whole = merged(ranges)
     shown = ", ".join(f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in whole[:_MOST_EXAMPLES])
-    more = f" and {len(whole) - _MOST_EXAMPLES} more stretches" if len(whole) > _MOST_EXAMPLES else ""
+    more = f" and {len(whole) - _MOST_EXAMPLES} more ranges" if len(whole) > _MOST_EXAMPLES else ""
     return [f"{name}: sample {shown}{more}"] if len(whole) else []

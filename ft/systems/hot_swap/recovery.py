@@ -33,7 +33,7 @@ class Recovery:
     def __init__(self, member: protocol.Member, operations: Operations):
         self._member, self._operations = member, operations
         self.is_empty = member.joins
-        # whether the live tensors are those of the committed step that the position counts
+        # whether the live tensors hold the state of the last committed step, unchanged by a step begun since
         self._untouched = not member.joins
         self._fence: Any = None
         self._tidied_epoch = -1
@@ -110,7 +110,7 @@ class Recovery:
     # --- a recovery --------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Bring this worker to the first step of an open epoch."""
+        """Take part in recoveries until one succeeds; this worker can then start the first step of an epoch."""
         member = self._member
         while True:
             member.progress.idles("recovery")
@@ -197,7 +197,9 @@ class Recovery:
             position, sources = await operations.restore_snapshot(order.step, order.sources[rank], keep)
             await operations.publish_parameters()
             if order.rebuilt:
-                self._untouched = False  # during the rebuild: with CheckFree+ a lender changes some of its own state
+                self._untouched = (
+                    False  # with CheckFree+, a neighbour that lends its parameters changes some of its own state
+                )
                 as_committed = await operations.lend_stage(order)
         self._untouched = as_committed
         self.is_empty = False

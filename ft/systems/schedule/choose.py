@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ft.base.errors import UserError
 from ft.systems.schedule import kinds
 from ft.systems.schedule.check import Finding, check, in_flight
-from ft.systems.schedule.meet import meet
+from ft.systems.schedule.meet import insert_messages
 from ft.systems.schedule.program import Program
 from ft.systems.schedule.run import SimulationResult, run
 from ft.systems.schedule.units import Unit
@@ -226,4 +226,4 @@ def _woven(shape: Shape) -> Iterator[Program]:
         for weave in weaves(shape.stages, *grid)[:_MOST_TRIED]:
             order = orders(weave, shape.microbatches)
             for f, b in dict.fromkeys((grid, true)):
-                yield meet(routes, order, _duration(f, b))[0]
+                yield insert_messages(routes, order, _duration(f, b))[0]

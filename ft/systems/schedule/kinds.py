@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ft.base.errors import UserError
 from ft.systems.schedule import megatron
-from ft.systems.schedule.meet import meet
+from ft.systems.schedule.meet import insert_messages
 from ft.systems.schedule.program import FLUSH, Program, beside_units
 from ft.systems.schedule.routes import NORMAL, SWAPPED, Routes, straight, swapped
 from ft.systems.schedule.units import Unit
 
 Duration = Callable[[Unit], float]
-"""Returns the time that a unit takes."""
+"""Returns the time that a unit takes, in any unit of time."""
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
@@ -35,13 +35,13 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
         stages: number of pipeline stages.
         microbatches: number of microbatches.
         chunks: number of model chunks of each stage.
-        duration: function that returns the duration of a unit of work.
+        duration: returns the time that a unit takes.
 
     Raises:
         UserError: no such schedule exists.
     """
     order = megatron.orders(megatron.Pipeline(stages, microbatches, chunks))
-    return meet(Routes([straight(stages, chunks)] * microbatches), order, duration)[0]
+    return insert_messages(Routes([straight(stages, chunks)] * microbatches), order, duration)[0]
 
 
 def two_pass(stages: int, microbatches: int) -> Program:
@@ -63,11 +63,16 @@ def half_half(stages: int, microbatches: int, duration: Duration) -> Program:
     stage holds the activations of more microbatches than 1F1B needs at the earlier of the two positions that the stage
     has on the normal and on the swapped route.
 
+    Args:
+        stages: number of pipeline stages.
+        microbatches: number of microbatches.
+        duration: returns the time that a unit takes.
+
     Raises:
         UserError: too few stages or microbatches to swap.
     """
     routes = half_swapped(stages, microbatches)
-    return meet(routes, _merged(routes, _passes(stages, microbatches), duration), duration)[0]
+    return insert_messages(routes, _merged(routes, _passes(stages, microbatches), duration), duration)[0]
 
 
 def alternate(stages: int, microbatches: int) -> Program:

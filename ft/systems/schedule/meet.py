@@ -23,14 +23,16 @@ _SAME = 1e-9
 """Times whose difference is at most this, relative to the time (at least 1), are treated as equal."""
 
 
-def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Unit], float]) -> tuple[Program, float]:
+def insert_messages(
+    routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Unit], float]
+) -> tuple[Program, float]:
     """Return the program, and the time at which its last unit ends if messages take no time.
 
     Args:
         routes: the routes of the microbatches.
         order: each stage's units in the order in which it runs them.
-        duration: returns the time of a unit, more than 0. With whole numbers, stages are between units at the same time
-            more often.
+        duration: returns the time of a unit, more than 0. With whole numbers, messages wait less, because stages are
+            between units at the same time more often.
 
     Raises:
         ScheduleDeadlock: the orders cannot be executed, because stages wait for each other.
@@ -38,8 +40,8 @@ def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Un
     simulation = _Simulation(routes, order, duration)
     now = 0.0
     while simulation.ends:
-        now = simulation.moment()
-        simulation.pass_messages()
+        now = simulation.end_units()
+        simulation.add_batches()
         simulation.start_units(now)
     left = [units[at] for units, at in zip(order, simulation.next, strict=True) if at < len(units)]
     if left:
@@ -48,7 +50,7 @@ def meet(routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Un
 
 
 class _Simulation:
-    """The state of the simulation.
+    """The simulation of a given order of units.
 
     Attributes:
         routes: the routes of the microbatches.
@@ -66,9 +68,9 @@ class _Simulation:
         self.ends: list[tuple[float, int]] = [(0.0, -1)]
         self._running: list[Unit | None] = [None] * len(order)
         self._waiting: list[Message] = []
-        self._there: set[Unit] = set()
+        self._arrived: set[Unit] = set()
 
-    def moment(self) -> float:
+    def end_units(self) -> float:
         """Advance to the next time at which units end, end these units, and return the time."""
         first = self.ends[0][0]
         now = first
@@ -81,18 +83,18 @@ class _Simulation:
             if target is None:
                 continue
             if target.stage == stage:
-                self._there.add(unit)
+                self._arrived.add(unit)
             else:
                 self._waiting.append(Message(stage, target.stage, unit))
         return now
 
-    def pass_messages(self) -> None:
+    def add_batches(self) -> None:
         """Add one batch for each stage that can exchange messages now."""
         batches: dict[int, list[Message]] = {}
         still = []
         for message in self._waiting:
             if self._running[message.source] is None and self._running[message.target] is None:
-                self._there.add(message.unit)
+                self._arrived.add(message.unit)
                 for stage in message[:2]:
                     batches.setdefault(stage, []).append(message)
             else:
@@ -108,7 +110,7 @@ class _Simulation:
             if self._running[stage] is not None or at == len(units):
                 continue
             source = self.routes.needs(units[at])
-            if source is None or source in self._there:
+            if source is None or source in self._arrived:
                 self._running[stage] = units[at]
                 self.next[stage] += 1
                 self.steps[stage].append(units[at])

@@ -54,7 +54,7 @@ def sharded(data_parallel_random_init: bool) -> ShardedObject:
 
 
 def restore(loaded: list[dict]) -> None:
-    """Restore the generators to the states that :func:`sharded` returned."""
+    """Restore the generators to the states in ``loaded``, the list with one entry that :func:`sharded` has stored."""
     (states,) = loaded
     tracker = core_random.get_cuda_rng_tracker()
     graphable = core_random.is_graph_safe_cuda_rng_tracker(tracker)

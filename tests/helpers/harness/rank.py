@@ -28,11 +28,11 @@ def main(request: dict, rank: int, port: int, server: int) -> int:
     if os.getppid() != server:
         return 1
     folder = Path(request["folder"])
-    _own_output(folder / f"{rank}.log")
+    _redirect_output(folder / f"{rank}.log")
     stack = open(folder / f"{rank}.stack", "w")  # noqa: SIM115 - open for as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     faulthandler.enable(file=sys.stderr)
-    _own_environment(request, rank, port)
+    _set_environment(request, rank, port)
     try:
         try:
             value = _run(request, rank)
@@ -52,7 +52,7 @@ def main(request: dict, rank: int, port: int, server: int) -> int:
     return 0
 
 
-def _own_output(path: Path) -> None:
+def _redirect_output(path: Path) -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -62,7 +62,7 @@ def _own_output(path: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _own_environment(request: dict, rank: int, port: int) -> None:
+def _set_environment(request: dict, rank: int, port: int) -> None:
     import torch
 
     world_size = request["world_size"]

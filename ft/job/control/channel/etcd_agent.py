@@ -20,8 +20,9 @@ GRACE_S = 1.0
 """Seconds that a missing sign of life is tolerated: another user of etcd may have deleted it, and the control plane
 writes it again within this time.
 """
-_LOOK_S = 0.02
-_ABOVE_ALL = 10**16 - 1
+_POLL_S = 0.02
+"""Seconds between two reads of the channel's state while this end waits for the control plane."""
+_LARGEST_NUMBER = 10**16 - 1
 
 
 class EtcdAgentChannel(AgentChannel):
@@ -50,22 +51,22 @@ class EtcdAgentChannel(AgentChannel):
             return
         key = self._keys.beat(self._node)
         beat = pack(time.monotonic_ns(), encode(report))
-        self._lease_holds(lambda: self._etcd.put(key, self._keys.sign(key, beat), self._head.lease))
+        self._put_while_leased(lambda: self._etcd.put(key, self._keys.sign(key, beat), self._head.lease))
 
     def taken(self) -> int:
         deadline = time.monotonic() + PATIENCE_S
         alone_since = None
         while True:
             self._check()
-            number, is_alive = self._look()
+            number, is_alive = self._poll()
             if self._head.is_resumed and is_alive:
                 return number
             alone_since = None if is_alive else alone_since or time.monotonic()
             if alone_since is not None and time.monotonic() - alone_since > GRACE_S:
                 raise self._lost("the control plane is gone")
             if time.monotonic() > deadline:
-                raise self._lost(f"the control plane has not begun within {PATIENCE_S:g} s")
-            self._gone.wait(_LOOK_S)
+                raise self._lost(f"the control plane has not resumed the channel within {PATIENCE_S:g} s")
+            self._gone.wait(_POLL_S)
 
     def follow(self, callback: Callable[[int, Any], None], start: int) -> None:
         follower = _Follower(self._keys, self._head.reign, callback, start)
@@ -95,10 +96,15 @@ class EtcdAgentChannel(AgentChannel):
     def _put(self, number: int, text: str) -> None:
         key = self._keys.report(self._node, number)
         value = self._keys.sign(key, text)
-        revision = self._lease_holds(lambda: self._etcd.put(key, value, self._head.lease))
+        revision = self._put_while_leased(lambda: self._etcd.put(key, value, self._head.lease))
         self._posted[number] = revision, text
 
-    def _lease_holds(self, put: Callable[[], int]) -> int:
+    def _put_while_leased(self, put: Callable[[], int]) -> int:
+        """Call ``put``, and return its result.
+
+        Raises:
+            ConnectionError: the lease of the channel has expired, so no control plane has been alive for long.
+        """
         try:
             return put()
         except EtcdError as error:
@@ -106,7 +112,7 @@ class EtcdAgentChannel(AgentChannel):
                 raise self._lost("the control plane has been gone for long") from error
             raise
 
-    def _look(self) -> tuple[int, bool]:
+    def _poll(self) -> tuple[int, bool]:
         """Return the number of the last recorded report, and whether the control plane is alive. Rewrite missing
         reports of this agent.
         """
@@ -147,7 +153,7 @@ class _Follower:
 
     def begin(self, etcd: Etcd) -> int:
         """Process the orders that exist now; return the revision at which they were read."""
-        orders = between(self._keys.order(self._next), self._keys.order(_ABOVE_ALL))
+        orders = between(self._keys.order(self._next), self._keys.order(_LARGEST_NUMBER))
         (heads, found), revision = etcd.get(one(self._keys.head), orders)
         self.take([*heads, *found])
         return revision
@@ -165,7 +171,7 @@ class _Follower:
             if kind == "alive" and (text is not None or entry.value is None):
                 self._heard_at, self._dead_at = now, (now if entry.value is None else None)
             elif kind == "head" and text is not None:
-                self._turn_to(self._keys.read_head(entry.value))
+                self._update_head(self._keys.read_head(entry.value))
             elif kind == "order" and text is not None and number >= self._next:
                 self._orders[number] = decode(text)
             elif kind == "order" and entry.value is None:
@@ -173,10 +179,10 @@ class _Follower:
         if self._dead_at is not None and now - self._dead_at > GRACE_S:
             raise ConnectionError("the control plane is gone")
         if now - self._heard_at > PATIENCE_S:
-            raise ConnectionError(f"etcd has had no news of the control plane for {PATIENCE_S:g} s")
+            raise ConnectionError(f"etcd has had no sign of life of the control plane for {PATIENCE_S:g} s")
         self._deliver()
 
-    def _turn_to(self, head: Head) -> None:
+    def _update_head(self, head: Head) -> None:
         if head.reign > self._reign:
             raise ConnectionError("another control plane has taken over")
         if head.reign == self._reign and head.is_resumed and (self._head is None or head.first >= self._head.first):
@@ -210,8 +216,8 @@ def _find(etcd: Etcd, keys: Keys, deadline: float) -> Head:
             where = f"etcd at {etcd.address} under {keys.prefix}"
             if others and all(keys.read(entry.key, entry.value) is None for entry in others):
                 raise UserError(
-                    f"what is on {where} was written with another token",
+                    f"the keys of {where} were written with another token",
                     "start each run with a --run-dir and a token of its own",
                 )
-            raise ConnectionError(f"there is no control plane on {where}")
-        time.sleep(_LOOK_S)
+            raise ConnectionError(f"there is no control plane at {where}")
+        time.sleep(_POLL_S)

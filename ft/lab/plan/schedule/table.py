@@ -14,7 +14,12 @@ _MOST_FAULTS = 4
 
 
 def as_text(found: Planned, beside: Sequence[Planned]) -> str:
-    """Return the schedule's cost, the result of its check, its order, and the cost of other schedules."""
+    """Return the schedule's cost, the result of its check, its order, and the cost of other schedules.
+
+    Args:
+        found: the schedule.
+        beside: schedules to compare it with.
+    """
     shape = found.shape
     times = f"forward {shape.f:g}, backward {shape.b:g}, message {shape.comm:g}"
     head = f"{found.kind}: {shape.stages} stages, {shape.microbatches} microbatches; {times}"
@@ -27,7 +32,7 @@ def as_text(found: Planned, beside: Sequence[Planned]) -> str:
 def _costs(found: Planned) -> str:
     ran = found.ran
     if ran.stuck:
-        return "it never ends"
+        return "the schedule deadlocks"
     held = ", ".join(f"{each:g}" for each in found.in_flight)
     return f"time {ran.end:g}, bubbles {percent(found.bubble)}\nmicrobatches in flight, by stage: {held}"
 
@@ -67,7 +72,7 @@ def _compared(found: Planned, planned: Sequence[Planned]) -> str:
         )
         for each in planned
     ]
-    return table(("kind", "time", "bubbles", "in flight", "may run"), rows, right=(1, 2, 3))
+    return table(("kind", "time", "bubbles", "in flight", "valid"), rows, right=(1, 2, 3))
 
 
 def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:

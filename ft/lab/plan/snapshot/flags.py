@@ -24,7 +24,7 @@ _RECOVERY = "30s"  # DEADPOOL, figure 11: 17.1 to 29.8 s
 
 @dataclass(frozen=True)
 class Plan:
-    """The planned run, with further figures that the output shows.
+    """The run for which copies are planned, and further figures for the output.
 
     Attributes:
         question: cluster, snapshots and failure rates.
@@ -70,7 +70,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--host-memory",
         type=argument(lambda text: size(text, bare=None)),
         metavar="SIZE",
-        help="host memory of a node, such as 2TB, to find out what does not fit",
+        help="host memory of a node, such as 2TB, to show which numbers of copies fit into it",
     )
     group.add_argument(
         "--pcie",
@@ -108,7 +108,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--copies", type=argument(_copies), default=[1, 2, 3], metavar="K,...", help="default: 1,2,3")
     group = parser.add_argument_group("time")
     group.add_argument("--step-time", type=duration(), metavar="TIME", help="duration of one step")
-    group.add_argument("--optimizer-time", type=duration(0.0), default=0.0, metavar="TIME", help="in it (default: 0)")
+    group.add_argument(
+        "--optimizer-time",
+        type=duration(0.0),
+        default=0.0,
+        metavar="TIME",
+        help="its part for the optimizer (default: 0)",
+    )
     group.add_argument(
         "--node-mtbf",
         type=duration(),

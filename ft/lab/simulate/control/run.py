@@ -24,7 +24,7 @@ STUCK_S = 90.0
 """Virtual seconds without progress and without a fault that count as a hang: all deadlines of one recovery together."""
 LONGEST_S = 3000.0
 """Virtual seconds after which a run counts as a hang in any case."""
-_STOPS = {
+_CATEGORIES = {
     "told to end": "an agent was told to end",
     "used up": "warm restarts used up",
     "cannot hold": "too few nodes left",
@@ -33,6 +33,7 @@ _STOPS = {
     "workers were announced": "agents missing at the start",
     "the same error": "software error again after a restart",
 }
+"""Part of the message of an order to stop -> outcome of the history."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def simulate(seed: int, options: SimulationOptions, with_lines: bool = False) ->
     lines = history.lines if with_lines else None
     if lines is not None:
         lines.append(f"seed {seed}: {shape}")
-        lines.append("faults to come: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
+        lines.append("planned faults: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
     with _journal(needed=schedule.may_end_control) as path:
         cluster = Cluster(rng, shape, path, lines)
         try:
@@ -115,15 +116,15 @@ def _play(cluster: Cluster, schedule: Schedule) -> None:
     turns = 0
     while cluster.plane.state.phase != ENDED or not cluster.plane.is_up:
         if not cluster.time.turn():
-            cluster.checks.fail("nothing is left to happen, and the run has not ended")
+            cluster.checks.fail("no event is left, but the run has not ended")
         turns += 1
         if turns % 64 == 0 and cluster.is_deserted():
             return
         if turns % 64 == 0 and (cluster.checks.is_stuck(STUCK_S) or cluster.time.now > LONGEST_S):
             state = cluster.plane.state
             cluster.checks.fail(
-                f"a hang: {state.phase} since {cluster.plane.clock() - state.since:.1f} s, no progress since "
-                f"{cluster.checks.progress_at:.1f}, no fault since {cluster.calm_at:.1f}, it is {cluster.time.now:.1f}"
+                f"a hang: {state.phase} for {cluster.plane.clock() - state.since:.1f} s; last progress at "
+                f"{cluster.checks.progress_at:.1f} s, last fault at {cluster.calm_at:.1f}, now {cluster.time.now:.1f}"
             )
 
 
@@ -149,9 +150,9 @@ def _sum_up(history: History, cluster: Cluster, schedule: Schedule) -> None:
 
 
 def _category(message: str) -> str:
-    for words in _STOPS:
+    for words in _CATEGORIES:
         if words in message:
-            return _STOPS[words]
+            return _CATEGORIES[words]
     if "was killed by" in message or "exited with" in message:
         return "worker lost before any attached"
     return message[:80]

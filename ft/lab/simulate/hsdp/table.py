@@ -9,7 +9,14 @@ from ft.show.text import count, percent, seconds, table
 
 
 def as_text(job: Job, ours: Stalls, means: SimulationSettings, found: Answer) -> str:
-    """Return a summary of the parameters, a table of all cases, the sweeps, and an explanation of each figure."""
+    """Return a summary of the parameters, a table of all cases, the sweeps, and an explanation of each figure.
+
+    Args:
+        job: the simulated job.
+        ours: the stalls of this project.
+        means: settings of the simulation.
+        found: the results.
+    """
     parts = [*_question(job, ours, means), "", _cases(job, means, found.found)]
     if found.by_replicas:
         names = [row.case.name for row in found.found]
@@ -49,13 +56,13 @@ def _values(job: Job, row: CaseResult) -> dict[str, Any]:
 
 
 def _question(job: Job, ours: Stalls, means: SimulationSettings) -> list[str]:
-    hang = "3 steps + 1 s, the goal" if ours.hung_s is None else seconds(ours.hung_s)
+    hang = "3 steps + 1 s (goal)" if ours.hung_s is None else seconds(ours.hung_s)
     return [
         f"job        {job.gpus:,} GPUs in {job.replicas} replicas, steps of {seconds(job.step_s)}, a failure somewhere "
         f"every {seconds(job.interval_s)},",
         f"           a failed replica asks to rejoin after {seconds(job.rebuild_s)}",
-        f"ours       others wait beyond their normal step: {seconds(ours.killed_s)} for a kill, {hang}",
-        f"           for a hang, {seconds(ours.rejoin_s)} at a rejoin ({ours.source}); the repeated step is added",
+        f"ours       the others wait, in addition to a normal step, {seconds(ours.killed_s)} after a kill, {hang}",
+        f"           after a hang, {seconds(ours.rejoin_s)} at a rejoin ({ours.source}); a repeated step is added",
         f"simulated  {means.days:,.4g} days for each figure (a quarter of that in sweeps), seed {means.seed}, "
         f"at least {count(means.rules.minimum, 'replica')} in a step",
     ]
@@ -79,11 +86,14 @@ def _cases(job: Job, means: SimulationSettings, rows: list[CaseResult]) -> str:
         line(f"  simulated, bursts ({means.shape:g})", lambda row: percent(row.simulated[WEIBULL].effective)),
         ["independent failures:"] + [""] * len(rows),
         line("  time with all replicas", lambda row: percent(_with(row, usual(row), 0))),
-        line("  with one less", lambda row: percent(_with(row, usual(row), 1))),
-        line("  with fewer", lambda row: percent(_fewer(row, usual(row)))),
-        line("  all wait", lambda row: percent((usual(row).stalled + usual(row).too_few) / usual(row).lasted)),
-        line("  strike while one is absent", lambda row: percent(_share(usual(row).overlapping, usual(row)))),
-        line("  strike the absent one", lambda row: percent(_share(usual(row).during_rebuild, usual(row)))),
+        line("  with one replica absent", lambda row: percent(_with(row, usual(row), 1))),
+        line("  with more absent", lambda row: percent(_fewer(row, usual(row)))),
+        line(
+            "  time in which all wait",
+            lambda row: percent((usual(row).stalled + usual(row).too_few) / usual(row).lasted),
+        ),
+        line("  failures while one is absent", lambda row: percent(_share(usual(row).overlapping, usual(row)))),
+        line("  failures of the absent one", lambda row: percent(_share(usual(row).during_rebuild, usual(row)))),
         line("GPU hours lost per day", lambda row: f"{lost_gpu_hours(job, usual(row).effective):,.0f}"),
     ]
     return table(["", *(row.case.name for row in rows)], lines, right=range(1, len(rows) + 1))
@@ -109,17 +119,17 @@ def _sweep(unit: str, names: list[str], rows: dict[Any, dict[str, float]]) -> st
 def _meaning(means: SimulationSettings) -> list[str]:
     return [
         "Meaning of the figures.",
-        "  all restart       Synchronous recovery; the steps done again since its checkpoint are left out, as in the",
-        "                    paper (ft plan disruption has them).",
-        "  paper: 3 min      The stall in the paper's formula. Its text measures 3 minutes at the failure and 100 s",
-        "                    more at the return: 3 min + 100 s. Two defects less, and it expects 1.5 minutes.",
-        "  ours              Stalls of a small model on one machine, and a whole step of the large one done again.",
-        "                    Nothing of it was measured at this size: quorum, connections and fetch of thousands of",
-        "                    GPUs are in no figure, and the time to rebuild a replica is the paper's.",
-        "  paper's formula   One failure at every interval, over before the next: 44 % and 80 % are these.",
-        "  overlaps          Independent failures: one may strike while another is handled. That is more than the",
-        "                    formula says, for a stall within a stall is waited for once.",
-        f"  bursts            Weibull of shape {means.shape:g}: the more they come together, the less each costs.",
-        "  simulated         Beside that, a replica returns at the end of a step and counts one step later, after a",
-        "                    stall that is under way; all replicas lost at once go back to a checkpoint.",
+        "  all restart       Synchronous recovery. The steps repeated since the checkpoint are not included, as in the",
+        "                    paper (ft plan disruption includes them).",
+        "  paper: 3 min      The stall in the paper's formula. The paper measures 3 minutes at the failure and 100 s",
+        "                    more at the return (3 min + 100 s). After two fixes, it expects 1.5 minutes.",
+        "  ours              The stalls of a small model on one machine, and one repeated step of the large model.",
+        "                    Nothing was measured at this size: no figure includes the time for quorum, connections",
+        "                    and fetch with thousands of GPUs, and the time to rebuild a replica is the paper's.",
+        "  paper's formula   One failure in every interval, handled before the next one: 44 % and 80 % in the paper.",
+        "  overlaps          Independent failures: one may happen while another is handled. The result is higher than",
+        "                    the formula's, because stalls that overlap are waited for only once.",
+        f"  bursts            Weibull distribution of shape {means.shape:g}: failures in bursts cost less each.",
+        "  simulated         In addition, a replica returns at the end of a step, after any stall, and contributes one",
+        "                    step later; if all replicas are lost at once, training resumes from a checkpoint.",
     ]

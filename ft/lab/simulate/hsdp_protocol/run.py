@@ -76,7 +76,7 @@ def simulate(seed: int, options: SimulationOptions, with_lines: bool = False) ->
     shape, schedule = draw_shape(rng), Schedule(rng, options.faults, options.kinds)
     if with_lines:
         history.lines.append(f"seed {seed}: {shape}")
-        history.lines.append("faults to come: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
+        history.lines.append("planned faults: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
     world = World(rng, shape, history.lines if with_lines else None)
     try:
         _play(world, schedule)
@@ -102,7 +102,7 @@ def _play(world: World, schedule: Schedule) -> None:
     turns = 0
     while world.unfinished:
         if not world.time.turn():
-            world.checks.fail("nothing is left to happen, and the run has not ended")
+            world.checks.fail("no event is left, but the run has not ended")
         turns += 1
         if turns % 64:
             continue

@@ -32,7 +32,7 @@ def problems(plan: Plan) -> Iterator[str]:
         how = plan.assign.get(op.id)
         if how is None:
             continue
-        yield from _not_for_it(op, how)
+        yield from _wrong_set(op, how)
         if how.set == PIGGYBACK:
             again = executes_last_again(plan.trace.early_stop, op) and op.checking.segment.name in twice.segments
             if op.id not in twice.ops and (not again or op.checking.mutates):
@@ -41,11 +41,11 @@ def problems(plan: Plan) -> Iterator[str]:
             if how.window not in windows:
                 yield f"operator {op.id!r} is deferred to a window {how.window!r} that the plan does not list"
             elif how.agc_segment is not None and op.id not in _members(plan, how.agc_segment):
-                yield f"operator {op.id!r} is said to be in an AGC segment {how.agc_segment!r} that does not have it"
+                yield f"operator {op.id!r} is assigned to the AGC segment {how.agc_segment!r}, which does not list it"
             else:
-                yield from _badly_deferred(op, how.set, windows[how.window], changes)
+                yield from _deferral_problems(op, how.set, windows[how.window], changes)
     yield from bad_segments(plan, changes)
-    yield from _overrun(plan, windows)
+    yield from _overfull_windows(plan, windows)
     yield from _too_much_memory(plan, windows)
 
 
@@ -53,13 +53,13 @@ def _incomplete(plan: Plan) -> Iterator[str]:
     known = {op.id for op in plan.trace.ops}
     for name in plan.assign:
         if name not in known:
-            yield f"an operator {name!r} is assigned that the plan does not list"
+            yield f"operator {name!r} is assigned, but the plan does not list it"
     for name in known:
         if name not in plan.assign:
             yield f"operator {name!r} is not assigned: it would go unverified"
 
 
-def _not_for_it(op: Operator, how: Assignment) -> Iterator[str]:
+def _wrong_set(op: Operator, how: Assignment) -> Iterator[str]:
     """Yield a problem if this operator cannot be in the set that it is assigned to, whatever else the plan says."""
     name = f"operator {op.id!r}"
     if how.set == UNCHECKED and op.checking.deterministic:
@@ -76,12 +76,12 @@ def _members(plan: Plan, segment: str) -> tuple[str, ...]:
     return plan.segments[segment].ops if segment in plan.segments else ()
 
 
-def _badly_deferred(op: Operator, said: str, window: Window, changes: Changes) -> Iterator[str]:
+def _deferral_problems(op: Operator, assigned: str, window: Window, changes: Changes) -> Iterator[str]:
     name = f"operator {op.id!r}"
     if window.stage != op.place.stage:
         yield f"{name} of stage {op.place.stage} is deferred to a window of stage {window.stage}"
-    if said != deferred_set(window):
-        yield f"{name} is in set {said}, and its window {window.id!r} is one for {deferred_set(window)}"
+    if assigned != deferred_set(window):
+        yield f"{name} is in set {assigned}, but its window {window.id!r} is for set {deferred_set(window)}"
     if op.end_us > window.start_us + CLOSE_US:
         yield f"{name} is deferred to window {window.id!r}, which begins before it ends"
     tensor = changes.first(op, window)
@@ -89,7 +89,7 @@ def _badly_deferred(op: Operator, said: str, window: Window, changes: Changes) -
         yield f"{name} is deferred beyond a change of {tensor or 'the parameters'!r}"
 
 
-def _overrun(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
+def _overfull_windows(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
     load: dict[str, float] = defaultdict(float)
     for op in plan.trace.ops:
         how = plan.assign.get(op.id)
@@ -99,7 +99,7 @@ def _overrun(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:
         load[segment.window] += segment.load_us
     for name, room in rooms(windows[name] for name, taken in load.items() if taken and name in windows).items():
         if load[name] > room + CLOSE_US:
-            yield f"window {name!r} has {room:.3f} us to itself and is given {load[name]:.3f} us of verification"
+            yield f"window {name!r} has room for {room:.3f} us of verification, and is assigned {load[name]:.3f} us"
 
 
 def _too_much_memory(plan: Plan, windows: dict[str, Window]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ft.systems.dmr.plan.fields import Fields, read_object, write_object
 from ft.systems.dmr.plan.trace import FINGERPRINT
 from ft.systems.dmr.plan.trace_file import VERSION, from_values, refuse_twice, to_values
 
-FIX = "make it again: ft dmr plan PROFILE --memory-budget SIZE --out FILE"
+FIX = "plan again: ft dmr plan PROFILE --memory-budget SIZE --out FILE"
 _PREDICTED = ("t_none", "t_naive", "t_plan", "exposed_us", "peak_bytes")
 
 
@@ -100,8 +100,14 @@ def _predicted(found: Fields) -> Predicted:
 
 
 def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two fingerprints (the properties of a run that a plan depends on), one text for
-    each: name, planned value, value of the run."""
+    """Return the differences between two fingerprints: a text with name, planned value and the run's value for each.
+
+    A fingerprint is a mapping of the properties of a run that a plan depends on.
+
+    Args:
+        planned: fingerprint of the run for which the plan was made.
+        run: fingerprint of the run that is to follow the plan.
+    """
     names = [*FINGERPRINT, *sorted((planned.keys() | run.keys()) - set(FINGERPRINT))]
     return [
         f"{name}: planned for {planned.get(name)!r}, the run has {run.get(name)!r}"

@@ -21,10 +21,10 @@ class Engine:
 
     Attributes:
         name: "numba" or "interpreted".
-        lose: ``core.lose``.
-        bring_back: ``core.bring_back``.
-        trial: ``core.trial``.
-        start: ``core.start``.
+        lose: removes failed groups (``core.lose``).
+        bring_back: adds a group that has returned (``core.bring_back``).
+        trial: removes groups one by one until a shard type has no host left (``core.trial``).
+        start: sets a state to the initial layout (``core.start``).
         numbers: converts integers to the sequences that these functions take: arrays if compiled, else lists.
     """
 
@@ -57,7 +57,12 @@ def engine(accelerate: bool | None = None) -> Engine:
 
 
 def state_of(placement: Placement, chosen: Engine) -> state.State:
-    """Return a new state of the core: all groups alive, with the initial order of their types."""
+    """Return a new state of the controller's core, in which all groups are alive and no shard type has moved.
+
+    Args:
+        placement: which group hosts which shard types.
+        chosen: the engine whose functions will take the state.
+    """
     n, r = placement.groups, placement.redundancy
     mark = np.full(n, state.NONE)
     mark[np.array(placement.ruler) % n] = np.arange(r)
@@ -74,7 +79,7 @@ def state_of(placement: Placement, chosen: Engine) -> state.State:
 
 
 def initial(placement: Placement, chosen: Engine) -> Any:
-    """Return the initial order of types of all groups, in the form that ``core.start`` takes."""
+    """Return the initial order of shard types of all groups, flattened from [N, r], as ``chosen.start`` takes it."""
     return chosen.numbers(placement.orders().ravel())
 
 
