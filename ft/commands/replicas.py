@@ -30,8 +30,7 @@ from ft.job.replicas.host import FOLDER, QuorumHost
 from ft.job.replicas.launcher import Launcher
 from ft.job.replicas.member import Member, Setup
 from ft.job.replicas.places import Part, devices_of, parts_of
-from ft.platform import allocation, network
-from ft.platform import election as election
+from ft.platform import allocation, election, network
 from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
 from ft.platform.supervisor import Supervisor

@@ -16,7 +16,7 @@ import psutil
 from ft.faults import network
 from ft.faults.alarm import Alarm
 from ft.faults.faults import Fault
-from ft.platform import election as election
+from ft.platform import election
 
 
 class AgentInjector:

@@ -45,7 +45,7 @@ def parse_distribution(value: Any) -> Distribution:
     """Parse ``exponential(mean=60s)`` or ``weibull(shape=0.7,scale=90s)``; ``20steps`` instead of a time counts steps.
 
     Raises:
-        ValueError: the text is not valid.
+        ValueError: the text is not valid, or a number in it is out of range.
     """
     match = re.fullmatch(r"\s*(\w+)\s*\((.*)\)\s*", str(value))
     if match is None or match[1] not in _PARAMETERS:
@@ -64,7 +64,7 @@ def parse_distribution(value: Any) -> Distribution:
         return Distribution(family, parse_duration(scale), shape)
     number = float(steps[1])
     if not 0.1 <= number <= 1e9:
-        raise ValueError("not between 0.1 and a billion steps")
+        raise ValueError("the number of steps is not between 0.1 and a billion")
     return Distribution(family, number, shape, in_steps=True)
 
 

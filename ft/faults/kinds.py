@@ -37,7 +37,7 @@ class Sign:
 
     Attributes:
         category: category that the failure policy assigns.
-        signal: word or two for the observation.
+        signal: name of the observation, one or two words.
         judge: returns the verdict of ``ft.faults.verdict`` on this observation. A test compares it with the two other
             attributes, so that a change of the policy shows as a difference.
     """

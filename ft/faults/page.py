@@ -33,8 +33,8 @@ _TIMES_HEAD = """
 The last column is the time from the fault to the beginning of the next step on every worker: median and worst case of
 the fault campaign,
 {command}
-Detection limits are in `ft/job/control/timeouts.py`; a stall or a standstill is
-distinguished from a slow step by a timeout. An outcome differs from the table only if something else has failed before:
+Detection limits are in `ft/job/control/timeouts.py`; only a timeout distinguishes a
+worker that hangs from a slow one. An outcome differs from the table only if something else has failed before:
 the second copy of a snapshot is lost, no node is left on which a worker can be started, or the same failure has
 repeated. Then the run uses the next kind of recovery: an earlier step of which all ranks still have a state, a warm
 restart from the newest valid checkpoint, and finally the end of the run with a message. Training never continues with a
@@ -46,7 +46,8 @@ def page(times: Mapping[str, Mapping]) -> str:
     """Return the page as Markdown.
 
     Args:
-        times: result of the fault campaign: name of a row -> {"count", "median_s", "worst_s"}, and "command".
+        times: result of the fault campaign: name of a row -> {"count", "median_s", "worst_s"} (times in seconds), and
+            "command", "faults" and "runs": the command of the campaign, and how many faults and runs it had.
     """
     lines = [_HEAD + "\n".join(f"| {outcome} | {meaning} |" for outcome, meaning in MEANING.items())]
     lines.append(_TIMES_HEAD.format(command=_command(times)))
@@ -56,22 +57,22 @@ def page(times: Mapping[str, Mapping]) -> str:
         lines.append("|---|---|---|---|---|")
         lines += [_line(row, times.get(row.name)) for row in rows]
         lines.append("")
-    return "\n".join([*lines, *_how_to_ask()])
+    return "\n".join([*lines, *_injection_syntax()])
 
 
-def _how_to_ask() -> list[str]:
+def _injection_syntax() -> list[str]:
     """Return the lines about the syntax of ``--inject``, about the seed, and about scenario files."""
     lines = ["## How to inject faults\n", "`--inject KIND@KEY=VALUE[:KEY=VALUE...][,...]` may be repeated.\n"]
     lines += ["| key | what it says |", "|---|---|"]
-    for heading, sayings in keys.MEANING.items():
+    for heading, meanings in keys.MEANING.items():
         lines.append(f"| | **{heading}** |")
-        lines += [f"| `{key}` | {saying} |" for key, saying in sayings.items()]
+        lines += [f"| `{key}` | {meaning} |" for key, meaning in meanings.items()]
     lines += ["", "### What a seed determines\n", *textwrap.wrap(keys.SEED, 118)]
     return [*lines, "", "### Scenario files\n", "```yaml", *keys.SCENARIO.splitlines(), "```", ""]
 
 
 def read_times(root: Path) -> dict[str, dict]:
-    """Return the times that the fault campaign measured; an empty dictionary if there are none."""
+    """Return the times that the fault campaign left in the checkout ``root``; an empty dictionary without them."""
     file = root / TIMES
     return json.loads(file.read_text()) if file.exists() else {}
 
@@ -84,11 +85,11 @@ def _command(times: Mapping) -> str:
 
 
 def _line(row: Row, measured: Mapping | None) -> str:
-    how = f"`{row.name}`" if row.where != START else row.kind
-    does = f"{how}<br>{row.does}" + (f" (needs {_NEEDS[row.needs]})" if row.needs else "")
-    taken = row.sign.category if row.sign is not None else "-"
+    name = f"`{row.name}`" if row.where != START else row.kind
+    fault = f"{name}<br>{row.does}" + (f" (needs {_NEEDS[row.needs]})" if row.needs else "")
+    category = row.sign.category if row.sign is not None else "-"
     answer = f"**{row.outcome}**" + (f". {row.answer}" if row.answer else "")
-    return f"| {does} | {row.seen} | {taken} | {answer} | {_how_long(row, measured)} |"
+    return f"| {fault} | {row.seen} | {category} | {answer} | {_how_long(row, measured)} |"
 
 
 def _how_long(row: Row, measured: Mapping | None) -> str:

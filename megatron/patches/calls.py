@@ -242,7 +242,7 @@ class _File(ast.NodeVisitor):
 
     def _line(self) -> list[Definition]:
         """Return the innermost enclosing class and its known base classes, in the order of lookup."""
-        return self._names.line(Definition(CLASS, self._module, self._classes[-1]))[0]
+        return self._names.ancestry(Definition(CLASS, self._module, self._classes[-1]))[0]
 
     def _kind(self, name: str) -> ast.expr | None:
         """Return the expression that names the class of the variable ``name``, None if it is unknown."""

@@ -44,7 +44,10 @@ class Listener(Protocol):
         """Run ``step``, the backward pass from ``output`` with the output's ``gradients``, and return its result."""
 
     def recomputed(self, function: Callable) -> Callable:
-        """Return a replacement for ``function``, which activation checkpointing calls now and again in the backward."""
+        """Return a replacement for ``function``, which activation checkpointing calls twice.
+
+        The first call is in the forward pass, the second in the backward pass.
+        """
 
     def window(self, kind: str) -> None:
         """Begin a window: communication is in flight, and this rank is about to wait for it.
@@ -158,7 +161,10 @@ def _p2p_ops(**kwargs):
 
 
 def _on_its_way(requests: Any) -> Any:
-    """Wrap p2p requests so that each wait for one is a window. (Core may compute between the start and the wait.)"""
+    """Wrap p2p requests so that each wait for one is a window.
+
+    The window does not begin when the communication starts, because core may compute between the start and the wait.
+    """
     if _active() is None:
         return requests
     if isinstance(requests, dict):
@@ -198,7 +204,7 @@ def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
     group = dist.group.WORLD if group is None else group
     if dist.get_world_size(group) == 1:
         return call(tensor, op, group, async_op)
-    if group in dist.distributed_c10d._world.pg_coalesce_state:
+    if group in dist.distributed_c10d._world.pg_coalesce_state:  # it is started later, together with others
         work = call(tensor, op, group, async_op)
         listener.reduced(group, tensor, is_over=False)
         return work

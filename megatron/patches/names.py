@@ -71,14 +71,14 @@ class Names:
         path = (*path, (module, name))
         tree = self._tree(module)
         if tree is None:
-            is_looked_into = module == "megatron" or is_of_core(module)
-            return self._submodule(module, name) if is_looked_into else [Definition(VALUE, module)]
+            may_have_submodule = module == "megatron" or is_of_core(module)
+            return self._submodule(module, name) if may_have_submodule else [Definition(VALUE, module)]
         bound, stars = self._names_in(tree, module, self._is_package(module))
         found = [thing for each in bound.get(name, ()) for thing in self.meant(module, each, path)]
         found = found or [thing for star in stars for thing in self.of(star, name, path)]
         found = found or self._submodule(module, name)
-        is_told_elsewhere = name in bound or "__getattr__" in bound or name.startswith("__")
-        if not found and (is_told_elsewhere or _is_global(tree, name)):
+        is_set_at_run_time = name in bound or "__getattr__" in bound or name.startswith("__")
+        if not found and (is_set_at_run_time or _is_global(tree, name)):
             return [Definition(VALUE, module)]
         return found
 
@@ -106,14 +106,15 @@ class Names:
         if thing.kind == MODULE:
             return self.of(thing.module, name)
         if thing.kind == CLASS:
-            classes, complete = self.line(thing)
+            classes, complete = self.ancestry(thing)
             for each in classes:
                 if bindings := self._names_in(each.node, each.module)[0].get(name):
                     return [found for binding in bindings for found in self.meant(each.module, binding)]
+            # classes inherit private names and mro from object and type, and enum members have a name and a value
             return None if not complete or name.startswith("_") or name in ("name", "value", "mro") else []
         return None
 
-    def line(self, thing: Definition) -> tuple[list[Definition], bool]:
+    def ancestry(self, thing: Definition) -> tuple[list[Definition], bool]:
         """Return (the class and its known base classes in the order of lookup, whether all bases are known)."""
         classes = [thing]
         for base in thing.node.bases:
@@ -123,7 +124,7 @@ class Names:
             meant = self.expression(thing.module, base)
             if len(meant) != 1 or meant[0].kind != CLASS or meant[0].node is thing.node:
                 return classes, False
-            inherited, complete = self.line(meant[0])
+            inherited, complete = self.ancestry(meant[0])
             classes += [each for each in inherited if each not in classes]
             if not complete:
                 return classes, False

@@ -37,6 +37,7 @@ _NOT_STATE = "it depends on arguments and configuration, which are equal on all 
 _NOT_USED = "no trainer of this project calls it"
 _BUCKETS = "distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 
+# Function, without ``megatron.core.`` -> the reason why it is harmless.
 KNOWN = {
     "dist_checkpointing.gpt_checkpoint_interop.retarget_sharded_state_dict_to_gpt_checkpoint": _NOT_STATE,
     "dist_checkpointing.gpt_checkpoint_interop._retarget": _NOT_STATE,
@@ -92,11 +93,11 @@ class OnceOnly:
 
 
 def once_only(core: CoreSources) -> list[OnceOnly]:
-    """Return all such functions of ``core``, in the order of modules and lines, without importing it.
+    """Return all such functions of ``core``, in the order of modules and lines, without importing ``core``.
 
-    A function is included if it calls a collective, or another function of core that calls one, under a condition (or
-    after an early return) on lasting state that it assigns itself: an attribute, a global, or an entry of either.
-    Functions with a caching decorator are included too.
+    A function is included if it calls a collective (or another function of core that calls one) only under a condition
+    on lasting state that the function itself assigns: an attribute, a global, or an entry of either. The condition may
+    enclose the call, or return before it. Functions with a caching decorator are included, too.
     """
     functions = [entry for module in _modules(core) for entry in _functions(core, module)]
     collective = _COLLECTIVES | {

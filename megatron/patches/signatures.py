@@ -98,7 +98,7 @@ def _without_first(found: Signature) -> Signature:
 
 
 def _of_constructor(names: Names, thing: Definition) -> Signature | None:
-    classes, complete = names.line(thing)
+    classes, complete = names.ancestry(thing)
     if any("metaclass" in {keyword.arg for keyword in each.node.keywords} for each in classes):
         return None
     for each in classes:
@@ -119,7 +119,7 @@ def _methods(node: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
 
 def _of_dataclass(names: Names, thing: Definition) -> Signature | None:
     """Return the constructor that ``dataclass`` generates: the fields of all dataclass bases, then its own."""
-    classes, complete = names.line(thing)
+    classes, complete = names.ancestry(thing)
     if not complete:
         return None
     fields: dict[str, tuple[bool, bool]] = {}  # (it is required, it is keyword-only)

@@ -69,7 +69,8 @@ def same_names(config: type, options: Options) -> dict[str, Any]:
     """Return field -> value for the fields of a configuration of megatron-core that have an option of their name."""
     values = vars(options.core)
     given = {f.name: values[f.name] for f in fields(config) if f.name in values}
-    of_torch = {f.name for f in fields(config) if "torch.dtype" in str(f.type)}  # moe_router_dtype is text, say
+    # The fields that take a torch.dtype. Others, such as moe_router_dtype, take the name of a dtype.
+    of_torch = {f.name for f in fields(config) if "torch.dtype" in str(f.type)}
     return given | {name: _DTYPES[given[name]] for name in of_torch & set(given) if given[name] in _DTYPES}
 
 
@@ -85,7 +86,7 @@ def _network(options: Options) -> dict[str, Any]:
         "num_moe_experts": c.num_experts,
         "add_qkv_bias": c.add_qkv_bias or c.add_bias_linear,
         "fp8_param": c.fp8_param_gather,
-        "fp4_param": getattr(c, "fp4_param_gather", False),  # not before megatron-core 0.17
+        "fp4_param": getattr(c, "fp4_param_gather", False),  # megatron-core has it since 0.17
         "is_hybrid_model": bool(c.hybrid_override_pattern or c.hybrid_layer_pattern),
         "inference_sampling_seed": options.training.seed,
         "calculate_per_token_loss": c.calculate_per_token_loss,
@@ -105,15 +106,16 @@ def _network(options: Options) -> dict[str, Any]:
 
 def _kernels(options: Options) -> dict[str, Any]:
     c, platform = options.core, patches.platform()
-    sees_all = options.fault_tolerance.follows_operators  # DMR executes each operator twice: no fused kernels
-    use_te, has_apex = uses_te(options), platform.offers("apex") and not sees_all
-    has_softmax = platform.offers("scaled_masked_softmax_cuda") and not sees_all
+    verifies = options.fault_tolerance.follows_operators  # DMR executes each operator twice: no fused kernels
+    use_te, has_apex = uses_te(options), platform.offers("apex") and not verifies
+    has_softmax = platform.offers("scaled_masked_softmax_cuda") and not verifies
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
     fused = c.bias_swiglu_fusion if c.swiglu else c.bias_gelu_fusion and c.add_bias_linear and not c.num_experts
     fused = fused and not (c.squared_relu or c.quick_geglu)
-    calls_them_scope = "cuda_graph_modules" not in TransformerConfig.__dataclass_fields__  # before megatron-core 0.18
+    # Since 0.18, megatron-core has a field cuda_graph_modules; before, cuda_graph_scope takes that option's value.
+    lacks_modules = "cuda_graph_modules" not in TransformerConfig.__dataclass_fields__
     return {
-        "cuda_graph_scope": (calls_them_scope and c.cuda_graph_modules) or c.cuda_graph_scope,
+        "cuda_graph_scope": (lacks_modules and c.cuda_graph_modules) or c.cuda_graph_scope,
         "transformer_impl": "transformer_engine" if use_te else "local",
         "attention_backend": AttnBackend[c.attention_backend or "auto"],
         "attention_softmax_in_fp32": c.attention_softmax_in_fp32 or c.apply_query_key_layer_scaling,

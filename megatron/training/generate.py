@@ -38,7 +38,7 @@ def generate(
 
 
 def sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Sample one id from ``logits`` [vocabulary].
+    """Return one sampled token id.
 
     Args:
         logits: logits of one position, [vocabulary].

@@ -71,8 +71,9 @@ def build(
         padded_vocab_size: vocabulary size, padded for tensor parallelism.
         initialize: whether to initialize the weights; if not, the weights are undefined, which is sufficient on a rank
             that receives its weights from others.
-        ends: which stages have embedding and output layer; None: the first and the last.
-        verified: whether a protection verifies operators; then the model's gradients are not checked for NaN.
+        ends: whether this stage has embedding and output layer; None: the first and the last stage have.
+        verified: whether a protection verifies operators; then gradients are not checked for NaN during the backward
+            pass, because a NaN may come from a computation error that the protection corrects.
     """
     config, chunks = build_model(options, layout, padded_vocab_size, initialize=initialize, ends=ends)
     if ends is not None:

@@ -6,7 +6,7 @@ import signal
 from etcd_servers import etcd  # noqa: F401 - a fixture
 from ft_runs import Running, flags
 
-from ft.platform import election as election
+from ft.platform import election
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 STEPS = 90

@@ -17,6 +17,7 @@ def anything(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def from_eager(tensor: torch.Tensor, seed: int) -> list[int]:
+    """Return the digest of ``tensor`` as two integers of 64 bits, computed with plain torch."""
     out = torch.empty(2, dtype=torch.int64, device=tensor.device)
     eager.digest(tensor, seed, out)
     return out.tolist()

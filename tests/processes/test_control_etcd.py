@@ -19,7 +19,7 @@ from ft.job.agent.uplink import Linked, Refused, Uplink
 from ft.job.control import channel as channels
 from ft.job.control import journal
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
-from ft.platform import election as election
+from ft.platform import election
 
 
 class OnEtcd(Played):

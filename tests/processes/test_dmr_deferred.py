@@ -103,7 +103,7 @@ def test_what_changed_behind_the_dispatcher_is_told(square):
     rank.execute(MM, square, square, due=5)
     square.add_(1)
     rank.queue.window(5)
-    assert "behind the dispatcher" in rank.findings.settle()[0].note
+    assert "unseen by torch's dispatcher" in rank.findings.settle()[0].note
 
 
 def test_what_found_no_window_is_late(square):

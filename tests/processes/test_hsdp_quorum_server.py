@@ -17,7 +17,7 @@ import pytest
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
 from ft.job.quorum import FailureNotice, Limits, NoQuorum, QuorumClient, Report, wire
-from ft.platform import election as election
+from ft.platform import election
 from ft.platform.election import QUORUM, SUCCEEDED
 
 ROOT = Path(__file__).parent.parent.parent

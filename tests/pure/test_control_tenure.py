@@ -15,7 +15,7 @@ from ft.job.agent.sidecar import Sidecar
 from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
 from ft.job.control.isolation import PartitionDetector
 from ft.job.control.timeouts import Timeouts
-from ft.platform import election as election
+from ft.platform import election
 from ft.platform.election import LeaseKeeper, LeaseRecord
 from ft.platform.supervisor import Supervisor
 

@@ -16,7 +16,7 @@ from ft.job.replicas import faults, flags, marks, policy, replica
 from ft.job.replicas.member import next_life
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
-from ft.platform import election as election
+from ft.platform import election
 from ft.systems.spare.ruler import ruler
 
 

@@ -11,8 +11,7 @@ from test_report_files import report
 
 from ft import cli
 from ft.observe.report import presence
-from ft.platform import election as election
-from ft.platform import processes
+from ft.platform import election, processes
 from ft.systems.hsdp import commits
 
 
@@ -40,7 +39,7 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     ):
         assert words in text, words
     assert "each sample trained once: 332 trained, 0 duplicates, 0 gaps" in said
-    assert "1 quorum came to nothing" in text
+    assert "1 quorum failed" in text
     assert f"wrote      {tmp_path / 'report.html'}" in said
     assert page.tags.count("svg") == 1
 

@@ -13,8 +13,7 @@ from ft import cli
 from ft.base import events
 from ft.observe.report import presence
 from ft.observe.report.lanes import rank_intervals
-from ft.platform import election as election
-from ft.platform import processes
+from ft.platform import election, processes
 from ft.record.recoveries import recoveries
 from ft.record.run import load
 

@@ -1,4 +1,4 @@
-"""Logs each step of a checkout's trainer as one line of ``metrics.jsonl`` in the folder of the run."""
+"""Logs each step of the trainer of a Megatron-LM checkout as one line of ``metrics.jsonl`` in the folder of the run."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ class Log:
     """Collects the values of a step, and writes them when the step is committed.
 
     Args:
-        path: the metrics file; None: this rank writes nothing.
+        path: the metrics file; None on ranks that do not write it.
         first_step: number of steps that are done already; lines of later steps in an existing file are removed.
     """
 
@@ -22,11 +22,11 @@ class Log:
 
     @property
     def writes(self) -> bool:
-        """Return whether this rank writes the file."""
+        """Return whether this rank writes the metrics file."""
         return self._file is not None
 
     def add(self, **figures: Any) -> None:
-        """Add values of the step under way. Values that are None are left out."""
+        """Add values of the current step. Values that are None are left out."""
         self._figures |= {name: value for name, value in figures.items() if value is not None}
 
     def commit(self, step: int, tokens: int) -> None:

@@ -93,7 +93,7 @@ SEAMS = (
     Seam(
         _TRAINING,
         "training_log",
-        "it has the step's loss, and sums that a recovery restores",
+        "its arguments have the step's loss, and sums that a recovery restores",
         parameters=(
             *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
             *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "is_first_iteration"),
@@ -123,7 +123,7 @@ SEAMS = (
         parameters=("ddp_model", "optimizer", "opt_param_scheduler", "checkpointing_context"),
         calls=("check_checkpoint_args",),
     ),
-    Seam(_CHECKPOINTING, "check_checkpoint_args", "it has the arguments in a checkpoint", ("checkpoint_args",)),
+    Seam(_CHECKPOINTING, "check_checkpoint_args", "it gets the arguments of a checkpoint", ("checkpoint_args",)),
     Seam(_CHECKPOINTING, "checkpoint_exists", "without a checkpoint, replicas begin anew"),
     Seam("megatron/training/initialize.py", "initialize_megatron", "it starts without a GPU", ("allow_no_cuda",)),
     Seam(
@@ -133,9 +133,11 @@ SEAMS = (
         calls=("is_initialized",),
     ),
     Seam("megatron/training/initialize.py", "_compile_dependencies", "kernels are compiled for a GPU only"),
-    Seam("megatron/training/global_vars.py", "_set_tensorboard_writer", "made once the rank is known", ("args",)),
-    Seam("megatron/training/global_vars.py", "_set_wandb_writer", "made once the rank is known", ("args",)),
-    Seam("megatron/training/global_vars.py", "_set_one_logger", "made once the rank is known", ("args",)),
+    Seam(
+        "megatron/training/global_vars.py", "_set_tensorboard_writer", "called once the rank is known", ("args",)
+    ),
+    Seam("megatron/training/global_vars.py", "_set_wandb_writer", "called once the rank is known", ("args",)),
+    Seam("megatron/training/global_vars.py", "_set_one_logger", "called once the rank is known", ("args",)),
 )
 """All seams."""
 
@@ -169,7 +171,7 @@ def problems(tree: Tree, findings: Sequence[Finding] | None = None) -> Iterator[
 
     Args:
         tree: the checkout.
-        findings: what :func:`check_tree` has returned for it; None: the check is made here.
+        findings: what :func:`check_tree` has returned for the checkout; None: this function calls it.
     """
     fix = "use a checkout of core_v0.16 to core_v0.19, or leave the --ft flags out"
     if tree.release[:2] not in RELEASES:
@@ -200,8 +202,8 @@ def _check(seam: Seam, symbols: dict[str, ast.AST] | None) -> Finding:
     node = symbols.get(seam.symbol)
     if node is None:
         return Finding(seam, MISSING, "is missing")
-    if not isinstance(node, ast.FunctionDef):  # imported from another module: only that the name is there is needed
-        return Finding(seam) if not (seam.parameters or seam.calls) else Finding(seam, CHANGED, "is no function")
+    if not isinstance(node, ast.FunctionDef):  # imported from another module, whose source is not examined here
+        return Finding(seam) if not (seam.parameters or seam.calls) else Finding(seam, CHANGED, "is not defined here")
     taken = {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
     lacks = [f"has no parameter {name}" for name in seam.parameters if name not in taken]
     called = _called(node)

@@ -101,7 +101,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "disk-full",
             "a worker cannot write to any file for a while, as on a full disk",
             outcome=HARMLESS,
-            seen="that the checkpoint was not saved, by which rank and why",
+            seen="a message that the checkpoint was not saved, by which rank and why",
             answer="The whole save is abandoned, older checkpoints are kept, and the next save happens when it is "
             "due. Lines of the worker's log are dropped; lines of the metrics file wait in memory. The end of "
             "the run, `ft status` and `ft report` say which lines were lost.",

@@ -14,8 +14,7 @@ from pathlib import Path
 from ft.job.agent import succession
 from ft.job.agent.sidecar import Sidecar
 from ft.job.control.timeouts import Timeouts
-from ft.platform import election as election
-from ft.platform import processes
+from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
 from ft.platform.standstill import Standstill
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from ft.base.errors import Problem, Problems, UserError
 from ft.job.agent import mpirun
-from ft.platform import election as election
-from ft.platform import slurm
+from ft.platform import election, slurm
 from ft.platform.topology import read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3

@@ -25,7 +25,7 @@ from ft.base.errors import FtError
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentJoined
 from ft.net.backoff import Backoff
-from ft.platform import election as election
+from ft.platform import election
 
 _RECORD_S = 2.0
 _LOOK_S = 0.05

@@ -26,8 +26,7 @@ from ft.job.control.journal import Journal, Memory, lives, recall
 from ft.job.control.state import ENDED, Options, State
 from ft.job.messages import AgentLeaving, ControlBack
 from ft.net.codec import BadMessage, from_json
-from ft.platform import election as election
-from ft.platform import processes
+from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
 
 _STATUS_S = 0.5
@@ -72,7 +71,7 @@ class Sidecar:
     def run(self) -> int:
         """Serve until the run has ended and all agents have left, or ``_LEAVE_S`` seconds after the end.
 
-        The lease is checked before each renewal too, because this process may have been paused while another control
+        The lease is also checked before each renewal, because this process may have been paused while another control
         plane took over.
 
         Returns:
@@ -213,8 +212,8 @@ def main(argv: list[str] | None = None) -> None:
         "--where", required=True, help="tcp://HOST:PORT to listen on (port 0: any free port), or etcd://..."
     )
     parser.add_argument("--options", required=True, help="JSON: world_size, nodes, max_restarts, hot_swap, timeouts...")
-    parser.add_argument("--node", default="n0", help="name of the agent on whose node it runs")
-    parser.add_argument("--term", type=int, default=0, help="number of the term that it has claimed")
+    parser.add_argument("--node", default="n0", help="name of the agent on whose node this process runs")
+    parser.add_argument("--term", type=int, default=0, help="term of the leader election that this process has won")
     given = parser.parse_args(argv)
     processes.die_with_parent(signal.SIGKILL)
     try:

@@ -18,8 +18,7 @@ from ft.job.agent import succession
 from ft.job.agent.console import last_lines
 from ft.job.control.timeouts import Timeouts
 from ft.net.backoff import Backoff
-from ft.platform import election as election
-from ft.platform import processes
+from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
 from ft.platform.supervisor import Supervisor
 

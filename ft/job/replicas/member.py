@@ -16,8 +16,7 @@ from ft.base import events
 from ft.job.agent.options import RunOptions
 from ft.job.replicas import faults, policy, replica
 from ft.job.replicas.places import Part
-from ft.platform import election as election
-from ft.platform import processes
+from ft.platform import election, processes
 from ft.platform.supervisor import Supervisor
 
 

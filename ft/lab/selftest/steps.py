@@ -83,7 +83,7 @@ def alone(options: Options, layers: int = 0) -> Options:
             train_iters=STEPS,
             train_samples=None,
         ),
-        tokenizer=_numbers(options),
+        tokenizer=_null_tokenizer(options),
         data=DataOptions(
             mock_data=True,
             seq_length=options.data.seq_length,
@@ -99,7 +99,7 @@ def alone(options: Options, layers: int = 0) -> Options:
     )
 
 
-def _numbers(options: Options) -> TokenizerOptions:
+def _null_tokenizer(options: Options) -> TokenizerOptions:
     """Return options for a tokenizer with a vocabulary of the same size that needs no files."""
     has_data = options.data.data_path or options.data.train_data_path
     prefixes = dataset_prefixes(options.data) if has_data else []

@@ -35,11 +35,11 @@ def summary(story: Story, files: Sequence[Path]) -> str:
 
 def facts(story: Story) -> list[tuple[str, str]]:
     """Return the key figures as (name, value)."""
-    took = story.pace.normal[-1] if story.steps else None
+    step_s = story.pace.normal[-1] if story.steps else None
     restarts = story.of_kind(RESTART)
     found = [
         ("run", f"{story.record.folder} ({story.record.state}), {count(story.record.count, 'replica')}"),
-        ("steps", f"{steps_line(story)}, {seconds(took)} each"),
+        ("steps", f"{steps_line(story)}, {seconds(step_s)} each"),
         ("samples", audit_line(story)),
         ("failures", stall_line(story.of_kind(FAILURE))),
         ("rejoins", stall_line(story.of_kind(REJOIN))),
@@ -53,7 +53,7 @@ def facts(story: Story) -> list[tuple[str, str]]:
         found.insert(3, ("replicas", f"equal bit for bit after {equal} of {len(compared)} steps compared"))
     if restarts:
         found.insert(
-            -1, ("restarts", f"{len(restarts)} of all, {seconds(sum(one.stall_s for one in restarts))} in all")
+            -1, ("restarts", f"{len(restarts)} of all replicas, {seconds(sum(one.stall_s for one in restarts))} in all")
         )
     return found
 
@@ -67,7 +67,7 @@ def steps_line(story: Story) -> str:
     if found.superseded:
         parts.append(f"{len(found.superseded)} superseded")
     if found.missing:
-        parts.append(f"{sum(last - first + 1 for first, last in found.missing)} on nobody's record")
+        parts.append(f"{sum(last - first + 1 for first, last in found.missing)} without a record")
     return ", ".join(parts)
 
 
@@ -98,10 +98,10 @@ def stall_line(incidents: Sequence[Incident]) -> str:
         return "0"
     stalls = [one.stall_s for one in incidents]
     longest = max(incidents, key=lambda one: one.longest_s / one.normal_s if one.normal_s else 0.0)
-    beside = f", longest step {longest.longest_s / longest.normal_s:.2f} x normal" if longest.normal_s else ""
+    longest_step = f", longest step {longest.longest_s / longest.normal_s:.2f} x normal" if longest.normal_s else ""
     return (
         f"{len(stalls)}, stall of the others {seconds(statistics.median(stalls))} (median), "
-        f"{seconds(max(stalls))} at most, {seconds(sum(stalls))} in all{beside}"
+        f"{seconds(max(stalls))} at most, {seconds(sum(stalls))} in all{longest_step}"
     )
 
 
@@ -177,6 +177,6 @@ def _superseded(steps: Sequence) -> str:
 
 def _why(one: Incident) -> str:
     if one.kind == FAILURE and one.retries:
-        again = f"{count(one.retries, 'quorum')} came to nothing"
-        return f"{one.reason} ({again})" if one.reason else again
+        failed = f"{count(one.retries, 'quorum')} failed"
+        return f"{one.reason} ({failed})" if one.reason else failed
     return one.reason

@@ -7,8 +7,7 @@ plane is alive, because they look the same after a SIGKILL.
 
 from pathlib import Path
 
-from ft.platform import election as election
-from ft.platform import processes
+from ft.platform import election, processes
 
 GONE_S = 60.0
 """Seconds without any write after which a control plane on another host counts as lost. A successor on another node may

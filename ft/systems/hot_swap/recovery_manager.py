@@ -24,6 +24,7 @@ from ft.worker import protocol
 from ft.worker.session import Session
 
 _ASIDE = ("evaluate", "save")
+"""Phases that may take long, and are therefore exempt from hang detection."""
 
 
 class RecoveryManager(Layer, Operations):
@@ -94,7 +95,7 @@ class RecoveryManager(Layer, Operations):
         return self._work()
 
     def inject(self, phase: str) -> None:
-        # the transfer of a snapshot belongs to the step before
+        # The transfer of a snapshot belongs to the committed step, all other phases to the step that follows it.
         self._injector.at(phase, self._committed + (phase != "transfer"))
 
     def group_reports(self) -> list[GroupReport]:

@@ -97,7 +97,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--expert-params",
         type=argument(amount),
         metavar="N",
-        help="number of these parameters that belong to experts (default: none)",
+        help="how many of the --params parameters belong to experts (default: none)",
     )
     group.add_argument(
         "--bytes-per-parameter",
@@ -113,7 +113,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=duration(0.0),
         default=0.0,
         metavar="TIME",
-        help="its part for the optimizer (default: 0)",
+        help="part of --step-time in which the optimizer runs (default: 0)",
     )
     group.add_argument(
         "--node-mtbf",
@@ -171,7 +171,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
         where=where,
         groups=data_parallel_groups(grid, pipeline_first),
         shards={rank: sizes[stage] for rank, stage in enumerate(stage_of(grid, pipeline_first))},
-        copies_complete=all(not size.replicated for size in sizes),
+        copies_complete=all(not shard.replicated for shard in sizes),
         pcie=given.pcie * GB,
         network=given.network * GB,
         step_s=given.step_time,
@@ -186,8 +186,8 @@ def plan_of(given: argparse.Namespace) -> Plan:
 def _check(given: argparse.Namespace) -> None:
     if given.step_time is not None and given.optimizer_time >= given.step_time:
         raise UserError(
-            f"--optimizer-time {given.optimizer_time:g} s of a step of {given.step_time:g} s leaves no time to copy in",
-            "the optimizer's time is a part of --step-time",
+            f"--optimizer-time {given.optimizer_time:g} s of a step of {given.step_time:g} s leaves no time to copy",
+            "--optimizer-time is a part of --step-time and must be shorter",
         )
     if given.expert_params is not None and (given.params is None or given.expert_params > given.params):
         raise UserError("--expert-params is a part of --params", "give the number of all parameters with --params")

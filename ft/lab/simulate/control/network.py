@@ -29,8 +29,8 @@ class Link:
     def __init__(self, cluster: "Cluster", agent: "Agent"):
         self._cluster, self._agent = cluster, agent
         self._kept: deque[tuple[int, Any]] = deque()
-        self._number = self._asked = self.position = 0
-        self._up = self._down = 0
+        self._number = self._sent = self.position = 0  # last report; orders sent; orders received
+        self._up = self._down = 0  # numbers of the current connections; a message of an earlier one is lost
         self._up_works = self._down_works = True
         self._last_up = self._last_down = 0.0
         self.contact_at = cluster.time.now
@@ -88,10 +88,10 @@ class Link:
     def pump(self) -> None:
         """Send the orders that the agent has not received."""
         log, now = self._cluster.plane.log, self._cluster.time.now
-        while self._down_works and self._asked < len(log):
+        while self._down_works and self._sent < len(log):
             self._last_down = max(now + self._latency(), self._last_down)
-            self._cluster.time.after(self._last_down - now, self._delivers, self._down, self._asked, log[self._asked])
-            self._asked += 1
+            self._cluster.time.after(self._last_down - now, self._delivers, self._down, self._sent, log[self._sent])
+            self._sent += 1
 
     def _delivers(self, connection: int, number: int, order: Any) -> None:
         if connection != self._down:
@@ -112,7 +112,7 @@ class Link:
         if not self._passes("down"):
             self._cluster.time.after(self._cluster.rng.uniform(*_RETRY_S), self._connect_down)
             return
-        self._down_works, self._asked = True, self.position
+        self._down_works, self._sent = True, self.position
         self.pump()
 
     # --- both directions ---------------------------------------------------------------------------------------------

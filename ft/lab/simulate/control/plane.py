@@ -39,10 +39,11 @@ class Plane:
         host: host of the current process.
         state: state of the production decision code.
         log: all published orders.
-        said: all numbered reports that were processed, for faults that repeat them.
+        said: all numbered reports that were processed; the fault that delivers a report again chooses one of them.
         is_up: whether the process exists.
         paused: whether the process is stopped.
-        dies_at: moment at which the process crashes during its next report, "" if it does not.
+        dies_at: BEFORE, TORN, WRITTEN or AFTER: when the process crashes while it processes its next numbered report;
+            "" if it does not crash.
         serves_since: true time in seconds at which the current process began to serve.
         was_cut_off: whether the network of the control plane's host was cut at some time.
     """
@@ -226,7 +227,7 @@ class Plane:
 
 
 def _without_heartbeats(state: State) -> Any:
-    """Return the part of the state that the journal must preserve."""
+    """Return the state as JSON values without the times of heartbeats, which the journal does not contain."""
     values = to_json(state)
     for agent in values["agents"].values():
         agent["beats"] = agent["heard_at"] = None

@@ -110,7 +110,7 @@ class Waiting:
 
     Args:
         verify: executes the operator of an entry again and compares the results.
-        lasting: addresses of storages that are never freed (parameters).
+        lasting: addresses of storages that are never freed (parameters); these do not count as kept memory.
 
     Attributes:
         nbytes: memory that the entries keep now, in bytes.
@@ -183,7 +183,7 @@ def verify(one: Entry, findings: Findings, disturb: Disturb | None = None) -> No
     note a mismatch instead."""
     versions = [tensor._version for tensor in tensors_in((one.args, one.kwargs, one.outs))]
     if versions != one.versions:
-        findings.note(Mismatch(one.at, WINDOW, note="its tensors were changed behind the dispatcher while it waited"))
+        findings.note(Mismatch(one.at, WINDOW, note="its tensors were changed unseen by torch's dispatcher"))
         return
     again = execute_again(one.func, one.args, one.kwargs, one.state)
     theirs = results(one.kind, one.args, one.kwargs, again)

@@ -17,7 +17,7 @@ from ft.systems.dmr.plan.trace import BACKWARD, FORWARD
 from ft.systems.dmr.runtime.cursor import NO_LAYER, OperatorCall
 from ft.systems.dmr.runtime.findings import MESSAGE, Findings
 
-_SENT_ON, _CAME_IN, _SENT_BACK, _CAME_BACK = range(4)
+_SENT_FORWARD, _RECEIVED_FORWARD, _SENT_BACKWARD, _RECEIVED_BACKWARD = range(4)
 
 
 class Messages:
@@ -45,19 +45,19 @@ class Messages:
 
     def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Record the activations that a chunk has received for a microbatch."""
-        self._put(_CAME_IN, chunk, microbatch, tensors)
+        self._put(_RECEIVED_FORWARD, chunk, microbatch, tensors)
 
     def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Record the activations that a chunk sends for a microbatch."""
-        self._put(_SENT_ON, chunk, microbatch, tensors)
+        self._put(_SENT_FORWARD, chunk, microbatch, tensors)
 
     def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Record the gradients that a chunk has received for a microbatch."""
-        self._put(_CAME_BACK, chunk, microbatch, tensors)
+        self._put(_RECEIVED_BACKWARD, chunk, microbatch, tensors)
 
     def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Record the gradients that a chunk sends for a microbatch."""
-        self._put(_SENT_BACK, chunk, microbatch, tensors)
+        self._put(_SENT_BACKWARD, chunk, microbatch, tensors)
 
     def compare(self) -> None:
         """Compare the messages that this rank received with those that were sent. All ranks of the pipeline call it."""
@@ -66,17 +66,23 @@ class Messages:
         tables = [torch.empty_like(self._table) for _ in range(self._stages)]
         dist.all_gather(tables, self._table, group=self._group)
         for chunk in range(self._chunks):
-            self._hold(tables, chunk, self.stage + self._stages * chunk - 1, _CAME_IN, _SENT_ON, FORWARD)
-            self._hold(tables, chunk, self.stage + self._stages * chunk + 1, _CAME_BACK, _SENT_BACK, BACKWARD)
+            stage = self.stage + self._stages * chunk
+            self._compare_with(tables, stage - 1, chunk, FORWARD)
+            self._compare_with(tables, stage + 1, chunk, BACKWARD)
 
-    def _hold(self, tables: list[torch.Tensor], chunk: int, sender: int, came: int, sent: int, phase: str) -> None:
-        """Compare the messages that ``chunk`` received from global stage ``sender``. Beyond the ends of the pipeline
-        there is no sender, and nothing is compared."""
+    def _compare_with(self, tables: list[torch.Tensor], sender: int, chunk: int, phase: str) -> None:
+        """Compare the messages that ``chunk`` received from global stage ``sender`` in ``phase``.
+
+        Beyond the ends of the pipeline there is no sender, and nothing is compared.
+        """
         if not 0 <= sender < self._stages * self._chunks:
             return
-        name = "recv_forward" if phase == FORWARD else "recv_backward"
+        if phase == FORWARD:
+            name, sent, received = "recv_forward", _SENT_FORWARD, _RECEIVED_FORWARD
+        else:
+            name, sent, received = "recv_backward", _SENT_BACKWARD, _RECEIVED_BACKWARD
         expected = tables[sender % self._stages][sent, sender // self._stages]
-        found = self._table[came, chunk]
+        found = self._table[received, chunk]
         places = [(OperatorCall(name, phase, chunk, number, NO_LAYER, 0), MESSAGE) for number in range(found.shape[0])]
         self._findings.tables(places, expected, found)
 
@@ -89,4 +95,4 @@ class Messages:
             one = row if not number else torch.empty_like(row)
             self._write(tensor.detach(), self._findings.seed, one)
             if number:
-                row.mul_(3).add_(one)
+                row.mul_(3).add_(one)  # not a plain sum, which would be the same for exchanged tensors

@@ -30,7 +30,8 @@ from ft.systems.hsdp.ring.outcome import Broken
 from ft.systems.hsdp.ring.poller import READ, Poller
 
 _HELLO_S, _MAX_NEWCOMERS = 5.0, 64
-_DEAF_S = 0.2
+_PAUSE_S = 0.2
+"""Pause of accepting after the process has run out of file descriptors, in seconds."""
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Listener:
         self._newcomers: list[_Newcomer] = []
         self._expected: Expected | None = None
         self._given_up: Answer | None = None
-        self._deaf_until: float | None = None
+        self._paused_until: float | None = None
         self.taken: dict[int, socket.socket] = {}
         listener.setblocking(False)
         poller.watch(listener.fileno(), READ, self._accept)
@@ -115,8 +116,8 @@ class Listener:
         now = time.monotonic()
         for each in [each for each in self._newcomers if each.hello is None and now - each.since > _HELLO_S]:
             self._drop(each)
-        if self._deaf_until is not None and now > self._deaf_until:
-            self._deaf_until = None
+        if self._paused_until is not None and now > self._paused_until:
+            self._paused_until = None
             self._poller.watch(self._listener.fileno(), READ, self._accept)
 
     def close(self) -> None:
@@ -131,8 +132,8 @@ class Listener:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # out of file descriptors: accept again later, when some were closed
-            self._deaf_until = time.monotonic() + _DEAF_S
+        except OSError:  # out of file descriptors: accept again later, when some may have been closed
+            self._paused_until = time.monotonic() + _PAUSE_S
             self._poller.forget(self._listener.fileno())
             return
         if len(self._newcomers) >= _MAX_NEWCOMERS:
