@@ -57,6 +57,7 @@ class _Bar:
         return self
 
     def __call__(self, n: int) -> None:
+        """Advance by ``n`` bytes; a first call with a negative ``n`` sets the total to ``-n`` bytes."""
         if n <= 0 and sys.stderr.isatty():
             from tqdm import tqdm
 

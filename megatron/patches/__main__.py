@@ -1,4 +1,4 @@
-"""`python -m megatron.patches`: what is patched, where and why, and whether that and our calls fit a megatron-core.
+"""`python -m megatron.patches`: what is patched, where and why, and whether patches and calls fit a megatron-core.
 
 The command checks a release of megatron-core (by default the installed one) against the manifest of patches and
 against this project's calls. It also lists functions of that release that call a collective only once per process and

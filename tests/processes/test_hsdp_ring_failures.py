@@ -331,8 +331,8 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        (b"220 mail.example.org ESMTP ready\r\n", "talks something else"),
-        (b"220 mail\r\n", "talks something else"),
+        (b"220 mail.example.org ESMTP ready\r\n", "does not speak the ring's protocol"),
+        (b"220 mail\r\n", "does not speak the ring's protocol"),
         (b"", "hung up"),
         (hello.party("", is_dialer=False).greeting() + bytes(hello.ANSWER_BYTES), "no member of this run"),
         (None, "has not come to quorum 1"),

@@ -8,7 +8,7 @@ The rule keeps what decides how a model is built and cut, and the ratios of its 
   a head has 8 channels. The hidden size, the MLPs and the latent ranks shrink with heads and channels.
 - Layers keep the number of model chunks, with at most two layers in a chunk. Where a pattern or a layout lists the
   layers, their number is kept.
-- More than 16 experts become 16. top-k and the routing groups are divided alike.
+- More than 16 experts become 16; top-k and the routing groups are divided by the same number.
 - Sequences have 32 tokens. A step has as many microbatches of two samples as the pipeline has stages, at least two.
 """
 
@@ -70,7 +70,8 @@ LEFT_OUT = {
         *("--no-rope-fusion", "--transformer-impl", "--distributed-backend"),
     ),
 }
-"""Why a flag is left out on both sides -> the flags; a name says what the trained line lacks by that."""
+"""Reason why flags are left out for both trainers -> the flags. Where a flag has a text, it names what the scaled line
+therefore lacks; flags with an empty text only configure a feature that another flag names."""
 
 OF_CHECKPOINTS = (
     *("--*ckpt-*", "--use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler", "--verify-integrity"),
@@ -82,7 +83,8 @@ CPU = (
     *("--no-masked-softmax-fusion", "--no-persist-layer-norm", "--no-rope-fusion"),
 )
 _OF_TE = ("layernorm", "moe_act", "mla_up_proj")
-_MET = ("--transformer-impl", "--distributed-backend", "--window-size", "--wandb-project", "--tokenizer-type")
+"""Modules that only Transformer Engine can recompute."""
+_REPLACED = ("--transformer-impl", "--distributed-backend", "--window-size", "--wandb-project", "--tokenizer-type")
 
 
 @dataclass
@@ -92,8 +94,8 @@ class Scaled:
     Attributes:
         flags: the flags of the scaled line, for both trainers, without data, tokenizer and folders.
         ranks: number of processes.
-        lacks: what the original line has and this one has not, in words.
-        batch: samples of a step.
+        lacks: names of the original line's features that this line lacks.
+        batch: number of samples of the first step.
     """
 
     flags: list[str]
@@ -104,7 +106,7 @@ class Scaled:
 
 @dataclass
 class _Line:
-    """Flags of a line -> values, with what was left out."""
+    """A launch line: its flags with their values, and the names of features that were left out of it."""
 
     flags: dict[str, list[str]]
     lacks: list[str] = field(default_factory=list)
@@ -119,12 +121,19 @@ class _Line:
 
 
 def needs_gpu(needs: list[Need]) -> list[str]:
-    """Return what a line is about that a CPU cannot do, in words; empty if it can be trained without it."""
+    """Return the requirements of a line that scaling does not remove, so that it cannot be trained on a CPU.
+
+    Args:
+        needs: all requirements of the original line.
+
+    Returns:
+        "flag (requirement)" for each; an empty list if a CPU can train the scaled line.
+    """
     left_out = _names_of_left_out()
     found = []
     for need in needs:
         flag = need.flag.split()[0]
-        if flag in left_out or flag in _MET or flag in ("--recompute-modules", "--cross-entropy-fusion-impl"):
+        if flag in left_out or flag in _REPLACED or flag in ("--recompute-modules", "--cross-entropy-fusion-impl"):
             continue
         if need.flag == "--moe-token-dispatcher-type flex":
             continue
@@ -133,7 +142,7 @@ def needs_gpu(needs: list[Need]) -> list[str]:
 
 
 def scale(words: list[str], steps: int, *, resumes: bool = False) -> Scaled:
-    """Return the line scaled down to ``steps`` steps; only a run that ``resumes`` keeps the flags of checkpoints."""
+    """Return the line scaled down to ``steps`` steps. Flags of checkpoints are kept only if the run ``resumes``."""
     line = _Line(_grouped(words))
     _leave_out(line)
     for flag in list(line.flags):
@@ -162,14 +171,14 @@ def _grouped(words: list[str]) -> dict[str, list[str]]:
             values = found[word] = []
         elif word.startswith("[") and " " in word:
             values += word.strip("[]").split()
-        elif flag_takes_list(word):
+        elif _is_list_of_one(word):
             values.append(word.strip("[]"))
         else:
             values.append(word)
     return found
 
 
-def flag_takes_list(word: str) -> bool:
+def _is_list_of_one(word: str) -> bool:
     """Return whether a word is a list of one entry in brackets, such as ``[moe_act]``."""
     return word.startswith("[") and word.endswith("]") and word[1:-1].isidentifier()
 
@@ -294,7 +303,7 @@ def _widths(line: _Line) -> None:
 
 
 def _batch(line: _Line, ranks: int, steps: int) -> int:
-    """Set sequences, batch, schedules and the length of the run; return the samples of a step."""
+    """Set sequences, batch, schedules and the length of the run; return the number of samples of the first step."""
     shorter = line.number("--seq-length", SEQUENCE) // SEQUENCE
     line.put("--seq-length", SEQUENCE)
     line.put("--max-position-embeddings", line.number("--max-position-embeddings", SEQUENCE) // shorter)
@@ -319,7 +328,10 @@ def _batch(line: _Line, ranks: int, steps: int) -> int:
 
 
 def _growing(line: _Line, batch: int, steps: int) -> tuple[int, int] | None:
-    """Scale a batch that grows from ``batch`` to its triple; return (last batch, samples of all steps)."""
+    """Scale a batch size that grows from ``batch`` to its triple; return (last batch size, samples of all steps).
+
+    Return None if the line has a constant batch size.
+    """
     once, twice = steps // 10 * 2, steps // 10
     thrice = steps - once - twice
     if "--step-batch-size-schedule" in line.flags:

@@ -133,9 +133,7 @@ SEAMS = (
         calls=("is_initialized",),
     ),
     Seam("megatron/training/initialize.py", "_compile_dependencies", "kernels are compiled for a GPU only"),
-    Seam(
-        "megatron/training/global_vars.py", "_set_tensorboard_writer", "called once the rank is known", ("args",)
-    ),
+    Seam("megatron/training/global_vars.py", "_set_tensorboard_writer", "called once the rank is known", ("args",)),
     Seam("megatron/training/global_vars.py", "_set_wandb_writer", "called once the rank is known", ("args",)),
     Seam("megatron/training/global_vars.py", "_set_one_logger", "called once the rank is known", ("args",)),
 )

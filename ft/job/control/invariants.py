@@ -1,4 +1,8 @@
-"""Check of the invariants I1 to I4 (DEADPOOL, section V-C) before the first step of a new epoch."""
+"""Check of the invariants I1 to I4 (DEADPOOL, section V-C) before the first step of a new epoch.
+
+All ranks see the same topology (I1), every optimizer shard has exactly one owner (I2), every owner has a source for its
+shard (I3), and all ranks continue from the same step (I4).
+"""
 
 from collections.abc import Mapping
 

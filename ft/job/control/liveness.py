@@ -13,7 +13,7 @@ class View:
 
     Attributes:
         beat: its last heartbeat.
-        age_s: seconds since the agent of this worker sent that heartbeat on.
+        age_s: seconds since the agent of this worker forwarded that heartbeat.
         done: whether the worker has finished its training steps.
     """
 
@@ -45,9 +45,9 @@ class Culprit:
 
 
 def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
-    """Return the workers that delay the others: not in a communication operation, for longer than a step can take.
+    """Return the workers that delay the others: not in communication for longer than a step can take, while others wait.
 
-    A worker counts only if another worker waits in a communication operation, or is done and waits for the end.
+    A worker waits if it is in a communication operation, or is done and waits for the end of the others.
 
     Args:
         views: worker -> view, for every worker with a seat in the epoch.

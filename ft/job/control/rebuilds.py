@@ -64,7 +64,7 @@ def _reason_against_keeping(ranks: list[int], said: dict[int, GroupReport], repl
         return ""
     if any(report.ranks != ranks for report in said.values()):
         views = "; ".join(f"rank {rank} says {report.ranks}" for rank, report in said.items())
-        return f"members are not agreed on: {views}"
+        return f"its members are reported differently: {views}"
     if gone := [rank for rank in ranks if rank in replaced]:
         return f"replaced: {_ranks(gone)}"
     if silent := [rank for rank in ranks if rank not in said]:

@@ -64,14 +64,14 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
         layout: sizes of the parallel groups and of the batch.
         cluster: the cluster, whose own slowdown is ignored.
         target: "naive_overhead" or "idle".
-        share: the measured share.
+        share: the measured share, more than 0 and less than 1.
 
     Raises:
         UserError: no slowdown gives this share.
     """
     cluster = replace(cluster, slowdown=1.0)
     units, pipeline = _units(model, layout, cluster), pipeline_of(model, layout, cluster)
-    rising = target == "idle"
+    rising = target == "idle"  # slower transfers increase the idle share, and decrease the naive overhead
 
     def excess(slowdown: float) -> float:
         found = getattr(_shares(units, pipeline, slowdown), target) - share

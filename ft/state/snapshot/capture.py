@@ -89,7 +89,7 @@ class Capture:
         envelope = {
             "layout": self._layout,
             "groups": [[optimizers.numbers(group) for group in part.optimizer.param_groups] for part in self._parts],
-            "counters": {name: of[key] for name, (of, key) in self._counters.items()},
+            "counters": {name: holder[key] for name, (holder, key) in self._counters.items()},
             "scalers": [optimizers.scaler_state(part) for part in self._parts],
             "scheduler": None if self._scheduler is None else optimizers.numbers(self._scheduler.state_dict()),
             "extra": extra,
@@ -149,13 +149,13 @@ class Capture:
         self._owned, self._replicated, self._counters = {}, {}, {}
         for number, part in enumerate(self._parts):
             sharded = isinstance(part, DistributedOptimizer)
-            for name, group, of, key in optimizers.entries(part.optimizer):
-                value, name = of[key], f"{number}/{name}"
+            for name, group, holder, key in optimizers.entries(part.optimizer):
+                value, name = holder[key], f"{number}/{name}"
                 if isinstance(value, torch.Tensor):
                     mine = self._alone or sharded or group.get("is_expert_parallel", False)
                     (self._owned if mine else self._replicated)[name] = value.detach()
                 elif value is not None:
-                    self._counters[name] = (of, key)
+                    self._counters[name] = (holder, key)
         (self._owned if self._alone else self._replicated).update(self._frozen)
         self._storages = self._find_storages()
 

@@ -29,15 +29,15 @@ class SimulationResult:
 def run(program: Program, duration: Callable[[Unit], float], comm: float = 0.0) -> SimulationResult:
     """Simulate the program.
 
-    The k-th send from stage A to stage B matches the k-th receive of B from A, even if the program means different
-    messages; ``ft.systems.schedule.check`` finds such errors. A message takes ``comm`` from the time at which both
+    The k-th send from stage A to stage B matches the k-th receive of B from A, even if they are different messages in
+    the program; ``ft.systems.schedule.check`` finds such errors. A message takes ``comm`` from the time at which both
     stages have posted it. A stage continues when all messages of its batch are complete. The messages of a batch are
     concurrent, as in one NCCL group. At a flush, an empty batch, every stage waits for all others.
 
     Args:
         program: the program.
-        duration: returns the time of a unit.
-        comm: time of a message.
+        duration: returns the time of a unit (of work), in any unit of time.
+        comm: time of a message, in the same unit of time.
     """
     machine = _Machine(program, duration, comm)
     moved = True

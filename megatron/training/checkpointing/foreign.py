@@ -1,4 +1,4 @@
-"""Describes checkpoints that have no manifest, such as those of Megatron-LM, by what they say about themselves."""
+"""Builds manifests for checkpoints that have none, such as those of Megatron-LM, from values stored in them."""
 
 import argparse
 from collections.abc import Mapping
@@ -41,8 +41,9 @@ def describe(path: Path) -> Manifest:
 
 
 def arguments(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``args`` in the part of a checkpoint that is not sharded, with one value for what can be said in two
-    ways.
+    """Return the ``args`` in the part of a checkpoint that is not sharded, normalised so that they can be compared.
+
+    Values without effect are removed, and ``add_qkv_bias``, which ``add_bias_linear`` implies, is False then.
     """
     args = dict(vars(stored.get("args", argparse.Namespace())))
     if not args.get("group_query_attention"):
@@ -74,7 +75,7 @@ def _of_legacy(file: Path) -> Manifest:
 
 def _manifest(stored: Mapping[str, Any], optimizer: str | None, rng_grid: list[int] | None) -> Manifest:
     args = arguments(stored)
-    # --vocab-size need not be the size that the tokenizer has
+    # --vocab-size may differ from the size of the tokenizer's vocabulary; only the padded size shapes the model.
     shaping = {*SHAPING, "padded_vocab_size"} - {"vocab_size"}
     model = {name: args[name] for name in sorted(shaping) if args.get(name) is not None}
     return Manifest(

@@ -92,10 +92,10 @@ class Host:
                 process.send_signal(number)
         return bool(living)
 
-    # --- its cable ---------------------------------------------------------------------------------------------------
+    # --- its network connection --------------------------------------------------------------------------------------
 
     def cut(self, out: bool = True, into: bool = True) -> None:
-        """Drop all packets in one direction or both; neither side is notified."""
+        """Drop all packets that leave the host (``out``) or reach it (``into``); neither side is notified."""
         self._impair(out, into, blocked=True)
 
     def mend(self) -> None:

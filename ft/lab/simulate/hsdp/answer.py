@@ -67,40 +67,40 @@ class Answer:
     by_interval: dict[float, dict[str, float]]
 
 
-def answer(job: Job, ours: Stalls, means: SimulationSettings, sweep: bool = True) -> Answer:
+def answer(job: Job, ours: Stalls, settings: SimulationSettings, sweep: bool = True) -> Answer:
     """Compute the results of all cases. Takes about 10 s on one core for 365 days.
 
     Args:
         job: the training job.
         ours: the stalls of this implementation.
-        means: settings of the simulation.
+        settings: settings of the simulation.
         sweep: whether to compute the sweeps too.
     """
-    found = [_all_means(case, means) for case in cases(job, ours)]
+    found = [_results(case, settings) for case in cases(job, ours)]
     by_replicas, by_interval = {}, {}
     if sweep:
         counts = sorted({*REPLICAS, job.replicas})
-        by_replicas = {count: _sweep(replace(job, replicas=count), ours, means) for count in counts}
+        by_replicas = {count: _sweep(replace(job, replicas=count), ours, settings) for count in counts}
         minutes = sorted({*INTERVALS_MIN, job.interval_s / 60})
-        by_interval = {minute: _sweep(replace(job, interval_s=60 * minute), ours, means) for minute in minutes}
+        by_interval = {minute: _sweep(replace(job, interval_s=60 * minute), ours, settings) for minute in minutes}
     return Answer(found, by_replicas, by_interval)
 
 
-def _all_means(case: Case, means: SimulationSettings) -> CaseResult:
-    outcomes = {family: _simulated(case, means, family) for family in FAMILIES}
+def _results(case: Case, settings: SimulationSettings) -> CaseResult:
+    outcomes = {family: _simulated(case, settings, family) for family in FAMILIES}
     return CaseResult(case, by_formula(case), overlapping(case), outcomes)
 
 
-def _sweep(job: Job, ours: Stalls, means: SimulationSettings) -> dict[str, float]:
-    shorter = replace(means, days=means.days / 4)
+def _sweep(job: Job, ours: Stalls, settings: SimulationSettings) -> dict[str, float]:
+    shorter = replace(settings, days=settings.days / 4)
     return {case.key: _simulated(case, shorter, EXPONENTIAL).effective for case in cases(job, ours)}
 
 
-def _simulated(case: Case, means: SimulationSettings, family: str) -> Outcome:
+def _simulated(case: Case, settings: SimulationSettings, family: str) -> Outcome:
     # FT-HSDP's figures leave out the steps that synchronous recovery repeats from its last checkpoint, so they are left
     # out here too; ft plan disruption counts them.
-    rules = Rules(1, 0) if case.replicas == 1 else means.rules
-    return simulate(case, Failures(family, means.shape), rules, means.days * 86400.0, means.seed)
+    rules = Rules(1, 0) if case.replicas == 1 else settings.rules
+    return simulate(case, Failures(family, settings.shape), rules, settings.days * 86400.0, settings.seed)
 
 
 def lost_gpu_hours(job: Job, effective: float) -> float:

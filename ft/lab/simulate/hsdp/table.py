@@ -8,7 +8,7 @@ from ft.lab.simulate.hsdp.history import EXPONENTIAL, PERIODIC, WEIBULL, Outcome
 from ft.show.text import count, percent, seconds, table
 
 
-def as_text(job: Job, ours: Stalls, means: SimulationSettings, found: Answer) -> str:
+def as_text(job: Job, ours: Stalls, settings: SimulationSettings, found: Answer) -> str:
     """Return a summary of the parameters, a table of all cases, the sweeps, and an explanation of each figure.
 
     Args:
@@ -17,25 +17,25 @@ def as_text(job: Job, ours: Stalls, means: SimulationSettings, found: Answer) ->
         means: settings of the simulation.
         found: the results.
     """
-    parts = [*_question(job, ours, means), "", _cases(job, means, found.found)]
+    parts = [*_question(job, ours, settings), "", _cases(job, settings, found.found)]
     if found.by_replicas:
         names = [row.case.name for row in found.found]
         parts += ["", "Effective training time by number of replicas, a failure every " + seconds(job.interval_s)]
         parts += ["(simulated, independent failures)", "", _sweep("replicas", names, found.by_replicas)]
         parts += ["", f"Effective training time by time between two failures, {job.replicas} replicas"]
         parts += ["", _sweep("minutes", names, found.by_interval)]
-    return "\n".join([*parts, "", *_meaning(means)])
+    return "\n".join([*parts, "", *_meaning(settings)])
 
 
-def as_values(job: Job, ours: Stalls, means: SimulationSettings, found: Answer) -> dict[str, Any]:
+def as_values(job: Job, ours: Stalls, settings: SimulationSettings, found: Answer) -> dict[str, Any]:
     """Return the results as a JSON-serializable mapping; times are in seconds."""
     return {
         "gpus": job.gpus,
         "replicas": job.replicas,
         "interval_s": job.interval_s,
         "stalls": {"killed_s": ours.killed_s, "rejoin_s": ours.rejoin_s, "hung_s": ours.hung_s, "source": ours.source},
-        "days": means.days,
-        "seed": means.seed,
+        "days": settings.days,
+        "seed": settings.seed,
         "cases": {row.case.key: _values(job, row) for row in found.found},
         "by_replicas": found.by_replicas,
         "by_interval_min": found.by_interval,
@@ -55,7 +55,7 @@ def _values(job: Job, row: CaseResult) -> dict[str, Any]:
     }
 
 
-def _question(job: Job, ours: Stalls, means: SimulationSettings) -> list[str]:
+def _question(job: Job, ours: Stalls, settings: SimulationSettings) -> list[str]:
     hang = "3 steps + 1 s (goal)" if ours.hung_s is None else seconds(ours.hung_s)
     return [
         f"job        {job.gpus:,} GPUs in {job.replicas} replicas, steps of {seconds(job.step_s)}, a failure somewhere "
@@ -63,12 +63,12 @@ def _question(job: Job, ours: Stalls, means: SimulationSettings) -> list[str]:
         f"           a failed replica asks to rejoin after {seconds(job.rebuild_s)}",
         f"ours       the others wait, in addition to a normal step, {seconds(ours.killed_s)} after a kill, {hang}",
         f"           after a hang, {seconds(ours.rejoin_s)} at a rejoin ({ours.source}); a repeated step is added",
-        f"simulated  {means.days:,.4g} days for each figure (a quarter of that in sweeps), seed {means.seed}, "
-        f"at least {count(means.rules.minimum, 'replica')} in a step",
+        f"simulated  {settings.days:,.4g} days for each figure (a quarter of that in sweeps), seed {settings.seed}, "
+        f"at least {count(settings.rules.minimum, 'replica')} in a step",
     ]
 
 
-def _cases(job: Job, means: SimulationSettings, rows: list[CaseResult]) -> str:
+def _cases(job: Job, settings: SimulationSettings, rows: list[CaseResult]) -> str:
     def line(name: str, value) -> list[str]:
         return [name, *(value(row) for row in rows)]
 
@@ -83,7 +83,7 @@ def _cases(job: Job, means: SimulationSettings, rows: list[CaseResult]) -> str:
         line("  simulated, every interval", lambda row: percent(row.simulated[PERIODIC].effective)),
         line("  overlaps, closed form", lambda row: percent(row.overlapping)),
         line("  simulated, independent", lambda row: percent(usual(row).effective)),
-        line(f"  simulated, bursts ({means.shape:g})", lambda row: percent(row.simulated[WEIBULL].effective)),
+        line(f"  simulated, bursts ({settings.shape:g})", lambda row: percent(row.simulated[WEIBULL].effective)),
         ["independent failures:"] + [""] * len(rows),
         line("  time with all replicas", lambda row: percent(_with(row, usual(row), 0))),
         line("  with one replica absent", lambda row: percent(_with(row, usual(row), 1))),
@@ -116,7 +116,7 @@ def _sweep(unit: str, names: list[str], rows: dict[Any, dict[str, float]]) -> st
     return table([unit, *names], lines, right=range(len(names) + 1))
 
 
-def _meaning(means: SimulationSettings) -> list[str]:
+def _meaning(settings: SimulationSettings) -> list[str]:
     return [
         "Meaning of the figures.",
         "  all restart       Synchronous recovery. The steps repeated since the checkpoint are not included, as in the",
@@ -129,7 +129,7 @@ def _meaning(means: SimulationSettings) -> list[str]:
         "  paper's formula   One failure in every interval, handled before the next one: 44 % and 80 % in the paper.",
         "  overlaps          Independent failures: one may happen while another is handled. The result is higher than",
         "                    the formula's, because stalls that overlap are waited for only once.",
-        f"  bursts            Weibull distribution of shape {means.shape:g}: failures in bursts cost less each.",
+        f"  bursts            Weibull distribution of shape {settings.shape:g}: failures in bursts cost less each.",
         "  simulated         In addition, a replica returns at the end of a step, after any stall, and contributes one",
         "                    step later; if all replicas are lost at once, training resumes from a checkpoint.",
     ]

@@ -37,6 +37,7 @@ class InterruptedStepError(RecoverableError):
 
 
 _OF_WRONG_NUMBERS = (IndexError, ValueError)
+"""Exceptions that a corrupted index or size is likely to raise."""
 
 
 class Witness(Protocol):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 PING, PONG, BREAK, LEAVE = b"?", b"!", b"x", b">"
 _HEAD = struct.Struct("!c?hQH")
 _LONGEST = 400
+"""Maximum length of a reason, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def unpack(received: bytearray) -> list[Message]:
     while len(received) >= _HEAD.size:
         kind, busy, suspect, operation, length = _HEAD.unpack_from(received)
         if kind not in (PING, PONG, BREAK, LEAVE) or length > _LONGEST:
-            raise ConnectionError("it says what no member of a ring says")
+            raise ConnectionError("it has sent an invalid control message")
         if len(received) < _HEAD.size + length:
             break
         reason = bytes(received[_HEAD.size : _HEAD.size + length]).decode(errors="replace")

@@ -20,7 +20,13 @@ _LOCAL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EADDRNOTAVAIL)
 
 
 class _Call:
-    """One connection during its handshake."""
+    """One connection during its handshake.
+
+    Attributes:
+        theirs: the neighbour's challenge.
+        said: bytes received of the present message, which has ``wanted`` bytes.
+        is_taken: whether the neighbour has accepted the connection.
+    """
 
     def __init__(self, connection: socket.socket, hello: Hello, token: str):
         self.connection, self.hello = connection, hello
@@ -121,7 +127,9 @@ class Dialer:
             raise Broken(f"{self._name()} hung up: it is no member of this run, or has just ended", self._index)
         call.said += said
         if call.wanted == GREETING_BYTES and not call.party.may_begin(call.said):
-            raise Broken(f"{self._name()} talks something else: another process has that port", self._index)
+            raise Broken(
+                f"{self._name()} does not speak the ring's protocol: another process has that port", self._index
+            )
         if len(call.said) < call.wanted:
             return
         if call.wanted == GREETING_BYTES:
@@ -142,7 +150,7 @@ class Dialer:
         if answer is None:
             raise Broken(f"{self._name()} is no member of this run", self._index)
         if answer.verdict != TAKEN:
-            why = f"{self._name()} {WHY.get(answer.verdict, 'refuses')}, it is at {answer.number}"
+            why = f"{self._name()} {WHY.get(answer.verdict, 'refuses')}; its quorum is {answer.number}"
             raise Broken(why, answer.suspect)
         self._poller.forget(call.connection.fileno())
         call.is_taken = True

@@ -187,7 +187,7 @@ class Controller:
             if bool(self._state.alive[group]) == lost:
                 raise UserError(
                     f"group {group} is {'not lost' if lost else 'lost already'}",
-                    "name each group once" if not lost else "name one that is",
+                    "name each group once" if not lost else "name a lost group",
                 )
         if len(set(groups)) < len(groups):
             twice = next(group for group in groups if groups.count(group) > 1)
