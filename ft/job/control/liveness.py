@@ -45,7 +45,7 @@ class Culprit:
 
 
 def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
-    """Return the workers that delay the others: not in communication for longer than a step can take, while others wait.
+    """Return the workers that delay the others: not in communication for longer than a step can take, while others are.
 
     A worker waits if it is in a communication operation, or is done and waits for the end of the others.
 
