@@ -98,7 +98,7 @@ def test_results_that_the_schedule_gives_up_are_still_verified(square, flip):
     assert rank.found == ([0] if flip else [])
 
 
-def test_what_changed_behind_the_dispatcher_is_told(square):
+def test_a_change_unseen_by_the_dispatcher_is_told(square):
     rank = Rank()
     rank.execute(MM, square, square, due=5)
     square.add_(1)
