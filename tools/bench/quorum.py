@@ -2,9 +2,9 @@
 
     python tools/bench/quorum.py
 
-Prints one JSON line. `quorum_ms` and `board_ms` are the median and the 99th percentile of the time from the first of
+Prints one JSON line. `quorum_ms` and `channel_ms` are the median and the 99th percentile of the time from the first of
 ``--replicas`` reports to the last answer. `restart_ms`: a server is killed and another one is started at once; the time
-until the requests made meanwhile are answered. `board_start_ms`: time until clients can connect to a channel that a new
+until the requests made meanwhile are answered. `channel_start_ms`: time until clients can connect to a channel that a new
 process hosts.
 """
 
@@ -108,7 +108,7 @@ def over_channel(replicas: int, rounds: int) -> dict:
         end.close()
     host.kill()
     host.wait()
-    return {"board_ms": summary(seconds[WARM_UP:]), "board_start_ms": round(1e3 * started, 1)}
+    return {"channel_ms": summary(seconds[WARM_UP:]), "channel_start_ms": round(1e3 * started, 1)}
 
 
 def follow(end, inbox: queue.Queue) -> None:

@@ -14,7 +14,7 @@ def as_text(job: Job, ours: Stalls, settings: SimulationSettings, found: Answer)
     Args:
         job: the simulated job.
         ours: the stalls of this project.
-        means: settings of the simulation.
+        settings: settings of the simulation.
         found: the results.
     """
     parts = [*_question(job, ours, settings), "", _cases(job, settings, found.found)]

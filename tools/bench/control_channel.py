@@ -1,6 +1,6 @@
 """Measure the latency of messages between agents and the control plane, over TCPStore and over etcd.
 
-    python tools/bench/board.py
+    python tools/bench/control_channel.py
 
 Prints one JSON line. ``report_ms`` is the median time from ``post`` in an agent until ``receive`` returns the report in
 the control plane. ``order_ms`` is the median time from ``publish`` until a follower has received the order.
@@ -39,7 +39,11 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     if shutil.which("etcd") is None:
         raise UserError("etcd is not installed", "apt install etcd-server")
-    found = {"bench": "board", "messages": given.messages, "tcp": measure("tcp://127.0.0.1:0", given.messages)}
+    found = {
+        "bench": "control_channel",
+        "messages": given.messages,
+        "tcp": measure("tcp://127.0.0.1:0", given.messages),
+    }
     for members in (1, 3):
         with tempfile.TemporaryDirectory() as folder:
             found[f"etcd{members}"] = on_etcd(Path(folder), members, given.messages)

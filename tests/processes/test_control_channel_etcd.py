@@ -5,7 +5,18 @@ import time
 
 import pytest
 from etcd_servers import Servers, etcd  # noqa: F401 - a fixture
-from test_board import LIMIT_S, TOKEN, ChannelEnds, Follower, eventually, numbered, numbers, order, receive, report
+from test_control_channel import (
+    LIMIT_S,
+    TOKEN,
+    ChannelEnds,
+    Follower,
+    eventually,
+    numbered,
+    numbers,
+    order,
+    receive,
+    report,
+)
 
 from ft.base.errors import UserError
 from ft.job.control import channel as channels
