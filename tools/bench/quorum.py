@@ -4,8 +4,8 @@
 
 Prints one JSON line. `quorum_ms` and `channel_ms` are the median and the 99th percentile of the time from the first of
 ``--replicas`` reports to the last answer. `restart_ms`: a server is killed and another one is started at once; the time
-until the requests made meanwhile are answered. `channel_start_ms`: time until clients can connect to a channel that a new
-process hosts.
+until the requests made meanwhile are answered. `channel_start_ms`: time until clients can connect to a channel that a
+new process hosts.
 """
 
 import argparse
