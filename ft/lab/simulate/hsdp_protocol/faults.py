@@ -111,14 +111,15 @@ def _cut_two(world: "World") -> float | None:
 def _change_sides(world: "World") -> float | None:
     """Cut off all replicas but one from the quorum server, then cut off that one when the others return.
 
-    The one replica trains alone until the others are connected again.
+    The one replica trains alone until the others are connected again. Half of the time it then stays away for longer
+    than the server waits for a replica that is further, so that the others repeat its steps.
     """
     alone, seconds = world.rng.randrange(world.shape.replicas), world.rng.uniform(1.0, 2.5)
     for other in range(world.shape.replicas):
         if other != alone:
             world.note("replica {}: cut off from the quorum server for {:.2f} s", other, seconds)
             world.cut(other, None, seconds)
-    then = world.rng.uniform(0.5, 2.5)
+    then = world.rng.uniform(0.5, 2.5) + (world.limits.regress_s if world.rng.random() < 0.5 else 0.0)
     world.note("replica {}: then cut off from it for {:.2f} s", alone, then)
     world.time.after(seconds - 0.2, world.cut, alone, None, then)
     return seconds + then
