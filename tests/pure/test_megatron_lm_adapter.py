@@ -8,6 +8,7 @@ import torch
 from megatron_lm_trees import trees
 
 from ft.adapters.megatron_lm import refusals, seams, sums, tree
+from ft.adapters.megatron_lm.passes import loss_name
 from ft.adapters.megatron_lm.split import split
 from ft.adapters.megatron_lm.start import resuming
 from ft.base.errors import UserError
@@ -263,3 +264,28 @@ def test_a_warm_restart_loads_the_newest_checkpoint_of_the_run():
     assert resuming(flags, lambda folder: folder == "new") == ["--save=new", "--lr", "1", "--load", "new"]
     assert resuming(flags, lambda folder: False) == flags
     assert resuming(["--lr", "1"], lambda folder: True) == ["--lr", "1"]
+
+
+LOSS = torch.tensor([3.5, 7.0])
+
+
+@pytest.mark.parametrize(
+    ("reports", "shown"),
+    [
+        ([{}], "nothing"),
+        ([{"lm loss": LOSS, "z loss": LOSS[:1]}], r"lm loss \(2 numbers\), z loss \(1 numbers\)"),
+        ([{"lm loss": LOSS[0]}], r"lm loss \(1 numbers\)"),
+        ([{"lm loss": 3.5}], r"lm loss \(a float\)"),
+        ([{"lm loss": (LOSS[0], LOSS[1])}], r"lm loss \(a tuple\)"),
+        ([LOSS], r"a value that is no dict \(2 numbers\)"),
+        ([{"lm loss": LOSS}, {"other": LOSS}], r"lm loss \(2 numbers\); other \(2 numbers\)"),
+        ([{"lm loss": LOSS}, {}], r"lm loss \(2 numbers\); nothing"),
+    ],
+)
+def test_replicas_refuse_losses_that_they_cannot_add_up(reports, shown):
+    with pytest.raises(UserError, match=f"reports {shown}; replicas add up one loss"):
+        loss_name(reports)
+
+
+def test_replicas_take_one_loss_under_any_name():
+    assert loss_name([{"ce loss": LOSS}, {"ce loss": LOSS}]) == "ce loss"

@@ -5,7 +5,7 @@ here are passed to it instead. Everything else in a step, such as the sample cou
 counts the global batch, as if one world computed it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,14 +118,37 @@ def _of_all_worlds(run: Run, losses: Losses) -> Losses:
 
 
 def _note_name(run: Run, losses: Losses) -> None:
-    """Note the name of the loss that the script reports.
+    if losses:
+        run.loss_name = loss_name(losses)
+
+
+def loss_name(reports: Sequence[Any]) -> str:
+    """Return the name of the loss that the script's loss function reports.
+
+    Args:
+        reports: what it has reported for each microbatch, of at least one.
 
     Raises:
-        UserError: the script does not report exactly one loss as [sum, number of tokens].
+        UserError: it does not report exactly one loss as a tensor [sum, number of tokens], under the same name for
+            every microbatch.
     """
-    for name, value in losses[0].items() if losses else ():
-        if len(losses[0]) > 1 or value.numel() != 2:
-            reported = ", ".join(f"{each} ({number.numel()} numbers)" for each, number in losses[0].items())
-            problem = f"the loss function reports {reported}; replicas add up one loss, [sum, number of tokens]"
-            raise UserError(problem, "report the loss as pretrain_gpt.py does, or train without replicas")
-        run.loss_name = name
+    names = [next(iter(report)) if _is_one_loss(report) else None for report in reports]
+    if names[0] is None or set(names) != {names[0]}:
+        shown = "; ".join(dict.fromkeys(map(_shown, reports)))
+        problem = f"the loss function reports {shown}; replicas add up one loss, a tensor [sum, number of tokens]"
+        raise UserError(problem, "report the loss as pretrain_gpt.py does, or train without replicas")
+    return names[0]
+
+
+def _is_one_loss(report: Any) -> bool:
+    values = list(report.values()) if isinstance(report, dict) else []
+    return len(values) == 1 and torch.is_tensor(values[0]) and values[0].numel() == 2
+
+
+def _shown(report: Any) -> str:
+    values = report if isinstance(report, dict) else {"a value that is no dict": report}
+    kinds = (
+        f"{value.numel()} numbers" if torch.is_tensor(value) else f"a {type(value).__name__}"
+        for value in values.values()
+    )
+    return ", ".join(f"{name} ({kind})" for name, kind in zip(values, kinds, strict=True)) or "nothing"
