@@ -92,6 +92,7 @@ class Node(Running):
         *,
         nnodes: int = 3,
         standby_nodes: int = 1,
+        script: str = "pretrain_gpt.py",
     ):
         self.folder = tmp_path / "run"
         self._log = tmp_path / f"node{rank}.{time.monotonic()}.out"
@@ -101,7 +102,7 @@ class Node(Running):
         command += options.split()
         with open(self._log, "w") as log:
             self.process = subprocess.Popen(
-                [*command, "pretrain_gpt.py", *script_flags.split()],
+                [*command, script, *script_flags.split()],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
