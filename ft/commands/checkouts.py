@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
 _SUPPORTED_FLAGS = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
-_SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.STAGES, table.REPLICAS, table.STACKS)
+_SUPPORTED = (table.HOT_SWAP, table.DOUBLE, table.PROFILE, table.STAGES, table.REPLICAS, table.STACKS)
 
 
 def is_checkout(script: "Script") -> bool:
@@ -199,10 +199,6 @@ def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Proble
         for entry in asked
         if entry.name not in _SUPPORTED
     ]
-    if options.ft_dmr_plan is not None:
-        found.append(
-            ("--ft-dmr-plan needs a profile, which a checkout's trainer cannot record", "use --ft-dmr piggyback")
-        )
     if not asked:
         found.append(("these --ft flags ask for no protection", "add --ft-hot-swap"))
     return found

@@ -132,6 +132,22 @@ def test_a_flipped_bit_is_found_and_the_step_is_taken_again(tmp_path):
 
 
 @pytest.mark.long
+def test_a_plan_of_double_execution_is_made_and_followed(tmp_path):
+    script, prof, plan = checkouts.tree("0.16") / "pretrain_gpt.py", tmp_path / "prof.json", tmp_path / "plan.json"
+    flags = f"{TWO_STAGES} --rerun-mode disabled"
+    measured = f"{flags} --save {tmp_path / 'none'} --save-interval 4"
+    run = f"run --nproc-per-node 4 --run-dir {tmp_path / 'profile'} {script} {measured}"
+    checkouts.ft(f"dmr profile --out {prof} -- {sys.executable} -m ft {run}")
+    assert not (tmp_path / "none").exists() and not (tmp_path / "profile" / "metrics.jsonl").exists()
+    checkouts.ft(f"dmr plan {prof} --memory-budget 8GB --out {plan}")
+    planned = faults("bit-flip@step=3:rank=1:operator=mm:phase=forward")
+    # a plan fits a run of the flags that were measured, wherever it saves
+    saving = flags + " --save {save} --save-interval 4"
+    shown = equal(script, saving, tmp_path, planned, recoveries=0, protections=f"--ft-dmr-plan {plan}")
+    assert "DMR: step 3: attempt 1 of 3 went wrong" in shown
+
+
+@pytest.mark.long
 def test_a_stage_lost_with_its_copy_is_rebuilt_from_its_neighbours(tmp_path):
     script = checkouts.tree("0.16") / "pretrain_gpt.py"
     flags = TWO_STAGES.replace("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")

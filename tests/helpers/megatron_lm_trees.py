@@ -78,6 +78,13 @@ def protected(
     return _run([*ft, script, *flags.split(), "--ft-hot-swap", *protections.split()])
 
 
+def ft(command: str) -> str:
+    """Run a command of ``ft``, which has to succeed; return its output."""
+    done = _run([sys.executable, "-m", "ft", *command.split()])
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
 def write_corpus(prefix: Path) -> Path:
     """Write a small dataset of numbers below 127; return its prefix."""
     draw = numpy.random.default_rng(1)

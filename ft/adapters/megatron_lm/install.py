@@ -23,12 +23,12 @@ from megatron.patches.replace import replace
 _TRAINING = "megatron.training.training"
 
 
-def install(run: Run, metrics: Path) -> None:
+def install(run: Run, metrics: Path | None) -> None:
     """Wrap every seam in a process that trains with the protections ``run.protections``.
 
     Args:
         run: the state of the run, which the wrappers read and write.
-        metrics: the file that gets a line for each step.
+        metrics: the file that gets a line for each step; None: there is none.
     """
     initialize, training = tree.module("initialize"), tree.module("training")
     split(training.pretrain, "train", functools.partial(_begin, run), functools.partial(_repeat, run, metrics))
@@ -104,12 +104,12 @@ def _make_iterators(run: Run, original: Callable[..., Any], provider: Any) -> tu
     return made
 
 
-def _repeat(run: Run, metrics: Path, rest: Callable[[], None]) -> None:
+def _repeat(run: Run, metrics: Path | None, rest: Callable[[], None]) -> None:
     """Call ``rest``, and call it again after every recovery, until training is over; then end this worker's session.
 
     Args:
         run: the state of the run.
-        metrics: the file that gets a line for each step.
+        metrics: the file that gets a line for each step; None: there is none.
         rest: the last part of the trainer's main function: training, the last save and the evaluations.
 
     Raises:
@@ -202,7 +202,7 @@ def _committed(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any
         EnterLoopAgain: a layer has set the position.
     """
     given, own = step.named(original, args, kwargs), run.args
-    ends = original(*args, **kwargs)
+    ends = original(*args, **kwargs) or run.is_ended
     if own.async_save:
         saves.finish()
     run.step, run.flops = given["iteration"], given["num_floating_point_operations_so_far"]

@@ -38,7 +38,7 @@ class CheckoutPosition:
             setattr(run.args, name, value)
         run.args.iteration, run.args.curr_iteration = run.step, run.step
         run.args.num_floating_point_operations_so_far = run.flops
-        _reset_timers(run.running_timers or set())
+        _reset_timers(run.running_timers or {})
         _reset_rerun_machine(run, position["large_values"])
         run.iterators.move()
         if run.running_timers is not None:
@@ -57,11 +57,16 @@ def _reset_batch_size(run: Run) -> None:
     update_num_microbatches(run.earlier_samples, consistency_check=False)
 
 
-def _reset_timers(kept: set[str]) -> None:
+def _reset_timers(running: dict[str, tuple[float, float]]) -> None:
+    """Stop and clear all timers but those in ``running``, which were running at the beginning of the step.
+
+    What has abandoned the step may have stopped these, too, and the trainer divides by the time that they show.
+    """
     for name, timer in tree.module("global_vars").get_timers()._timers.items():
-        if name not in kept:
-            timer._started = False
-            timer.reset()
+        timer._started = False
+        timer.reset()
+        if name in running:
+            timer._started, (timer._start_time, timer._elapsed) = True, running[name]
 
 
 def _rerun_machine() -> Any:

@@ -6,11 +6,14 @@ OPTIONS is a JSON object with the values of all ``--ft`` flags, which ``ft run``
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 from ft.base.errors import UserError
+
+WRITING = "--save", "--tensorboard-dir", "--wandb-project"
+"""Flags of the trainer with which it writes into folders and services that a run with the same flags uses."""
 
 
 def main(argv: list[str]) -> int:
@@ -32,10 +35,14 @@ def main(argv: list[str]) -> int:
     from ft.protection.stack import Protections
     from megatron import patches
 
-    protections = Protections.of(SimpleNamespace(**json.loads(options)), os.environ)
+    asked = SimpleNamespace(**json.loads(options))
+    protections = Protections.of(asked, os.environ)
     for feature in sorted(protections.features):
         patches.apply(feature)
-    install(Run(protections, " ".join(flags)), Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
+    metrics: Path | None = Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl"
+    if asked.ft_dmr_profile is not None:  # the steps that are measured are not those of the run that is planned
+        flags, metrics = _without(flags, WRITING), None
+    install(Run(protections, " ".join(flags)), metrics)
     if int(os.environ.get("FT_RESTART", "0")) > 0:
         flags = resuming(flags, lambda folder: newest(folder) is not None)
     return run_script(script, False, flags)
@@ -86,13 +93,20 @@ def resuming(flags: list[str], has_checkpoint: Callable[[str], bool]) -> list[st
             folder = value if equals else flags[index + 1]
     if folder is None or not has_checkpoint(folder):
         return flags
+    switches = "--finetune", "--no-load-optim", "--no-load-rng"
+    kept = _without(flags, ("--ckpt-step", "--load", "--pretrained-checkpoint"))
+    return [*(text for text in kept if text not in switches), "--load", folder]
+
+
+def _without(flags: list[str], names: Sequence[str]) -> list[str]:
+    """Return the flags without those in ``names``, each of which takes one value."""
     kept, skipped = [], False
     for text in flags:
         name, equals, _ = text.partition("=")
         if skipped:
             skipped = False
-        elif name in ("--ckpt-step", "--load", "--pretrained-checkpoint"):
+        elif name in names:
             skipped = not equals
-        elif name not in ("--finetune", "--no-load-optim", "--no-load-rng"):
+        else:
             kept.append(text)
-    return [*kept, "--load", folder]
+    return kept

@@ -56,12 +56,14 @@ class Run:
         sums: sums since the last log line, as :func:`ft.adapters.megatron_lm.sums.encode` returns them.
         live_sums: the dict in which the checkout keeps these sums.
         is_entered: whether the trainer's loop has logged a step since the loop was last entered.
-        running_timers: inside a step, the timers that were running at the beginning of the step; None outside.
+        running_timers: inside a step, (time of the start, seconds before it) of each timer that was running at the
+            beginning of the step; None outside.
         is_moved: whether the position was set, outside of a step, since the trainer's loop was last entered.
         computes: in a step, whether this world computes it, and does not take its result from others; None between
             steps.
         received: in a step that this world does not compute, what it has received from others.
         checks_loss: whether each step's loss is checked after the layers, and not by the trainer.
+        is_ended: whether a layer ends the run after the current step.
         exit_code: exit code with which the run ends after the committed step; None while the run continues.
         extra: JSON values of the layers, which are stored with the position.
     """
@@ -89,11 +91,12 @@ class Run:
     sums: dict[str, Any] = field(default_factory=dict)
     live_sums: dict[str, Any] | None = None
     is_entered: bool = False
-    running_timers: set[str] | None = None
+    running_timers: dict[str, tuple[float, float]] | None = None
     is_moved: bool = False
     computes: bool | None = None
     received: "Received | None" = None
     checks_loss: bool = False
+    is_ended: bool = False
     exit_code: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 

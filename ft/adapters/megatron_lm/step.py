@@ -15,7 +15,7 @@ _SKIPPED, _GRAD_NORM = 1, 5
 _APART = {
     *("rank", "local_rank", "world_size", "iteration", "curr_iteration", "load", "save", "seed", "train_iters"),
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "do_train", "do_valid", "do_test"),
-    *("num_floating_point_operations_so_far", "ft_extra"),
+    *("num_floating_point_operations_so_far", "ft_extra", "tensorboard_dir", "wandb_project"),
 }
 """Arguments that do not decide which operators a step runs, or that differ between ranks."""
 
@@ -48,7 +48,8 @@ def take(run: Run, original: Callable[..., tuple], *args: Any, **kwargs: Any) ->
         whole = given["forward_backward_func"]
         part = functools.partial(passes.compute_part, run, whole)
         given["forward_backward_func"] = part if run.received is None else run.received.hand_over
-    run.running_timers = {name for name, timer in timers().items() if timer._started}
+    started = {name: timer for name, timer in timers().items() if timer._started}
+    run.running_timers = {name: (timer._start_time, timer._elapsed) for name, timer in started.items()}
     compute = run.stack.compute if run.computes else _once
     try:
         outcome = compute(lambda: Outcome(original(**given)))

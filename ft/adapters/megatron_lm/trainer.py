@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 
 from ft.adapters.megatron_lm import passes, saves, step
 from ft.adapters.megatron_lm.loader import StreamLoader
@@ -97,3 +98,8 @@ class CheckoutTrainer:
 
     def rewind(self) -> None:
         self._run.log.rewind(self.step)
+
+    def end(self, reason: str) -> None:
+        self._run.is_ended = True
+        if dist.get_rank() == 0:
+            print(f"the run ends after step {self.step + 1}: {reason}", flush=True)
