@@ -13,7 +13,9 @@ from megatron.patches.replace import replace
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with the arguments and the state of Apex's class of this name."""
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False):
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
+    ):
         assert adam_w_mode and not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
