@@ -9,7 +9,7 @@ be alive has reported. Every wait is bounded (:mod:`ft.job.quorum.limits`), with
 (:func:`awaited`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ft.job.quorum import blame
@@ -105,9 +105,7 @@ def awaited(state: State, now: float, candidates: Mapping[int, Report]) -> list[
             continue
         if entry := _await(round_, number, one):
             found.append(entry)
-    if not is_first and (entry := _further(state, candidates)):
-        found.append(entry)
-    return found
+    return found if is_first else [*found, *_further(state, candidates)]
 
 
 @dataclass(frozen=True)
@@ -177,24 +175,21 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
     return Awaited(number, min(silent, round_.began + span), "was in the last quorum and is slower")
 
 
-def _further(state: State, candidates: Mapping[int, Report]) -> Awaited | None:
-    """Return the wait for a replica that is or may be alive and has committed more steps than any replica that
+def _further(state: State, candidates: Mapping[int, Report]) -> Iterator[Awaited]:
+    """Yield the wait for each replica that is or may be alive and has committed more steps than any replica that
     reported.
     """
     limits = state.options.limits
-    if not candidates:
-        return None
     furthest = max(report.next_step for report in candidates.values())
     for number, one in sorted(state.replicas.items()):
         if one.report is not None or one.has_finished or one.steps <= furthest:
             continue
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
-            return Awaited(number, since + limits.regress_s, "is further than all others, and may live")
-        if one.phase == HERE:
+            yield Awaited(number, since + limits.regress_s, "is further than all others, and may live")
+        elif one.phase == HERE:
             until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
-            return Awaited(number, until, "is further than all others, and lives")
-    return None
+            yield Awaited(number, until, "is further than all others, and lives")
 
 
 def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:

@@ -189,7 +189,7 @@ def _leaves_at_once(right):
 PLANTS = (
     Replaced("ignores the lineage", decide, "_quorum", _steps_alone_count),
     Replaced("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
-    Replaced("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: None),
+    Replaced("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: ()),
     Replaced("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),
     Replaced("leaves nobody out", blame, "judge", lambda right: lambda *arguments: {}),
     Replaced("loads a checkpoint as soon as one has no state", decide, "_quorum", _one_without_state_is_enough),
