@@ -33,7 +33,7 @@ def describe(path: Path) -> Manifest:
         ManifestError: the checkpoint cannot be read, or lacks the values that Megatron-LM stores in every checkpoint.
     """
     try:
-        if (path / naming.COMMON).exists():
+        if (path / naming.METADATA).exists():
             return _of_sharded(path)
         return _of_legacy(next(path.glob(f"mp_rank_*/{naming.LEGACY}")))
     except Exception as error:  # whatever a damaged file makes torch and megatron-core raise

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 COMMON = "common.pt"
-SHARDED = (COMMON, ".metadata", "metadata.json")
+COMMON_KEY = "common_state"
+"""Key of the content of ``COMMON`` in checkpoints that store it among the sharded objects."""
+METADATA = ".metadata"
+SHARDED = (COMMON, METADATA, "metadata.json")
 """Files of every complete checkpoint in the format torch_dist; megatron-core writes the last one at the end."""
 LEGACY = "model_optim_rng.pt"
 """File of each tensor-, pipeline- and expert-parallel rank in the format torch."""

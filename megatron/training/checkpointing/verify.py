@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.training.checkpointing.manifest import FileRecord, Manifest, ManifestError
-from megatron.training.checkpointing.naming import COMMON, LEGACY, MANIFEST, MARK, SHARDED, TRACKER, Entry, step_of
+from megatron.training.checkpointing.naming import (
+    COMMON,
+    COMMON_KEY,
+    LEGACY,
+    MANIFEST,
+    MARK,
+    METADATA,
+    SHARDED,
+    TRACKER,
+    Entry,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from megatron.training.arguments.checkpoint import CheckpointOptions
@@ -100,15 +111,20 @@ def _entry(checkpoint: Path, step: int) -> Entry:
 
 
 def _without_manifest(checkpoint: Path, step: int) -> Entry:
-    """Return the entry of a checkpoint of Megatron-LM, or of one whose manifest is lost."""
+    """Return the entry of a checkpoint of Megatron-LM, or of one whose manifest is lost.
+
+    From release 0.19 on, Megatron-LM stores the part that is not sharded among the sharded objects.
+    """
     legacy = next(checkpoint.glob(f"mp_rank_*/{LEGACY}"), None)
     missing = [name for name in SHARDED if legacy is None and not (checkpoint / name).is_file()]
+    if missing == [COMMON] and COMMON_KEY.encode() in (checkpoint / METADATA).read_bytes():
+        missing = []
     if missing and any(checkpoint.glob("mp_rank_*")):
         missing = [LEGACY]
     kind, problem = "none", None
     if missing:
         problem = f"{MANIFEST}: there is none, and {', '.join(missing)} is missing, too"
-    elif _is_marked(legacy or checkpoint / COMMON):
+    elif (legacy or checkpoint / COMMON).exists() and _is_marked(legacy or checkpoint / COMMON):
         kind, problem = "lost", f"{MANIFEST}: there is none, although the checkpoint was saved with one"
     return Entry(checkpoint.name, step, problem=problem, manifest=kind)
 
