@@ -271,6 +271,50 @@ def test_a_further_replica_that_was_cut_off_is_waited_for_before_its_steps_are_d
     assert world.report(1, life=1).quorum.load, "it has said that it goes"
 
 
+def test_a_further_replica_is_waited_for_though_it_was_left_out_of_the_last_quorum():
+    world = World(2)
+    world.commits(world.start(), 0, 1)
+    world.report(0, 2, 2)
+    world.lose(1)
+    world.wait(1.0)
+    assert world.state.last.members == (0,)
+    world.leave(0)
+    world.hello(0, life=1)
+    decision = world.report(0, life=1)
+    assert decision.quorum is None and "replica 1 is further than all others, and may live" in decision.reason
+
+
+def test_every_further_replica_is_waited_for():
+    world = World(3)
+    world.commits(world.start(), 0, 1, 2)
+    world.lose(0)
+    world.wait(3.0)  # the wait for replica 0 is half over
+    world.lose(1)
+    world.leave(2)
+    world.hello(2, life=1)
+    world.report(2, life=1)
+    world.wait(3.0)
+    decision = world.decide()
+    assert decision.quorum is None and "replica 1 is further" in decision.reason
+    assert "replica 0" not in decision.reason
+    assert world.wait(3.0).quorum.load
+
+
+def test_a_new_server_waits_for_a_further_replica_that_is_in_no_quorum_of_its_own():
+    before = World(3)
+    quorum = before.commits(before.start(), 0, 1, 2).quorum
+    world = World(3, term=1, limits={"regress_s": 8.0})
+    world.hello(0, last=quorum)
+    world.report(0, quorum.step, quorum.lineage, number=quorum.number)
+    decision = world.wait(5.5)
+    assert decision.quorum.members == (0,)
+    world.leave(0)
+    world.hello(2, life=1)
+    decision = world.report(2, life=1)
+    assert decision.quorum is None and "replica 1 is further than all others, and may live" in decision.reason
+    assert world.wait(3.0).quorum.load
+
+
 def test_below_the_minimum_there_is_no_quorum_and_in_the_end_a_word():
     world = World(3, min_replicas=2)
     quorum = world.start()
