@@ -11,6 +11,8 @@ import sys
 import time
 from concurrent.futures import wait
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ from ft.base.errors import FtError, RecoverableError, UserError
 from ft.job.quorum import FailureNotice, Limits, NoQuorum, QuorumClient, Report, wire
 from ft.platform import election
 from ft.platform.election import QUORUM, SUCCEEDED
+from ft.systems.hsdp.components import Components
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
@@ -195,6 +198,24 @@ def test_the_end_of_the_run_is_known_to_the_next_server(service):
     first.wait()
     service.serve(2, takes_over=True)
     assert ask(clients[1]).result(LIMIT_S).finished
+
+
+def test_a_replica_that_finishes_while_there_is_no_server_ends_when_the_next_one_knows(service):
+    first = service.serve(2, min_replicas=2)
+    clients = [service.client(replica) for replica in range(2)]
+    quorum = both(clients, [(0, 0)] * 2)
+    first.kill()
+    first.wait()
+    own = SimpleNamespace(client=clients[0])
+    ends = Thread(target=Components.finish, args=(own, Report(0, 0, *after(quorum), step_s=0.01)), daemon=True)
+    ends.start()
+    ends.join(1.0)
+    assert ends.is_alive()
+    service.serve(2, min_replicas=2, takes_over=True)
+    ends.join(LIMIT_S)
+    assert not ends.is_alive()
+    clients[0].close()
+    assert ask(clients[1], (quorum.step, quorum.lineage)).result(LIMIT_S).finished
 
 
 def test_a_killed_leader_is_left_out(service):
