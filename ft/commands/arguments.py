@@ -7,6 +7,7 @@ trained by its own workers, that continue when one copy fails).
 
 import argparse
 
+from ft.base.errors import Problem
 from ft.job.replicas import flags as hsdp
 
 
@@ -27,6 +28,18 @@ def launchers_flags() -> set[str]:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     return {spelling for action in parser._actions for spelling in action.option_strings}
+
+
+def misplaced(problem: str) -> Problem | None:
+    """Return the error for a flag of ``ft run`` that was given to the trainer by mistake; None for other problems.
+
+    Args:
+        problem: what the trainer's parser says of the flag.
+    """
+    flag = problem.removeprefix("unknown flag ")
+    if flag == problem or flag not in launchers_flags():
+        return None
+    return problem, "it is a flag of ft run: give it before the script's name"
 
 
 def _add_torchrun_flags(group) -> None:

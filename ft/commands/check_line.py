@@ -11,6 +11,7 @@ from typing import Any
 from ft.adapters.megatron_lm.seams import Finding
 from ft.base.errors import Problem, UserError
 from ft.commands import checkouts
+from ft.commands.arguments import misplaced
 from ft.commands.check_memory import memory
 from ft.commands.protection import TRAINER, is_trainer
 from ft.job.agent.options import Script
@@ -75,11 +76,12 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
     program = program_of(given)
     defaults = ["--transformer-impl", "transformer_engine"] if program == "checkout" else []
     options, problems, doubtful = read([*defaults, *words])
+    problems = [misplaced(problem) or (problem, fix) for problem, fix in problems]
     answer = Answer(program)
     world = None if options is None else gpus or smallest_world(options)
     of_files: list[Problem] = []
     if program == "checkout":
-        own = flags_of_checkout(script.parent)
+        own = checkouts.parsers_flags(given)
         problems = [entry for entry in problems if _flag_of(*entry) not in own and not entry[0].startswith("--ft-")]
         findings, of_files = checkouts.examine_files(given.target)
         answer.seams = [_described(finding) for finding in findings]
@@ -125,14 +127,6 @@ def program_of(script: Script) -> str:
         "megatron/training/training.py beside it)",
         "give one of these",
     )
-
-
-def flags_of_checkout(root: Path) -> set[str]:
-    """Return the flags that are written in the sources of a checkout's own parser, which is not imported."""
-    found: set[str] = set()
-    for file in (root / "megatron" / "training").rglob("*.py"):
-        found |= set(re.findall(r"""['"](--[a-zA-Z][\w-]*)['"]""", file.read_text(encoding="utf-8", errors="replace")))
-    return found
 
 
 def smallest_world(options: Options) -> int:

@@ -10,6 +10,7 @@ import ast
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft.adapters.megatron_lm import refusals, seams, tree
 from ft.base.errors import Problem, UserError
+from ft.commands.arguments import launchers_flags, misplaced
 from ft.protection import table
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tu
         options = read_flags(own)
     except UserError as error:
         return None, error.problems
-    found = [*refusals.of_flags(theirs), *_unsupported(options, replicas)]
+    found = [*_misplaced(script, theirs), *refusals.of_flags(theirs), *_unsupported(options, replicas)]
     if found or world_size is None:
         return None, found
     view, grid = _view(theirs, options, world_size)
@@ -163,6 +165,15 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
         raise UserError(str(error), "give the flag a value that it takes") from error
 
 
+def parsers_flags(script: "Script") -> set[str]:
+    """Return the flags that are written in the sources of a checkout's own parser, which is not imported."""
+    found: set[str] = set()
+    files = (tree.root_of(script.target) / "megatron" / "training").rglob("*.py")
+    for file in (Path(script.target), *files):
+        found |= set(re.findall(r"""['"](--[a-zA-Z][\w-]*)['"]""", file.read_text(encoding="utf-8", errors="replace")))
+    return found
+
+
 def _values(options: "FaultToleranceOptions") -> dict[str, Any]:
     derived = {"follows_operators": options.follows_operators, "rebuilds_stages": options.rebuilds_stages}
     return {**vars(options), **derived}
@@ -178,6 +189,13 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
             target = own if text.startswith("--ft-") else theirs
         target.append(text)
     return own, theirs
+
+
+def _misplaced(script: "Script", flags: Sequence[str]) -> list[Problem]:
+    """Return an error for each flag of ``ft run`` that the checkout's parser does not have under the same name."""
+    names = dict.fromkeys(name for text in flags if (name := text.partition("=")[0]) in launchers_flags())
+    own = parsers_flags(script) if names else set()
+    return [found for name in names if name not in own and (found := misplaced(f"unknown flag {name}"))]
 
 
 def _second_packages(root: Path) -> list[Problem]:

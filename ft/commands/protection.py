@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import Problem
 from ft.commands import checkouts
-from ft.commands.arguments import launchers_flags
+from ft.commands.arguments import misplaced
 from ft.faults.faults import Fault
 from ft.faults.kinds import DMR, FILES
 from ft.faults.table import row_of
@@ -102,7 +102,7 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
 
     here = {"has_te": may_have_te(), "has_gpu": may_have_gpu()}
     options, problems = refusals(script.args, size, **here, replicas=replicas)
-    problems = [_belongs_before(problem) or (problem, fix) for problem, fix in problems]
+    problems = [misplaced(problem) or (problem, fix) for problem, fix in problems]
     if options is None or asked is None:
         return Protection(UNKNOWN), problems
     return _protection(options, asked, faults, problems)
@@ -151,14 +151,6 @@ def has_joined(nodes: int) -> str:
 
 def _where(nodes: int) -> str:
     return "" if nodes > 1 else "; all copies are on this host, so only a checkpoint survives the loss of this host"
-
-
-def _belongs_before(problem: str) -> Problem | None:
-    """Return the error for a flag of ``ft run`` that was given to the trainer by mistake; None for other problems."""
-    flag = problem.removeprefix("unknown flag ")
-    if flag == problem or flag not in launchers_flags():
-        return None
-    return problem, "it is a flag of ft run: give it before the script's name"
 
 
 def _never_act(flags: Sequence[str]) -> list[Problem]:
