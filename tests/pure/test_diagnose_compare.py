@@ -254,7 +254,7 @@ BAD = {
     "corrupt-metadata": (lambda c: _corrupt(c / ".metadata"), ".metadata is corrupt: checksum "),
     "no-manifest": (
         lambda c: (c / "manifest.json").unlink(),
-        "not a complete checkpoint: manifest.json: there is none",
+        "has no manifest.json, like a checkpoint that Megatron-LM has saved",
     ),
     "metadata-of-another-kind": (lambda c: (_garbage(c / ".metadata"), resign(c)), ".metadata does not have"),
     "other-layout": (lambda c: _other(c, layout={"tp": 2, "dp": 1}), "different layouts:\n    dp: 2 and 1\n    tp: 1"),

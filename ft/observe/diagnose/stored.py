@@ -186,6 +186,12 @@ def read(path: Path) -> Stored:
     Raises:
         UserError: it is incomplete, a file is missing or has another size, or one of its small files is damaged.
     """
+    if path.is_dir() and not (path / naming.MANIFEST).exists():
+        raise UserError(
+            f"{path} has no {naming.MANIFEST}, like a checkpoint that Megatron-LM has saved; without its checksums, damage "
+            "on disk cannot be told from a fault in training",
+            "restore the manifest, or compare checkpoints of this project's trainer",
+        )
     with _named(path):
         try:
             manifest = verify.read_manifest(path)
