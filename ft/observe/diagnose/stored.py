@@ -188,8 +188,8 @@ def read(path: Path) -> Stored:
     """
     if path.is_dir() and not (path / naming.MANIFEST).exists():
         raise UserError(
-            f"{path} has no {naming.MANIFEST}, like a checkpoint that Megatron-LM has saved; without its checksums, damage "
-            "on disk cannot be told from a fault in training",
+            f"{path} has no {naming.MANIFEST}, like a checkpoint that Megatron-LM has saved; without its checksums, "
+            "damage on disk cannot be told from a fault in training",
             "restore the manifest, or compare checkpoints of this project's trainer",
         )
     with _named(path):
