@@ -59,7 +59,11 @@ def of_core(options: TokenizerOptions):
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as builder
     except ImportError:
         from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as builder
-    return builder(argparse.Namespace(**vars(options)))
+    # the names and defaults of releases from 0.19 on
+    newer = {"chat_template": None, "special_tokens": options.tokenizer_special_tokens, "metadata_path": None}
+    newer |= {"tokenizer_sentencepiece_ignore_extra_whitespaces": True, "pad_vocab_size": False}
+    newer |= {"tokenizer_hf_no_use_fast": False, "tokenizer_hf_no_include_special_tokens": False}
+    return builder(argparse.Namespace(**vars(options), **newer))
 
 
 KINDS = {
