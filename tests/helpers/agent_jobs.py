@@ -8,7 +8,7 @@ import time
 import uuid
 from pathlib import Path
 
-from harness import processes
+from harness import processes, started
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 60
@@ -20,10 +20,7 @@ class Command:
     def __init__(self, folder: Path, words: list[str], **environ: str):
         self.mark, self.output, self.folder = uuid.uuid4().hex, folder / f"{uuid.uuid4().hex[:6]}.out", folder
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "FT_TEST_MARK": self.mark, **environ}
-        with open(self.output, "wb") as out:
-            self.process = subprocess.Popen(
-                words, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-            )
+        self.process = started.start(words, folder, environ, self.output)
 
     def wait(self, timeout: float = DEADLINE_S) -> int:
         try:
@@ -49,6 +46,8 @@ class Command:
 
     def left(self) -> list[int]:
         """Return the living processes that the command has started, also those that have left its session."""
+        if isinstance(self.process, started.Started):
+            return self.process.descendants()
         found = []
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             try:

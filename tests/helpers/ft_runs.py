@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import small_runs as runs
+from harness import started
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 150.0
@@ -59,15 +60,8 @@ class Running:
         command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(nproc), "--standby", str(standby)]
         command += ["--run-dir", str(folder), *options.split(), script, *flags.split()]
         self._log = folder.with_name(folder.name + ".out")
-        with open(self._log, "w") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            )
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = started.start(command, ROOT, environ, self._log)
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
@@ -127,14 +121,14 @@ def leftovers(folder: Path, patience_s: float = 3.0) -> list[psutil.Process]:
 
 
 def _of_run(folder: Path) -> list[psutil.Process]:
-    """Return the run's processes: the agent is found by its command line, the others by the log that they write."""
+    """Return the run's processes, found by the log that they write or by their command line."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             output = os.readlink(f"/proc/{process.pid}/fd/1")
-            if output.startswith(f"{folder}/") or str(folder) in process.cmdline():
+            if output.startswith((f"{folder}/", f"{folder}.out")) or str(folder) in process.cmdline():
                 found.append(process)
         except (psutil.Error, OSError):
             continue

@@ -1,4 +1,4 @@
-"""The warm server: it imports torch and megatron once, then forks the ranks of every call.
+"""The warm server: it imports torch and megatron once, then forks the ranks of every call, and commands of ``ft``.
 
 It has one thread and runs no parallel region; otherwise its children could not use OpenMP or gloo. It reaps all its
 descendants, reports to the test which ranks ended and how, and ends all of them when the test process ends.
@@ -12,7 +12,7 @@ import socket
 import sys
 import traceback
 
-from harness import processes, wire
+from harness import commands, processes, wire
 
 
 def main() -> None:
@@ -62,6 +62,13 @@ def _import_everything() -> None:
             with contextlib.suppress(Exception):
                 importlib.import_module(module.name)
     importlib.import_module("megatron.training.arguments").all_flags()  # the ranks inherit the parser
+    for package in ("ft.commands", "ft.job", "ft.systems", "ft.worker"):
+        for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if not module.name.endswith("__main__"):
+                with contextlib.suppress(ImportError):  # of an optional package
+                    importlib.import_module(module.name)
+    commands.interpreter_path()
+    importlib.import_module("encodings.idna")  # the first host name lookup imports it
     gc.collect()
     gc.freeze()
 
@@ -76,25 +83,36 @@ def _serve(sock: socket.socket) -> None:
         readable, _, _ = select.select([sock, wake_read], [], [])
         if wake_read in readable:
             os.read(wake_read, 4096)
-        for pid, status in _ended():
+        for pid, status in processes.ended_children():
             wire.send(sock, ("exit", pid, os.waitstatus_to_exitcode(status)))
         if sock in readable:
             try:
                 request = wire.receive(sock)
             except (EOFError, ConnectionError):
                 _end_everything()
-            wire.send(sock, ("started", _fork_ranks(request, [sock.fileno(), wake_read, wake_write])))
+            if "words" in request:
+                _fork_keeper(request, sock)
+            else:
+                wire.send(sock, ("started", _fork_ranks(request, [sock.fileno(), wake_read, wake_write])))
 
 
-def _ended():
-    while True:
+def _fork_keeper(request: dict, sock: socket.socket) -> None:
+    """Fork the keeper of a command (:mod:`harness.commands`), which receives two more descriptors from the test."""
+    _, (report, output), _, _ = socket.recv_fds(sock, 1, 2)
+    server = os.getpid()
+    if os.fork() == 0:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, status
+            sock.close()
+            processes.die_with_parent(signal.SIGKILL)
+            if os.getppid() == server:
+                commands.keep(request, socket.socket(fileno=report), output)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    os.close(report)
+    os.close(output)
 
 
 def _fork_ranks(request: dict, private_fds: list[int]) -> list[int]:
