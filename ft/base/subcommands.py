@@ -28,7 +28,7 @@ def add_group(subparsers, name: str, modules: Sequence[str], command: str = "ft"
         raise UserError(f"{command} {name} needs a subcommand", f"see {command} {name} --help")
 
     parser.set_defaults(main=refuse)
-    questions = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
+    nested = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND")
     for module in modules:
         if importlib.util.find_spec(module.rpartition(".")[0]) is not None:
-            importlib.import_module(module).add_parser(questions)
+            importlib.import_module(module).add_parser(nested)

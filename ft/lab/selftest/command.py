@@ -18,9 +18,9 @@ inputs, and list the operators whose results are not equal bit for bit. DMR woul
 Exit code 0: all operators are stable; 1: some are not; 2: the flags are invalid."""
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "selftest",
         help="find the operators that are not reproducible on this machine",
         description=_DESCRIPTION,

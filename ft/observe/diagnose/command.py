@@ -24,9 +24,9 @@ known."""
 _SHOWN = 20
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "compare",
         help="find the first step, parameter and rank at which equal runs differ, and the run that deviates",
         description=_DESCRIPTION,

@@ -29,9 +29,9 @@ _KINDS = {
 }
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "policy",
         help="show the order of the kinds of recovery, and which one follows which failure",
         description=_DESCRIPTION,

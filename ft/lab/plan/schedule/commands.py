@@ -32,9 +32,9 @@ _MOST_UNITS = 100_000
 _NUMBER = argument(between(0.0, 1e12))
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "schedule",
         help="plan and check pipeline schedules, including those of CheckFree+",
         description=_DESCRIPTION,

@@ -20,9 +20,9 @@ _NAMES = tuple(name for name in FIELDS if name not in ("jitter", "jitter-per"))
 _HEAD = ("N", "scheme", "R", "seed", "step level", "SimGrid", "restarts", "failures", "patches", "stacks", "agree")
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "cross-check",
         help="compare the simulation of a small scenario with SimGrid",
         description=_DESCRIPTION,

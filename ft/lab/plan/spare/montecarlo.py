@@ -25,9 +25,9 @@ the time."""
 _number = argument(whole(-(10**18), 10**18))
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "montecarlo",
         help="failures endured and stacks computed, from random trials of the controller",
         description=_DESCRIPTION,

@@ -19,9 +19,9 @@ Compute a ruler with which two types share at most one group: group w hosts type
 ruler is the optimal Golomb ruler if it fits, else a modular ruler for exactly this number of groups."""
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "place",
         help="compute the ruler that places the types, and the resulting layout",
         description=_DESCRIPTION,

@@ -29,9 +29,9 @@ _PHASES = ("0, the orders remain valid", "1, a deeper stack was enough", "2, typ
 _WIDTH = 100
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "reorder",
         help="show stack, moves and patch computes after a loss of groups",
         description=_DESCRIPTION,

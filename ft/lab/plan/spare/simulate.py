@@ -27,9 +27,9 @@ _TITLES = {
 }
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "simulate",
         help="simulate the time to train with SPARe, replication and checkpoints alone",
         description=_DESCRIPTION,

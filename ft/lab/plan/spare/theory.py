@@ -21,9 +21,9 @@ lower bound (6), the probability rho that a failure after k others needs a patch
 _number = argument(whole(-(10**18), 10**18))
 
 
-def add_parser(questions) -> None:
+def add_parser(subparsers) -> None:
     """Add the subcommand."""
-    parser = questions.add_parser(
+    parser = subparsers.add_parser(
         "theory",
         help="failures endured and stacks per step, by the formulas of the paper",
         description=_DESCRIPTION,

@@ -27,9 +27,9 @@ remaining time of windows. All other operators are verified at once. The plan ex
 memory budget."""
 
 
-def add_parser(questions) -> None:
-    """Add the subcommand ``plan`` to ``questions``, the argparse subparsers of ``ft dmr``."""
-    parser = questions.add_parser(
+def add_parser(subparsers) -> None:
+    """Add the subcommand ``plan`` to ``subparsers``, the argparse subparsers of ``ft dmr``."""
+    parser = subparsers.add_parser(
         "plan",
         help="plan from a profile when each operator is verified",
         description=_DESCRIPTION,

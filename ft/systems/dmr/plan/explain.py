@@ -17,9 +17,9 @@ _MOST = 40
 """Maximum number of operators that are listed one by one, the longest first."""
 
 
-def add_parser(questions) -> None:
-    """Add the subcommand ``explain`` to ``questions``, the argparse subparsers of ``ft dmr``."""
-    parser = questions.add_parser(
+def add_parser(subparsers) -> None:
+    """Add the subcommand ``explain`` to ``subparsers``, the argparse subparsers of ``ft dmr``."""
+    parser = subparsers.add_parser(
         "explain",
         help="explain how a plan verifies operators, what this costs, and why",
         description="Read a plan, check that it can be followed, and print how it verifies operators and what this "

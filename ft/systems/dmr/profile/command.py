@@ -21,9 +21,9 @@ layout or batch is rejected. The profiling run saves no checkpoint and writes no
 _FLAG = "--ft-dmr-profile"
 
 
-def add_parser(questions) -> None:
-    """Add the subcommand ``profile`` to ``questions``, the argparse subparsers of ``ft dmr``."""
-    parser = questions.add_parser(
+def add_parser(subparsers) -> None:
+    """Add the subcommand ``profile`` to ``subparsers``, the argparse subparsers of ``ft dmr``."""
+    parser = subparsers.add_parser(
         "profile",
         help="record the operators of a run, how long they take, and where the run waits",
         usage="ft dmr profile --out FILE -- COMMAND ...",
