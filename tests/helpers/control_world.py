@@ -186,10 +186,10 @@ class World:
         made = []
         for rank in ranks or sorted(self.state.seats):
             worker = self.holder(rank)
-            if worker is None or (worker.leaves < 0 and epoch is None and not ranks):
+            if worker is None or (worker.leaving_epoch < 0 and epoch is None and not ranks):
                 continue
             held = m.Holdings() if worker.empty else (holdings or {}).get(rank, self.holdings(rank, step))
-            left = worker.leaves if epoch is None else epoch
+            left = worker.leaving_epoch if epoch is None else epoch
             made += self.say(m.WorkerReleased(worker.name, left, step, groups(self, rank), held))
         return made
 

@@ -1,7 +1,10 @@
 """Handlers of the control plane for reports of normal operation: agents and workers that join, progress and finish.
 
-Each handler takes the state, the time in seconds, the report and the list of decisions, to which it appends. Terms: an
-epoch is a version of the map logical rank -> worker; a seat is one entry of that map.
+Each handler takes the state, the time in seconds, the report and the list of decisions, to which it appends. A report
+that arrives late or twice is ignored; the decisions record this.
+
+Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A joiner is a worker
+that is new to its seat. The training script is the user's program, which the agents start in every worker.
 """
 
 from ft.base import events
@@ -92,7 +95,7 @@ def worker_ready(state: State, now: float, report: m.WorkerReady, out: Decisions
         state.since = now
     worker.address, worker.ready, state.attached = report.address, True, True
     out.add(f"{report.worker} is ready")
-    if worker.meant is None:
+    if worker.started_for is None:
         state.failed_starts = 0
         out.note(events.STANDBY_READY, node=worker.node, worker=worker.name)
 
@@ -100,20 +103,24 @@ def worker_ready(state: State, now: float, report: m.WorkerReady, out: Decisions
 def worker_released(state: State, now: float, report: m.WorkerReleased, out: Decisions) -> None:
     """Record that a worker has left the closed epoch."""
     worker = state.workers.get(report.worker)
-    if worker is None or worker.leaves < 0 or report.epoch != worker.leaves:
-        owes = "is not of this run any more" if worker is None else "has left"
-        owes = f"has yet to leave epoch {worker.leaves}" if worker is not None and worker.leaves >= 0 else owes
-        out.add(f"ignored: {report.worker} says it has left epoch {report.epoch}, but it {owes}")
+    if worker is None or worker.leaving_epoch < 0 or report.epoch != worker.leaving_epoch:
+        if worker is None:
+            known = "is not a worker of this run any more"
+        elif worker.leaving_epoch < 0:
+            known = "has reported this before"
+        else:
+            known = f"has yet to leave epoch {worker.leaving_epoch}"
+        out.add(f"ignored: {report.worker} reports that it has left epoch {report.epoch}, but it {known}")
         return
-    worker.leaves, worker.release = -1, report
+    worker.leaving_epoch, worker.release = -1, report
     out.add(f"{report.worker} has left epoch {report.epoch}, at step {report.step}")
 
 
 def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decisions) -> None:
-    """Record that a joiner has built model and optimizer."""
+    """Record that a joiner has built model and optimizer, and can be connected to the other workers."""
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or not worker.empty:
-        out.add(f"ignored: {report.worker} joins no epoch")
+        out.add(f"ignored: {report.worker} is not about to join an epoch")
         return
     if worker.assembled and report.epoch < state.epoch:
         out.add(f"ignored: {report.worker} has arrived in epoch {report.epoch}, the epoch is {_where(state)}")
@@ -132,7 +139,7 @@ def worker_repaired(state: State, now: float, report: m.WorkerRepaired, out: Dec
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase != REPAIRING:
         out.add(f"ignored: {report.worker} is repaired for epoch {report.epoch}, the epoch is {_where(state)}")
     elif worker.repaired is not None:
-        out.add(f"ignored: {report.worker} has said so before")
+        out.add(f"ignored: {report.worker} has reported this before")
     else:
         worker.repaired = report
         out.add(f"{report.worker} is repaired")
@@ -162,13 +169,19 @@ def worker_done(state: State, now: float, report: m.WorkerDone, out: Decisions) 
 
 
 def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisions) -> None:
-    """Send the rendezvous address of the script's own process groups to all agents."""
+    """Send all agents the address (MASTER_ADDR, MASTER_PORT) at which the training script initializes
+    ``torch.distributed`` in a warm restart.
+    """
     where = f"{report.host}:{report.port}"
-    out.add(f"in restart {report.number} the script's processes meet at {where}", m.Master(**vars(report)))
+    out.add(f"in restart {report.number} the training script has its rendezvous at {where}", m.Master(**vars(report)))
 
 
 def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
-    """Record an event of a worker: its layout, its settings, an injected fault, or one that needs no decision."""
+    """Record an event that a worker has observed.
+
+    Its layout is stored, its settings are compared with those of the other workers, and an injected fault is marked as
+    injected; all other events are only logged.
+    """
     detail = report.detail
     if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:
         out.add(f"ignored: the layout of {detail['worker']}, which is unknown or gone")

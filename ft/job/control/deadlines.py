@@ -1,7 +1,8 @@
 """Decisions of the control plane that follow from the passing of time, and the time of the next check.
 
-Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. The phases (OPENED,
-REPAIRING, ...) are those of ``ft.job.control.state``.
+Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A suspicion is a report
+that a worker has lost its connection to others; if the death of a worker explains it, that is reported soon. The phases
+(OPENED, REPAIRING, ...) are those of ``ft.job.control.state``.
 """
 
 from ft.faults import verdict
@@ -49,6 +50,7 @@ def _agents(state: State, now: float, out: Decisions) -> None:
 
 
 def _start(state: State, now: float, out: Decisions) -> None:
+    """End or restart the run if agents, or the workers of a fresh start, are missing for too long."""
     limit = state.options.timeouts.join_s
     if state.phase != GATHERING or not state.agents or now <= state.since + limit:
         return
@@ -57,10 +59,10 @@ def _start(state: State, now: float, out: Decisions) -> None:
         message = f"{state.nodes_seen()} of {nodes} agents came within {limit:g} s: {', '.join(sorted(state.agents))}"
         ends.stop(state, now, 1, message, out)
     elif state.attached:
-        ready = sorted({w.meant for w in state.workers.values() if w.meant is not None and w.ready})
+        ready = sorted({w.started_for for w in state.workers.values() if w.started_for is not None and w.ready})
         missing = [str(rank) for rank in range(world) if rank not in ready]
         ends.restart(state, now, f"logical rank(s) {', '.join(missing)} were not ready within {limit:g} s", out)
-    elif missing := sorted(set(range(world)) - {w.meant for w in state.workers.values()}):
+    elif missing := sorted(set(range(world)) - {w.started_for for w in state.workers.values()}):
         ranks = ", ".join(map(str, missing))
         ends.stop(state, now, 1, f"the worker(s) for logical rank(s) {ranks} were not started within {limit:g} s", out)
 
@@ -74,7 +76,7 @@ def _spawned(state: State, now: float, out: Decisions) -> None:
             state.spawning[node] = [at for at in times if at not in overdue]
             state.failed_starts += len(overdue)
             out.add(f"{len(overdue)} worker(s) ordered on {node} were not started within {limit:g} s")
-    late = [w for w in state.workers.values() if w.meant is None and not w.ready and now > w.since + limit]
+    late = [w for w in state.workers.values() if w.started_for is None and not w.ready and now > w.since + limit]
     for worker in late:
         state.failed_starts += 1
         epochs.vacate(state, worker)
@@ -85,12 +87,13 @@ def _spawned(state: State, now: float, out: Decisions) -> None:
 
 
 def _phase(state: State, now: float, out: Decisions) -> None:
+    """React to workers that delay the present phase of a recovery."""
     limits, passed = state.limits(), now - state.since
     seated = state.seated()
     if state.phase == CLOSED and passed > limits.ready_s + limits.drain_s:
         ends.restart(state, now, "no worker came for the empty seats", out)
     elif state.phase == OPENED:
-        leaving = [w for w in seated if w.leaves >= 0] if passed > limits.drain_s else []
+        leaving = [w for w in seated if w.leaving_epoch >= 0] if passed > limits.drain_s else []
         coming = [w for w in seated if not w.assembled] if passed > limits.assemble_s else []
         _late(state, now, leaving, "it has not left the closed epoch", limits.drain_s, out)
         if not leaving:
@@ -129,6 +132,7 @@ def _late(
 
 
 def _suspicions(state: State, now: float, out: Decisions) -> None:
+    """React to a lost connection that no death of a worker has explained in time."""
     if state.phase not in EPOCH_OPEN or not state.suspicions:
         return
     name, first = min(state.suspicions.items(), key=lambda item: item[1].since)
@@ -150,6 +154,11 @@ def _retries(state: State, now: float, worker: Worker) -> int:
 
 
 def _stalls(state: State, now: float, out: Decisions) -> None:
+    """React to workers that make no progress although they send heartbeats.
+
+    Workers that do not communicate while others wait for them are at fault (a stall). If all workers wait in
+    communication, no worker can be named (a standstill); one fault then stands for all, and every worker retries.
+    """
     if state.phase not in (RUNNING, RESUMING):
         return
     views = {}

@@ -36,7 +36,7 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
         epoch=max(state.epoch, 0),
         node=worker.node,
         worker=worker.name,
-        rank=worker.meant,
+        rank=worker.started_for,
         step=state.newest_step(),
         category=judged.category,
         action=judged.action if state.phase == GATHERING else verdict.REPLACE,

@@ -57,7 +57,7 @@ def close(state: State, now: float, reason: str, ranks: list[int], out: Decision
     out.note(events.EPOCH_CLOSED, epoch=state.epoch, reason=reason)
     state.suspicions, state.repair, state.recovery.released = {}, None, False
     for worker in state.seated():
-        worker.leaves, worker.repaired, worker.done = state.epoch, None, False
+        worker.leaving_epoch, worker.repaired, worker.done = state.epoch, None, False
     state.enter(CLOSED, now)
 
 
@@ -84,7 +84,7 @@ def advance(state: State, now: float, out: Decisions) -> None:
 
 def _open_fresh(state: State, now: float, out: Decisions) -> None:
     """Open the first epoch of a fresh start once every logical rank has a ready worker."""
-    ready = {w.meant: w for w in state.workers.values() if w.meant is not None and w.ready and not w.left}
+    ready = {w.started_for: w for w in state.workers.values() if w.started_for is not None and w.ready and not w.left}
     if len(ready) < state.options.world_size or state.nodes_seen() < state.options.nodes:
         return
     used: dict[str, int] = {}
@@ -149,7 +149,7 @@ def _replenish(state: State, now: float, out: Decisions) -> None:
 
 def _order_repair(state: State, now: float, out: Decisions) -> None:
     seated = state.seated()
-    if any(w.leaves >= 0 for w in seated):
+    if any(w.leaving_epoch >= 0 for w in seated):
         return
     if not state.recovery.released:
         state.recovery.released = True

@@ -39,7 +39,7 @@ def worker_exited(state: State, now: float, report: m.WorkerExited, out: Decisio
         out.add(f"ignored: {report.worker} is known to be gone")
     elif worker.rank is not None:
         _seated_exit(state, now, worker, report.code, out)
-    elif worker.meant is not None:
+    elif worker.started_for is not None:
         _early_exit(state, now, worker, report.code, out)
     else:
         _standby_exit(state, now, worker, report.code, out)
@@ -95,7 +95,7 @@ def worker_suspects(state: State, now: float, report: m.WorkerSuspects, out: Dec
     elif report.epoch != state.epoch or state.phase not in EPOCH_OPEN:
         out.add(f"ignored: {report.worker} lost a connection of epoch {report.epoch}, which is over")
     elif report.worker in state.suspicions:
-        out.add(f"ignored: {report.worker} has said so before")
+        out.add(f"ignored: {report.worker} has reported this before")
     else:
         state.suspicions[report.worker] = Suspicion(now, report.group, report.message)
         out.add(f"{report.worker} lost a connection of group {report.group}; a death would be heard of soon")
@@ -209,7 +209,7 @@ def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:
 
 def _rank_of(worker: Worker) -> int | None:
     """Return the logical rank that the worker holds, or for which it was started."""
-    return worker.rank if worker.rank is not None else worker.meant
+    return worker.rank if worker.rank is not None else worker.started_for
 
 
 def _tell(state: State, fault: Fault, out: Decisions) -> None:

@@ -123,7 +123,9 @@ def _spawn_for(state: State, filling: Filling) -> None:
 
     Nodes without a suspicion are preferred.
     """
-    starting = [w for w in state.workers.values() if w.rank is None and w.meant is None and not w.ready and not w.left]
+    starting = [
+        w for w in state.workers.values() if w.rank is None and w.started_for is None and not w.ready and not w.left
+    ]
     ordered = sum(len(times) for times in state.spawning.values())
     need = len(filling.lacking) - len(starting) - ordered
     if need <= 0:

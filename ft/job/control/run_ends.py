@@ -9,7 +9,7 @@ from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, State, Wor
 
 
 def finish_if_done(state: State, now: float, out: Decisions) -> None:
-    """End the run successfully if the worker of every logical rank is done or has exited with code 0."""
+    """End the run successfully if an epoch is open and each logical rank's worker is done or has exited with code 0."""
     seated = state.seated()
     if state.phase in EPOCH_OPEN and len(seated) == state.options.world_size and all(w.done or w.left for w in seated):
         _finish(state, now, "all workers are done", out)
@@ -23,8 +23,8 @@ def stop(state: State, now: float, code: int, message: str, out: Decisions, why:
         now: the present time, in seconds.
         code: exit code of the run.
         message: reason for the user.
-        out: collects the order and the event.
-        why: reason for the record of decisions; "": ``message``.
+        out: the list of decisions, to which the order to stop and the event are appended.
+        why: reason to record with the decision, if it differs from ``message``; "": ``message`` is recorded.
     """
     _end(state, now, m.Stop(code, message), why or message, out)
     out.note(events.STOPPED, code=code, message=message)
@@ -33,7 +33,8 @@ def stop(state: State, now: float, code: int, message: str, out: Decisions, why:
 def restart(state: State, now: float, reason: str, out: Decisions) -> None:
     """Order a warm restart from the last persistent checkpoint, or end the run if no further restart is allowed.
 
-    This is the external fallback of DEADPOOL.
+    This is the last resort if the run cannot be recovered from the snapshots in memory (the "external fallback" of the
+    paper DEADPOOL).
     """
     allowed = state.options.max_restarts
     if state.restarts >= allowed:
@@ -78,7 +79,7 @@ def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisio
     """Handle the exit of a worker whose script takes no part in recoveries: the run follows torchrun's rules."""
     if code:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-        message = f"{worker.name} (logical rank {worker.meant}) {how}"
+        message = f"{worker.name} (logical rank {worker.started_for}) {how}"
         stop(state, now, code if code > 0 else 128 - code, message, out, f"{message}, and never attached to the run")
         return
     worker.left = True
@@ -87,8 +88,10 @@ def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisio
 
 
 def finish_if_all_left(state: State, now: float, out: Decisions) -> None:
-    """End the run successfully if every worker of a fresh start has exited with code 0."""
-    of_run = {w.meant for w in state.workers.values() if w.meant is not None and w.left}
+    """End the run successfully if, before the first epoch has opened, the workers of all logical ranks have exited with
+    code 0.
+    """
+    of_run = {w.started_for for w in state.workers.values() if w.started_for is not None and w.left}
     if len(of_run) == state.options.world_size:
         _finish(state, now, "all workers have ended with code 0", out)
 

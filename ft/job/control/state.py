@@ -95,7 +95,7 @@ class Worker:
         name: name of the worker.
         node: name of its agent.
         pid: process id on that node.
-        meant: logical rank for which it was started, or None for a standby.
+        started_for: logical rank for which it was started, or None for a standby.
         since: time at which it was started, in seconds.
         address: host:port of its snapshot server.
         ready: whether it has connected to its agent.
@@ -103,7 +103,7 @@ class Worker:
         local_rank: index of its device on the node.
         empty: whether it still has no training state of its own.
         assembled: whether it has built model and optimizer.
-        leaves: closed epoch that it has not left yet, or -1.
+        leaving_epoch: closed epoch that it has not left yet, or -1.
         release: its report when it last left an epoch.
         arrived: its process groups, reported once model and optimizer were built.
         repaired: its report that it is repaired, in the present epoch.
@@ -116,7 +116,7 @@ class Worker:
     name: str
     node: str
     pid: int
-    meant: int | None
+    started_for: int | None
     since: float
     address: str = ""
     ready: bool = False
@@ -124,7 +124,7 @@ class Worker:
     local_rank: int = 0
     empty: bool = True
     assembled: bool = False
-    leaves: int = -1
+    leaving_epoch: int = -1
     release: WorkerReleased | None = None
     arrived: list[GroupReport] = field(default_factory=list)
     repaired: WorkerRepaired | None = None
@@ -320,7 +320,7 @@ class State:
 
     def standbys(self) -> list[Worker]:
         """Return the ready workers without a seat, in the order in which they were started."""
-        return [w for w in self.workers.values() if w.ready and w.rank is None and not w.left and w.meant is None]
+        return [w for w in self.workers.values() if w.ready and w.rank is None and not w.left and w.started_for is None]
 
     def beat(self, worker: Worker) -> Beat | None:
         """Return the last heartbeat of ``worker``, or None."""

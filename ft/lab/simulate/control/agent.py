@@ -173,7 +173,7 @@ class Agent:
     def _exists(self, worker: Worker) -> None:
         if not self.alive:
             return
-        self.hear(m.WorkerStarted(worker.name, self.node, 1000 + self._started, worker.meant, worker.restart))
+        self.hear(m.WorkerStarted(worker.name, self.node, 1000 + self._started, worker.started_for, worker.restart))
         if worker.alive:
             worker.poke()
 

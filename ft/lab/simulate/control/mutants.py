@@ -25,7 +25,7 @@ def _no_release_barrier(right):
     def order_repair(state, now, out):
         for worker in state.seated():
             if worker.release is not None:
-                worker.leaves = -1
+                worker.leaving_epoch = -1
         right(state, now, out)
 
     return order_repair

@@ -33,7 +33,7 @@ class Worker(protocol.Member):
     """One worker process.
 
     Attributes:
-        meant: logical rank that the worker was started for; None: a standby.
+        started_for: logical rank that the worker was started for; None: a standby.
         restart: number of the warm restart that the worker was started in.
         alive: False once the process has ended.
         attached: whether the training script has attached to the agent.
@@ -53,10 +53,10 @@ class Worker(protocol.Member):
         broken_epoch: the last epoch in which a peer has closed a connection to this worker.
     """
 
-    def __init__(self, cluster: "Cluster", agent: "Agent", name: str, meant: int | None, restart: int):
+    def __init__(self, cluster: "Cluster", agent: "Agent", name: str, started_for: int | None, restart: int):
         super().__init__(name, agent.node)
         self.cluster, self.agent, self.name, self.address = cluster, agent, name, f"{name}:1"
-        self.meant, self.restart = meant, restart
+        self.started_for, self.restart = started_for, restart
         self.alive, self.stopped, self.deaf, self.spins = True, False, False, False
         self.attached, self.quits, self.ails, self.start = False, False, False, "ready"
         self.mumbles = False
