@@ -34,7 +34,7 @@ def main(given: argparse.Namespace) -> int:
 
 def _gpus(given: argparse.Namespace) -> int | None:
     if given.gpus is not None and (given.nnodes or given.nproc_per_node):
-        raise UserError("--gpus and --nnodes or --nproc-per-node say the same thing", "give one of them")
+        raise UserError("--gpus cannot be combined with --nnodes or --nproc-per-node", "give one of them")
     if given.nnodes is None and given.nproc_per_node is None:
         return given.gpus
     return (given.nnodes or 1) * (given.nproc_per_node or 1)
@@ -55,9 +55,10 @@ def _text(answer: Answer) -> str:
         lines.append(f"{each['name']} ({each['asked_by']}): {'fits' if each['fits'] else 'does not fit yet'}")
         lines += [f"  {entry['reason']}; {entry['fix']}" for entry in each["needs"]]
     if answer.seams:
-        other = [each for each in answer.seams if each["differs"]]
-        lines.append(f"checkout: {len(answer.seams) - len(other)} of {len(answer.seams)} seams fit")
-        lines += [f"  {each['file']}: {each['symbol']} {each['differs']}; {each['why']}" for each in other]
+        changed = [each for each in answer.seams if each["differs"]]
+        fitting = len(answer.seams) - len(changed)
+        lines.append(f"checkout: {fitting} of {len(answer.seams)} functions that protections depend on are as expected")
+        lines += [f"  {each['file']}: {each['symbol']} {each['differs']}; {each['why']}" for each in changed]
     return "\n".join([*lines, *answer.notices])
 
 

@@ -1,7 +1,8 @@
 """Planned faults: the kind, time and victim of each, and the file that carries them to agents and workers.
 
 Terms: a logical rank is a position in the parallel grid, held by a worker process; an agent is the supervisor process
-of one node; a recovery opens a new epoch, a new version of the map logical rank -> worker.
+of one node; a recovery opens a new epoch, a new version of the map logical rank -> worker. A replica (FT-HSDP) is a
+full copy of the model with its own workers; a replica that was restarted fetches its state from healthy ones.
 """
 
 import json
@@ -23,21 +24,30 @@ RECOVERY_PHASES = ("leave", "assemble", "rebuild", "restore", "resume")
 """Points of a recovery; the fault happens just before the action that gives the point its name.
 
 - leave: the worker leaves the closed epoch.
-- assemble: a worker that is new to its seat reports that it has built model and optimizer.
+- assemble: a worker that has just taken over a logical rank reports that it has built model and optimizer.
 - rebuild: the worker rebuilds its process groups.
 - restore: the worker restores its state.
 - resume: the first step begins.
 
-In a run with replicas (FT-HSDP), two points exist on the returning and on the healthy replicas alike. restore: the
-state of the returning replica is being fetched. resume: the step of this fetch is committed, but not yet offered to
-other replicas.
+In a run with replicas, a restarted replica returns while the healthy ones go on. The recovery then has only two points,
+which the restarted and the healthy replicas all pass:
+
+- restore: the restarted replica is fetching its state.
+- resume: the step during which it fetched the state is committed, but no state of this step is offered to others yet.
 """
 
 PHASES = STEP_PHASES + RECOVERY_PHASES
 
 ERRORS = ("recoverable", "timeout", "software", "node", "user")
+"""Exceptions that a worker can raise. recoverable: RecoverableError; timeout: TimeoutError; software: RuntimeError;
+node: ReplaceNodeError; user: UserError.
+"""
 COPIES = ("own", "peer")
+"""Snapshots that can be corrupted. own: the worker's own snapshot; peer: the copies of other ranks' snapshots that it
+holds.
+"""
 VALUES = ("nan", "bit")
+"""Ways to corrupt a model parameter. nan: one element becomes NaN; bit: one bit of an element is flipped."""
 
 OF_CONTROL = ("kill-control",)
 """Kinds of faults that hit the control plane."""
@@ -61,8 +71,8 @@ class Fault:
         seconds: duration in seconds; None for a momentary fault, or for one that never ends.
         factor: for kind slow, the step time with the fault divided by the step time without it.
         error: for kind exception, one of ``ERRORS``.
-        copies: for kind corrupt-snapshot, one of ``COPIES``.
-        value: for kind corrupt-tensor, one of ``VALUES``.
+        copies: for kind corrupt-snapshot, which snapshots are hit: one of ``COPIES``.
+        value: for kind corrupt-tensor, how the parameter is changed: one of ``VALUES``.
         flip: for kind bit-flip, which results are hit and how.
     """
 

@@ -5,7 +5,9 @@ from typing import Any, Protocol
 
 
 class Position(Protocol):
-    """The trainer's own state: number of the last committed step, data position, and all else that must be restored."""
+    """The trainer's state besides model, optimizer and learning-rate schedule: number of the last committed step, data
+    position, and all else that must be restored.
+    """
 
     def get(self) -> dict[str, Any]:
         """Return the position as JSON values; ``"step"`` is the number of committed steps."""

@@ -16,7 +16,7 @@ class Undo:
 
     Args:
         subject: model, optimizer and learning-rate schedule.
-        position: the trainer's own state.
+        position: the trainer's remaining state: number of the committed step, data position and the like.
     """
 
     def __init__(self, subject: TrainingState, position: Position):
@@ -50,7 +50,11 @@ class Undo:
             raise RuntimeError("the state before the iteration could not be copied") from self._error
 
     def back(self) -> None:
-        """Restore the state that the last ``begin`` copied. All ranks have to call it."""
+        """Restore the state that the last ``begin`` copied. All ranks have to call it.
+
+        Raises:
+            RuntimeError: the state could not be copied, or ``begin`` was not called.
+        """
         self.wait()
         if self._plan is None:
             raise RuntimeError("there is no copy to go back to: begin() was not called")

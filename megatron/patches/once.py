@@ -32,7 +32,7 @@ _ANYTHING = frozenset(
 
 _SET_UP = "every worker calls it while it builds its model"
 _STEP_STATE = "its state belongs to one step: step_state.abandon_step resets it on all workers"
-_ASKED_AGAIN = "releases.forget_answers_agreed_on_once makes all workers call it again"
+_ASKED_AGAIN = "releases.clear_cached_collective_results makes all workers call it again"
 _NOT_STATE = "it depends on arguments and configuration, which are equal on all workers"
 _NOT_USED = "no trainer of this project calls it"
 _BUCKETS = "distributed.param_and_grad_buffer._ParamAndGradBucketGroup"

@@ -68,12 +68,12 @@ def load_strategy(path: Path):
     return strategy
 
 
-def forget_answers_agreed_on_once(optimizer) -> None:
-    """Reset the values that all ranks agree on only once per process (see ``once.py``), so that they agree again.
+def clear_cached_collective_results(optimizer) -> None:
+    """Clear the results of collectives that core runs once per process and then caches (see ``once.py``).
 
-    Not collective. From 0.19 on, an optimizer determines with an all-reduce whether any rank has parameters whose norm
-    is computed separately, and caches the result. After a recovery all ranks have to repeat this all-reduce, because a
-    worker that has just joined runs it.
+    This function is not collective. From 0.19 on, an optimizer determines with an all-reduce whether any rank has
+    parameters whose norm is computed separately, and caches the result. After a recovery all ranks have to repeat this
+    all-reduce, because a worker that has just joined runs it.
     """
     for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
         if hasattr(part, "_has_grad_norm_group_cache"):
@@ -117,7 +117,7 @@ def optimizer_of(config, chunks, *, with_gloo: bool):
 
     Args:
         config: core's configuration of the optimizer.
-        chunks: model chunks of this rank, in data parallelism.
+        chunks: this rank's model chunks, wrapped in ``DistributedDataParallel``.
         with_gloo: whether there are gloo groups.
     """
     if "muon" in config.optimizer and CORE < (0, 19):
@@ -129,11 +129,11 @@ def optimizer_of(config, chunks, *, with_gloo: bool):
             use_gloo_process_groups=with_gloo,
             layer_wise_distributed_optimizer="dist" in config.optimizer,
         )
-    more = _of_width(config, chunks[0].config)
+    more = _width_scaling(config, chunks[0].config)
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=with_gloo, **more)
 
 
-def _of_width(config, model_config) -> dict:
+def _width_scaling(config, model_config) -> dict:
     """Return the argument with which core scales the learning rates with the width of the model (--use-mup)."""
     if not getattr(model_config, "use_mup", False):
         return {}

@@ -12,7 +12,7 @@ from ft.base.errors import UserError
 from megatron import core
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
-from megatron.patches.releases import forget_answers_agreed_on_once
+from megatron.patches.releases import clear_cached_collective_results
 
 
 def abandon_step(chunks: Iterable, optimizer) -> None:
@@ -31,7 +31,7 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
         for param in chunk.module.parameters():
             param.grad = None
     optimizer.zero_grad()
-    forget_answers_agreed_on_once(optimizer)
+    clear_cached_collective_results(optimizer)
     clear_aux_losses_tracker()
     timers = chunks[0].config.timers if chunks else None
     if timers is not None:

@@ -158,7 +158,7 @@ def test_a_run_with_other_windows_has_another_fingerprint(changed, world, names)
     ("length", "said"),
     [
         ("--train-iters 4", "the run has 4 left"),
-        ("--train-samples 800 --rampup-batch-size 2 2 100", "whole batches of 8, and the ramp stands at 2"),
+        ("--train-samples 800 --rampup-batch-size 2 2 100", "full batch size of 8, but the ramp-up has reached only 2"),
     ],
 )
 def test_a_run_whose_next_steps_are_too_few_or_too_small_for_a_profile_is_refused(

@@ -20,7 +20,7 @@ from ft.systems.hsdp.commits import Commit, CommitLog
 from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.records import Records
-from ft.systems.hsdp.resume import where_replicas_stood
+from ft.systems.hsdp.resume import initial_assignment
 from ft.systems.hsdp.samples import Past, SampleAssignment
 from ft.systems.hsdp.work import OwnStream
 
@@ -117,7 +117,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.place import Place
-from ft.systems.hsdp.resume import where_replicas_stood
+from ft.systems.hsdp.resume import initial_assignment
 from ft.systems.hsdp.samples import SampleAssignment
 state = loader_state.LoaderState(0, 0, 1, SampleAssignment(1, 1), {{0: 0}})
 first = int(sys.argv[1])
@@ -213,8 +213,8 @@ def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(
 
 def test_a_replica_comes_back_whatever_has_become_of_the_file(tmp_path):
     place = Place(replica=1, replicas=3, run_dir=tmp_path, host="127.0.0.1", comes_back=True)
-    assert where_replicas_stood(place, {}, 0, 0, 2) == (SampleAssignment(3, 2), {0: 0, 1: 0, 2: 0})
+    assert initial_assignment(place, {}, 0, 0, 2) == (SampleAssignment(3, 2), {0: 0, 1: 0, 2: 0})
     loader_state.write(tmp_path, STATE)
-    assert where_replicas_stood(place, {}, 0, 0, 2) == (ASSIGNMENT, STATE.positions)
+    assert initial_assignment(place, {}, 0, 0, 2) == (ASSIGNMENT, STATE.positions)
     (tmp_path / "loader_state").write_bytes(b'{"for')
-    assert where_replicas_stood(place, {}, 0, 0, 2)[0] == SampleAssignment(3, 2)
+    assert initial_assignment(place, {}, 0, 0, 2)[0] == SampleAssignment(3, 2)

@@ -13,7 +13,7 @@ from ft.protection.position import StepCounter
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.position import KEY, ReplicaPosition
-from ft.systems.hsdp.resume import where_replicas_stood
+from ft.systems.hsdp.resume import initial_assignment
 from ft.systems.hsdp.ring import Ring
 from ft.systems.hsdp.rings import is_same_ring
 from ft.systems.hsdp.samples import SampleAssignment
@@ -181,7 +181,7 @@ def test_a_position_carries_the_samples_of_all_replicas_to_one_that_was_away():
 
 def test_a_run_of_one_world_is_continued_by_replicas_where_it_ended(tmp_path):
     place = Place(0, 2, tmp_path, "127.0.0.1")
-    assignment, positions = where_replicas_stood(place, {}, step=5, consumed=40, block=4)
+    assignment, positions = initial_assignment(place, {}, step=5, consumed=40, block=4)
     assert [assignment.stream(r).index(0) for r in (0, 1)] == [40, 44] and positions == {0: 0, 1: 0}
 
 

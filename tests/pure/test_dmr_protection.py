@@ -37,7 +37,7 @@ def failing(error: Exception):
 )
 def test_an_error_that_wrong_numbers_explain_is_one_to_try_again(error, can_evict, any_known, raised):
     with pytest.raises(raised) as found:
-        protection(can_evict=can_evict, any_known=any_known).carry(5, 1, failing(error))
+        protection(can_evict=can_evict, any_known=any_known).run_iteration(5, 1, failing(error))
     assert type(found.value) is raised
     assert raised is not InterruptedStepError or isinstance(found.value, RecoverableError)
 

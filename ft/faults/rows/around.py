@@ -1,5 +1,8 @@
-"""Table rows for the faults outside the workers: messages, checkpoints, nodes, the control plane, and wrong
-settings.
+"""Rows of the table of faults (:mod:`ft.faults.table`) for faults outside the workers: messages, checkpoints, nodes,
+the control plane, and wrong settings.
+
+A row (:class:`ft.faults.kinds.Row`) says what the injection of a fault does, what a person who watches the run sees,
+how the control plane detects the fault, and what the outcome is. A page of the documentation is generated from it.
 """
 
 from functools import partial
@@ -22,6 +25,7 @@ from ft.faults.kinds import (
 from ft.faults.rows.signs import LOST, SILENT, ended
 from ft.faults.verdict import HOST, TRANSIENT, USER
 
+# Heading in the table -> rows below it.
 GROUPS: dict[str, tuple[Row, ...]] = {
     "Messages": (
         Row(
@@ -101,7 +105,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "reorder-reports",
-            "each two reports of a worker arrive in swapped order for a while",
+            "pairs of successive reports of a worker arrive in swapped order for a while",
             outcome=HARMLESS,
             seen="nothing",
         ),

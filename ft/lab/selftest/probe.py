@@ -49,13 +49,13 @@ class Finding:
 
     Attributes:
         kind: kind of the calls.
-        case: training step in which the kind occurred first.
+        case: name of the training step in which the kind occurred first.
         shapes: shapes of the input tensors of the first call.
         calls: number of calls that were repeated.
         runs: number of repetitions of all calls together.
         differing: number of repetitions whose result differed from the first one.
         elements: largest number of elements that differed in one repetition.
-        of: number of elements of the output in the repetition with the largest number of differing elements.
+        output_elements: number of elements of the output in the repetition that ``elements`` comes from.
         deterministic: None while no repetition differed; else the result with torch's deterministic algorithms:
             STABLE, UNSTABLE, REFUSED or NOT_TRIED.
     """
@@ -67,7 +67,7 @@ class Finding:
     runs: int = 0
     differing: int = 0
     elements: int = 0
-    of: int = 0
+    output_elements: int = 0
     deterministic: str | None = None
 
     @property
@@ -91,37 +91,37 @@ class Probe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        kind = properties_of(func)
-        if not is_counted(kind, args, kwargs):
+        operator = properties_of(func)
+        if not is_counted(operator, args, kwargs):
             return func(*args, **kwargs)
-        finding = self._of(kind, args, kwargs)
+        finding = self._finding_of(operator, args, kwargs)
         if finding.calls >= self._calls:
             return func(*args, **kwargs)
         finding.calls += 1
-        return self._execute(finding, kind, func, args, kwargs)
+        return self._execute(finding, operator, func, args, kwargs)
 
-    def _of(self, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> Finding:
+    def _finding_of(self, operator: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> Finding:
         given = tensors_in((args, kwargs))
         dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in given)
         magnitude = max((tensor.numel() for tensor in given), default=0).bit_length()
-        alike = Kind(kind.name, tuple(dtypes), magnitude)
-        if alike not in self.findings:
-            self.findings[alike] = Finding(alike, self.case, tuple(tuple(tensor.shape) for tensor in given))
-        return self.findings[alike]
+        kind = Kind(operator.name, tuple(dtypes), magnitude)
+        if kind not in self.findings:
+            self.findings[kind] = Finding(kind, self.case, tuple(tuple(tensor.shape) for tensor in given))
+        return self.findings[kind]
 
     def _execute(
-        self, finding: Finding, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+        self, finding: Finding, operator: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Execute the call and its repetitions; return the result of the call itself."""
-        if not kind.written:
-            state = state_before(kind, args, kwargs)
+        if not operator.written:
+            state = state_before(operator, args, kwargs)
             out = func(*args, **kwargs)
             self._repeat(finding, tensors_in(out), lambda: tensors_in(execute_again(func, args, kwargs, state)))
             return out
-        first = check_in_place(kind, func, args, kwargs)
-        self._repeat(finding, first, lambda: check_in_place(kind, func, args, kwargs))
+        first = check_in_place(operator, func, args, kwargs)
+        self._repeat(finding, first, lambda: check_in_place(operator, func, args, kwargs))
         out = func(*args, **kwargs)
-        _compare(finding, first, tensors_in(written(kind, args, kwargs)))
+        _compare(finding, first, tensors_in(written(operator, args, kwargs)))
         return out
 
     def _repeat(self, finding: Finding, first: Sequence[torch.Tensor], again: Again) -> None:
@@ -141,7 +141,7 @@ def _compare(finding: Finding, first: Sequence[torch.Tensor], again: Sequence[to
     alike = [(a, b) for a, b in wrong if a.shape == b.shape and a.dtype == b.dtype]
     elements = sum(int(differing(a, b)) for a, b in alike) or sum(a.numel() for a, _ in wrong)
     if elements > finding.elements:
-        finding.elements, finding.of = elements, sum(a.numel() for a in first)
+        finding.elements, finding.output_elements = elements, sum(a.numel() for a in first)
 
 
 def _deterministically(again: Again, runs: int) -> str:

@@ -92,7 +92,7 @@ def _row(one: Finding, *, deterministic: bool) -> tuple[str, ...]:
         ", ".join(one.kind.dtypes) or "-",
         " x ".join(map(str, largest)) or "-",
         f"{one.differing} of {one.runs}",
-        f"{one.elements} of {one.of}",
+        f"{one.elements} of {one.output_elements}",
         instead,
     )
 
@@ -132,6 +132,6 @@ def _values(one: Finding) -> dict[str, Any]:
         "runs": one.runs,
         "differing_runs": one.differing,
         "elements": one.elements,
-        "of": one.of,
+        "of": one.output_elements,
         "deterministic_algorithms": one.deterministic,
     }

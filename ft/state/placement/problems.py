@@ -11,6 +11,7 @@ from ft.platform.topology import NODE
 from ft.state.placement.assign import Holders, place
 
 Where = Mapping[int, Mapping[str, str]]
+"""Logical rank -> kind of failure domain (such as "rack") -> name of the rank's domain. One of the kinds is "node"."""
 
 
 def find_problems(
@@ -22,11 +23,12 @@ def find_problems(
     many copies.
 
     Args:
-        where: logical rank -> kind -> name of the rank's failure domain of this kind; one of the kinds is "node".
+        where: the failure domains of every logical rank.
         groups: data-parallel groups, each in ring order.
         k: number of copies of each rank's state.
         holders: the placement, as returned by :func:`ft.state.placement.assign.place`.
-        incomplete: ranks whose copies lack the part of the state that all their data-parallel peers have too.
+        incomplete: ranks whose peer copies lack the part of the state that is the same on all data-parallel peers;
+            such a part is restored from one of these peers.
     """
     shared: dict[tuple[str, str, int], list[int]] = {}
     for owner, (kind, domain, count) in _worst_of_all(holders, where).items():
@@ -126,6 +128,7 @@ def _best_k(where: Where, groups: Sequence[Sequence[int]], k: int) -> int:
 
 
 def _lost_with_their_peers(where: Where, groups: Sequence[Sequence[int]], incomplete: Collection[int]) -> list[str]:
+    """Return a sentence for each data-parallel group with incomplete copies that is in a single failure domain."""
     sentences = []
     for group in groups:
         if not set(group) & set(incomplete):
@@ -134,8 +137,9 @@ def _lost_with_their_peers(where: Where, groups: Sequence[Sequence[int]], incomp
             names = {where[rank].get(kind) for rank in group}
             if len(names) == 1 and names != {None}:
                 sentences.append(
-                    f"logical rank(s) {spans(group)}: what they have in common is in {kind} {names.pop()} alone, "
-                    "and no copy holds it (--use-distributed-optimizer makes every copy complete)"
+                    f"logical rank(s) {spans(group)}: the part of the state that is the same on all of them is only in "
+                    f"{kind} {names.pop()}, and no copy holds it "
+                    "(--use-distributed-optimizer makes every copy complete)"
                 )
                 break
     return sentences

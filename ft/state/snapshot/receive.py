@@ -1,4 +1,10 @@
-"""The snapshots that a worker gives out to other workers, and the peer copies that it stores for them."""
+"""The server side of snapshot transfers: gives out the snapshots of a worker, and stores peer copies that others send.
+
+A snapshot is a copy of one rank's training state in host memory. Its tensors are in two sections, OWNED (tensors that
+no other rank has) and REPLICATED (tensors that all data-parallel peers have); its envelope contains everything else. A
+peer copy consists of the section OWNED and the envelope of another rank's snapshot; that rank is its owner. A mark
+names the rank, step and epoch of a snapshot.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +19,8 @@ from ft.state.snapshot.state import OWNED, REPLICATED
 from ft.state.transfer.moving import Withdrawn
 from ft.state.transfer.server import Arrival, Held, Holder, NotHeld, Refused
 
-_STEP_ASIDE_S = 10.0
+_REPLACED_END_S = 10.0
+"""Maximum seconds to wait for the end of a transfer that a newer connection of the same owner replaces."""
 
 
 class _HeldSnapshot(Held):
@@ -64,15 +71,21 @@ class _Arrival(Arrival):
 
 
 class SnapshotHolder(Holder):
-    """Stores peer copies and gives out snapshots; the threads of connections call it.
+    """Stores peer copies and gives out snapshots. The server (:mod:`ft.state.transfer.server`) calls its methods in the
+    threads of the connections.
 
     At most one copy of each owner is received at a time. A newer connection of the same owner replaces an older one,
     because the sender of the older one has died or has lost its connection.
 
-    Attributes:
+    Args:
         stock: the snapshots that this worker holds.
+        max_bytes: maximum size of a peer copy in bytes; a larger one is refused.
+
+    Attributes:
+        stock: as passed.
         arrivals: logical rank -> its copy that is being received; guarded by ``lock``.
-        closed: epoch that is over, with all earlier ones; guarded by ``lock``.
+        closed: number of the last epoch that is over; guarded by ``lock``.
+        lock: guards the attributes.
     """
 
     def __init__(self, stock: CopyStore, max_bytes: int):
@@ -89,13 +102,14 @@ class SnapshotHolder(Holder):
             arrival.channel.shutdown()
 
     def quiesce(self) -> None:
+        """Wait until the transfers that ``cancel`` has aborted have ended."""
         for arrival in self._over():
             arrival.ended.wait()
 
     def find(self, mark: Mark, section: str) -> Held:
         slot = self.stock.find(mark.rank, mark.step)
         if slot is None or section not in slot.parts or section not in (OWNED, REPLICATED):
-            raise NotHeld(f"there is none here (held: {self.stock.holdings()})")
+            raise NotHeld(f"this worker does not hold that snapshot (it holds {self.stock.holdings()})")
         return _HeldSnapshot(slot, Mark(mark.rank, mark.step, slot.epoch), section)
 
     def begin(self, channel: FramedChannel, mark: Mark, table: bytes, envelope: bytes) -> Arrival:
@@ -122,6 +136,7 @@ class SnapshotHolder(Holder):
         return table
 
     def _admit(self, arrival: _Arrival) -> None:
+        """Register the arrival, and end an earlier one of the same owner. Raises Refused if its epoch is over."""
         owner, epoch = arrival.mark.rank, arrival.mark.epoch
         with self.lock:
             if epoch <= self.closed or epoch < self._newest:
@@ -131,7 +146,7 @@ class SnapshotHolder(Holder):
             self.arrivals[owner] = arrival
         if before is not None:
             before.channel.shutdown()
-            if not before.ended.wait(_STEP_ASIDE_S):
+            if not before.ended.wait(_REPLACED_END_S):
                 raise Refused(f"an earlier transfer for rank {owner} does not end")
 
     def _over(self) -> list[_Arrival]:

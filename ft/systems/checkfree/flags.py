@@ -1,4 +1,9 @@
-"""Checks of CheckFree's flags: stages need the same number of transformer blocks each, and two neighbours."""
+"""Checks of the flags of CheckFree and CheckFree+.
+
+CheckFree rebuilds a lost pipeline stage as a mean of its two neighbours, so a stage needs two neighbours, and all
+stages need the same number of transformer blocks. CheckFree+ can rebuild the first and the last stage, too: half of the
+microbatches pass the first two stages, and the last two, in swapped order.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +13,14 @@ from ft.systems.schedule.routes import LEAST_STAGES
 
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
-    """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
+    """Yield (problem, fix) for flags that cannot work together.
+
+    Args:
+        options: the trainer's options.
+        grid: sizes of the parallel groups.
+        replicas: number of replicas of the model, which does not matter here; an argument of every
+            :meth:`ft.protection.contract.Protection.check`.
+    """
     yield from _check_rebuilds(options, grid)
     yield from _check_swapped(options, grid)
 
@@ -20,10 +32,13 @@ def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
     if not asked.ft_hot_swap:
         yield "--ft-checkfree needs hot-swap", "add --ft-hot-swap and start with ft run"
     if grid.pp < 3:
-        yield f"--ft-checkfree with {grid.pp} pipeline stage(s): none has two neighbours", "use PP 3 or more"
+        yield (
+            f"--ft-checkfree with {grid.pp} pipeline stage(s): none has two neighbours",
+            "give --pipeline-model-parallel-size 3 or more",
+        )
     if grid.vpp:
         yield (
-            "--ft-checkfree with the interleaved schedule: a stage's layers do not lie between its neighbours'",
+            "--ft-checkfree with the interleaved schedule: a stage's layers do not lie between those of its neighbours",
             "drop --num-layers-per-virtual-pipeline-stage",
         )
     uneven = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
@@ -37,33 +52,53 @@ def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
 
 
 def _check_swapped(options: Any, grid: Any) -> Iterator[Problem]:
-    """Check what CheckFree+ needs in addition: pipeline ends that do not overlap, and microbatches to swap."""
+    """Check what CheckFree+ needs in addition: at least four stages, as the first two have to differ from the last two,
+    and at least two microbatches, of which one half is swapped.
+    """
     asked, training = options.fault_tolerance, options.training
     if not asked.ft_checkfree_plus:
         if asked.ft_checkfree_most_in_flight is not None:
-            yield "--ft-checkfree-most-in-flight bounds the schedule of --ft-checkfree-plus", "give both, or neither"
+            yield (
+                "--ft-checkfree-most-in-flight limits the schedule of --ft-checkfree-plus, which is not given",
+                "give both, or neither",
+            )
         return
     per_rank = training.micro_batch_size * grid.dp
     least = min(grid.pp, training.global_batch_size // per_rank)
     if asked.ft_checkfree_most_in_flight is not None and asked.ft_checkfree_most_in_flight < least:
-        yield f"no schedule holds {asked.ft_checkfree_most_in_flight} microbatches at most", f"{least} or more"
+        yield (
+            f"--ft-checkfree-most-in-flight is {asked.ft_checkfree_most_in_flight}, but in every schedule some stage "
+            f"holds {least} microbatches at once",
+            f"give --ft-checkfree-most-in-flight {least} or more",
+        )
     if grid.pp < LEAST_STAGES:
         problem = f"--ft-checkfree-plus swaps the first two and the last two of {grid.pp} pipeline stage(s)"
-        yield problem, f"--pipeline-model-parallel-size {LEAST_STAGES} or more"
+        yield problem, f"give --pipeline-model-parallel-size {LEAST_STAGES} or more"
     if training.global_batch_size < 2 * per_rank:
-        yield "--ft-checkfree-plus swaps half of the microbatches: there is only one", "2 microbatches or more"
+        yield (
+            "--ft-checkfree-plus swaps half of the microbatches of a step, but a step has only one",
+            f"give --global-batch-size {2 * per_rank} or more",
+        )
     if training.rampup_batch_size is not None and training.rampup_batch_size[0] < 2 * per_rank:
-        yield "a step of the ramp-up has one microbatch (--ft-checkfree-plus)", "begin with 2 microbatches or more"
+        yield (
+            "--ft-checkfree-plus swaps half of the microbatches of a step, but the first steps of --rampup-batch-size "
+            "have only one",
+            f"begin the ramp-up with a batch size of {2 * per_rank} or more",
+        )
 
 
 def _check_numbers(options: Any) -> Iterator[Problem]:
     asked = options.fault_tolerance
     if not 0.0 < asked.ft_checkfree_lr_factor <= 100.0:
-        yield f"--ft-checkfree-lr-factor is {asked.ft_checkfree_lr_factor}", "above 0, up to 100"
+        yield f"--ft-checkfree-lr-factor is {asked.ft_checkfree_lr_factor}", "give a factor above 0 and up to 100"
     if asked.ft_checkfree_lr_decay_iters < 0:
-        yield f"--ft-checkfree-lr-decay-iters is {asked.ft_checkfree_lr_decay_iters}", "0 (the factor stays) or more"
+        yield (
+            f"--ft-checkfree-lr-decay-iters is {asked.ft_checkfree_lr_decay_iters}",
+            "give 0 (the factor does not decay) or more",
+        )
     if asked.ft_checkfree_strategy == "weighted" and not options.core.clip_grad:
         yield (
-            "--ft-checkfree-strategy weighted with --clip-grad 0: gradient norms are taken for clipping only",
+            "--ft-checkfree-strategy weighted needs gradient norms, which are computed for clipping only, and "
+            "--clip-grad is 0",
             "give --clip-grad a large number, or use --ft-checkfree-strategy uniform",
         )

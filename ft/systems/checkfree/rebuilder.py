@@ -81,7 +81,7 @@ class CheckFreeRebuilder:
         """Return the step at which this rank's stage was last rebuilt; None if it never was."""
         return self._settings.rebuilt_at().get(str(self._stage))
 
-    def beside(self, position: Any) -> "PositionWithNorms":
+    def extended(self, position: Any) -> "PositionWithNorms":
         """Return a position that combines the trainer's with :attr:`kept`."""
         return PositionWithNorms(position, self)
 

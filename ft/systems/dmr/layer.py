@@ -26,7 +26,11 @@ class DoubleExecution(Protection):
         self._session = session
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
-        """Raise UserError if the requested plan does not fit this run."""
+        """Return the layer that verifies the operators of each step.
+
+        Raises:
+            UserError: the requested plan does not fit this run.
+        """
         flags = self.asked.flags
         plan, unstable = _path(flags.ft_dmr_plan), _path(flags.ft_dmr_unstable)
         flips = tuple(flags.ft_dmr_inject)
@@ -49,16 +53,20 @@ class Profile(Protection):
     follows_operators = True
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
-        """Raise UserError if too few steps are left, or if the batch size is still ramping up: a profile of smaller
-        batches would not be valid for the run."""
+        """Return the layer that measures the operators of the next steps.
+
+        Raises:
+            UserError: too few steps are left, or the batch size is still ramping up, so that a profile would not be
+                valid for the later, larger batches.
+        """
         left, samples = trainer.steps - trainer.step, trainer.batch_now
         if left < ITERATIONS:
             problem = f"a profile takes {ITERATIONS} steps, and the run has {left} left"
             raise UserError(problem, "give more --train-iters")
         if samples != trainer.batch:
             raise UserError(
-                f"a profile is made of whole batches of {trainer.batch}, and the ramp stands at {samples}",
-                "profile without --rampup-batch-size: the plan is for the batch that it ends with",
+                f"a profile needs the full batch size of {trainer.batch}, but the ramp-up has reached only {samples}",
+                "profile without --rampup-batch-size: the plan is for the batch size at the end of the ramp-up",
             )
         profiling = profiler.install(
             Path(self.asked.flags.ft_dmr_profile),
@@ -73,17 +81,17 @@ class Profile(Protection):
 
 
 class FollowedStep(Layer):
-    """A layer that intercepts every operator of a step. ``session``: verifies the operators, or measures them."""
+    """A layer that intercepts every operator of a step. ``runner`` runs the step and verifies or measures them."""
 
-    def __init__(self, trainer: Trainer, session: Verification | Profiling):
-        self._trainer, self.session = trainer, session
+    def __init__(self, trainer: Trainer, runner: Verification | Profiling):
+        self._trainer, self.runner = trainer, runner
 
     def compute(self, work: Callable[[], Update]) -> Update:
         trainer = self._trainer
-        return self.session.carry(trainer.step + 1, trainer.microbatches(trainer.batch_now), work)
+        return self.runner.run_iteration(trainer.step + 1, trainer.microbatches(trainer.batch_now), work)
 
     def update(self, step: Callable[[], Any]) -> Any:
-        self.session.before_update()
+        self.runner.before_update()
         return step()
 
 

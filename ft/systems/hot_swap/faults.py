@@ -26,7 +26,7 @@ class Breakage:
         session: this worker's place in the run.
         snapshots: this worker's snapshots.
         subject: model, optimizer and schedule.
-        position: the trainer's own state.
+        position: the trainer's remaining state: number of the committed step, data position and the like.
         newest_checkpoint: returns the folder of the run's newest complete checkpoint; None if there is none.
     """
 

@@ -1,4 +1,8 @@
-"""Construction of hot-swap's protection of one worker: its state, its snapshots, its planned faults."""
+"""Construction of hot-swap's layer on one worker, from the training state, its snapshots and the planned faults.
+
+A layer is an object whose methods the trainer calls at fixed points of a training step
+(:class:`ft.protection.contract.Layer`).
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +21,10 @@ from ft.worker.session import Session
 
 
 def protect(session: Session, chunks: Sequence, optimizer: Any, scheduler: Any, position: Position, **options: Any):
-    """Protect a user's own training loop. The arguments and the result are those of :func:`build`."""
+    """Protect a user's own training loop: build the layer, and have it called before each optimizer step.
+
+    The arguments, the result and the exceptions are those of :func:`build`.
+    """
     manager = build(session, chunks, optimizer, scheduler, position, **options)
     Stack([manager]).protect(optimizer)
     return manager
@@ -37,15 +44,15 @@ def build(
 ) -> RecoveryManager:
     """Return the layer that recovers a training run from faults.
 
-    Call it on all workers, after model and optimizer are built. The training loop has to call the layer's ``update``
-    instead of the optimizer's ``step``.
+    All workers have to call this function, after model and optimizer are built. The training loop has to call the
+    layer's ``update`` instead of the optimizer's ``step``.
 
     Args:
         session: this worker's place in the run.
         chunks: ``DistributedDataParallel`` model chunks.
         optimizer: megatron-core's optimizer, from ``get_megatron_optimizer``.
         scheduler: an object with ``state_dict`` and ``load_state_dict``, or None.
-        position: the trainer's own state.
+        position: the trainer's remaining state: number of the committed step, data position and the like.
         peers: number of other workers, in different failure domains, that hold a copy of this worker's optimizer shard.
         strict: whether to end the run at the start if such workers cannot be found.
         newest_checkpoint: returns the folder of the newest complete checkpoint, which injected faults may damage, or
@@ -58,11 +65,11 @@ def build(
             rebuilt.
     """
     subject = TrainingState(chunks, optimizer, scheduler)
-    keeper = None
+    stage_rebuilder = None
     if rebuilder is not None:
-        keeper = rebuilder(session, subject)
-        keeper.begins(position.get()["step"])
-        position = keeper.beside(position)
+        stage_rebuilder = rebuilder(session, subject)
+        stage_rebuilder.begins(position.get()["step"])
+        position = stage_rebuilder.extended(position)
     placing = Placing(session, subject, peers, strict)
     snapshots = Snapshots(
         session.server,
@@ -72,4 +79,4 @@ def build(
         on_failure=session.suspect,
     )
     injector = make_injector(session, Breakage(session, snapshots, subject, position, newest_checkpoint))
-    return RecoveryManager(session, subject, position, snapshots, injector, placing, keeper)
+    return RecoveryManager(session, subject, position, snapshots, injector, placing, stage_rebuilder)

@@ -12,7 +12,7 @@ class StageRebuilder(Protocol):
     def begins(self, step: int) -> None:
         """Prepare for training that continues after the committed step ``step``."""
 
-    def beside(self, position: Position) -> Position:
+    def extended(self, position: Position) -> Position:
         """Return the trainer's position, combined with the values that the rebuilder stores in every snapshot."""
 
     def committed(self, step: int) -> None:

@@ -33,7 +33,7 @@ class RecoveryManager(Layer, Operations):
     Args:
         session: this worker's place in the run.
         subject: model, optimizer and schedule.
-        position: the trainer's own state.
+        position: the trainer's remaining state: number of the committed step, data position and the like.
         snapshots: snapshots of this worker, and peer copies that it holds.
         injector: planned faults.
         placing: placement of the peer copies.

@@ -4,6 +4,10 @@ replicas while these compute their next step (FT-HSDP, sections 4.3 and 4.4).
 Each rank fetches from the same rank of a healthy replica (a source). The replica that is behind contributes zero
 gradients to the all-reduce of the step. It receives the result like all others, so that after the fetch and the
 optimizer update it has the same state as they have.
+
+A state consists of tensors and an envelope, which contains everything else, such as the states of the random number
+generators (RNG) and the model's buffers. The number of the quorum in which a step was committed is the lineage of the
+state after that step.
 """
 
 import threading
@@ -22,6 +26,7 @@ from ft.systems.hsdp.state import ReplicaState
 from ft.worker.session import Session
 
 _ENVELOPE_S = 10.0
+"""Time limit of the fetch of an envelope, in seconds."""
 _BEGIN_S = 0.3
 """Seconds to wait for the sources to register the fetch; less than the shortest time limit of an all-reduce."""
 
@@ -51,7 +56,7 @@ class CatchUp:
         self._has_begun = threading.Event()
 
     def begin(self, agreed: Agreed, *, keeps_state: bool) -> None:
-        """Begin to fetch the state that ``agreed`` names, in a thread.
+        """Begin to fetch the state with which the step of the quorum begins, in a thread.
 
         Return when every source has registered the fetch, or after 0.3 s. The other replicas cannot end their step
         before this replica has contributed its zero gradients, and a source that has registered a fetch waits for its
@@ -88,13 +93,18 @@ class CatchUp:
 
     def settle(self, agreed: Agreed, step: int) -> str:
         """After the commit of ``step``, fetch the parts of the state that a forward pass changes: RNG states and
-        buffers.
+        buffers. This replica has not run the forward pass of that step.
+
+        Args:
+            agreed: the quorum of the step, with the addresses of its members.
+            step: number of the committed step.
 
         Returns:
             Why these parts could not be fetched, because the other replicas were lost or have not committed the step;
                 "" if they were.
         """
-        addresses, lineage = self._sources(agreed), agreed.quorum.number
+        addresses = self._sources(agreed)
+        lineage = agreed.quorum.number  # ``step`` was committed in this quorum; ``begin`` fetches the state before it
         try:
             self._envelope = fetch.fetch_envelope(addresses, self._token, step, lineage, _ENVELOPE_S)
         except FtError as error:

@@ -12,7 +12,7 @@ from ft.systems.hsdp.last_save import LastSave
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.position import KEY, Follow, ReplicaPosition
 from ft.systems.hsdp.replica_manager import ReplicaManager
-from ft.systems.hsdp.resume import where_replicas_stood
+from ft.systems.hsdp.resume import initial_assignment
 from ft.systems.hsdp.work import OwnStream, Work
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_REPLICAS
@@ -63,7 +63,7 @@ class Replicas(Protection):
         return self._share(self._place, extra, step, samples)
 
     def _share(self, place: Place, extra: dict[str, Any], step: int, samples: int) -> Share:
-        assignment, positions = where_replicas_stood(place, extra, step, samples, self._block)
+        assignment, positions = initial_assignment(place, extra, step, samples, self._block)
         if place.redundancy is not None:
             assignment, positions = assignment.leveled(positions, step)
         return Share(place.replica, assignment, positions)

@@ -15,10 +15,11 @@ from ft.systems.hsdp.position import KEY, parse
 from ft.systems.hsdp.samples import SampleAssignment
 
 
-def where_replicas_stood(
+def initial_assignment(
     place: Place, extra: dict[str, Any], step: int, consumed: int, block: int
 ) -> tuple[SampleAssignment, dict[int, int]]:
-    """Return which replica gets which samples from now on, and how many samples each has taken of its stream.
+    """Return which replica gets which samples from now on, and the position of each replica in its stream: the number
+    of samples that it has taken.
 
     Args:
         place: this replica.
@@ -31,9 +32,11 @@ def where_replicas_stood(
     if KEY in extra:
         assignment, positions = parse(extra[KEY])
     elif consumed:
+        # The checkpoint was written by a run without replicas, in which a single stream contained all samples.
         assignment, positions = SampleAssignment(1, 1), {0: consumed}
     elif place.comes_back and (noted := _noted(place)) is not None:
-        # Only the size of the data depends on this; the actual positions come with the fetched state.
+        # This determines only how many samples the dataset needs; the assignment and the positions that are used for
+        # training come with the state that this replica fetches from the others.
         assignment, positions = noted.assignment, dict(noted.positions)
     else:
         assignment, positions = SampleAssignment(place.replicas, block), {}
@@ -41,9 +44,13 @@ def where_replicas_stood(
 
 
 def _noted(place: Place) -> LoaderState | None:
-    """Read ``loader_state``; return None if it is missing or damaged: a returning replica can do without it."""
+    """Return the contents of the file ``loader_state``; None if it is missing or damaged, as a returning replica can do
+    without it.
+    """
     try:
         return loader_state.read(place.run_dir)
     except UserError as error:
-        print(f"{error.problem}; what the run began with is taken for the size of the data", flush=True)
+        print(
+            f"{error.problem}; the size of the dataset is computed as at the beginning of the run instead", flush=True
+        )
         return None

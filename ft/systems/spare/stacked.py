@@ -70,7 +70,7 @@ class StackLoaders:
     @property
     def position(self) -> int | None:
         """Return the position that the streams of the current types have reached; None if this rank reads nothing."""
-        return None if self._stream is None else self._stream.level(self._loaders[0].consumed_samples)
+        return None if self._stream is None else self._stream.position_of_first_type(self._loaders[0].consumed_samples)
 
     def _is_next(self, types: tuple[int, ...], starts: tuple[int, ...]) -> bool:
         """Return whether the loaders reach these positions anyway, so that their prefetched data is usable."""

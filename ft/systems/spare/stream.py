@@ -1,6 +1,7 @@
 """The samples of several shard types of SPARe as one stream for the data loaders.
 
-SPARe divides a global batch into shard types, and each group (replica of the model) computes several of them.
+SPARe divides a global batch into shard types, and each group (replica of the model) computes several of them, its
+stack. The samples of each type are a stream; a position in a stream is the number of samples before it.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,9 @@ class StackStream:
         left = (stream.within(samples) - start for stream, start in zip(self._streams, self._starts, strict=True))
         return max(0, min(left) // self._shard) * self.step_samples
 
-    def level(self, position: int) -> int:
-        """Return the position in the stream of the first type when this stream has reached ``position``."""
+    def position_of_first_type(self, position: int) -> int:
+        """Return the position that the stream of the first type has reached when this stream is at ``position``.
+
+        Only whole steps count.
+        """
         return self._starts[0] + position // self.step_samples * self._shard

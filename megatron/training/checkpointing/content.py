@@ -104,9 +104,9 @@ def to_save(
         kind: format of the optimizer state (see :func:`optimizer_kind`); None: it is not saved.
         on_first_rank: see :func:`sharding_metadata`.
         with_rng: whether to save the states of the random generators.
-        data_parallel_random_init: each data-parallel rank has its own states of the random generators.
+        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
         optimizer_steps: the maximum of :func:`optimizer_state.steps` over all ranks.
-        run: as ``run_info`` of ``Checkpointer``.
+        run: information about the run; only its entry ``options`` (all options, by group) is stored here.
         layout: sizes of the parallel dimensions.
         ckpt_format: ``torch_dist``, so that tensors and generator states are sharded, or ``torch``.
     """
@@ -156,7 +156,7 @@ def to_load(
         optimizer: the optimizer; its state is allocated if necessary.
         kind: format of the optimizer state in the checkpoint; None: do not load it.
         with_rng: whether to load the states of the random generators.
-        data_parallel_random_init: each data-parallel rank has its own states of the random generators.
+        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
     """
     metadata = sharding_metadata(kind)
     wanted = model_shards(model, metadata)
@@ -205,15 +205,16 @@ def _load_schedule(scheduler: Any, stored: dict[str, Any]) -> None:
         scheduler.load_state_dict(stored)
     except AssertionError as error:  # megatron-core raises this when flags and checkpoint differ
         raise UserError(
-            f"the schedule of the flags is not the checkpoint's: {error}",
-            "add --override-opt-param-scheduler to go on with the flags', or --use-checkpoint-opt-param-scheduler with "
-            "the checkpoint's",
+            f"the learning-rate schedule of the flags differs from that of the checkpoint: {error}",
+            "add --override-opt-param-scheduler to use that of the flags, or --use-checkpoint-opt-param-scheduler to "
+            "use that of the checkpoint",
         ) from error
 
 
 def apply_state(loaded: dict[str, Any], state: TrainState) -> None:
-    """Copy the position of the run from the loaded state dict into ``state``. Megatron-LM counts samples in its
-    ``args``.
+    """Copy the position of the run from the loaded state dict into ``state``.
+
+    A checkpoint of Megatron-LM stores the numbers of samples in its ``args`` instead of top-level keys.
     """
     counted = {**vars(loaded.get("args", argparse.Namespace())), **loaded}
     state.step = loaded["iteration"]

@@ -82,7 +82,7 @@ class RunLog(AbstractContextManager):
 
     def __exit__(self, *exception) -> None:
         bar, self._bar = self._bar, None
-        # the metrics file is last, because it prints which lines it lacks
+        # The progress bar must be closed before the metrics file, which may print how many lines it could not write.
         for writer in (bar, self._tensorboard, self._metrics):
             if writer is not None:
                 writer.close()

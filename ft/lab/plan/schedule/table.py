@@ -1,4 +1,8 @@
-"""Format the result of ``ft plan schedule`` as text or JSON values."""
+"""Format the result of ``ft plan schedule`` as text or JSON values.
+
+A unit is the forward or backward of one microbatch on one pipeline stage. In the schedules of CheckFree+, half of the
+microbatches pass the first two stages, and the last two, in swapped order.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +18,11 @@ _MOST_FAULTS = 4
 
 
 def as_text(found: Planned, beside: Sequence[Planned]) -> str:
-    """Return the schedule's cost, the result of its check, its order, and the cost of other schedules.
+    """Return the schedule's cost, the result of its check, its order, and a comparison with other schedules.
 
     Args:
         found: the schedule.
-        beside: schedules to compare it with.
+        beside: schedules to list in the comparison.
     """
     shape = found.shape
     times = f"forward {shape.f:g}, backward {shape.b:g}, message {shape.comm:g}"
@@ -48,7 +52,9 @@ def _checks(found: Planned) -> str:
 
 
 def _order(found: Planned) -> str:
-    lines = ["order of each stage (F forward, B backward, ' swapped):"]
+    lines = [
+        "order of each stage (F forward, B backward; ': a microbatch that passes the end stages in swapped order):"
+    ]
     for stage in range(found.shape.stages):
         units = " ".join(_short(found, unit) for unit in found.program.order(stage))
         lines.append(shortened(f"  {stage}: {units}", _WIDTH))
@@ -76,7 +82,12 @@ def _compared(found: Planned, planned: Sequence[Planned]) -> str:
 
 
 def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
-    """Return the schedule's cost and check as JSON values; times are in the unit in which they were given."""
+    """Return the schedule's cost, check and order as JSON values; times are in the unit in which they were given.
+
+    Args:
+        found: the schedule.
+        beside: schedules whose costs are listed for comparison.
+    """
     program = found.program
     return {
         **_summary(found),
@@ -89,7 +100,9 @@ def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
 
 
 def predicted(found: Planned) -> dict[str, Any]:
-    """Return the description for the schedule file: the given times, and the cost predicted for them."""
+    """Return what a schedule file stores about the schedule besides its program: the given times, and the cost that is
+    predicted for them.
+    """
     given = {"forward": found.shape.f, "backward": found.shape.b, "comm": found.shape.comm}
     return given | {name: value for name, value in _summary(found).items() if name not in ("kind", "valid")}
 

@@ -1,6 +1,7 @@
 """Implement ``ft plan spare optimize``: recommend the redundancy with which SPARe trains fastest.
 
-In SPARe each part (shard type) of a step's data is hosted by several groups of ranks; the redundancy is their number.
+In SPARe each part (shard type) of a step's data is hosted by several groups of ranks; the redundancy R is their number.
+A number in parentheses in a text of this command is the number of a formula in the SPARe paper.
 """
 
 import argparse
@@ -21,8 +22,8 @@ from ft.systems.spare.ruler import largest_redundancy, ruler
 _DESCRIPTION = """\
 Recommend the redundancy with which training is fastest: by the rule of thumb (8), by the minimum of formula (7), and by
 the minimum of simulated runs, which include what the formulas neglect (bursts of failures, failures during restarts,
-jitter). Checkpoints alone are compared, too, and recommended if no redundancy pays off. Times are given as for
-simulate."""
+jitter). The numbers are those of the formulas in the SPARe paper. Checkpoints alone are compared, too, and recommended
+if no redundancy pays off. Times are in seconds, or have a unit, such as 5m."""
 
 _FLAGS = (
     *("groups", "mtbf", "restart", "save", "redundancy", "steps", "stack", "all-reduce", "law", "shape", "trace"),
@@ -30,9 +31,9 @@ _FLAGS = (
 )
 
 
-def add_parser(questions) -> None:
-    """Add the subcommand."""
-    parser = questions.add_parser(
+def add_parser(subparsers) -> None:
+    """Add the subcommand ``optimize``."""
+    parser = subparsers.add_parser(
         "optimize",
         help="recommend a redundancy and its checkpoint period",
         description=_DESCRIPTION,
@@ -124,7 +125,7 @@ def _values(one: Choice) -> dict[str, Any]:
 
 
 def as_text(asked: Scenario, found: Optimum) -> str:
-    """Return the table and the recommendation."""
+    """Return the comparison as a table, and the recommendation with its reason."""
     head = ("R", "time to train (7)", "available (2)", "simulated", "available", "up", "restarts", "checkpoint every")
     rows = [_cells(one) for one in (found.without, *found.choices)]
     simulated = "-" if found.argmin_simulated is None else str(found.argmin_simulated)

@@ -1,7 +1,8 @@
 """The scenario of the SPARe simulation: read from a file and from flags, checked, and converted to simulation inputs.
 
 A scenario describes the job, its failures, the costs of recovery, and the fault-tolerance schemes to compare. A group
-is one data-parallel rank, which fails as a whole; the redundancy is the number of groups that hold each data shard.
+is one data-parallel rank, which fails as a whole; the redundancy is the number of groups that hold each data shard. A
+stack is the computation of one data shard by every group; with SPARe, a step computes one or more stacks.
 
 A scenario file is TOML with the sections and keys of :data:`FIELDS`; times are seconds, or text such as "5m".
 """
@@ -34,7 +35,7 @@ class Scenario:
 
     Attributes:
         job: the simulated job.
-        mtbf_s: mean seconds mean time between two group failures anywhere in the system; infinite: no failures.
+        mtbf_s: mean time between two failures of any of the groups, in seconds; infinite: no failures.
         law: distribution of the failures, one of :data:`LAWS`.
         shape: shape of the Weibull distribution.
         trace: path of a file with recorded failures, or None.
@@ -83,10 +84,10 @@ def numbers(value: Any) -> tuple[int, ...]:
 FIELDS = {
     "groups": Field("job", whole(2, 20_000), None, "N", "number of groups, which is also the number of shard types"),
     "steps": Field("job", whole(1, 10_000_000), 10_000, "N", "number of training steps"),
-    "stack": Field("job", duration(1e-3), 64.0, "TIME", "compute time of one stack"),
+    "stack": Field("job", duration(1e-3), 64.0, "TIME", "time in which every group computes one data shard"),
     "all-reduce": Field("job", duration(0.0), None, "TIME", "duration of an all-reduce between the groups (default: "
                                                             "N / 100 seconds, as of a ring)"),
-    "mtbf": Field("failures", duration(1e-3), None, "TIME", "mean time between two group failures anywhere"),
+    "mtbf": Field("failures", duration(1e-3), None, "TIME", "mean time between two failures of any of the groups"),
     "law": Field("failures", one_of(LAWS), "weibull", "LAW", "distribution of each group's failures: "
                                                              f"{', '.join(LAWS)}"),
     "shape": Field("failures", between(0.2, 20.0), 0.78, "K", "shape of the Weibull distribution"),
@@ -97,7 +98,7 @@ FIELDS = {
                                                                            "fail are replaced at the end) or ignore "
                                                                            "(they stop)"),
     "restart": Field("costs", duration(0.0), 3600.0, "TIME", "duration of a global restart"),
-    "save": Field("costs", duration(1e-3), 60.0, "TIME", "of a checkpoint"),
+    "save": Field("costs", duration(1e-3), 60.0, "TIME", "duration of a checkpoint"),
     "shrink": Field("costs", duration(0.0), 0.1, "TIME", "time to shrink the communicator after a loss"),
     "controller": Field("costs", duration(0.0), 0.1, "TIME", "time of SPARe's controller after a loss"),
     "jitter": Field("costs", between(0.0, 0.3), 0.05, "SIGMA", "multiply the duration of each event by a factor "
@@ -105,9 +106,11 @@ FIELDS = {
     "jitter-per": Field("costs", one_of(JITTERED), "stack", "WHAT", "draw one factor for each stack that a group "
                                                                     "computes, or for all stacks of a step: stack or "
                                                                     "step"),
-    "scheme": Field("schemes", several(one_of(SCHEMES), "schemes"), ("spare",), "NAME,...", f"of {', '.join(SCHEMES)}"),
-    "redundancy": Field("schemes", numbers, None, "R[..R2]", "of SPARe (default: formula 8)"),
-    "degree": Field("schemes", numbers, None, "R[..R2]", "of replication (default: as --redundancy)"),
+    "scheme": Field("schemes", several(one_of(SCHEMES), "schemes"), ("spare",), "NAME,...", "schemes to compare, from: "
+                                                                                          f"{', '.join(SCHEMES)}"),
+    "redundancy": Field("schemes", numbers, None, "R[..R2]", "redundancies of SPARe (default: the optimum by formula 8 "
+                                                             "of the SPARe paper)"),
+    "degree": Field("schemes", numbers, None, "R[..R2]", "degrees of replication (default: as --redundancy)"),
     "seeds": Field("run", whole(1, 10_000), 5, "N", "number of runs of each case"),
     "seed": Field("run", whole(0), 0, "N", "first seed"),
     "limit": Field("run", between(1.0, 1e6), 50.0, "X", "give a run up after X times its duration without failures"),

@@ -1,4 +1,9 @@
-"""Reset the optimizer state of single parameters, as CheckFree+ needs for copies of embedding and output layer.
+"""Reset the optimizer state of single parameters, for CheckFree+.
+
+In CheckFree+ the embedding is on the first two pipeline stages, and the output layer on the last two. If one stage of
+such a pair is lost, it gets the weights of its embedding or output layer from the other one, but not their optimizer
+state (Adam's moments and step counts). The other stage then has to reset its own optimizer state of these parameters,
+because otherwise the two copies would be updated differently.
 
 An optimizer of megatron-core consists of parts, and keeps a main parameter (usually in fp32) for each model parameter.
 """
@@ -23,7 +28,8 @@ def refuse_common_steps(optimizer: Any) -> None:
         if not optimizers.is_torchs(part):
             kind = type(part.optimizer).__name__
             raise UserError(
-                f"{kind} counts steps for all parameters together: after a rebuild, CheckFree+'s copies would diverge",
+                f"{kind} counts steps for all parameters together: after a stage is rebuilt, the copies of embedding "
+                "and output layer of --ft-checkfree-plus would diverge",
                 "use --ft-checkfree, or an optimizer of torch's own (without Apex and Transformer Engine)",
             )
 
@@ -32,8 +38,12 @@ def refuse_common_steps(optimizer: Any) -> None:
 def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
     """Reset this rank's part of the optimizer state of ``params``.
 
-    Afterwards, moments and step counts are 0, and the main parameters have the values of the model's weights, as on a
-    rank that has received only the weights. The model's weights are unchanged.
+    Afterwards, moments and step counts are 0, and the main parameters have the (rounded) values of the model's weights,
+    as on a rank that has received only the weights. The model's weights are unchanged.
+
+    Args:
+        optimizer: megatron-core's optimizer.
+        params: parameters of the model; those that this rank's optimizer does not update are skipped.
     """
     params = list(params)
     for part in optimizers.parts(optimizer):

@@ -71,7 +71,7 @@ class Profiling:
         if self._engine.is_active:
             self._engine.before_update()
 
-    def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
+    def run_iteration(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
         """Run ``work``, a whole iteration, record it, and return its result. Collective in the last iteration, in which
         rank 0 collects and writes the profile.
 

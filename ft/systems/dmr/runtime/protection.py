@@ -85,7 +85,7 @@ class Protection:
             self.engine.before_update()
             self._undo.wait()
 
-    def carry(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
+    def run_iteration(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
         """Run ``work``, a whole iteration, until it has been computed correctly. All ranks have to call it.
 
         Args:
