@@ -52,9 +52,9 @@ def _text(answer: Answer) -> str:
         lines.append("batch: " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in answer.batch.items()))
     lines += _memory(answer)
     for each in answer.protections:
-        lines.append(f"{each['name']} ({each['asked_by']}): {'fits' if each['fits'] else 'does not fit yet'}")
+        lines.append(f"{each['name']} ({each['asked_by']}): {'fits' if each['fits'] else 'does not fit'}")
         lines += [f"  {entry['reason']}; {entry['fix']}" for entry in each["needs"]]
-    if answer.seams:
+    if answer.seams:  # the functions of a Megatron-LM checkout that protections depend on
         changed = [each for each in answer.seams if each["differs"]]
         fitting = len(answer.seams) - len(changed)
         lines.append(f"checkout: {fitting} of {len(answer.seams)} functions that protections depend on are as expected")

@@ -137,7 +137,7 @@ def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tu
     if found or world_size is None:
         return None, found
     view, grid = _view(theirs, options, world_size)
-    found += refusals.of_rerun_mode(view.training.rerun_mode, options.follows_operators, replicas > 0)
+    found += refusals.of_rerun_mode(view.training.rerun_mode, options.intercepts_operators, replicas > 0)
     return view, [*found, *table.problems(view, grid, replicas, os.environ)]
 
 
@@ -175,7 +175,7 @@ def parsers_flags(script: "Script") -> set[str]:
 
 
 def _values(options: "FaultToleranceOptions") -> dict[str, Any]:
-    derived = {"follows_operators": options.follows_operators, "rebuilds_stages": options.rebuilds_stages}
+    derived = {"intercepts_operators": options.intercepts_operators, "rebuilds_stages": options.rebuilds_stages}
     return {**vars(options), **derived}
 
 

@@ -95,7 +95,7 @@ def agents_faults(faults: Sequence[Fault], node: str) -> list[Fault]:
 
     Every agent gets kill-control, because the control plane may run beside any agent when the fault is due.
     """
-    return [f for f in faults if f.is_agents and (f.node == node or f.kind == "kill-control")]
+    return [f for f in faults if f.is_injected_by_agent and (f.node == node or f.kind == "kill-control")]
 
 
 def controls(run_dir: Path, node: str) -> bool:

@@ -33,7 +33,8 @@ In a run with replicas, a restarted replica returns while the healthy ones go on
 which the restarted and the healthy replicas all pass:
 
 - restore: the restarted replica is fetching its state.
-- resume: the step during which it fetched the state is committed, but no state of this step is offered to others yet.
+- resume: the replica has committed the step during which the restarted replica fetched its state, but does not yet
+  offer the state after this step to other replicas.
 """
 
 PHASES = STEP_PHASES + RECOVERY_PHASES
@@ -91,10 +92,11 @@ class Fault:
     flip: Flip | None = None
 
     @property
-    def is_agents(self) -> bool:
-        """Return whether an agent injects this fault, because no worker can.
+    def is_injected_by_agent(self) -> bool:
+        """Return whether an agent injects this fault.
 
-        A fault with a phase is carried out by a worker, because only the worker knows when that phase is reached.
+        An agent injects the faults that hit the control plane or a node. An exception is such a fault with a rank: it
+        has the phase of a recovery, and only the worker of that rank knows when it reaches that phase.
         """
         of_agent = self.kind in (*OF_CONTROL, *OF_NODE) and self.rank is None
         return of_agent or (self.kind == "kill" and self.node is not None)

@@ -7,9 +7,9 @@ page ``docs/what_happens_when.md`` is generated from it.
 from ft.faults.distributions import parse_duration
 from ft.faults.faults import Fault
 from ft.faults.kinds import START, Row
-from ft.faults.rows import around, workers
+from ft.faults.rows import outside_workers, workers
 
-GROUPS: dict[str, tuple[Row, ...]] = {**workers.GROUPS, **around.GROUPS}
+GROUPS: dict[str, tuple[Row, ...]] = {**workers.GROUPS, **outside_workers.GROUPS}
 """Heading -> rows."""
 
 TABLE = tuple(row for rows in GROUPS.values() for row in rows)
@@ -35,7 +35,7 @@ def row_of(fault: Fault) -> Row:
 def _has(fault: Fault, pair: str) -> bool:
     key, _, value = pair.partition("=")
     if key == "node":
-        return fault.is_agents
+        return fault.is_injected_by_agent
     if key == "mode":
         return fault.flip is not None and fault.flip.mode == value
     if key == "for":

@@ -13,7 +13,7 @@ from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Fault, planned
 MOST_SLEEP_S = 10.0
 """Maximum extra duration of a slow step, in seconds."""
 
-_UNSEEN_STEP_S = 0.1
+_UNMEASURED_STEP_S = 0.1
 """Assumed duration in seconds of a step that was not measured."""
 
 
@@ -52,7 +52,9 @@ class Injector:
         self._fired = set(fired)
         self._announce, self._actions = announce, actions
         self._mine = [
-            f for f in faults if not f.is_agents and (f.rank == rank or (f.node is not None and f.node == node))
+            f
+            for f in faults
+            if not f.is_injected_by_agent and (f.rank == rank or (f.node is not None and f.node == node))
         ]
         self._pending: list[Fault] = []
         self._steps = {fault.number: fault.step for fault in faults}
@@ -100,6 +102,7 @@ class Injector:
             return
         if phase == "between":
             self._slowdown.step_begins()
+        # "transfer" is excluded because a worker also passes it at the end of a recovery, outside of any step.
         while self._pending and phase in STEP_PHASES and phase != "transfer":
             self._do(self._pending.pop(0))
         for fault in self._due(phase, step):
@@ -124,8 +127,8 @@ class Injector:
     def _due(self, phase: str, step: int) -> Sequence[Fault]:
         """Return the faults that are due at this point.
 
-        A worker that has just joined a recovery does not know the step. It is that of the last fault that happened, or
-        later.
+        In a recovery, ``step`` may be too small: a worker that has just taken over a logical rank does not know the
+        step of the run. The run has at least reached the step of the latest fault that has happened.
         """
         if phase not in RECOVERY_PHASES:
             return self._planned.get((phase, step), ())
@@ -167,6 +170,6 @@ class _Slowdown:
         """Sleep for ``factor - 1`` times the duration of the last step, if a slowdown is active."""
         now = time.monotonic()
         if now < self._until:
-            last = now - self._began if self._began is not None else _UNSEEN_STEP_S
+            last = now - self._began if self._began is not None else _UNMEASURED_STEP_S
             time.sleep(min(last * (self._factor - 1.0), MOST_SLEEP_S, self._until - now))
         self._began = time.monotonic()

@@ -16,7 +16,7 @@ def free_port(host: str = "") -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return probe.getsockname()[1]
-    raise UserError(f"no free port on {host or 'this node'}", "end what holds them")
+    raise UserError(f"no free port on {host or 'this node'}", "end a process that holds a port")
 
 
 def _below_the_ephemeral() -> range:
@@ -62,12 +62,14 @@ def own_address(host: str, port: int, is_host: bool) -> str:
         return found
     # A hosts file often maps the node's own name to a loopback address, which other nodes cannot use.
     try:
+        # The address is reserved for documentation (RFC 5737), so it is reached through the default route.
         return _towards("192.0.2.1", port)
     except UserError:
         return found
 
 
 def _towards(host: str, port: int) -> str:
+    """Return this node's address on the interface that leads to ``host``. Connecting a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, port))

@@ -232,8 +232,8 @@ class Protection:
     Attributes:
         features: patches of megatron-core that the system needs (``megatron.patches.manifest``).
         joins_run: the process is a worker of ``ft run``, which assigns its logical rank.
-        follows_operators: the system intercepts every operator through torch's dispatcher, and itself handles NaN and
-            other wrong values.
+        intercepts_operators: the system intercepts every operator through torch's dispatcher, and itself handles NaN
+            and other wrong values.
         is_given_state: this rank receives its state from others and loads nothing. Set once a session exists.
         draws_weights: the model's weights are initialized randomly although the state is given.
         replicates_ends: the first two stages have the embedding, and the last two have the output layer.
@@ -242,7 +242,7 @@ class Protection:
 
     features: frozenset[str] = frozenset()
     joins_run = False
-    follows_operators = False
+    intercepts_operators = False
     is_given_state = False
     draws_weights = False
     replicates_ends = False

@@ -103,9 +103,9 @@ class Protections:
         return any(each.replicates_ends for each in self._protections)
 
     @property
-    def follows_operators(self) -> bool:
+    def intercepts_operators(self) -> bool:
         """Return whether a layer intercepts every operator, and finds wrong values itself."""
-        return any(each.follows_operators for each in self._protections)
+        return any(each.intercepts_operators for each in self._protections)
 
     @property
     def divides_steps(self) -> bool:

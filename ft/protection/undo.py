@@ -34,6 +34,7 @@ class Undo:
             pinned = any(tensor.is_cuda for each in sections.values() for tensor in each.values())
             self._slot.fit(tables_of(sections), pinned)
             self._plan = Plan(self._slot, sections)
+        # The part of the state that is not tensors: JSON values and byte strings.
         self._slot.set_meta(pack_meta(state.envelope, state.blobs))
         self._progress = self._copier.start(self._plan, self._note)
 
@@ -49,7 +50,7 @@ class Undo:
         if self._error is not None:
             raise RuntimeError("the state before the iteration could not be copied") from self._error
 
-    def back(self) -> None:
+    def roll_back(self) -> None:
         """Restore the state that the last ``begin`` copied. All ranks have to call it.
 
         Raises:

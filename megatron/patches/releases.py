@@ -1,7 +1,8 @@
 """Compatibility layer for differences between megatron-core releases: one function for each difference.
 
 All other code is written as if there were a single release. Each function names the release that introduced the
-difference; ``python -m megatron.patches`` reads the branches on ``CORE`` to find which call belongs to which release.
+difference. ``python -m megatron.patches`` checks the calls of functions of megatron-core (core for short) against a
+given release. Of a branch on ``CORE``, it checks only the side that this release would execute.
 """
 
 from pathlib import Path
@@ -80,7 +81,7 @@ def clear_cached_collective_results(optimizer) -> None:
             part._has_grad_norm_group_cache = None
 
 
-def hybrid_model(config, spec, core, **common):
+def hybrid_model(config, spec, options, **common):
     """Return core's model of Mamba, attention and MLP layers.
 
     From 0.19 on, core calls it a hybrid model, and ``hybrid_layer_pattern`` names the layers.
@@ -88,14 +89,14 @@ def hybrid_model(config, spec, core, **common):
     Args:
         config: configuration of the model.
         spec: specification of its layers; None: core's.
-        core: options of the model, with the pattern of its layers.
+        options: options of the model, with the pattern of its layers.
         common: arguments that the model has in common with a GPT.
     """
     if CORE >= (0, 19):
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        pattern = core.hybrid_layer_pattern or core.hybrid_override_pattern
+        pattern = options.hybrid_layer_pattern or options.hybrid_override_pattern
         return HybridModel(
             config=config, hybrid_stack_spec=spec or hybrid_stack_spec, hybrid_layer_pattern=pattern, **common
         )
@@ -105,9 +106,9 @@ def hybrid_model(config, spec, core, **common):
     return MambaModel(
         config=config,
         mamba_stack_spec=spec or mamba_stack_spec,
-        hybrid_attention_ratio=core.hybrid_attention_ratio,
-        hybrid_mlp_ratio=core.hybrid_mlp_ratio,
-        hybrid_override_pattern=core.hybrid_override_pattern,
+        hybrid_attention_ratio=options.hybrid_attention_ratio,
+        hybrid_mlp_ratio=options.hybrid_mlp_ratio,
+        hybrid_override_pattern=options.hybrid_override_pattern,
         **{name: value for name, value in common.items() if name != "vp_stage"},
     )
 
@@ -139,7 +140,7 @@ def _width_scaling(config, model_config) -> dict:
         return {}
     from megatron.core import optimizer
 
-    of_width = getattr(optimizer, "get_mup_config_overrides")  # noqa: B009 - of the releases with --use-mup only
+    of_width = getattr(optimizer, "get_mup_config_overrides")  # noqa: B009 - missing in releases without --use-mup
     width = {"mup_width_mult": model_config.mup_width_mult, "optimizer_type": config.optimizer}
     return {"config_overrides": optimizer.get_standard_config_overrides(config) | of_width(config, **width)}
 

@@ -1,8 +1,11 @@
 """Hook that reports this rank's part of each gradient norm that megatron-core (core) computes.
 
 CheckFree needs a gradient norm per pipeline stage to weight the neighbours of a lost stage (CheckFree, section 4.2).
-Core's global norm is the root of the sum of all ranks' squared norms. That does not change: a listener additionally
-gets this rank's norm, which core has computed anyway, and the process group over which core has summed.
+Core's global norm is the root of the sum of all ranks' squared norms. Its computation is not changed. A listener is
+additionally given this rank's norm and the process group over which core has summed.
+
+Core computes a rank's norm with ``multi_tensor_applier(l2_norm_impl, ...)`` in ``get_grad_norm_fp32``. Therefore both
+functions are replaced: the first one stores its result, and the second one passes it to the listener.
 """
 
 from collections.abc import Callable
@@ -13,20 +16,21 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from megatron.patches.replace import original, replace
 
-_PARTS, _NORMS = "megatron.core.optimizer.clip_grads", "megatron.core.optimizer.optimizer"
-_APPLIER, _NORM = "multi_tensor_applier", "get_grad_norm_fp32"
+_APPLIER_MODULE, _APPLIER = "megatron.core.optimizer.clip_grads", "multi_tensor_applier"
+_NORM_MODULE, _NORM = "megatron.core.optimizer.optimizer", "get_grad_norm_fp32"
 
 Listener = Callable[[torch.Tensor | None, dist.ProcessGroup | None], None]
 """Function that is called with two arguments: the 2-norm of this rank's gradients (tensor of one element; None if the
 rank has no gradients), and the process group that core summed over."""
 
 _listener: Listener | None = None
-_part: torch.Tensor | None = None
+_own_norm: torch.Tensor | None = None
 
 
 def apply() -> None:
-    replace(_PARTS, _APPLIER, _apply_to_many)
-    replace(_NORMS, _NORM, _get_grad_norm)
+    """Replace core's two functions."""
+    replace(_APPLIER_MODULE, _APPLIER, _apply_to_many)
+    replace(_NORM_MODULE, _NORM, _get_grad_norm)
 
 
 def listen(listener: Listener | None) -> None:
@@ -41,20 +45,20 @@ def listener() -> Listener | None:
 
 
 def _apply_to_many(operation, *args):
-    global _part
-    result = original(f"{_PARTS}.{_APPLIER}")(operation, *args)
+    global _own_norm
+    result = original(f"{_APPLIER_MODULE}.{_APPLIER}")(operation, *args)
     if operation is clip_grads.l2_norm_impl:
-        _part = result[0]
+        _own_norm = result[0]
     return result
 
 
 def _get_grad_norm(grads_for_norm, norm_type=2, grad_stats_parallel_group=None):
-    global _part
-    _part = None
-    total = original(f"{_NORMS}.{_NORM}")(
+    global _own_norm
+    _own_norm = None
+    total = original(f"{_NORM_MODULE}.{_NORM}")(
         grads_for_norm, norm_type=norm_type, grad_stats_parallel_group=grad_stats_parallel_group
     )
     if _listener is not None and norm_type == 2:
-        _listener(_part, grad_stats_parallel_group)
-    _part = None
+        _listener(_own_norm, grad_stats_parallel_group)
+    _own_norm = None
     return total

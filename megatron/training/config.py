@@ -106,7 +106,7 @@ def _network(options: Options) -> dict[str, Any]:
 
 def _kernels(options: Options) -> dict[str, Any]:
     c, platform = options.core, patches.platform()
-    verifies = options.fault_tolerance.follows_operators  # DMR executes each operator twice: no fused kernels
+    verifies = options.fault_tolerance.intercepts_operators  # DMR executes each operator twice: no fused kernels
     use_te, has_apex = uses_te(options), platform.offers("apex") and not verifies
     has_softmax = platform.offers("scaled_masked_softmax_cuda") and not verifies
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
@@ -179,6 +179,6 @@ def uses_te(options: Options) -> bool:
     DMR (dual modular redundancy) executes every operator a second time. It intercepts operators in torch's dispatcher,
     which Transformer Engine's kernels bypass.
     """
-    if options.fault_tolerance.follows_operators:
+    if options.fault_tolerance.intercepts_operators:
         return False
     return options.core.transformer_impl != "local" and patches.platform().offers("transformer_engine")

@@ -80,7 +80,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         vocab_size,
         initialize=protections.draws_weights,
         ends=protections.ends(),
-        verified=protections.follows_operators,
+        verified=protections.intercepts_operators,
     )
     timers = attach_timers(options.logging, trainee)
     if not is_given_state:
@@ -113,7 +113,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         gc.collect()
     exits = Exits(options.training, started)
     loaders = (train_loaders, valid_loaders, test_loaders)
-    verified = protections.follows_operators
+    verified = protections.intercepts_operators
     profiler = Profiler(options.logging, dist.get_rank())
     return Job(
         *(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, timers),

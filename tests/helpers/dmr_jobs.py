@@ -42,10 +42,10 @@ def protection(job, way: str | Path):
 def follow(job, session) -> None:
     """Route every step of ``job`` through ``session``: double execution, or its profiler."""
     from ft.protection.stack import Stack
-    from ft.systems.dmr.layer import FollowedStep
+    from ft.systems.dmr.layer import InterceptedStep
     from megatron.training.trainer import JobTrainer
 
-    job.protection, job.verified = Stack([FollowedStep(JobTrainer(job), session)]), True
+    job.protection, job.verified = Stack([InterceptedStep(JobTrainer(job), session)]), True
     job.protection.protect(job.trainee.optimizer)
 
 
@@ -97,7 +97,7 @@ class Again:
         self._undo.wait()
         report = train_step(self._job)
         left = SimpleNamespace(loss=report.loss, grad_norm=report.grad_norm, state=self._state())
-        self._undo.back()
+        self._undo.roll_back()
         return left
 
     def _state(self) -> str:

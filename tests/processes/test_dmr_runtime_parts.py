@@ -246,7 +246,7 @@ def test_everything_is_as_it_was_before_the_step():
         for tensor in tensors:
             tensor.mul_(1.5).add_(attempt)
         trainee.steps, place.samples = 99, 99
-        undo.back()
+        undo.roll_back()
         assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
         assert torch.equal(drawn, torch.rand(5))
         assert (trainee.steps, place.samples, trainee.published, trainee.abandoned) == (7, 40, attempt + 1, attempt + 1)
@@ -254,6 +254,6 @@ def test_everything_is_as_it_was_before_the_step():
     undo.begin()
     undo.wait()
     trainee.owned["moment"].zero_()
-    undo.back()
+    undo.roll_back()
     assert trainee.owned["moment"].any(), "a state of another shape is kept as well"
     undo.close()

@@ -17,10 +17,10 @@ import torch
 from ft.base.errors import UserError
 from ft.systems.hsdp import commits, loader_state, lr
 from ft.systems.hsdp.commits import Commit, CommitLog
+from ft.systems.hsdp.initial_assignment import initial_assignment
 from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.records import Records
-from ft.systems.hsdp.resume import initial_assignment
 from ft.systems.hsdp.samples import Past, SampleAssignment
 from ft.systems.hsdp.work import OwnStream
 
@@ -117,7 +117,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.place import Place
-from ft.systems.hsdp.resume import initial_assignment
+from ft.systems.hsdp.initial_assignment import initial_assignment
 from ft.systems.hsdp.samples import SampleAssignment
 state = loader_state.LoaderState(0, 0, 1, SampleAssignment(1, 1), {{0: 0}})
 first = int(sys.argv[1])

@@ -11,9 +11,9 @@ from ft.job.quorum import Quorum
 from ft.job.replicas.deadlines import LONGEST_S, fetch_wait
 from ft.protection.position import StepCounter
 from ft.systems.hsdp.exchange import Exchange
+from ft.systems.hsdp.initial_assignment import initial_assignment
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.position import KEY, ReplicaPosition
-from ft.systems.hsdp.resume import initial_assignment
 from ft.systems.hsdp.ring import Ring
 from ft.systems.hsdp.rings import is_same_ring
 from ft.systems.hsdp.samples import SampleAssignment

@@ -7,15 +7,15 @@ import pytest
 
 from ft.base.errors import EpochClosed, RecoverableError, UserError
 from ft.faults import verdict
-from ft.systems.dmr.runtime.protection import CorruptionError, InterruptedStepError, Protection
+from ft.systems.dmr.runtime.protection import CorruptionError, InterruptedStepError, IterationVerifier
 from ft.systems.dmr.runtime.suspects import GIVE_UP, Limits, Outcome
 
 
-def protection(*, can_evict: bool, any_known: bool) -> Protection:
+def protection(*, can_evict: bool, any_known: bool) -> IterationVerifier:
     findings = SimpleNamespace(any_known=any_known)
     engine = SimpleNamespace(findings=findings, iteration=lambda microbatches: nullcontext())
     undo = SimpleNamespace(begin=lambda: None)
-    return Protection(engine, undo, SimpleNamespace(can_evict=can_evict), Limits(), "naive")
+    return IterationVerifier(engine, undo, SimpleNamespace(can_evict=can_evict), Limits(), "naive")
 
 
 def failing(error: Exception):

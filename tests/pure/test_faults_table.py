@@ -43,7 +43,7 @@ def test_each_kind_can_be_asked_for_and_is_carried_out_by_somebody(row):
     when = "step=4" if row.kind in OF_CONTROL or "node=" in row.how else "step=4:rank=1"
     (fault,) = schedule(parse(row.spec(when)), 4, ["n0", "n1"], 0)
     assert (fault.kind, fault.step) == (row.kind, 4)
-    assert fault.is_agents == (row.where not in (WORKER, FILES))
+    assert fault.is_injected_by_agent == (row.where not in (WORKER, FILES))
     carried_out = {*ACTS, *SESSION_ACTS, *OF_NODE, *OF_CONTROL, "slow"}
     assert row.kind in carried_out
     assert row_of(fault) is row

@@ -222,7 +222,7 @@ def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():
     arguments.rerun_mode = "validate_results"
     found = [problem.split()[0] for problem, _ in refusals.of_arguments(arguments)]
     assert found == ["--skip-train", "--cuda-graph-impl"]
-    (repeated,) = refusals.of_arguments(SimpleNamespace(rerun_mode="validate_results"), follows_operators=True)
+    (repeated,) = refusals.of_arguments(SimpleNamespace(rerun_mode="validate_results"), intercepts_operators=True)
     assert "--rerun-mode validate_results" in repeated[0]
 
 

@@ -119,7 +119,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def protections(arguments: argparse.Namespace, job) -> dict:
     """Return side -> (the layer that executes operators twice, its engine)."""
     from ft.protection.stack import Stack
-    from ft.systems.dmr.layer import FollowedStep
+    from ft.systems.dmr.layer import InterceptedStep
     from ft.systems.dmr.runtime.install import install
     from ft.systems.dmr.runtime.settings import Settings
     from megatron.training.fingerprint import fingerprint
@@ -134,7 +134,7 @@ def protections(arguments: argparse.Namespace, job) -> dict:
     for name, settings in asked.items():
         of = (trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job))
         made = install(settings, *of, fingerprint=fingerprint(job.options, job.layout))
-        stack = Stack([FollowedStep(JobTrainer(job), made)])
+        stack = Stack([InterceptedStep(JobTrainer(job), made)])
         stack.protect(trainee.optimizer)
         found[name] = (stack, made.engine)
     return found

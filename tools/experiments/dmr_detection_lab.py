@@ -148,7 +148,7 @@ class Lab:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         found = list(self.engine.settle())
         left = None if flag.item() else (repr(loss), self._again._state())
-        self._again._undo.back()
+        self._again._undo.roll_back()
         return bool(flag.item()), found, error, left
 
 

@@ -60,33 +60,35 @@ ROWS = (
 )
 
 
-def of_arguments(arguments: Any, *, follows_operators: bool = False, divides_steps: bool = False) -> Iterator[Problem]:
+def of_arguments(
+    arguments: Any, *, intercepts_operators: bool = False, divides_steps: bool = False
+) -> Iterator[Problem]:
     """Yield (problem, fix) for the trainer's parsed ``arguments``.
 
     Args:
         arguments: the trainer's arguments.
-        follows_operators: whether a protection verifies every operator of a step.
+        intercepts_operators: whether a protection verifies every operator of a step.
         divides_steps: whether several replicas compute a step together.
     """
-    yield from of_rerun_mode(arguments.rerun_mode, follows_operators, divides_steps)
+    yield from of_rerun_mode(arguments.rerun_mode, intercepts_operators, divides_steps)
     for row in ROWS:
         value = getattr(arguments, row.argument, None)
         if _is_refused(row, value):
             yield _problem(row, str(value) if row.values else "")
 
 
-def of_rerun_mode(mode: str, follows_operators: bool, divides_steps: bool) -> Iterator[Problem]:
+def of_rerun_mode(mode: str, intercepts_operators: bool, divides_steps: bool) -> Iterator[Problem]:
     """Yield (problem, fix) for each requested protection that the rerun state machine of the trainer excludes.
 
     Args:
         mode: value of ``--rerun-mode``.
-        follows_operators: as for :func:`of_arguments`.
+        intercepts_operators: as for :func:`of_arguments`.
         divides_steps: as for :func:`of_arguments`.
     """
     if mode == "disabled":
         return
     fix = "add --rerun-mode disabled"
-    if follows_operators:
+    if intercepts_operators:
         yield f"--rerun-mode {mode} repeats steps by itself, and so does double execution", fix
     if divides_steps:
         yield f"--rerun-mode {mode} repeats a step on one replica, and replicas exchange gradients once in a step", fix

@@ -23,7 +23,9 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     is_standby = bool(os.environ.get("FT_STANDBY"))
     with refusing(speaks=own.rank == 0):
         asked = run.protections
-        found = refusals.of_arguments(own, follows_operators=asked.follows_operators, divides_steps=asked.divides_steps)
+        found = refusals.of_arguments(
+            own, intercepts_operators=asked.intercepts_operators, divides_steps=asked.divides_steps
+        )
         refusals.refuse(found)
     if not run.protections.joins_run:
         run.protections.connected(None)

@@ -97,7 +97,7 @@ def leave_checks_to_layers(run: Run) -> None:
 
     The trainer would end the run because of a wrong value that a layer is about to compute again.
     """
-    if run.protections.follows_operators:
+    if run.protections.intercepts_operators:
         run.checks_loss = run.args.check_for_nan_in_loss_and_grad
         run.args.check_for_nan_in_loss_and_grad = False
 

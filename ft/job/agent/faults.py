@@ -37,7 +37,7 @@ class AgentFaults:
     ):
         self._node, self._record, self._events = node, record, Path(run_dir) / "events.jsonl"
         self._injector = None
-        if any(fault.is_agents for fault in faults):
+        if any(fault.is_injected_by_agent for fault in faults):
             from ft.faults.agent import AgentInjector
 
             self._injector = AgentInjector(faults, node, run_dir, self._announce)

@@ -32,7 +32,7 @@ _TRAINER = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.helpers",
 )
-_REPLICAS = ("ft.systems.hsdp.components", "ft.systems.hsdp.resume")
+_REPLICAS = ("ft.systems.hsdp.components", "ft.systems.hsdp.initial_assignment")
 _FAULT_TOLERANCE = ("ft.worker.session", "ft.systems.hot_swap.protect", "ft.systems.checkfree.rebuilder")
 
 

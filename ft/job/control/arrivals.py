@@ -117,7 +117,10 @@ def worker_released(state: State, now: float, report: m.WorkerReleased, out: Dec
 
 
 def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decisions) -> None:
-    """Record that a joiner has built model and optimizer, and can be connected to the other workers."""
+    """Record that a joiner has built model and optimizer, and can be connected to the other workers.
+
+    A joiner repeats this report until it is told to repair, and sends it again if another epoch is opened before that.
+    """
     worker = state.workers.get(report.worker)
     if worker is None or worker.rank is None or not worker.empty:
         out.add(f"ignored: {report.worker} is not about to join an epoch")
@@ -179,8 +182,9 @@ def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisio
 def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
     """Record an event that a worker has observed.
 
-    Its layout is stored, its settings are compared with those of the other workers, and an injected fault is marked as
-    injected; all other events are only logged.
+    A layout (of ranks and their copies) is stored. The settings of a worker (``drift.EVENT``) are compared with those
+    of the other workers. An injected fault is logged, and its number is stored, so that it does not happen again. All
+    other events are only logged.
     """
     detail = report.detail
     if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:

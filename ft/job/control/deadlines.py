@@ -1,8 +1,9 @@
 """Decisions of the control plane that follow from the passing of time, and the time of the next check.
 
-Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A suspicion is a report
-that a worker has lost its connection to others; if the death of a worker explains it, that is reported soon. The phases
-(OPENED, REPAIRING, ...) are those of ``ft.job.control.state``.
+Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A suspicion is a
+worker's report that a connection to other workers failed. The usual cause is the death of a worker, which is reported
+separately and soon; otherwise the connection itself is the fault. The phases (OPENED, REPAIRING, ...) are those of
+``ft.job.control.state``.
 """
 
 from ft.faults import verdict
@@ -139,9 +140,9 @@ def _suspicions(state: State, now: float, out: Decisions) -> None:
     if now <= first.since + state.options.timeouts.suspicion_s:
         return
     worker = max((state.workers[n] for n in state.suspicions), key=lambda w: _retries(state, now, w))
-    group = state.suspicions[worker.name]
+    suspicion = state.suspicions[worker.name]
     out.add(f"nobody has died within {state.options.timeouts.suspicion_s:g} s of the lost connection of {name}")
-    react(state, now, [Fault(worker, verdict.of_suspicion(group.group, group.message))], out)
+    react(state, now, [Fault(worker, verdict.of_suspicion(suspicion.group, suspicion.message))], out)
 
 
 def _retries(state: State, now: float, worker: Worker) -> int:

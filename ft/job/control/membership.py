@@ -32,8 +32,9 @@ class Filling:
 def fill(state: State) -> Filling:
     """Assign the empty seats to ready standbys.
 
-    A standby of the lost worker's node is preferred unless that node is suspected, then one on the node with the fewest
-    seated workers: two workers on one device would share it, and a failure of that node would lose more copies at once.
+    The order of preference is: standbys on nodes that are not suspected; among these, standbys on the lost worker's
+    node; then standbys on the node with the fewest seated workers. Workers are spread over nodes because two workers on
+    one device would share it, and because the failure of a node with many workers loses many copies of states at once.
     """
     filling, ready = Filling(), list(state.standbys())
     taken = {(w.node, w.local_rank) for w in state.seated()}

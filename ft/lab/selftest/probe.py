@@ -19,9 +19,12 @@ from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, pro
 from ft.systems.dmr.runtime.redundant import check_in_place, execute_again, state_before, written
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
-"""Results of an unstable operator with torch's deterministic algorithms enabled. STABLE, UNSTABLE: whether its results
-are then reproducible. REFUSED: torch has no deterministic algorithm for the operator. NOT_TRIED: the deterministic
-algorithms are enabled already, or have to be enabled from the start of the process.
+"""Outcomes for an operator that was not reproducible and is executed again with torch's deterministic algorithms.
+
+- STABLE: with them, the operator is reproducible.
+- UNSTABLE: it is not reproducible with them either.
+- REFUSED: torch has no deterministic algorithm for the operator.
+- NOT_TRIED: they were enabled from the beginning, or have to be enabled before the process starts (cuBLAS).
 """
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -35,7 +38,8 @@ class Kind:
     Attributes:
         operator: DMR's name of the operator.
         dtypes: dtypes of the input tensors.
-        magnitude: bit length of the largest input's number of elements, as kernels split work by size.
+        magnitude: bit length of the largest input's number of elements; kernels for larger inputs may split their work
+            differently, and so have other results.
     """
 
     operator: str

@@ -93,30 +93,30 @@ def status(run: Run, now: float, gone: str = "") -> Status:
         now: wall time in seconds since 1970.
         gone: why the run has no live control plane any more; ignored if the run has ended.
     """
-    said = run.status
+    stored = run.status
     found = recoveries(run.events)
     ended = run.state != "not ended"
-    updated = _number(said.get("updated")) or (run.events[-1].wall if run.events else None)
+    updated = _number(stored.get("updated")) or (run.events[-1].wall if run.events else None)
     epoch = next((event.epoch for event in reversed(run.events) if event.epoch is not None), None)
-    protected = said.get("protected")
+    protected = stored.get("protected")
     step = records.last_step(run)
     if protected is False and run.metrics:  # the control plane gets no reports of such a run's steps
         step = max(step or 0, run.metrics[-1]["step"])
     return Status(
-        phase=run.state if ended else str(said.get("phase") or "unknown"),
-        epoch=None if protected is False else _whole(said.get("epoch"), epoch),
+        phase=run.state if ended else str(stored.get("phase") or "unknown"),
+        epoch=None if protected is False else _whole(stored.get("epoch"), epoch),
         step=step,
-        lag=None if ended else _whole(said.get("lag")),
-        restarts=_whole(said.get("restarts")),
+        lag=None if ended else _whole(stored.get("lag")),
+        restarts=_whole(stored.get("restarts")),
         age=None if updated is None else max(0.0, now - updated),
         ended=ended,
-        members=_at_the_end(_members(said), run.state, step) if ended else _members(said),
+        members=_at_the_end(_members(stored), run.state, step) if ended else _members(stored),
         last=found[-1] if found else None,
         recovered=sum(r.is_over for r in found),
         protected=protected if isinstance(protected, bool) else None,
-        hot_swap=said.get("hot_swap") is not False,
+        hot_swap=stored.get("hot_swap") is not False,
         gone="" if ended else gone,
-        nodes=len(said["nodes"]) if isinstance(said.get("nodes"), dict) else 1,
+        nodes=len(stored["nodes"]) if isinstance(stored.get("nodes"), dict) else 1,
         lacking=records.lacking(run),
     )
 
@@ -170,8 +170,8 @@ def as_values(found: Status) -> dict[str, Any]:
     }
 
 
-def _members(said: dict[str, Any]) -> list[Member]:
-    seats, standbys = said.get("seats"), said.get("standbys")
+def _members(stored: dict[str, Any]) -> list[Member]:
+    seats, standbys = stored.get("seats"), stored.get("standbys")
     found = []
     if isinstance(seats, dict):
         ordered = sorted(seats.items(), key=lambda item: _whole(item[0], 0))
@@ -241,7 +241,9 @@ def _last(recovery: Recovery | None) -> str:
 
 
 def state_facts(folder: str, phase: str, gone: str, age: float | None, when: str, stale: bool) -> list[tuple[str, str]]:
-    """Return the first lines of a status, as pairs of a name and a value: the run, its state, and why it is gone.
+    """Return the first lines of a status, as pairs of a name and a value.
+
+    They are the run's folder, its state, and the reason why no live process directs it, if that is so.
 
     Args:
         folder: the run's folder.

@@ -18,7 +18,7 @@ def parts(optimizer: Any) -> list:
     return [part for part in chained if getattr(part, "optimizer", None) is not None]
 
 
-def is_torchs(part: Any) -> bool:
+def wraps_torch_optimizer(part: Any) -> bool:
     """Return whether a megatron-core optimizer wraps an optimizer of torch, which counts steps for each parameter.
 
     The optimizers of Apex and Transformer Engine count steps for each parameter group.

@@ -24,7 +24,7 @@ from ft.base.errors import FallbackError
 from ft.net.streams import Network, TcpNetwork
 from ft.state.snapshot.buffers import Part
 from ft.state.snapshot.copy_store import CopyStore
-from ft.state.snapshot.receive import SnapshotHolder
+from ft.state.snapshot.holder import SnapshotHolder
 from ft.state.transfer import pull
 from ft.state.transfer.moving import Disturb
 from ft.state.transfer.push import CONNECT_S, Cancelled, Outgoing, PeerLost, Sender

@@ -111,7 +111,7 @@ class CheckFreeRebuilder:
         """
         own = self._session.rank
         begin_anew = self._begin_anew(order)
-        moments.forget(self._subject.optimizer, begin_anew)
+        moments.reset(self._subject.optimizer, begin_anew)
         to = [int(rank) for rank, beside in order.rebuilt.items() if own in beside.there]
         if to:
             blocks = self._blocks.get()

@@ -9,7 +9,7 @@ from ft.base.errors import Problem
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
     asked = options.fault_tolerance
-    if not asked.follows_operators:
+    if not asked.intercepts_operators:
         if asked.ft_dmr_unstable is not None:
             yield "--ft-dmr-unstable has no effect, because DMR is off", "add --ft-dmr piggyback"
         if asked.ft_dmr_inject:

@@ -9,7 +9,7 @@ from ft.protection.contract import Layer, Protection, Trainer, Update
 from ft.systems.dmr.profile import install as profiler
 from ft.systems.dmr.profile.session import ITERATIONS, Profiling
 from ft.systems.dmr.runtime import install as runtime
-from ft.systems.dmr.runtime.protection import Protection as Verification
+from ft.systems.dmr.runtime.protection import IterationVerifier
 from ft.systems.dmr.runtime.settings import Settings
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_DMR
@@ -19,7 +19,7 @@ class DoubleExecution(Protection):
     """Execute every operator twice, compare the results, and redo the step if they differ (SpareTrain)."""
 
     features = frozenset({WITH_DMR})
-    follows_operators = True
+    intercepts_operators = True
     _session: Session | None = None
 
     def connected(self, session: Session | None) -> None:
@@ -43,14 +43,14 @@ class DoubleExecution(Protection):
             fingerprint=trainer.fingerprint(),
             session=self._session,
         )
-        return FollowedStep(trainer, verification)
+        return InterceptedStep(trainer, verification)
 
 
 class Profile(Protection):
     """Measure a few steps to plan double execution, then end the run."""
 
     features = frozenset({WITH_DMR})
-    follows_operators = True
+    intercepts_operators = True
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         """Return the layer that measures the operators of the next steps.
@@ -77,13 +77,13 @@ class Profile(Protection):
             unstable=_path(self.asked.flags.ft_dmr_unstable),
             end=trainer.end,
         )
-        return FollowedStep(trainer, profiling)
+        return InterceptedStep(trainer, profiling)
 
 
-class FollowedStep(Layer):
-    """A layer that intercepts every operator of a step. ``runner`` runs the step and verifies or measures them."""
+class InterceptedStep(Layer):
+    """The layer of both protections: it lets ``runner`` run each step and verify or measure every operator of it."""
 
-    def __init__(self, trainer: Trainer, runner: Verification | Profiling):
+    def __init__(self, trainer: Trainer, runner: IterationVerifier | Profiling):
         self._trainer, self.runner = trainer, runner
 
     def compute(self, work: Callable[[], Update]) -> Update:

@@ -68,6 +68,7 @@ def build(
     stage_rebuilder = None
     if rebuilder is not None:
         stage_rebuilder = rebuilder(session, subject)
+        # A stage that was rebuilt before the checkpoint was written may have its own learning rate.
         stage_rebuilder.begins(position.get()["step"])
         position = stage_rebuilder.extended(position)
     placing = Placing(session, subject, peers, strict)

@@ -41,8 +41,8 @@ class CatchUp:
         session: session of the worker.
         place: the replica.
         state: state of this rank.
-        limit_s: time limit of a fetch in seconds; the other replicas may end it earlier when they have to update their
-            state.
+        limit_s: time limit of a fetch in seconds. A source may end it earlier, because it delays its own optimizer
+            update for a fetch only for a limited time.
     """
 
     def __init__(self, session: Session, place: Place, state: ReplicaState, limit_s: float = 600.0):
@@ -51,7 +51,7 @@ class CatchUp:
         self._thread: threading.Thread | None = None
         self._fetched: fetch.Fetched | None = None
         self._envelope: dict[str, Any] = {}
-        self._aside: dict[str, torch.Tensor] | None = None
+        self._staging: dict[str, torch.Tensor] | None = None
         self._problem = ""
         self._has_begun = threading.Event()
 
@@ -60,7 +60,7 @@ class CatchUp:
 
         Return when every source has registered the fetch, or after 0.3 s. The other replicas cannot end their step
         before this replica has contributed its zero gradients, and a source that has registered a fetch waits for its
-        end before it changes its state.
+        end, for a limited time, before it changes its state.
 
         Args:
             agreed: the quorum of the step, with the addresses of its members.
@@ -69,8 +69,8 @@ class CatchUp:
         self._fetched, self._problem = None, ""
         self._has_begun.clear()
         live = self._state.tensors()
-        self._aside = {name: torch.empty_like(t, device="cpu") for name, t in live.items()} if keeps_state else None
-        into, addresses = self._aside or live, self._sources(agreed)
+        self._staging = {name: torch.empty_like(t, device="cpu") for name, t in live.items()} if keeps_state else None
+        into, addresses = self._staging or live, self._sources(agreed)
         self._thread = threading.Thread(
             target=self._fetch, args=(agreed.quorum, addresses, into), name="ft-hsdp-fetch", daemon=True
         )
@@ -84,14 +84,14 @@ class CatchUp:
 
     def adopt(self) -> None:
         """Replace the live state by the fetched one. Must be called on all ranks of the replica."""
-        if self._aside is not None:
+        if self._staging is not None:
             with torch.no_grad():
                 for name, tensor in self._state.tensors().items():
-                    tensor.copy_(self._aside[name])
-            self._aside = None
+                    tensor.copy_(self._staging[name])
+            self._staging = None
         self._state.apply(self._fetched.envelope)
 
-    def settle(self, agreed: Agreed, step: int) -> str:
+    def fetch_rng_and_buffers(self, agreed: Agreed, step: int) -> str:
         """After the commit of ``step``, fetch the parts of the state that a forward pass changes: RNG states and
         buffers. This replica has not run the forward pass of that step.
 
@@ -100,8 +100,8 @@ class CatchUp:
             step: number of the committed step.
 
         Returns:
-            Why these parts could not be fetched, because the other replicas were lost or have not committed the step;
-                "" if they were.
+            "" if these parts were fetched; else the reason why not: for example, the other replicas were lost, or
+                have not committed the step.
         """
         addresses = self._sources(agreed)
         lineage = agreed.quorum.number  # ``step`` was committed in this quorum; ``begin`` fetches the state before it
@@ -111,11 +111,11 @@ class CatchUp:
             return str(error) or type(error).__name__
         return ""
 
-    def adopt_settled(self) -> None:
-        """Apply the parts that :meth:`settle` has fetched. Must be called on all ranks of the replica."""
+    def adopt_rng_and_buffers(self) -> None:
+        """Apply what :meth:`fetch_rng_and_buffers` has fetched. Must be called on all ranks of the replica."""
         self._state.apply(self._envelope)
 
-    def tell(self, step: int) -> None:
+    def log_caught_up(self, step: int) -> None:
         """Log the event that this rank has caught up."""
         done = self._fetched
         self._session.observe(

@@ -8,11 +8,11 @@ from ft.job.quorum import QuorumClient
 from ft.protection.contract import Asked, Layer, Protection, Trainer
 from ft.systems.hsdp.components import build
 from ft.systems.hsdp.data import Follower, Share
+from ft.systems.hsdp.initial_assignment import initial_assignment
 from ft.systems.hsdp.last_save import LastSave
 from ft.systems.hsdp.place import Place
 from ft.systems.hsdp.position import KEY, Follow, ReplicaPosition
 from ft.systems.hsdp.replica_manager import ReplicaManager
-from ft.systems.hsdp.resume import initial_assignment
 from ft.systems.hsdp.work import OwnStream, Work
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_REPLICAS

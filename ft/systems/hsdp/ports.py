@@ -139,11 +139,11 @@ class Rank(Protocol):
     def adopt(self) -> None:
         """Replace the present state by the fetched one."""
 
-    async def settle(self, agreed: Agreed, quorum: Quorum) -> str:
+    async def fetch_rng_and_buffers(self, agreed: Agreed, quorum: Quorum) -> str:
         """Fetch what a forward pass changes of the committed state; return why that has failed, "" if it has not."""
 
-    def adopt_settled(self) -> None:
-        """Apply what :meth:`settle` has fetched."""
+    def adopt_rng_and_buffers(self) -> None:
+        """Apply what :meth:`fetch_rng_and_buffers` has fetched."""
 
     def abandon(self) -> None:
         """Discard what the trainer has computed of the step."""

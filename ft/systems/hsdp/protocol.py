@@ -215,7 +215,7 @@ class Steps:
         if quorum.behind:
             self._at_return("resume")
         if self.is_catching_up:
-            await self._settle()
+            await self._take_over_rng_and_buffers()
         self.has_state, self._suspects = True, ()
         self._is_sure = not self.is_catching_up
         rank.offer()
@@ -312,11 +312,11 @@ class Steps:
         self._wait_s = fetch_wait(self._wait_s, self._first_wait_s, is_wanted=is_wanted, was_cut=was_cut)
         self._aside = is_wanted  # in the next step, other members of the ring may still be waiting for a fetch
 
-    async def _settle(self) -> None:
+    async def _take_over_rng_and_buffers(self) -> None:
         """Take over what a forward pass changes, after the commit; the step stays committed if that fails."""
-        problem = await self._rank.settle(self.agreed, self.quorum)
+        problem = await self._rank.fetch_rng_and_buffers(self.agreed, self.quorum)
         if await self._rank.all_agree(not problem):
-            self._rank.adopt_settled()
+            self._rank.adopt_rng_and_buffers()
             return
         reason = problem or "another rank of this replica could not have it"
         step = self._rank.state[0]

@@ -150,7 +150,7 @@ class TrainingRank:
     def committed(self, quorum: Quorum, seconds: float, caught_up: bool) -> None:
         position, proof = self._position, self._digest(self._parts.state.tensors)
         if caught_up:
-            self._parts.catch_up.tell(position.step)
+            self._parts.catch_up.log_caught_up(position.step)
         self._parts.records.committed(
             *(position, quorum, self._work, *self._before, seconds, self._exchange.waited_s, proof),
             self._computed_with,
@@ -186,11 +186,11 @@ class TrainingRank:
         self._parts.catch_up.adopt()
         self._start = self._parts.state.whole()[1]
 
-    async def settle(self, agreed: Agreed, quorum: Quorum) -> str:
-        return self._parts.catch_up.settle(agreed, self._position.step)
+    async def fetch_rng_and_buffers(self, agreed: Agreed, quorum: Quorum) -> str:
+        return self._parts.catch_up.fetch_rng_and_buffers(agreed, self._position.step)
 
-    def adopt_settled(self) -> None:
-        self._parts.catch_up.adopt_settled()
+    def adopt_rng_and_buffers(self) -> None:
+        self._parts.catch_up.adopt_rng_and_buffers()
 
     def abandon(self) -> None:
         self._parts.subject.abandon_step()

@@ -42,7 +42,8 @@ class Pipeline:
             group, rest = self.group or self.stages, self.microbatches % (self.group or self.stages)
             if self.stages < 2 or group < self.stages or 0 < rest < self.stages:
                 problem = f"an interleaved schedule cannot run {self.microbatches} microbatches in groups of {group}"
-                raise UserError(problem, f"give two stages or more, groups of at least {self.stages}, none cut short")
+                fix = f"give two or more stages, and groups of at least {self.stages} microbatches, also the last one"
+                raise UserError(problem, fix)
 
 
 def orders(pipeline: Pipeline) -> tuple[tuple[Unit, ...], ...]:

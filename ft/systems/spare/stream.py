@@ -13,7 +13,7 @@ class StackStream:
     """The samples that a group reads in consecutive steps in which it computes the same types.
 
     A step consists of one shard (``shard`` samples) of each type, in the order of ``types``. The samples of type i are
-    those of stream i of ``assignment``, so every group can read the samples of any type.
+    stream i of ``assignment``. The assignment is the same in all groups, so every group can read every type.
 
     Args:
         assignment: the assignment of the run's samples to streams (:mod:`ft.systems.hsdp.samples`).
@@ -23,7 +23,6 @@ class StackStream:
     """
 
     def __init__(self, assignment: SampleAssignment, types: Sequence[int], starts: Sequence[int], shard: int):
-        self.replica = "/".join(map(str, types))  # the name of the stream in messages of the loaders
         self._streams, self._starts, self._shard = [assignment.stream(each) for each in types], list(starts), shard
 
     @property

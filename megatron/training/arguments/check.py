@@ -82,7 +82,7 @@ def examine(
     found += problems_of_protections(options, grid, replicas, {})
     here = {GPU: has_te if has_gpu is None else has_gpu, TE: has_te}
     wanted = needs(options, grid)
-    if options.fault_tolerance.follows_operators:  # then _check_operators has refused what needs Transformer Engine
+    if options.fault_tolerance.intercepts_operators:  # then _check_operators has refused what needs Transformer Engine
         wanted = [need for need in wanted if need.requirement != TE]
     if not assumes_machine:
         found += unmet(wanted, lambda name: here[name] if name in here else is_installed(name))
@@ -367,7 +367,7 @@ def _check_operators(options, grid: Layout) -> Iterator[Problem]:
     DMR executes every operator a second time: it intercepts operators in torch's dispatcher, which these kernels
     bypass.
     """
-    if not options.fault_tolerance.follows_operators:
+    if not options.fault_tolerance.intercepts_operators:
         return
     for flag in [need.flag for need in needs(options, grid) if need.requirement == TE]:
         problem = (

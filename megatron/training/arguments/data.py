@@ -113,7 +113,7 @@ class DataOptions:
             self._check_fim()
         if self.data_args_path is not None:
             if self.data_path:
-                raise UserError("--data-args-path and --data-path say the same thing", "give one of them")
+                raise UserError("--data-args-path and --data-path were both given", "give one of them")
             try:
                 self.data_path = Path(self.data_args_path).read_text(encoding="utf-8").split()
             except OSError as error:
@@ -138,7 +138,7 @@ class DataOptions:
             if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}", "give a probability in [0, 1]")
         if self.fim_split_sample is not None and self.fim_fragment_rate is None:
-            raise UserError("--fim-split-sample makes fragments without a rate", "add --fim-fragment-rate 0.5")
+            raise UserError("--fim-split-sample was given without --fim-fragment-rate", "add --fim-fragment-rate 0.5")
 
 
 @dataclass
@@ -160,7 +160,8 @@ class TokenizerOptions:
     """Merges of a GPT2BPETokenizer."""
 
     tokenizer_metadata: str | None = None
-    """Metadata file of megatron-core's tokenizer library, in place of what --tokenizer-type says."""
+    """Metadata file of megatron-core's tokenizers. It names the library that reads the files, instead of
+    --tokenizer-type."""
 
     tokenizer_special_tokens: list[str] | None = None
     """Further special tokens of a tokenizer of megatron-core's library."""
@@ -175,7 +176,7 @@ class TokenizerOptions:
     """Let the tokenizers of the Hugging Face libraries put their special tokens around each text."""
 
     trust_remote_code: bool = False
-    """Let a tokenizer of the transformers library run code of its own."""
+    """Let the transformers library run Python code that comes with a tokenizer."""
 
     tiktoken_pattern: Literal["v1", "v2"] | None = None
     """Pattern by which a TikTokenizer splits text into words."""

@@ -69,7 +69,7 @@ class FaultToleranceOptions:
     the smallest bubbles is taken (ft plan schedule shows what each holds)."""
 
     @property
-    def follows_operators(self) -> bool:
+    def intercepts_operators(self) -> bool:
         """Return whether DMR intercepts every operator, in order to execute it twice or to profile it."""
         return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None
 

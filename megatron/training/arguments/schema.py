@@ -1,4 +1,4 @@
-"""Generates an ``argparse`` parser from option dataclasses, and builds them from its result.
+"""Adds the fields of option dataclasses as flags to an ``argparse`` parser, and builds the dataclasses from its result.
 
 Every field of an option dataclass is one command-line flag. Its name is the flag's (``_`` becomes ``-``), its
 annotation the type, its default the default, and the string literal below it the help text.

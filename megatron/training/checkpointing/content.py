@@ -53,7 +53,7 @@ def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
 
 
 def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str, Any]:
-    """Return the metadata that core's ``sharded_state_dict`` methods need to name the shards.
+    """Return the metadata from which core's ``sharded_state_dict`` methods derive the names and the format of shards.
 
     All of it except the process group is stored in the checkpoint.
 
@@ -105,7 +105,8 @@ def to_save(
         on_first_rank: see :func:`sharding_metadata`.
         with_rng: whether to save the states of the random generators.
         data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
-        optimizer_steps: the maximum of :func:`optimizer_state.steps` over all ranks.
+        optimizer_steps: the step count to save, which a checkpoint stores once for all parameters: the maximum of
+            :func:`optimizer_state.steps` over all ranks.
         run: information about the run; only its entry ``options`` (all options, by group) is stored here.
         layout: sizes of the parallel dimensions.
         ckpt_format: ``torch_dist``, so that tensors and generator states are sharded, or ``torch``.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ft.state.snapshot.optimizers import is_torchs
+from ft.state.snapshot.optimizers import wraps_torch_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
@@ -32,7 +32,7 @@ def parts(optimizer: Any) -> list:
 def allocate(optimizer: Any) -> None:
     """Allocate the state of fresh torch optimizers, as their first step would. No weight changes."""
     for part in parts(optimizer):
-        if is_torchs(part) and not part.optimizer.state:
+        if wraps_torch_optimizer(part) and not part.optimizer.state:
             _step_without_effect(part.optimizer)
 
 
@@ -69,7 +69,7 @@ def counted_alike(optimizer: Any, steps: int) -> Iterator[None]:
 def _counting(optimizer: Any) -> Iterator[tuple[dict, tuple[float, ...]]]:
     """Yield (optimizer state, Adam's betas) of each parameter whose state has a step count."""
     for part in parts(optimizer):
-        if not is_torchs(part):
+        if not wraps_torch_optimizer(part):
             continue
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
@@ -86,7 +86,7 @@ def load(optimizer: Any, loaded: Any) -> None:
         loaded: the state that core's ``dist_checkpointing.load`` has returned for it.
     """
     own = parts(optimizer)
-    if not all(is_torchs(part) and isinstance(part, DistributedOptimizer) for part in own):
+    if not all(wraps_torch_optimizer(part) and isinstance(part, DistributedOptimizer) for part in own):
         optimizer.load_state_dict(loaded)
         return
     numbers = sorted(key for key in loaded if isinstance(key, int))
@@ -146,11 +146,11 @@ def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) ->
     }
     part.load_state_dict({key: value for key, value in common.items() if key != "param_state"})
     inner = part.optimizer
-    if is_torchs(part):
+    if wraps_torch_optimizer(part):
         for of_parameter in inner.state.values():
             of_parameter.pop("step", None)
     loaders[common["param_state_sharding_type"]](part, tensors)
-    for group in inner.param_groups if is_torchs(part) else ():
+    for group in inner.param_groups if wraps_torch_optimizer(part) else ():
         step = float(group.pop("step"))
         for parameter in group["params"]:
             inner.state[parameter]["step"] = torch.tensor(step)

@@ -45,7 +45,8 @@ class RunLog(AbstractContextManager):
     Args:
         options: logging flags.
         is_writer: whether this rank writes.
-        first_step: number of steps done before; an existing metrics file loses later steps, which will be repeated.
+        first_step: number of steps that the run has done before this process started. Lines of later steps are removed
+            from an existing metrics file, because these steps are repeated.
         last_step: number of steps of the whole run.
         config: the run's options, which Weights & Biases shows.
     """

@@ -100,8 +100,9 @@ def as_values(found: Planned, beside: Sequence[Planned]) -> dict[str, Any]:
 
 
 def predicted(found: Planned) -> dict[str, Any]:
-    """Return what a schedule file stores about the schedule besides its program: the given times, and the cost that is
-    predicted for them.
+    """Return the given times and the cost that is predicted for them.
+
+    A schedule file stores this in addition to the program, which is the order of each stage's units and messages.
     """
     given = {"forward": found.shape.f, "backward": found.shape.b, "comm": found.shape.comm}
     return given | {name: value for name, value in _summary(found).items() if name not in ("kind", "valid")}

@@ -18,6 +18,7 @@ from ft.show.text import percent, seconds
 
 _SIZE_IN, _DPI = (11.0, 7.2), 100
 _STYLE = {"fontsize": 9, "color": palette.QUIET}
+# The keys are those of the cases in :func:`ft.lab.simulate.hsdp.cases.cases`.
 _COLOUR = {
     "sync": palette.OUTCOME["restart"],
     "formula": "#c8322b",

@@ -274,10 +274,10 @@ class Rank:
         self._loader = self.held.positions[self.replica]
         self.world.checks.adopted(self)
 
-    async def settle(self, agreed: Agreed, quorum: Quorum) -> str:
+    async def fetch_rng_and_buffers(self, agreed: Agreed, quorum: Quorum) -> str:
         return ""
 
-    def adopt_settled(self) -> None:
+    def adopt_rng_and_buffers(self) -> None:
         """Do nothing: the model has no forward pass that changes the state."""
 
     def abandon(self) -> None:

@@ -1,7 +1,7 @@
 """Simulation of one training run with SPARe, replication or checkpoints alone, step by step.
 
-A group is one data-parallel rank, which fails as a whole. A stack is the computation of one data shard by every group;
-a step computes one or more stacks and then all-reduces the gradients. After a loss, gradients that are missing are
+A group is one data-parallel rank, which fails as a whole. In a stack, every group computes one of its data shards; a
+step computes one or more stacks and then all-reduces the gradients. After a loss, gradients that are missing are
 computed again (patch compute). If a type of shard has no group left, all groups restart from the last checkpoint
 (global restart). A scheme (:class:`ft.lab.simulate.spare.schemes.Scheme`) decides how many stacks a step has and what a
 loss requires.

@@ -1,8 +1,8 @@
 """The scenario of the SPARe simulation: read from a file and from flags, checked, and converted to simulation inputs.
 
 A scenario describes the job, its failures, the costs of recovery, and the fault-tolerance schemes to compare. A group
-is one data-parallel rank, which fails as a whole; the redundancy is the number of groups that hold each data shard. A
-stack is the computation of one data shard by every group; with SPARe, a step computes one or more stacks.
+is one data-parallel rank, which fails as a whole; the redundancy is the number of groups that hold each data shard. In
+a stack, every group computes one of its data shards; with SPARe, a step consists of one or more stacks.
 
 A scenario file is TOML with the sections and keys of :data:`FIELDS`; times are seconds, or text such as "5m".
 """
@@ -93,10 +93,11 @@ FIELDS = {
     "shape": Field("failures", between(0.2, 20.0), 0.78, "K", "shape of the Weibull distribution"),
     "trace": Field("failures", str, None, "FILE", "file of recorded failures with lines: seconds group; for --law "
                                                   "trace"),
-    "clocks": Field("failures", one_of(tuple(SEMANTICS)), "extend", "HOW", "failure clocks during a restart: extend "
-                                                                           "(they continue), replace (groups that "
-                                                                           "fail are replaced at the end) or ignore "
-                                                                           "(they stop)"),
+    "clocks": Field("failures", one_of(tuple(SEMANTICS)), "extend", "HOW", "failures during a restart: extend (a "
+                                                                           "group that fails while it restarts does "
+                                                                           "so again), replace (groups that fail are "
+                                                                           "replaced at the end) or ignore (no group "
+                                                                           "fails)"),
     "restart": Field("costs", duration(0.0), 3600.0, "TIME", "duration of a global restart"),
     "save": Field("costs", duration(1e-3), 60.0, "TIME", "duration of a checkpoint"),
     "shrink": Field("costs", duration(0.0), 0.1, "TIME", "time to shrink the communicator after a loss"),

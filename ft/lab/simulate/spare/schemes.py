@@ -1,7 +1,7 @@
 """Fault-tolerance schemes in the simulation of SPARe: SPARe itself, replication, or checkpoints alone.
 
 A group is one data-parallel rank, which fails as a whole. The batch of a step is divided into shards of different
-types; a stack is the computation of one shard by every group. A scheme determines how many stacks a step computes,
+types; in a stack, every group computes one of its shards. A scheme determines how many stacks a step computes,
 whether training goes on after a loss of groups, and whether gradients of the current step have to be computed again
 (patch compute).
 """

@@ -25,7 +25,7 @@ def refuse_common_steps(optimizer: Any) -> None:
         UserError: the optimizer counts steps for all parameters together.
     """
     for part in optimizers.parts(optimizer):
-        if not optimizers.is_torchs(part):
+        if not optimizers.wraps_torch_optimizer(part):
             kind = type(part.optimizer).__name__
             raise UserError(
                 f"{kind} counts steps for all parameters together: after a stage is rebuilt, the copies of embedding "
@@ -35,7 +35,7 @@ def refuse_common_steps(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
+def reset(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
     """Reset this rank's part of the optimizer state of ``params``.
 
     Afterwards, moments and step counts are 0, and the main parameters have the (rounded) values of the model's weights,
@@ -51,13 +51,13 @@ def forget(optimizer: Any, params: Iterable[torch.nn.Parameter]) -> None:
             main = _main(part, param)
             if main is None:
                 continue
-            _follow(part, param, main)
+            _copy_weights(part, param, main)
             state = part.optimizer.state.get(main, {})
             for key, value in state.items():
                 state[key] = value.zero_() if isinstance(value, torch.Tensor) else type(value)(0)
 
 
-def _follow(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> None:
+def _copy_weights(part: Any, param: torch.nn.Parameter, main: torch.nn.Parameter) -> None:
     """Set the main parameter to the (rounded) value of the model parameter."""
     whole = param.detach().reshape(-1)
     if isinstance(part, DistributedOptimizer):

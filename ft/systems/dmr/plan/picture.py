@@ -19,8 +19,10 @@ from ft.systems.dmr.plan.summary import loads
 from ft.systems.dmr.plan.trace import BACKWARD, FORWARD, INTER, RECOMPUTE, Operator
 
 _WORK = {FORWARD: "#8fb3d9", RECOMPUTE: "#c3d3e4", BACKWARD: "#4f7fb0"}
-_OTHER = "#7468b3"
-_FILLED = {True: "#3f8f55", False: "#b07d2a"}
+# Operators outside of all units: gradient reduction, optimizer step.
+_OUTSIDE = "#7468b3"
+# Windows that the plan fills with verification: between two units, inside a unit.
+_FILLED_BETWEEN, _FILLED_INSIDE = "#3f8f55", "#b07d2a"
 _LANE = 0.7
 MOST_STAGES = 8
 """Maximum number of stages that are drawn, evenly spread; with more, the lanes would be too thin to read."""
@@ -52,20 +54,20 @@ def _lanes(axes, plan: Plan, stages: Sequence[int]) -> None:
     for lane, stage in enumerate(stages):
         by_colour: dict[str, list[tuple[float, float]]] = {}
         for begin, end, phase in _work([op for op in plan.trace.ops if op.place.stage == stage]):
-            by_colour.setdefault(_WORK.get(phase, _OTHER), []).append((begin / 1e3, (end - begin) / 1e3))
+            by_colour.setdefault(_WORK.get(phase, _OUTSIDE), []).append((begin / 1e3, (end - begin) / 1e3))
         for window in plan.trace.windows:
             if window.stage == stage and window.dur_us:
                 by_colour.setdefault(palette.FAINT, []).append((window.start_us / 1e3, window.dur_us / 1e3))
         for window in plan.trace.windows:
             if window.stage == stage and used.get(window.id):
-                colour = _FILLED[window.kind in INTER]
+                colour = _FILLED_BETWEEN if window.kind in INTER else _FILLED_INSIDE
                 by_colour.setdefault(colour, []).append((window.start_us / 1e3, used[window.id] / 1e3))
         for colour, bars in by_colour.items():
             axes.broken_barh(bars, (lane - _LANE / 2, _LANE), facecolors=colour, linewidth=0)
     axes.set_yticks(range(len(stages)), [f"stage {stage}" for stage in stages])
     axes.invert_yaxis()
     named = [*((colour, phase) for phase, colour in _WORK.items()), (palette.FAINT, "idle")]
-    named += [(_FILLED[True], "verification between units"), (_FILLED[False], "verification inside units")]
+    named += [(_FILLED_BETWEEN, "verification between units"), (_FILLED_INSIDE, "verification inside units")]
     look.legend(axes, [Patch(color=colour, label=label) for colour, label in named])
 
 
@@ -82,7 +84,7 @@ def _work(ops: Sequence[Operator]) -> list[tuple[float, float, str]]:
 
 
 def _memory(axes, plan: Plan, stages: Sequence[int]) -> None:
-    look.plain(axes, "memory in use: training alone (thin) and with what the plan keeps")
+    look.plain(axes, "memory in use: training alone (thin), and with tensors kept for later verification")
     colours = palette.LATER_WORKERS
     budget = plan.trace.memory.budget
     most = max(budget or 0.0, plan.predicted.peak_bytes)

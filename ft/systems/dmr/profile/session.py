@@ -49,7 +49,8 @@ class Target:
 
 
 class Profiling:
-    """Replaces ``ft.systems.dmr.runtime.protection.Protection`` in a profiling run: runs and records the iterations.
+    """Runs and records the iterations of a profiling run, in place of
+    ``ft.systems.dmr.runtime.protection.IterationVerifier``.
 
     Args:
         engine: follows the iteration.

@@ -18,7 +18,7 @@ from ft.systems.dmr.runtime.injection import make_falsifier
 from ft.systems.dmr.runtime.messages import Messages
 from ft.systems.dmr.runtime.mode import DoubleExecution
 from ft.systems.dmr.runtime.opaque import refuse_opaque
-from ft.systems.dmr.runtime.protection import Protection
+from ft.systems.dmr.runtime.protection import IterationVerifier
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.settings import Settings, run_seed
 from ft.systems.dmr.runtime.strategy import Planned, Strategy
@@ -42,7 +42,7 @@ def install(
     *,
     fingerprint: Mapping[str, Any],
     session: "Session | None" = None,
-) -> Protection:
+) -> IterationVerifier:
     """Install DMR for a run, after model and optimizer are built. Call it on all ranks, with ``WITH_DMR`` patches
     applied.
 
@@ -65,7 +65,7 @@ def install(
     falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)
     engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))), falsifier)
     subject = TrainingState(chunks, optimizer, scheduler)
-    protection = Protection(
+    protection = IterationVerifier(
         engine, Undo(subject, position), FindingReporter(session), Limits(retries=settings.retries), strategy.name
     )
     double_execution.listen(engine)

@@ -41,7 +41,7 @@ _OF_WRONG_NUMBERS = (IndexError, ValueError)
 
 
 class Witness(Protocol):
-    """Receives the findings of a :class:`Protection` and reports them, for example in the event log."""
+    """Receives the findings of a :class:`IterationVerifier` and reports them, for example in the event log."""
 
     can_evict: bool
     """Whether a standby (a warm worker that holds no rank) may replace a rank at fault."""
@@ -63,8 +63,8 @@ class Witness(Protocol):
         """
 
 
-class Protection:
-    """The DMR protection of one rank, for the whole run.
+class IterationVerifier:
+    """Runs the iterations of one rank with DMR, and repeats an iteration that was computed wrongly.
 
     Args:
         engine: executes the operators of an iteration twice and compares the results.
@@ -116,7 +116,7 @@ class Protection:
             outcome = suspects.decide(attempts, earlier, self._limits)
             self._witness.mismatch(step, len(attempts), reports, outcome)
             self._answer(outcome, step)
-            self._undo.back()
+            self._undo.roll_back()
 
     def _attempt(self, step: int, work: Callable[[], Result]) -> Result:
         """Run ``work`` once.

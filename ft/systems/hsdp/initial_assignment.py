@@ -34,16 +34,16 @@ def initial_assignment(
     elif consumed:
         # The checkpoint was written by a run without replicas, in which a single stream contained all samples.
         assignment, positions = SampleAssignment(1, 1), {0: consumed}
-    elif place.comes_back and (noted := _noted(place)) is not None:
+    elif place.comes_back and (stored := _read_loader_state(place)) is not None:
         # This determines only how many samples the dataset needs; the assignment and the positions that are used for
         # training come with the state that this replica fetches from the others.
-        assignment, positions = noted.assignment, dict(noted.positions)
+        assignment, positions = stored.assignment, dict(stored.positions)
     else:
         assignment, positions = SampleAssignment(place.replicas, block), {}
     return assignment.after(positions, step, place.replicas, block)
 
 
-def _noted(place: Place) -> LoaderState | None:
+def _read_loader_state(place: Place) -> LoaderState | None:
     """Return the contents of the file ``loader_state``; None if it is missing or damaged, as a returning replica can do
     without it.
     """

@@ -34,6 +34,7 @@ class _HeldSnapshot(Held):
     @contextmanager
     def reading(self, channel: FramedChannel) -> Iterator[Part]:
         yield self._part
+        # The snapshot is not locked while it is read: its memory may have been reused for a newer one meanwhile.
         if (self._slot.status, self._slot.step, self._slot.epoch) != (Status.COMPLETE, *self.mark[1:]):
             raise Withdrawn
 
