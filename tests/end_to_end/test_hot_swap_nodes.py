@@ -3,12 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
 import pytest
 from ft_runs import ROOT, Finished, Running, flags, leftovers
+from harness import started
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
@@ -100,12 +100,5 @@ class Node(Running):
         command += ["--standby-nodes", str(standby_nodes)]
         command += ["--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder)]
         command += options.split()
-        with open(self._log, "w") as log:
-            self.process = subprocess.Popen(
-                [*command, script, *script_flags.split()],
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            )
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = started.start([*command, script, *script_flags.split()], ROOT, environ, self._log)

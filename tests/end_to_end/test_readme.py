@@ -11,6 +11,7 @@ import readme_commands
 import readme_references
 import readme_walk
 from agent_jobs import ROOT, Command
+from harness.started import REAL
 from readme_walk import Walk
 
 from ft.faults.page import PAGE
@@ -67,10 +68,10 @@ class Walker:
 
 
 def start(folder: Path, command: str, limit_s: float) -> tuple[int, str]:
-    """Runs a command in a folder to its end; its exit code and output. It leaves no process behind."""
+    """Run a command in a folder to its end, as a user does; return its exit code and output, and leave no process."""
     program, *words = shlex.split(command)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    job = Command(folder, [*PROGRAMS[program], *words], OMP_NUM_THREADS="1", PATH=path)
+    job = Command(folder, [*PROGRAMS[program], *words], OMP_NUM_THREADS="1", PATH=path, **{REAL: "1"})
     try:
         code = job.wait(limit_s)
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from harness import started
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -119,13 +120,4 @@ def _torchrun(ranks: int) -> list[str]:
 
 def _run(command: list, **also: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **also}
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=540,
-        check=False,
-    )
+    return started.run(command, ROOT, environment, 540)

@@ -32,6 +32,8 @@ import traceback
 from collections.abc import Mapping
 from types import SimpleNamespace
 
+from nodes import kernel
+
 from ft.base.checkout import CHECKOUT
 from harness import processes, wire
 
@@ -41,13 +43,15 @@ _WITHOUT_CHILDREN = ("ft.job.agent.warm", "ft.job.agent.sidecar")
 _HARMLESS = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_CPP_LOG_LEVEL"}
 
 
-def keep(request: dict, report: socket.socket, output: int) -> None:
+def keep(request: dict, report: socket.socket, output: int, network: int | None) -> None:
     """Run a command in a child process until the test closes its end of ``report``; does not return.
 
     Args:
-        request: {"words": arguments of ``ft``, "cwd": folder, "env": all environment variables}.
+        request: {"words": arguments of ``ft``, "cwd": folder, "env": all environment variables, "hostname": name of
+            the simulated host (:mod:`nodes`) that it runs on, or None}.
         report: receives (pid of this process, pid of the command), and later the command's exit code.
         output: descriptor of the file for standard output and standard error.
+        network: descriptor of that host's network namespace, None without a simulated host.
     """
     processes.adopt_orphans()
     wake_read, wake_write = os.pipe()
@@ -56,6 +60,8 @@ def keep(request: dict, report: socket.socket, output: int) -> None:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     command = os.fork()
     if command == 0:
+        if network is not None:
+            kernel.enter(network, request["hostname"])
         _become({0: os.open(os.devnull, os.O_RDONLY), 1: output, 2: output}, request["env"], request["cwd"])
         _end_with(lambda: _run_ft(request["words"]))
     os.close(output)

@@ -97,22 +97,23 @@ def _serve(sock: socket.socket) -> None:
 
 
 def _fork_keeper(request: dict, sock: socket.socket) -> None:
-    """Fork the keeper of a command (:mod:`harness.commands`), which receives two more descriptors from the test."""
-    _, (report, output), _, _ = socket.recv_fds(sock, 1, 2)
+    """Fork the keeper of a command (:mod:`harness.commands`), which receives more descriptors from the test."""
+    _, descriptors, _, _ = socket.recv_fds(sock, 1, 3)
+    report, output, network = [*descriptors, None][:3]
     server = os.getpid()
     if os.fork() == 0:
         try:
             sock.close()
             processes.die_with_parent(signal.SIGKILL)
             if os.getppid() == server:
-                commands.keep(request, socket.socket(fileno=report), output)
+                commands.keep(request, socket.socket(fileno=report), output, network)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
         finally:
             os._exit(1)
-    os.close(report)
-    os.close(output)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _fork_ranks(request: dict, private_fds: list[int]) -> list[int]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ft_runs import LIMIT_S, ROOT, Finished, Running, leftovers
+from harness import started
 
 from nodes.lab import Host, Lab
 
@@ -21,15 +22,8 @@ class Node(Running):
     def __init__(self, host: Host, folder: Path, command: list[str]):
         self.host, self.folder = host, folder
         self._log = folder.with_name(f"{folder.name}.{host.name}.out")
-        with open(self._log, "a") as log:
-            self.process = host.start(
-                command,
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            )
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = started.start(command, ROOT, environ, self._log, host)
 
 
 class Fleet:

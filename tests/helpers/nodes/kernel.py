@@ -30,6 +30,13 @@ def enter_network(namespace: int) -> None:
     _check(_libc.setns(namespace, NEW_NETWORK), "setns")
 
 
+def enter(namespace: int, hostname: str) -> None:
+    """Move this thread to a simulated host: the network namespace behind a descriptor, and a hostname of its own."""
+    enter_network(namespace)
+    unshare(NEW_HOSTNAME)
+    socket.sethostname(hostname)
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill this process with SIGKILL when the thread that started it ends."""
     _check(_libc.prctl(_DIE_WITH_PARENT, int(signal.SIGKILL), 0, 0, 0), "prctl")
@@ -58,10 +65,8 @@ def main() -> None:
     die_with_parent()
     if os.getppid() != int(parent):
         sys.exit("whoever started this is gone")
-    enter_network(int(namespace))
+    enter(int(namespace), name)
     os.close(int(namespace))
-    unshare(NEW_HOSTNAME)
-    socket.sethostname(name)
     os.execvp(command[0], command)
 
 

@@ -37,17 +37,18 @@ class Host:
 
     Attributes:
         address: IPv4 address, reachable only from the other hosts of its lab.
+        namespace: descriptor of its network namespace.
     """
 
     def __init__(self, lab: "Lab", index: int, namespace: int):
-        self._lab, self._namespace = lab, namespace
+        self._lab, self.namespace = lab, namespace
         self.index, self.name, self.address = index, f"host{index}", f"{NETWORK}.{index + 1}"
         self._inode = os.fstat(namespace).st_ino
 
     def start(self, command: list[str], **how: Any) -> subprocess.Popen:
         """Start a process as ``Popen`` does; it is killed when the thread that has called this ends."""
-        enter = [sys.executable, "-S", kernel.__file__, str(self._namespace), self.name, str(os.getpid())]
-        return subprocess.Popen([*enter, *command], pass_fds=[self._namespace], **how)
+        enter = [sys.executable, "-S", kernel.__file__, str(self.namespace), self.name, str(os.getpid())]
+        return subprocess.Popen([*enter, *command], pass_fds=[self.namespace], **how)
 
     def run(self, *command: str, timeout_s: float = 20.0) -> str:
         """Run a command in this checkout and return its output; raise CalledProcessError if it fails."""
@@ -142,8 +143,8 @@ class Lab:
         if not first:
             raise RuntimeError(self._router.communicate()[1].strip().splitlines()[-1])
         paths = [f"/proc/{self._router.pid}/fd/{descriptor}" for descriptor in json.loads(first)]
-        self._namespaces = [os.open(path, os.O_RDONLY) for path in paths]
-        self.hosts = [Host(self, index, namespace) for index, namespace in enumerate(self._namespaces)]
+        self.namespaces = [os.open(path, os.O_RDONLY) for path in paths]
+        self.hosts = [Host(self, index, namespace) for index, namespace in enumerate(self.namespaces)]
 
     def impair(self, sources: Iterable[Host], targets: Iterable[Host], **settings: Any) -> None:
         """Change the ``nodes.router.Way`` from each source to each target; in force when this returns."""
@@ -169,9 +170,9 @@ class Lab:
         self._router.wait(10)
         for stream in (self._router.stdout, self._router.stderr):
             stream.close()
-        for namespace in self._namespaces:
+        for namespace in self.namespaces:
             os.close(namespace)
-        self._namespaces, self.hosts = [], []
+        self.namespaces, self.hosts = [], []
 
     def __enter__(self) -> "Lab":
         return self
