@@ -78,7 +78,7 @@ def test_a_planted_operator_is_found_and_no_other():
     found = probed(work)
     assert {name for name, one in found.items() if not one.is_stable} == {"planted::noise", "planted::noise_"}
     noise = found["planted::noise"]
-    assert (noise.calls, noise.runs, noise.differing, noise.elements, noise.of) == (1, 4, 4, 1, 64)
+    assert (noise.calls, noise.runs, noise.differing, noise.elements, noise.output_elements) == (1, 4, 4, 1, 64)
     assert noise.deterministic == UNSTABLE
     assert {"mm", "randn", "bernoulli_.float", "exp.out"} <= found.keys()
 
