@@ -23,7 +23,7 @@ class Pool:
 
 
 def test_a_worker_that_the_pool_forks_when_the_run_is_over_is_killed(tmp_path):
-    place = environment.Place("n0", 0, "127.0.0.1", "none", str(tmp_path), "id", 1, 1, 0)
+    place = environment.NodeContext("n0", 0, "127.0.0.1", "none", str(tmp_path), "id", 1, 1, 0)
     pool, posted = Pool(), []
     workforce = Workforce(pool, place, posted.append, lambda channel: None, Limits())
     late = workforce.spawn(0, 0, 0, ("127.0.0.1", 1))

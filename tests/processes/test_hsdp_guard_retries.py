@@ -13,7 +13,7 @@ from ft.protection.stack import Stack
 from ft.state.fetch import Fetched, Refused
 from ft.systems.hsdp import catch_up, votes
 from ft.systems.hsdp.last_save import LastSave, Turns
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.ports import Agreed
 from ft.systems.hsdp.replica_manager import ReplicaManager
 from ft.systems.hsdp.retry import Retry
@@ -46,7 +46,7 @@ class Made:
     """A guard and what it works with; ``told``: what was done to its parts, in this order."""
 
     def __init__(self, tmp_path, *, comes_back=False, applied=True, last_save=None):
-        place = Place(REPLICA, 3, tmp_path, "127.0.0.1", comes_back=comes_back)
+        place = ReplicaContext(REPLICA, 3, tmp_path, "127.0.0.1", comes_back=comes_back)
         self.parts, self.told = MagicMock(place=place, work=OwnStream(place), batch=4, save_interval=None), []
         self.parts.session.rank, self.parts.session.closed = 0, False
         self.parts.session.next_order = AsyncMock(return_value=Finish())
@@ -278,8 +278,8 @@ def test_a_replica_gives_its_zeros_when_its_sources_know_that_it_fetches_and_not
     monkeypatch.setattr(catch_up.fetch, "fetch", fetch)
     monkeypatch.setattr(catch_up, "_BEGIN_S", 30.0)
     state = MagicMock(tensors=lambda: {})
-    monkeypatch.setattr(Place, "token", "")
-    one = catch_up.CatchUp(MagicMock(rank=0), Place(REPLICA, 3, tmp_path, "127.0.0.1"), state)
+    monkeypatch.setattr(ReplicaContext, "token", "")
+    one = catch_up.CatchUp(MagicMock(rank=0), ReplicaContext(REPLICA, 3, tmp_path, "127.0.0.1"), state)
     one.begin(agreed(BEHIND), keeps_state=False)
     assert begun.is_set()
 

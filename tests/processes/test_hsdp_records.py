@@ -19,7 +19,7 @@ from ft.systems.hsdp import commits, loader_state, lr
 from ft.systems.hsdp.commits import Commit, CommitLog
 from ft.systems.hsdp.initial_assignment import initial_assignment
 from ft.systems.hsdp.loader_state import LoaderState
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.records import Records
 from ft.systems.hsdp.samples import Past, SampleAssignment
 from ft.systems.hsdp.work import OwnStream
@@ -116,7 +116,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from ft.systems.hsdp import loader_state
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.initial_assignment import initial_assignment
 from ft.systems.hsdp.samples import SampleAssignment
 state = loader_state.LoaderState(0, 0, 1, SampleAssignment(1, 1), {{0: 0}})
@@ -212,7 +212,7 @@ def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(
 
 
 def test_a_replica_comes_back_whatever_has_become_of_the_file(tmp_path):
-    place = Place(replica=1, replicas=3, run_dir=tmp_path, host="127.0.0.1", comes_back=True)
+    place = ReplicaContext(replica=1, replicas=3, run_dir=tmp_path, host="127.0.0.1", comes_back=True)
     assert initial_assignment(place, {}, 0, 0, 2) == (SampleAssignment(3, 2), {0: 0, 1: 0, 2: 0})
     loader_state.write(tmp_path, STATE)
     assert initial_assignment(place, {}, 0, 0, 2) == (ASSIGNMENT, STATE.positions)

@@ -12,7 +12,7 @@ from ft.job.replicas.deadlines import LONGEST_S, fetch_wait
 from ft.protection.position import StepCounter
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.initial_assignment import initial_assignment
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.position import KEY, ReplicaPosition
 from ft.systems.hsdp.ring import Ring
 from ft.systems.hsdp.rings import is_same_ring
@@ -180,7 +180,7 @@ def test_a_position_carries_the_samples_of_all_replicas_to_one_that_was_away():
 
 
 def test_a_run_of_one_world_is_continued_by_replicas_where_it_ended(tmp_path):
-    place = Place(0, 2, tmp_path, "127.0.0.1")
+    place = ReplicaContext(0, 2, tmp_path, "127.0.0.1")
     assignment, positions = initial_assignment(place, {}, step=5, consumed=40, block=4)
     assert [assignment.stream(r).index(0) for r in (0, 1)] == [40, 44] and positions == {0: 0, 1: 0}
 
@@ -190,6 +190,6 @@ def test_a_run_of_one_world_is_continued_by_replicas_where_it_ended(tmp_path):
 )
 def test_variables_that_do_not_fit_together_are_refused(wrong, tmp_path):
     right = {"FT_HSDP_REPLICA": "1", "FT_HSDP_REPLICAS": "3", "FT_HSDP_RUN_DIR": str(tmp_path)}
-    assert Place.from_environment(right).replica == 1 and Place.from_environment({}) is None
+    assert ReplicaContext.from_environment(right).replica == 1 and ReplicaContext.from_environment({}) is None
     with pytest.raises(UserError):
-        Place.from_environment({**right, **wrong})
+        ReplicaContext.from_environment({**right, **wrong})

@@ -218,7 +218,7 @@ def test_who_is_silent_and_why():
     assert silent(10.0, {}, limits) == []
 
 
-PLACE = environment.Place(
+PLACE = environment.NodeContext(
     node="n1", node_rank=1, host="10.0.0.2", socket="@s", run_dir="/r", run_id="r",
     world_size=8, nproc=4, max_restarts=3, faults="/r/faults.n1.json",
 )  # fmt: skip

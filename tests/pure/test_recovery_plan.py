@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ft.job.control.recovery_plan import COPIES, MIDDLE, PLUS, REBUILD, RESTART, Memory, Stages, decide
-from ft.job.control.state import Place
+from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 
 
@@ -15,7 +15,7 @@ def pipeline(pp=4, dp=1, tp=1, blocks=None, checkfree=MIDDLE, rebuilt=None):
     places = {}
     for rank in range(pp * dp * tp):
         stage = rank // (dp * tp)
-        places[rank] = Place(stage, rank % tp, rank // tp % dp, 0, blocks[stage])
+        places[rank] = GridPosition(stage, rank % tp, rank // tp % dp, 0, blocks[stage])
     return Stages(checkfree, places, rebuilt or {})
 
 

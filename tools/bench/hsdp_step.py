@@ -141,7 +141,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.patches.manifest import WITH_REPLICAS
 
     patches.apply(WITH_REPLICAS)
-    from ft.systems.hsdp.place import Place
+    from ft.systems.hsdp.place import ReplicaContext
     from ft.worker.session import attach
     from megatron.patches import replicas
     from megatron.training.initialize import init_model_parallel
@@ -149,7 +149,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.training.trainer import JobTrainer
 
     options, layout = options_of(arguments)
-    place, session = Place.from_environment(), attach()
+    place, session = ReplicaContext.from_environment(), attach()
     session.init_process_group(patches.platform().backend)
     init_model_parallel(options.core, layout)
     protections = Protections.of(options.fault_tolerance, os.environ)

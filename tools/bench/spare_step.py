@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     patches.apply(WITH_REPLICAS)
     from ft.protection.stack import Protections
-    from ft.systems.hsdp.place import Place
+    from ft.systems.hsdp.place import ReplicaContext
     from ft.systems.hsdp.work import OwnStream
     from ft.worker.session import attach
     from megatron.training.initialize import init_model_parallel
@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from megatron.training.trainer import JobTrainer
 
     options, layout = options_of(arguments)
-    place, session = Place.from_environment(), attach()
+    place, session = ReplicaContext.from_environment(), attach()
     session.init_process_group(patches.platform().backend)
     init_model_parallel(options.core, layout)
     protections = Protections.of(options.fault_tolerance, os.environ)

@@ -10,7 +10,7 @@ from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console
 from ft.job.agent.control_supervisor import ControlPlaneSupervisor
 from ft.job.agent.disk_space import Room
-from ft.job.agent.environment import Place
+from ft.job.agent.environment import NodeContext
 from ft.job.agent.faults import AgentFaults
 from ft.job.agent.listener import WorkerListener, listen
 from ft.job.agent.liveness import Limits
@@ -101,7 +101,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     )
 
 
-def _own(faults: list[inject.Fault], place: Place, life: int | None) -> list[inject.Fault]:
+def _own(faults: list[inject.Fault], place: NodeContext, life: int | None) -> list[inject.Fault]:
     """Address this node's planned faults to this agent.
 
     If a replica of FT-HSDP is restarted with new agents, the agent's name differs from the node's first name.
@@ -118,10 +118,10 @@ def _channel_address(options: RunOptions, port: int, own_host: str) -> str:
     return f"tcp://{cluster.host}:{port}" if cluster.node_rank == 0 else f"tcp://{own_host}:0"
 
 
-def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> Place:
+def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> NodeContext:
     cluster = options.cluster
     name = claim_name(options.run_dir, cluster.node_rank)
-    return Place(
+    return NodeContext(
         node=name,
         node_rank=cluster.node_rank,
         host=options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0),

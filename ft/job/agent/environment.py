@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeContext:
     """Values that all workers of one agent have in common.
 
     Attributes:
@@ -39,7 +39,7 @@ class Place:
 
 
 def worker_environment(
-    place: Place, worker: str, restart: int, rank: int | None, local_rank: int, master: tuple[str, int]
+    place: NodeContext, worker: str, restart: int, rank: int | None, local_rank: int, master: tuple[str, int]
 ) -> dict[str, str]:
     """Return the variables that are set for one worker in addition to the user's environment.
 

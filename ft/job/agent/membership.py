@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ft.job.agent.environment import Place
+from ft.job.agent.environment import NodeContext
 from ft.job.messages import AgentJoined
 
 _FOLDER = "nodes"
@@ -54,7 +54,7 @@ class Membership:
         is_late: whether the agent joins a run that is under way, and therefore offers standbys only.
     """
 
-    def __init__(self, run_dir: Path, place: Place, seats: int, standbys: int, is_late: bool = False):
+    def __init__(self, run_dir: Path, place: NodeContext, seats: int, standbys: int, is_late: bool = False):
         self._run_dir, self.place, self.is_late = run_dir, place, is_late
         self._seats, self._standbys = seats, standbys
         self._store_server: Any = None

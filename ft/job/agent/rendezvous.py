@@ -1,6 +1,6 @@
 """The rendezvous address (MASTER_ADDR, MASTER_PORT) that ``ft run`` gives to scripts with their own process groups."""
 
-from ft.job.agent.environment import Place
+from ft.job.agent.environment import NodeContext
 from ft.job.agent.uplink import Uplink
 from ft.job.messages import Master, MasterChosen
 from ft.platform import network
@@ -14,7 +14,7 @@ class Masters:
     passes it on to the other agents.
     """
 
-    def __init__(self, place: Place, uplink: Uplink):
+    def __init__(self, place: NodeContext, uplink: Uplink):
         self._place, self._uplink = place, uplink
         self._known: dict[int, tuple[str, int]] = {}
 

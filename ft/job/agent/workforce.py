@@ -81,7 +81,7 @@ class Workforce:
     def __init__(
         self,
         pool: WarmPool,
-        place: environment.Place,
+        place: environment.NodeContext,
         post: Callable[[Any], None],
         unwatch: Callable[[Channel], None],
         limits: Limits,
@@ -99,7 +99,7 @@ class Workforce:
         self.training_since: float | None = None
         """Wall-clock time at which training first began; injection times of planned faults are relative to it."""
 
-    def settle(self, place: environment.Place) -> None:
+    def settle(self, place: environment.NodeContext) -> None:
         """Use the values of ``place`` in the environments of workers that are started from now on."""
         self._place = place
 

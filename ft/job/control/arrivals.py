@@ -14,7 +14,7 @@ from ft.job.control import drift
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
-from ft.job.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, Place, State, Worker
+from ft.job.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, GridPosition, State, Worker
 
 
 def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
@@ -195,7 +195,7 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
         state.shards |= {int(rank): list(names) for rank, names in detail.get("shards", {}).items()}
         state.copies |= {int(rank): list(holders) for rank, holders in detail.get("copies", {}).items()}
         state.complete |= {int(rank): bool(all_of_it) for rank, all_of_it in detail.get("complete", {}).items()}
-        state.places |= {int(rank): Place(**place) for rank, place in detail.get("places", {}).items()}
+        state.places |= {int(rank): GridPosition(**place) for rank, place in detail.get("places", {}).items()}
         state.checkfree = detail.get("checkfree", state.checkfree)
         out.add(
             "the layout of "

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ft.job.control import sources
-from ft.job.control.state import Place
+from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 
 COPIES, REBUILD, RESTART = "copies", "rebuild", "restart"
@@ -65,7 +65,7 @@ class Stages:
     """
 
     checkfree: str = ""
-    places: Mapping[int, Place] = field(default_factory=dict)
+    places: Mapping[int, GridPosition] = field(default_factory=dict)
     rebuilt: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -170,8 +170,8 @@ def _blocks(ranks: Collection[int], stages: Stages) -> frozenset[int]:
     return frozenset(stages.places[rank].blocks for rank in ranks)
 
 
-def _neighbours(place: Place, at: Mapping[Place, int]) -> Neighbours:
-    beside = (at.get(Place(place.pp + way, place.tp, place.dp, place.cp, place.blocks)) for way in (-1, 1))
+def _neighbours(place: GridPosition, at: Mapping[GridPosition, int]) -> Neighbours:
+    beside = (at.get(GridPosition(place.pp + way, place.tp, place.dp, place.cp, place.blocks)) for way in (-1, 1))
     return Neighbours(*beside)
 
 

@@ -155,7 +155,7 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
-class Place:
+class GridPosition:
     """The position of a logical rank in the parallel grid (pipeline, tensor, data, context), as its worker reported it.
 
     ``blocks`` is the number of transformer layers that the rank holds.
@@ -292,7 +292,7 @@ class State:
     copies: dict[int, list[int]] = field(default_factory=dict)
     complete: dict[int, bool] = field(default_factory=dict)
     checkfree: str = ""
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, GridPosition] = field(default_factory=dict)
     rebuilt: dict[int, int] = field(default_factory=dict)
     fired: list[int] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from ft.base import events
 from ft.base.errors import FtError
 from ft.job.quorum import Quorum
 from ft.state import fetch
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.ports import Agreed
 from ft.systems.hsdp.protocol import sources
 from ft.systems.hsdp.state import ReplicaState
@@ -45,7 +45,7 @@ class CatchUp:
             update for a fetch only for a limited time.
     """
 
-    def __init__(self, session: Session, place: Place, state: ReplicaState, limit_s: float = 600.0):
+    def __init__(self, session: Session, place: ReplicaContext, state: ReplicaState, limit_s: float = 600.0):
         self._session, self._replica, self._token = session, place.replica, place.token
         self._state, self._limit_s = state, limit_s
         self._thread: threading.Thread | None = None

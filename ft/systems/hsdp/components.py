@@ -21,7 +21,7 @@ from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.breakage import ReplicaBreakage
 from ft.systems.hsdp.catch_up import CatchUp
 from ft.systems.hsdp.exchange import Exchange
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.position import ReplicaPosition
 from ft.systems.hsdp.records import NoRecords, Records
 from ft.systems.hsdp.ring import Ring, RingOptions
@@ -59,7 +59,7 @@ class Components:
     """
 
     session: Session
-    place: Place
+    place: ReplicaContext
     subject: TrainingState
     position: ReplicaPosition
     state: ReplicaState
@@ -109,7 +109,7 @@ class Components:
 
 def build(
     session: Session,
-    place: Place,
+    place: ReplicaContext,
     chunks: Sequence,
     optimizer: Any,
     scheduler: Any,

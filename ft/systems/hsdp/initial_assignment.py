@@ -10,13 +10,13 @@ from typing import Any
 from ft.base.errors import UserError
 from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.loader_state import LoaderState
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.position import KEY, parse
 from ft.systems.hsdp.samples import SampleAssignment
 
 
 def initial_assignment(
-    place: Place, extra: dict[str, Any], step: int, consumed: int, block: int
+    place: ReplicaContext, extra: dict[str, Any], step: int, consumed: int, block: int
 ) -> tuple[SampleAssignment, dict[int, int]]:
     """Return which replica gets which samples from now on, and the position of each replica in its stream: the number
     of samples that it has taken.
@@ -43,7 +43,7 @@ def initial_assignment(
     return assignment.after(positions, step, place.replicas, block)
 
 
-def _read_loader_state(place: Place) -> LoaderState | None:
+def _read_loader_state(place: ReplicaContext) -> LoaderState | None:
     """Return the contents of the file ``loader_state``; None if it is missing or damaged, as a returning replica can do
     without it.
     """

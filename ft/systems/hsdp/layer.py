@@ -10,7 +10,7 @@ from ft.systems.hsdp.components import build
 from ft.systems.hsdp.data import Follower, Share
 from ft.systems.hsdp.initial_assignment import initial_assignment
 from ft.systems.hsdp.last_save import LastSave
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.position import KEY, Follow, ReplicaPosition
 from ft.systems.hsdp.replica_manager import ReplicaManager
 from ft.systems.hsdp.work import OwnStream, Work
@@ -29,7 +29,7 @@ class DividesWork(Protocol):
             batch: number of samples of a replica in a step.
         """
 
-    def work(self, place: Place, position: ReplicaPosition, trainer: Trainer, follow: Follow) -> Work:
+    def work(self, place: ReplicaContext, position: ReplicaPosition, trainer: Trainer, follow: Follow) -> Work:
         """Return the object that decides what the replica at ``place`` computes in each step.
 
         Args:
@@ -48,7 +48,7 @@ class Replicas(Protection):
 
     def __init__(self, asked: Asked):
         super().__init__(asked)
-        self._place = Place.from_environment(asked.environment)
+        self._place = ReplicaContext.from_environment(asked.environment)
         self.is_given_state = self._place.comes_back
         self._client: QuorumClient | None = None
         self._block = 1
@@ -62,7 +62,7 @@ class Replicas(Protection):
         self._block = block
         return self._share(self._place, extra, step, samples)
 
-    def _share(self, place: Place, extra: dict[str, Any], step: int, samples: int) -> Share:
+    def _share(self, place: ReplicaContext, extra: dict[str, Any], step: int, samples: int) -> Share:
         assignment, positions = initial_assignment(place, extra, step, samples, self._block)
         if place.redundancy is not None:
             assignment, positions = assignment.leveled(positions, step)

@@ -18,7 +18,7 @@ REPLICA = "FT_HSDP_REPLICA"
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplicaContext:
     """The replica that this process belongs to, and the options of the run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Place:
         return client
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Place | None":
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "ReplicaContext | None":
         """Read the place from the environment; return None if this process is not part of an FT-HSDP run.
 
         Raises:

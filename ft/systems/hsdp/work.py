@@ -12,7 +12,7 @@ import torch
 
 from ft.job.quorum import Quorum
 from ft.systems.hsdp import lr
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 
 Reduced = Callable[[], None] | None
 """A function that returns when the gradients of a bucket group are ready to be exchanged; None: they are ready."""
@@ -128,7 +128,7 @@ class OwnStream(Work):
     Samples of absent replicas are not trained in the step; those replicas train them after their return.
     """
 
-    def __init__(self, place: Place):
+    def __init__(self, place: ReplicaContext):
         self._place = place
 
     def plan(self, quorum: Quorum | None) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft.protection.contract import Layer, Protection, Trainer
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.position import ReplicaPosition
 from ft.systems.spare.stacked import StackedWork, StackLoaders, work
 
@@ -22,7 +22,9 @@ class DividesByStacks(Layer):
     def follow(self, loaders: Sequence[Any], batch: int) -> StackLoaders:
         return StackLoaders(loaders, batch)
 
-    def work(self, place: Place, position: ReplicaPosition, trainer: Trainer, follow: StackLoaders) -> StackedWork:
+    def work(
+        self, place: ReplicaContext, position: ReplicaPosition, trainer: Trainer, follow: StackLoaders
+    ) -> StackedWork:
         """Return the replica's work. Raise UserError if shard types cannot be placed with the given redundancy."""
         per_token = trainer.chunks[0].config.calculate_per_token_loss
         return work(place, position, lambda: trainer.extra, follow, per_token, trainer.reseed)

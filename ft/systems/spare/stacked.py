@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from ft.job.quorum import Quorum
-from ft.systems.hsdp.place import Place
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.position import ReplicaPosition
 from ft.systems.hsdp.samples import SampleAssignment
 from ft.systems.hsdp.work import Work
@@ -218,7 +218,7 @@ class StackedWork(Work):
 
 
 def work(
-    place: Place,
+    place: ReplicaContext,
     position: ReplicaPosition,
     extra: Callable[[], dict[str, Any]],
     loaders: StackLoaders,

@@ -7,7 +7,7 @@ stage's state, except for the stages whose state is lost.
 from collections.abc import Collection, Sequence
 
 from ft.job.control.recovery_plan import Memory, Stages
-from ft.job.control.state import Place
+from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings
 
 STEP = 0
@@ -24,5 +24,5 @@ def failure(blocks: Sequence[int], lost: Collection[int], checkfree: str) -> tup
     """
     stages = range(len(blocks))
     holdings = {stage: Holdings([STEP], {}) for stage in stages if stage not in lost}
-    places = {stage: Place(stage, 0, 0, 0, blocks[stage]) for stage in stages}
+    places = {stage: GridPosition(stage, 0, 0, 0, blocks[stage]) for stage in stages}
     return Memory(stages, holdings, {stage: [stage] for stage in stages}), Stages(checkfree, places)

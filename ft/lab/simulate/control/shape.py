@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from ft.job.control.recovery_plan import MIDDLE, PLUS
-from ft.job.control.state import Place
+from ft.job.control.state import GridPosition
 from ft.job.control.timeouts import Timeouts
 from ft.state.placement.assign import ring_of
 
@@ -64,9 +64,9 @@ class Shape:
         """Return the number of the model part that the rank holds."""
         return rank // self.dp if self.near else rank % (self.world_size // self.dp)
 
-    def place_of(self, rank: int) -> Place:
+    def place_of(self, rank: int) -> GridPosition:
         """Return the rank's position in the parallel layout; each model part is a pipeline stage."""
-        return Place(self.part_of(rank), 0, self.dp_peers(rank).index(rank), 0, 1)
+        return GridPosition(self.part_of(rank), 0, self.dp_peers(rank).index(rank), 0, 1)
 
     def dp_peers(self, rank: int) -> list[int]:
         """Return the ranks that hold the same part of the model, ``rank`` included."""
