@@ -165,6 +165,22 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
         raise UserError(str(error), "give the flag a value that it takes") from error
 
 
+def packages_of_model(script: "Script", layer_pattern: str | None) -> list[str]:
+    """Return the packages that the model of a checkout's script needs beyond those that its flags name.
+
+    Core's stack of Mamba, attention and MLP layers, which ``pretrain_mamba.py`` and ``pretrain_hybrid.py`` train, makes
+    its last norm with Transformer Engine.
+
+    Args:
+        script: a script of a checkout.
+        layer_pattern: kinds of the layers, such as "M*M-", where M is a Mamba layer; None if the flags give none.
+    """
+    text = Path(script.target).read_text(encoding="utf-8", errors="replace")
+    if not re.search(r"\b(mamba_builder|hybrid_builder|pretrain_hybrid)\b", text):
+        return []
+    return ["transformer-engine", *(["mamba-ssm"] if layer_pattern is None or "M" in layer_pattern else [])]
+
+
 def parsers_flags(script: "Script") -> set[str]:
     """Return the flags that are written in the sources of a checkout's own parser, which is not imported."""
     found: set[str] = set()

@@ -131,6 +131,11 @@ def _climb(
 
 
 def _without_roots(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the domains without those kinds above leaf switches and blocks that have one domain for all hosts.
+
+    Copies cannot be kept apart in a switch that all hosts are below. The kinds of the hosts' own switches and blocks
+    stay also with one domain, so that every host of the file belongs to one, and a run shows it.
+    """
     roots = set()
     for kind in {kind for domains in found.values() for kind in domains}:
         names = {domains.get(kind) for domains in found.values()}

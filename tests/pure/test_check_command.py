@@ -1,6 +1,7 @@
 """ft check: what it says about a launch line, as text and as JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 from megatron_lm_trees import trees
@@ -114,6 +115,13 @@ def test_all_problems_of_a_checkouts_line_are_named_at_once(root, capsys):
     reasons = " | ".join(entry["reason"] for entry in json.loads(capsys.readouterr().out)["refused"])
     assert "--use-megatron-fsdp cannot be protected" in reasons and "7 ranks" in reasons
     assert "--ft-checkfree-plus (swapped ends) does not protect" in reasons
+
+
+@pytest.mark.parametrize("root", trees(), ids=lambda root: root.name)
+def test_scripts_of_mamba_models_need_what_core_builds_them_with(root, capsys):
+    for script in filter(Path.exists, (root / f"pretrain_{kind}.py" for kind in ("mamba", "hybrid"))):
+        assert cli.main(["check", "--json", str(script), *LINE.split(), "--transformer-impl", "local"]) == 0
+        assert json.loads(capsys.readouterr().out)["needs"] == ["GPU", "transformer-engine", "mamba-ssm"]
 
 
 @pytest.mark.parametrize("name", ["missing.py", "other.py"])
