@@ -48,6 +48,20 @@ def test_resuming_continues_bit_for_bit(name, ranks, corpus, tmp_path):
     assert [s["step"] for s in runs.metrics(tmp_path / "parts.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"], ids=["replicated", "distributed"])
+@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
+def test_a_checkpoint_before_the_optimizers_first_step_is_resumed_from(optimizer, kind, ranks, corpus, tmp_path):
+    """With fp16 the loss scale first falls until the gradients are finite; until then all updates are skipped."""
+    scaled = f"{optimizer} --fp16 --initial-loss-scale 16777216 --hysteresis 1 --train-iters 12 --log-interval 1"
+    ranks(runs.run, 2, flags(corpus, tmp_path, "whole", scaled), timeout=120)
+    saved = f"{scaled} --ckpt-format {kind} --save {tmp_path}/ck --load {tmp_path}/ck"
+    ranks(runs.run, 2, flags(corpus, tmp_path, "parts", f"{saved} --exit-interval 2"), timeout=120)
+    ranks(runs.run, 2, flags(corpus, tmp_path, "parts", saved), timeout=120)
+    skipped = [step["skipped"] for step in runs.metrics(tmp_path / "parts.jsonl")]
+    assert all(skipped[:2]) and not skipped[-1]
+    assert runs.losses(tmp_path / "parts.jsonl") == runs.losses(tmp_path / "whole.jsonl")
+
+
 def test_a_checkpoint_loads_into_another_layout_with_the_same_loss(ranks, corpus, tmp_path):
     folder = f"--train-iters 6 --use-distributed-optimizer --save {tmp_path}/ck --load {tmp_path}/ck"
     grid = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"

@@ -133,6 +133,7 @@ def to_save(
             _chunk_key(i, len(model)): c.state_dict_for_save_checkpoint() for i, c in enumerate(unwrap_model(model))
         }
     if kind is not None:
+        optimizer_state.allocate_distributed(optimizer)
         with optimizer_state.counted_alike(optimizer, optimizer_steps):
             if sharded:
                 contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)

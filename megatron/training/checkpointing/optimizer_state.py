@@ -13,13 +13,16 @@ So this module removes the step counters while core loads the state, and sets th
 afterwards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ft.state.snapshot import optimizers
 from ft.state.snapshot.optimizers import wraps_torch_optimizer
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
@@ -30,10 +33,40 @@ def parts(optimizer: Any) -> list:
 
 
 def allocate(optimizer: Any) -> None:
-    """Allocate the state of fresh torch optimizers, as their first step would. No weight changes."""
+    """Allocate the state of torch optimizers that have made no step: moments and step counts of zero."""
     for part in parts(optimizer):
-        if wraps_torch_optimizer(part) and not part.optimizer.state:
-            _step_without_effect(part.optimizer)
+        if wraps_torch_optimizer(part):
+            optimizers.allocate(part.optimizer)
+
+
+def allocate_distributed(optimizer: Any) -> None:
+    """Do the same for distributed optimizers only, so that core can save them before their first step.
+
+    With fp16, the first updates are skipped until the loss scale fits. Core saves no moments of other optimizers then;
+    if there were any, it would save them without their step count, because the count is zero, and not load them.
+    """
+    for part in parts(optimizer):
+        if wraps_torch_optimizer(part) and isinstance(part, DistributedOptimizer):
+            optimizers.allocate(part.optimizer)
+
+
+def leave_out_unsaved(wanted: dict[str, Any], keys: Collection[str]) -> None:
+    """Remove the moments from what is to be loaded if the checkpoint has none.
+
+    Core saves no moments before an optimizer's first step. The optimizer then starts without them again.
+
+    Args:
+        wanted: sharded state dict of the optimizer; changed in place.
+        keys: keys of all tensors and objects in the checkpoint.
+    """
+    if "param_groups" in wanted and isinstance(wanted.get("state"), dict):
+        moments = [value for value in nested_values(wanted["state"]) if isinstance(value, ShardedBase)]
+        if not any(value.key in keys for value in moments):
+            wanted["state"] = {}
+        return
+    for value in wanted.values():
+        if isinstance(value, dict):
+            leave_out_unsaved(value, keys)
 
 
 def steps(optimizer: Any) -> int:
@@ -154,18 +187,3 @@ def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) ->
         step = float(group.pop("step"))
         for parameter in group["params"]:
             inner.state[parameter]["step"] = torch.tensor(step)
-
-
-def _step_without_effect(inner: torch.optim.Optimizer) -> None:
-    """Make a step with zero gradients and a learning rate of zero."""
-    rates = [group["lr"] for group in inner.param_groups]
-    parameters = [p for group in inner.param_groups for p in group["params"]]
-    for group in inner.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    inner.step()
-    for group, rate in zip(inner.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter in parameters:
-        parameter.grad = None
