@@ -65,7 +65,7 @@ class SpikeLayer(Layer):
         return update
 
     def _skip(self, update: Update, samples: int, why: str) -> Update:
-        self._undo.back()
+        self._undo.roll_back()
         self._trainer.skip(samples)
         update.applied = False
         if self._session is not None:
