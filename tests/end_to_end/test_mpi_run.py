@@ -15,11 +15,13 @@ from ft.systems.hsdp import commits
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
 STEPS = 120
+START_S = 150.0
+"""Seconds for the first steps: mpirun starts all processes of three nodes, and each imports torch."""
 
 
 def test_a_worker_and_then_a_node_are_replaced_over_mpi(corpus, reference, tmp_path):
     run = MpiRun(tmp_path, flags(corpus, f"{LAYOUT} --ft-transport mpi", STEPS))
-    run.wait_for(lambda: run.step() >= 5 and run.standbys() >= {"n0.w2", "n2.w0", "n2.w1"})
+    run.wait_for(lambda: run.step() >= 5 and run.standbys() >= {"n0.w2", "n2.w0", "n2.w1"}, START_S)
     assert list(run.relays()) == ["n0", "n1", "n2"]
     os.kill(run.holder("n0"), signal.SIGKILL)
     run.wait_for(lambda: run.step() >= 30)
@@ -39,7 +41,7 @@ def test_replicas_exchange_over_mpi_and_go_on_without_the_one_whose_node_dies(co
     run = MpiRun(
         tmp_path, replica_runs.flags(corpus, steps=steps), 1, "--standby 0 --ft-transport mpi --ft-hsdp-replicas 3"
     )
-    run.wait_for(lambda: len(commits.read(run.folder / "replica-0")) >= 5)
+    run.wait_for(lambda: len(commits.read(run.folder / "replica-0")) >= 5, START_S)
     [launcher] = run.relays()["n1"].children()
     launcher.kill()
     done = run.wait(90)
