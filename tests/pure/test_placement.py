@@ -100,7 +100,7 @@ def test_a_world_that_is_too_small_is_named():
 def test_state_that_no_copy_holds_is_lost_with_its_peers():
     where, groups = grid(tp=1, dp=2, pp=2, gpus=2)
     problems = find_problems(where, groups, 1, place(where, groups, 1), incomplete=range(4))
-    assert len(problems) == 2 and "0-1" in problems[0] and "node n0 alone" in problems[0]
+    assert len(problems) == 2 and "0-1" in problems[0] and "only in node n0" in problems[0]
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
