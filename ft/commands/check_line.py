@@ -19,7 +19,7 @@ from ft.protection import table
 from megatron.training.arguments import Options, read
 from megatron.training.arguments.check import examine
 from megatron.training.arguments.layout import Layout
-from megatron.training.arguments.needs import Need, in_words, needs
+from megatron.training.arguments.needs import in_words, needs
 
 _FLAG = re.compile(r"--[a-zA-Z][\w-]*")
 
@@ -98,8 +98,8 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
             and (program == "trainer" or not _is_limit_of_trainer(entry))
         ]
         pattern = options.core.hybrid_layer_pattern or options.core.hybrid_override_pattern
-        of_model = checkouts.packages_of_model(given, pattern) if program == "checkout" else []
-        answer.needs = in_words([*needs(options, grid), *(Need("", package) for package in of_model)])
+        of_model = checkouts.needs_of_model(given, pattern) if program == "checkout" else []
+        answer.needs = in_words([*needs(options, grid), *of_model])
         answer.notices = list(options.notices) if program == "trainer" else []
         if grid is not None:
             _describe(answer, options, grid)

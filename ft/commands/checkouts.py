@@ -26,6 +26,7 @@ from ft.protection import table
 if TYPE_CHECKING:
     from ft.job.agent.options import Script
     from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
+    from megatron.training.arguments.needs import Need
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
 _SUPPORTED_FLAGS = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
@@ -165,8 +166,8 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
         raise UserError(str(error), "give the flag a value that it takes") from error
 
 
-def packages_of_model(script: "Script", layer_pattern: str | None) -> list[str]:
-    """Return the packages that the model of a checkout's script needs beyond those that its flags name.
+def needs_of_model(script: "Script", layer_pattern: str | None) -> "list[Need]":
+    """Return what the model of a checkout's script requires beyond what its flags require.
 
     Core's stack of Mamba, attention and MLP layers, which ``pretrain_mamba.py`` and ``pretrain_hybrid.py`` train, makes
     its last norm with Transformer Engine.
@@ -175,10 +176,13 @@ def packages_of_model(script: "Script", layer_pattern: str | None) -> list[str]:
         script: a script of a checkout.
         layer_pattern: kinds of the layers, such as "M*M-", where M is a Mamba layer; None if the flags give none.
     """
+    from megatron.training.arguments.needs import TE, Need
+
     text = Path(script.target).read_text(encoding="utf-8", errors="replace")
     if not re.search(r"\b(mamba_builder|hybrid_builder|pretrain_hybrid)\b", text):
         return []
-    return ["transformer-engine", *(["mamba-ssm"] if layer_pattern is None or "M" in layer_pattern else [])]
+    packages = [TE, "mamba-ssm"] if layer_pattern is None or "M" in layer_pattern else [TE]
+    return [Need(script.target, package) for package in packages]
 
 
 def parsers_flags(script: "Script") -> set[str]:

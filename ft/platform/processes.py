@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -146,6 +146,18 @@ def kill_remains(leaders: list[int]) -> None:
 def children(pid: int) -> list[int]:
     """Return the children of a process, zombies included."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and (stat(int(name)) or ("", -1, -1))[1] == pid]
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Reap the children of this process that have ended; yield the (pid, wait status) of each."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
 
 
 def end_descendants(patience_s: float = 5.0) -> None:

@@ -131,10 +131,10 @@ def _climb(
 
 
 def _without_roots(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Return the domains without those kinds above leaf switches and blocks that have one domain for all hosts.
+    """Return the hosts' failure domains without each level of the switch tree that has a single switch for all hosts.
 
-    Copies cannot be kept apart in a switch that all hosts are below. The kinds of the hosts' own switches and blocks
-    stay also with one domain, so that every host of the file belongs to one, and a run shows it.
+    Such a switch, the root of the tree, separates no hosts, so copies cannot be placed on two sides of it. Leaf
+    switches and blocks are kept even if there is only one, so that every host of the file belongs to one.
     """
     roots = set()
     for kind in {kind for domains in found.values() for kind in domains}:

@@ -195,13 +195,7 @@ class Supervisor:
         return False
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in processes.ended_children():
             code = os.waitstatus_to_exitcode(status)
             if pid in self._children:
                 child, on_exit = self._children.pop(pid)

@@ -4,7 +4,6 @@ import json
 import os
 import threading
 import time
-from collections import defaultdict
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -31,7 +30,7 @@ class Worker:
         self.size = int(os.environ["WORLD_SIZE"]) if size is None else size
         self.store = connect(address)
         self.failures: list[tuple[str, str]] = []
-        self._closed: dict[int, threading.Event] = defaultdict(threading.Event)
+        self._closed, self._last_closed = threading.Condition(), epoch - 1
         self.closed_at = 0.0
         self.groups: Groups | None = None
         threading.Thread(target=self._follow, args=(epoch,), daemon=True).start()
@@ -52,7 +51,7 @@ class Worker:
         self.store.set(f"close/{self.epoch}", reason)
 
     def wait_closed(self) -> None:
-        assert self._closed[self.epoch].wait(LIMIT_S), "the epoch was not closed"
+        assert self._wait(LIMIT_S), "the epoch was not closed"
 
     def meet(self, what: str) -> None:
         """Wait at a barrier that does not use the groups."""
@@ -99,13 +98,20 @@ class Worker:
             self.closed_at = time.monotonic()
             if self.groups is not None:
                 self.groups.close(epoch, reason)
-            self._closed[epoch].set()
+            with self._closed:
+                self._last_closed = epoch
+                self._closed.notify_all()
             epoch += 1
 
     def _on_failure(self, group: str, error: BaseException) -> None:
         self.failures.append((group, str(error)))
         self.store.set(f"suspects/{self.epoch}", str(self.rank))
-        self._closed[self.epoch].wait(self.patience)
+        self._wait(self.patience)
+
+    def _wait(self, limit_s: float) -> bool:
+        epoch = self.epoch
+        with self._closed:
+            return self._closed.wait_for(lambda: self._last_closed >= epoch, limit_s)
 
 
 def connect(address: str) -> dist.TCPStore:

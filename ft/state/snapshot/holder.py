@@ -137,7 +137,11 @@ class SnapshotHolder(Holder):
         return table
 
     def _admit(self, arrival: _Arrival) -> None:
-        """Register the arrival, and end an earlier one of the same owner. Raises Refused if its epoch is over."""
+        """Register a copy that is being received, and end an earlier one of the same owner that is not complete.
+
+        Raises:
+            Refused: the epoch in which the copy was sent is over.
+        """
         owner, epoch = arrival.mark.rank, arrival.mark.epoch
         with self.lock:
             if epoch <= self.closed or epoch < self._newest:

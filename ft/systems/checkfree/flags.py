@@ -1,4 +1,4 @@
-"""Checks of the flags of CheckFree and CheckFree+.
+"""Checks the flags of CheckFree and CheckFree+.
 
 CheckFree rebuilds a lost pipeline stage as a mean of its two neighbours, so a stage needs two neighbours, and all
 stages need the same number of transformer blocks. CheckFree+ can rebuild the first and the last stage, too: half of the

@@ -1,4 +1,4 @@
-"""Checks of the flags of double execution (SpareTrain)."""
+"""Checks the flags of double execution (SpareTrain)."""
 
 from collections.abc import Iterator
 from typing import Any

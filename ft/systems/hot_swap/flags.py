@@ -1,4 +1,4 @@
-"""Checks of the flags of hot-swap (DEADPOOL)."""
+"""Checks the flags of hot-swap (DEADPOOL)."""
 
 from collections.abc import Iterator
 from typing import Any

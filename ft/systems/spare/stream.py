@@ -42,8 +42,8 @@ class StackStream:
         return max(0, min(left) // self._shard) * self.step_samples
 
     def position_of_first_type(self, position: int) -> int:
-        """Return the position that the stream of the first type has reached when this stream is at ``position``.
+        """Return the position in the stream of the first shard type after ``position`` samples of this stream.
 
-        Only whole steps count.
+        Samples of a step that is not complete are not counted.
         """
         return self._starts[0] + position // self.step_samples * self._shard

@@ -38,7 +38,7 @@ _OF_TOKENIZERS = {
 
 @dataclass(frozen=True)
 class Need:
-    """A flag, and what it requires: GPU, TE, or the name of a package."""
+    """A flag or a script, and what it requires: GPU, TE, or the name of a package."""
 
     flag: str
     requirement: str

@@ -133,7 +133,9 @@ def to_save(
             _chunk_key(i, len(model)): c.state_dict_for_save_checkpoint() for i, c in enumerate(unwrap_model(model))
         }
     if kind is not None:
-        optimizer_state.allocate_distributed(optimizer)
+        # Core cannot save a distributed optimizer before its first step. Of other optimizers it would save the moments
+        # without their step count, because that is zero, and could not load them.
+        optimizer_state.allocate(optimizer, DistributedOptimizer)
         with optimizer_state.counted_alike(optimizer, optimizer_steps):
             if sharded:
                 contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)

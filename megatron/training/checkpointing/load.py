@@ -225,7 +225,9 @@ class Loader:
         """Read ``wanted`` from the checkpoint, after checking that it has these tensors in these shapes."""
         strategy = load_strategy(path)
         stored = load_sharded_metadata(str(path), strategy)
-        optimizer_state.leave_out_unsaved(wanted.get("optimizer", {}), {each.key for each in stored.values()})
+        if "optimizer" in wanted and not optimizer_state.has_moments(each.key for each in stored.values()):
+            wanted["optimizer"] = optimizer_state.without_moments(wanted["optimizer"])
+            self._say(f"{path.name} was saved before the optimizer's first step: the optimizer begins without moments")
         different = self._channel.share(tensor_differences(wanted, stored, vocabulary_fits(manifest, self._run)))
         if any(different):
             lines = dict.fromkeys(line for lines in different for line in lines)

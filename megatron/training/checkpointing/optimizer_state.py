@@ -13,7 +13,7 @@ So this module removes the step counters while core loads the state, and sets th
 afterwards.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,8 @@ import torch
 
 from ft.state.snapshot import optimizers
 from ft.state.snapshot.optimizers import wraps_torch_optimizer
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.optimizer.optimizer import MegatronOptimizer, param_group_identifier_keys
 
 
 def parts(optimizer: Any) -> list:
@@ -32,41 +30,32 @@ def parts(optimizer: Any) -> list:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def allocate(optimizer: Any) -> None:
-    """Allocate the state of torch optimizers that have made no step: moments and step counts of zero."""
-    for part in parts(optimizer):
-        if wraps_torch_optimizer(part):
-            optimizers.allocate(part.optimizer)
-
-
-def allocate_distributed(optimizer: Any) -> None:
-    """Do the same for distributed optimizers only, so that core can save them before their first step.
-
-    With fp16, the first updates are skipped until the loss scale fits. Core saves no moments of other optimizers then;
-    if there were any, it would save them without their step count, because the count is zero, and not load them.
-    """
-    for part in parts(optimizer):
-        if wraps_torch_optimizer(part) and isinstance(part, DistributedOptimizer):
-            optimizers.allocate(part.optimizer)
-
-
-def leave_out_unsaved(wanted: dict[str, Any], keys: Collection[str]) -> None:
-    """Remove the moments from what is to be loaded if the checkpoint has none.
-
-    Core saves no moments before an optimizer's first step. The optimizer then starts without them again.
+def allocate(optimizer: Any, kind: type = MegatronOptimizer) -> None:
+    """Allocate the state of torch optimizers that have made no step: moments and step counts of zero.
 
     Args:
-        wanted: sharded state dict of the optimizer; changed in place.
-        keys: keys of all tensors and objects in the checkpoint.
+        optimizer: core's optimizer.
+        kind: class of the parts whose state is allocated.
     """
-    if "param_groups" in wanted and isinstance(wanted.get("state"), dict):
-        moments = [value for value in nested_values(wanted["state"]) if isinstance(value, ShardedBase)]
-        if not any(value.key in keys for value in moments):
-            wanted["state"] = {}
-        return
-    for value in wanted.values():
-        if isinstance(value, dict):
-            leave_out_unsaved(value, keys)
+    for part in parts(optimizer):
+        if isinstance(part, kind) and wraps_torch_optimizer(part):
+            optimizers.allocate(part.optimizer)
+
+
+def has_moments(keys: Iterable[str]) -> bool:
+    """Return whether a checkpoint with these keys has optimizer state beside the main (fp32) weights."""
+    return any("optimizer." in key and "optimizer.state.fp32_param." not in key for key in keys)
+
+
+def without_moments(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return a sharded state dict of core's optimizer without the moments of optimizers that are not distributed.
+
+    Core saves none before an optimizer's first step: with fp16, updates are skipped until the loss scale fits. An
+    optimizer that such a state is loaded into starts without moments again.
+    """
+    if "param_groups" in wanted:
+        return {**wanted, "state": {}}
+    return {key: without_moments(value) if isinstance(value, dict) else value for key, value in wanted.items()}
 
 
 def steps(optimizer: Any) -> int:

@@ -4,10 +4,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from ft.platform.processes import adopt_orphans, die_with_parent, members, stat
+from ft.platform.processes import adopt_orphans, die_with_parent, ended_children, members, stat
 
 __all__ = ["adopt_orphans", "describe", "die_with_parent", "end", "ended_children", "members", "runs", "stat"]
 
@@ -16,18 +15,6 @@ def runs(pid: int) -> bool:
     """Return whether the process exists and is not a zombie."""
     entry = stat(pid)
     return entry is not None and entry[0] not in "ZX"
-
-
-def ended_children() -> Iterator[tuple[int, int]]:
-    """Reap the children of this process that have ended; yield the (pid, wait status) of each."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        yield pid, status
 
 
 def describe(pid: int) -> str:

@@ -143,8 +143,8 @@ class Lab:
         if not first:
             raise RuntimeError(self._router.communicate()[1].strip().splitlines()[-1])
         paths = [f"/proc/{self._router.pid}/fd/{descriptor}" for descriptor in json.loads(first)]
-        self.namespaces = [os.open(path, os.O_RDONLY) for path in paths]
-        self.hosts = [Host(self, index, namespace) for index, namespace in enumerate(self.namespaces)]
+        self._namespaces = [os.open(path, os.O_RDONLY) for path in paths]
+        self.hosts = [Host(self, index, namespace) for index, namespace in enumerate(self._namespaces)]
 
     def impair(self, sources: Iterable[Host], targets: Iterable[Host], **settings: Any) -> None:
         """Change the ``nodes.router.Way`` from each source to each target; in force when this returns."""
@@ -170,9 +170,9 @@ class Lab:
         self._router.wait(10)
         for stream in (self._router.stdout, self._router.stderr):
             stream.close()
-        for namespace in self.namespaces:
+        for namespace in self._namespaces:
             os.close(namespace)
-        self.namespaces, self.hosts = [], []
+        self._namespaces, self.hosts = [], []
 
     def __enter__(self) -> "Lab":
         return self
