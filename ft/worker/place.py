@@ -76,7 +76,7 @@ class Place:
         self.rank, self.epoch = rank, opened.epoch
         self.seats = {int(r): seat for r, seat in opened.seats.items()}
         self.world_size = len(self.seats)
-        self.rendezvous_address = opened.meeting
+        self.rendezvous_address = opened.rendezvous_address
         self.local_rank = self.seats[rank].local_rank
         self.fired = set(opened.fired)
 

@@ -146,7 +146,7 @@ class ControlPlaneUpkeep:
 
     def look(self, now: float) -> None:
         """If the control plane does not answer, wait, take over or fence. ``now``: monotonic time in seconds."""
-        self._uplink.mind(now)
+        self._uplink.check_contact(now)
         what, why = self._control_supervisor.look(now, self._uplink.contact_at)
         if what == succession.RENEW:
             self._console.complain(f"{why} ({processes.describe(self._control_supervisor.sidecar.pid)}): it is killed")

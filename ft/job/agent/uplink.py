@@ -78,11 +78,11 @@ class Uplink:
     def __init__(self, run_dir: Path, endpoint: str, wake: Callable[[], None], timeouts: Timeouts):
         self._run_dir, self._endpoint, self._wake, self._timeouts = run_dir, endpoint, wake, timeouts
         self._came: deque[Any] = deque()
-        self._conversation: _Conversation | None = None
+        self._session: _Session | None = None
 
     @property
     def contact_at(self) -> float:
-        return self._conversation.contact_at
+        return self._session.contact_at
 
     def start(self, join: Callable[[str], AgentJoined], life: int) -> None:
         """Start a session for life ``life`` of the run, and return at once.
@@ -92,12 +92,12 @@ class Uplink:
         """
         self.close()
         self._came = deque()
-        self._conversation = _Conversation(self._run_dir, self._endpoint, life, self._timeouts, self._deliver)
-        threading.Thread(target=self._conversation.run, args=(join,), name="ft-uplink", daemon=True).start()
+        self._session = _Session(self._run_dir, self._endpoint, life, self._timeouts, self._deliver)
+        threading.Thread(target=self._session.run, args=(join,), name="ft-uplink", daemon=True).start()
 
     def post(self, report: Any) -> None:
         """Queue a report. Reports are sent in the order of the calls."""
-        self._conversation.post(report)
+        self._session.post(report)
 
     def record(self, report: Any, patience_s: float = _RECORD_S) -> None:
         """Queue a report and return once it was sent, or after ``patience_s`` seconds."""
@@ -106,9 +106,9 @@ class Uplink:
 
     def flush(self, patience_s: float) -> None:
         """Wait until all reports were sent, for at most ``patience_s`` seconds."""
-        if self._conversation is not None:
+        if self._session is not None:
             out = threading.Event()
-            self._conversation.reports.put(out)
+            self._session.reports.put(out)
             out.wait(patience_s)
 
     def take(self) -> list[Any]:
@@ -118,28 +118,28 @@ class Uplink:
             found.append(self._came.popleft())
         return found
 
-    def mind(self, now: float) -> None:
+    def check_contact(self, now: float) -> None:
         """Close the present connection if the control plane has not answered over this connection for ``contact_s``
         seconds.
 
         A host that loses power closes no connection. Without this check, the agent would wait on the dead connection
         for ever and would not connect to a control plane that has taken over on another host.
         """
-        if self._conversation.is_stuck(now):
-            self._conversation.break_off()
+        if self._session.is_stuck(now):
+            self._session.break_off()
 
     def close(self) -> None:
         """End the session. Its further events, lost connections included, are ignored."""
-        if self._conversation is not None:
-            self._conversation.end()
+        if self._session is not None:
+            self._session.end()
 
-    def _deliver(self, conversation: "_Conversation", what: Any) -> None:
-        if conversation is self._conversation:
+    def _deliver(self, session: "_Session", what: Any) -> None:
+        if session is self._session:
             self._came.append(what)
             self._wake()
 
 
-class _Conversation:
+class _Session:
     """The agent's session in one life of the run; it uses one connection after another."""
 
     def __init__(
@@ -148,14 +148,14 @@ class _Conversation:
         endpoint: str,
         life: int,
         timeouts: Timeouts,
-        deliver: Callable[["_Conversation", Any], None],
+        deliver: Callable[["_Session", Any], None],
     ):
         self._run_dir, self._endpoint, self._life, self._timeouts = run_dir, endpoint, life, timeouts
-        self._tell = deliver
+        self._deliver_event = deliver
         self.reports: queue.SimpleQueue = queue.SimpleQueue()
         self.contact_at = time.monotonic()
-        self._kept: deque[tuple[int, Any]] = deque()
-        self._number = self._order = 0
+        self._unrecorded: deque[tuple[int, Any]] = deque()
+        self._last_number = self._order = 0
         self._channel: Any = None
         self._channel_since = self.contact_at
         self._linked = self._ended = False
@@ -183,34 +183,35 @@ class _Conversation:
         try:
             secret = token.find(self._run_dir, _TOKEN_S)
             joined = join(secret)
-            self._keep(joined)
+            self._retain(joined)
             backoff = Backoff(_FIRST_TRY_S, _LAST_TRY_S)
             while not self._ended:
                 began = time.monotonic()
                 try:
-                    self._converse(joined.node, secret)
+                    self._use_connection(joined.node, secret)
                 except ConnectionError as error:
                     if self._linked:
-                        self._say(Unlinked(str(error)))
+                        self._announce(Unlinked(str(error)))
                     self._linked = False
                 if time.monotonic() - began > _LAST_TRY_S:
                     backoff.reset()
                 time.sleep(backoff.failed())
         except FtError as error:
-            self._say(Refused(str(error)))
+            self._announce(Refused(str(error)))
         except Exception as error:  # if this thread died silently, the agent would wait without knowing why
-            self._say(Refused(f"the conversation with the control plane broke off: {type(error).__name__}: {error}"))
+            self._announce(Refused(f"the session with the control plane ended: {type(error).__name__}: {error}"))
 
-    def _say(self, what: Any) -> None:
+    def _announce(self, what: Any) -> None:
         if not self._ended:
-            self._tell(self, what)
+            self._deliver_event(self, what)
 
-    def _keep(self, report: Any) -> tuple[int, Any]:
-        self._number += 1
-        self._kept.append((self._number, report))
-        return self._kept[-1]
+    def _retain(self, report: Any) -> tuple[int, Any]:
+        """Number the report, and keep it until the control plane has recorded it."""
+        self._last_number += 1
+        self._unrecorded.append((self._last_number, report))
+        return self._unrecorded[-1]
 
-    def _converse(self, node: str, secret: str) -> None:
+    def _use_connection(self, node: str, secret: str) -> None:
         """Use one connection, from its start until it breaks.
 
         Raises:
@@ -218,21 +219,21 @@ class _Conversation:
         """
         from ft.job.control import channel as channels
 
-        standing = self._find()
-        if standing is None:
+        lease = self._find()
+        if lease is None:
             return
-        if standing.life > self._life:
-            self._say(NewLife(standing.life))
+        if lease.life > self._life:
+            self._announce(NewLife(lease.life))
             self._ended = True
             return
-        channel = channels.connect(standing.where, node, secret, self._timeouts.contact_s)
+        channel = channels.connect(lease.where, node, secret, self._timeouts.contact_s)
         self._channel_since, self._channel = time.monotonic(), channel
         try:
             self._settle(channel.taken())
-            for number, report in self._kept:
+            for number, report in self._unrecorded:
                 channel.post(number, report)
             self._linked = True
-            self._say(Linked(standing.term))
+            self._announce(Linked(lease.term))
             threading.Thread(target=self._follow, args=(channel,), name="ft-orders", daemon=True).start()
             self._send(channel)
         finally:
@@ -241,10 +242,10 @@ class _Conversation:
     def _find(self) -> election.LeaseRecord | None:
         unshared = time.monotonic() + _UNSHARED_S
         while not self._ended:
-            standing = election.read(self._run_dir)
-            if standing is not None and standing.life >= self._life and standing.where:
-                return standing
-            if standing is None and self._endpoint and time.monotonic() >= unshared:
+            lease = election.read(self._run_dir)
+            if lease is not None and lease.life >= self._life and lease.where:
+                return lease
+            if lease is None and self._endpoint and time.monotonic() >= unshared:
                 return election.LeaseRecord(0, self._life, self._endpoint, "", 0)
             time.sleep(_LOOK_S)
         return None
@@ -252,14 +253,14 @@ class _Conversation:
     def _settle(self, taken: int) -> None:
         """Process an acknowledgement: the control plane has recorded the reports up to number ``taken``; drop these."""
         self.contact_at = time.monotonic()
-        while self._kept and self._kept[0][0] <= taken:
-            self._kept.popleft()
+        while self._unrecorded and self._unrecorded[0][0] <= taken:
+            self._unrecorded.popleft()
 
     def _send(self, channel: Any) -> None:
         while not self._ended:
             report = self.reports.get()
-            is_kept = not isinstance(report, threading.Event | AgentBeat | None)
-            entry = self._keep(report) if is_kept else (0, report)
+            is_retained = not isinstance(report, threading.Event | AgentBeat | None)
+            entry = self._retain(report) if is_retained else (0, report)
             if self._channel is not channel:
                 if isinstance(report, threading.Event):
                     self.reports.put(report)
@@ -275,7 +276,7 @@ class _Conversation:
         def deliver(number: int, order: Any) -> None:
             if number >= self._order:
                 self._order = number + 1
-                self._say(order)
+                self._announce(order)
 
         with contextlib.suppress(ConnectionError):
             channel.follow(deliver, self._order)

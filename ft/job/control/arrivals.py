@@ -30,7 +30,7 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         report.seats,
         report.standbys,
         now,
-        meeting=report.meeting,
+        rendezvous_address=report.rendezvous_address,
         domains=dict(report.domains),
         places=report.seats,
     )

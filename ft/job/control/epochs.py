@@ -125,8 +125,8 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
         worker.repaired, worker.done = None, False
         domains = dict(state.agents[worker.node].domains)
         seats[str(worker.rank)] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
-    meeting = state.agents[state.seated()[0].node].meeting  # available while this worker's node is
-    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), meeting)
+    host = state.agents[state.seated()[0].node]  # the rendezvous store has to be on a node of the epoch's workers
+    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), host.rendezvous_address)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
     named = {rank: seat.worker for rank, seat in seats.items()}
     out.note(events.EPOCH_OPENED, epoch=state.epoch, seats=named, joiners=list(joiners), fresh=fresh)

@@ -66,7 +66,7 @@ class Agent:
         beats: worker -> the heartbeat of that worker that the agent last forwarded.
         suspect: why the node is suspected to be faulty, or "".
         gone: why the agent counts as lost, or "".
-        meeting: host:port of the store that it hosts for the rendezvous of process groups.
+        rendezvous_address: host:port of the store that it hosts for the rendezvous of process groups.
         domains: kind -> name of the node's failure domains.
         places: number of workers that it starts at the start of the run, or at the last warm restart.
         started: names of all workers that it has ever started.
@@ -81,7 +81,7 @@ class Agent:
     beats: dict[str, Beat] = field(default_factory=dict)
     suspect: str = ""
     gone: str = ""
-    meeting: str = ""
+    rendezvous_address: str = ""
     domains: dict[str, str] = field(default_factory=dict)
     places: int = 0
     started: list[str] = field(default_factory=list)

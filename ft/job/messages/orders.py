@@ -28,8 +28,8 @@ class Open:
         fresh: no worker has state in memory, as at the start of the run: process groups connect at once, and the state
             comes from the checkpoint folder or from the random seed.
         fired: numbers of the injected faults that have happened.
-        meeting: host:port of the store that this epoch's process groups use for their rendezvous; one of the nodes of
-            this epoch's workers hosts it.
+        rendezvous_address: host:port of the store that this epoch's process groups use for their rendezvous; one of the
+            nodes of this epoch's workers hosts it.
     """
 
     epoch: int
@@ -37,7 +37,7 @@ class Open:
     joiners: list[int]
     fresh: bool
     fired: list[int] = field(default_factory=list)
-    meeting: str = ""
+    rendezvous_address: str = ""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class AgentJoined:
         host: address under which other nodes reach it.
         seats: number of training workers that it starts; 0 for a node that holds standbys only.
         standbys: number of standby workers that it starts in addition.
-        meeting: host:port of the store that it hosts; process groups use this store for their rendezvous.
+        rendezvous_address: host:port of the store that it hosts; process groups use this store for their rendezvous.
         domains: kind (rack, switch, ...) -> name of each failure domain of its node (``ft run --topology``).
     """
 
@@ -29,7 +29,7 @@ class AgentJoined:
     host: str
     seats: int
     standbys: int
-    meeting: str = ""
+    rendezvous_address: str = ""
     domains: dict[str, str] = field(default_factory=dict)
 
 

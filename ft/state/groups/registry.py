@@ -90,7 +90,7 @@ class Groups:
         """Create torch.distributed's default process group such that it and all later groups can be rebuilt.
 
         Args:
-            meeting: store in which members rendezvous.
+            rendezvous: store in which members rendezvous.
             prefix: prefix of the keys in that store; it must never have been used before.
             rank: logical rank of this worker.
             world_size: number of logical ranks.
@@ -281,7 +281,7 @@ class Groups:
                 until it is connected.
             prefix: prefix of all keys in the store; it must never have been used before.
             epoch: number of the new epoch.
-            meeting: store in which members rendezvous; None: the same as before.
+            rendezvous: store in which members rendezvous; None: the same as before.
 
         Returns:
             duration in seconds.
