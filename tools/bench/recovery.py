@@ -2,12 +2,14 @@
 
     python tools/bench/recovery.py --ranks 4
     python tools/bench/recovery.py --ranks 6 --kind stage     # CheckFree: a stage and the only copy of it are lost
+    python tools/bench/recovery.py --checkout Megatron-LM --restarts 0    # NVIDIA's own trainer, protected
 
 Prints one JSON line. Both sides train the same small model on the same data in the same layout, one after the other.
 `ratio` is (torchrun's median) / (hot-swap's median) of the time from a worker's SIGKILL to the beginning of the first
 step after it. torchrun restarts from a checkpoint of exactly the step at which the worker was killed, its best case.
 With `--kind stage` each rank is a pipeline stage. A middle stage and the rank that holds its copy are killed at the
-same time, and the stage is rebuilt from its neighbours.
+same time, and the stage is rebuilt from its neighbours. With `--checkout` only our side is measured, with
+NVIDIA's trainer of that checkout.
 """
 
 import argparse
@@ -43,9 +45,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--restarts", type=int, default=3, help="kills on torchrun's side; 0 leaves it out")
     parser.add_argument("--hidden-size", type=int, default=32)
     parser.add_argument("--kind", default=KILL, choices=[KILL, HANG, STAGE], help="what is done, and to whom")
+    parser.add_argument("--checkout", type=Path, metavar="FOLDER", help="a checkout of Megatron-LM for our side")
     arguments = parser.parse_args(argv)
     if arguments.ranks < 4 if arguments.kind == STAGE else arguments.ranks not in LAYOUTS:
         parser.error(f"no layout for {arguments.ranks} ranks and --kind {arguments.kind}")
+    if arguments.checkout and arguments.restarts:
+        parser.error("torchrun's side trains with this project's trainer: give --restarts 0 with --checkout")
+    if arguments.checkout and not (arguments.checkout / "pretrain_gpt.py").is_file():
+        parser.error(f"{arguments.checkout} has no pretrain_gpt.py")
     with tempfile.TemporaryDirectory() as folder:
         import small_runs as runs
 
@@ -55,7 +62,7 @@ def main(argv: list[str]) -> int:
         corpus = runs.make_corpus(Path(folder))
         ours = hot_swap(arguments, Path(folder), corpus)
         theirs = [torchrun(arguments, Path(folder) / f"torchrun{i}", corpus) for i in range(arguments.restarts)]
-    print(json.dumps(result(arguments, ours, theirs)))
+    print(json.dumps(result(arguments, ours, theirs), default=str))
     return 0
 
 
@@ -65,8 +72,15 @@ def flags(arguments: argparse.Namespace, corpus: str, steps: int) -> list[str]:
     ranks = arguments.ranks
     tp, pp = (1, ranks) if arguments.kind == STAGE else LAYOUTS[ranks]
     layers = f"--num-layers {ranks} " if arguments.kind == STAGE else ""
+    base = f"{runs.BASE} --data-path {corpus}"
+    if arguments.checkout:
+        import megatron_lm_trees as checkouts
+
+        base = (
+            f"{checkouts.BASE} --num-layers 4 --global-batch-size 8 --mock-data --eval-iters 0 --lr-decay-iters {steps}"
+        )
     return (
-        f"{runs.BASE} --hidden-size {arguments.hidden_size} --train-iters {steps} --data-path {corpus} {layers}"
+        f"{base} --hidden-size {arguments.hidden_size} --train-iters {steps} {layers}"
         f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --use-distributed-optimizer"
     ).split()
 
@@ -86,7 +100,8 @@ def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str) -> list:
     steps = FIRST_FAULT + arguments.faults * SPACING
     ways, standbys = (["--ft-checkfree"], 2) if arguments.kind == STAGE else ([], 1)
     command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(arguments.ranks), "--standby", str(standbys)]
-    command += ["--run-dir", str(folder / "ours"), "--inject", faults, str(ROOT / "pretrain_gpt.py")]
+    script = (arguments.checkout or ROOT) / "pretrain_gpt.py"
+    command += ["--run-dir", str(folder / "ours"), "--inject", faults, str(script)]
     run([*command, *flags(arguments, corpus, steps), "--ft-hot-swap", *ways])
     history = events.read(folder / "ours" / "events.jsonl")
     found = recoveries(history)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import launch_lines_scale as scaling
@@ -67,6 +67,10 @@ class Trainers:
         with ThreadPoolExecutor(len(SIDES)) as pool:
             results = pool.map(lambda side: self._side(side, case, steps), SIDES)
             return {**asdict(case), "steps": steps, **dict(zip(SIDES, results, strict=True))}
+
+    def train_whole(self, case: Case, steps: int) -> dict:
+        """Train a case that resumes on NVIDIA's side only, without the resume; return that side's part of a result."""
+        return self._side(THEIRS, replace(case, resumes=False), steps)
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -125,13 +129,27 @@ class Trainers:
         return self._processes[side]
 
 
+def cannot_resume(result: dict) -> bool:
+    """Return whether NVIDIA's trainer, but not this project's, has failed in a case that resumes."""
+    return result["resumes"] and bool(result[THEIRS]["code"]) and not result[OURS]["code"]
+
+
 def verdict(result: dict) -> tuple[str, str]:
-    """Return (word, reason) for a result: equal, differs, or who failed. Steps before a failure are compared, too."""
+    """Return (word, reason) for a result.
+
+    The word is "equal", "differs" or who failed. Steps before a failure are compared, too. It is "ours resumes" if
+    NVIDIA's trainer failed after the resume, and this project's run equals NVIDIA's run without the resume.
+    """
     failed = [side for side in SIDES if result[side]["code"]]
-    ours, theirs = ({int(step): value for step, value in result[side]["figures"].items()} for side in SIDES)
+    ours, theirs = (_by_step(result[side]["figures"]) for side in SIDES)
     if difference := _difference(ours, theirs):
         return "differs", difference
     common = len(ours.keys() & theirs.keys())
+    if cannot_resume(result) and not result.get("whole", {"code": 1})["code"]:
+        whole = _by_step(result["whole"]["figures"])
+        if ours.keys() == whole.keys() and not _difference(ours, whole):
+            return "ours resumes", f"{len(whole)} steps; theirs: {result[THEIRS]['why']}"
+        return "theirs fails", f"theirs: {result[THEIRS]['why']}; {_difference(ours, whole)} without the resume"
     if failed:
         why = "; ".join(f"{side}: {result[side]['why']}" for side in failed)
         word = "both fail" if len(failed) == 2 else "ours fails" if failed == [OURS] else "theirs fails"
@@ -139,6 +157,10 @@ def verdict(result: dict) -> tuple[str, str]:
     if ours.keys() != theirs.keys() or not ours:
         return "differs", f"ours has {len(ours)} steps, theirs {len(theirs)}"
     return "equal", f"{common} steps"
+
+
+def _by_step(figures: dict[str, dict]) -> dict[int, dict]:
+    return {int(step): value for step, value in figures.items()}
 
 
 def _difference(ours: dict[int, dict], theirs: dict[int, dict]) -> str:
