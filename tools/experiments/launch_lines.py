@@ -50,8 +50,8 @@ WHY_FAILED = {
     "step yet cannot load a checkpoint; this project's trainer can",
     "argument 'strides'": "checkpoints of this torch name the strides of tensors, which this megatron-core hands to "
     "torch.empty; this project's trainer leaves them out",
-    "out of time": "with --overlap-p2p-communication-warmup-flush, an evaluation of megatron-core 0.16.1 does not end over "
-    "gloo; that of 0.19.2 does",
+    "out of time": "with --overlap-p2p-communication-warmup-flush, an evaluation of megatron-core 0.16.1 does not end "
+    "over gloo; that of 0.19.2 does",
     "KeyError: Float16Module": "with --overlap-param-gather the tree removes hooks before an evaluation that it adds "
     "after the first update, and with fp16 the updates until then were skipped",
 }
