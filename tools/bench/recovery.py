@@ -76,9 +76,8 @@ def flags(arguments: argparse.Namespace, corpus: str, steps: int) -> list[str]:
     if arguments.checkout:
         import megatron_lm_trees as checkouts
 
-        base = (
-            f"{checkouts.BASE} --num-layers 4 --global-batch-size 8 --mock-data --eval-iters 0 --lr-decay-iters {steps}"
-        )
+        base = f"{checkouts.BASE} --num-layers 4 --global-batch-size 8 --mock-data --lr-decay-iters {steps}"
+        base += f" --eval-iters 1 --eval-interval {steps + 1}"
     return (
         f"{base} --hidden-size {arguments.hidden_size} --train-iters {steps} {layers}"
         f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --use-distributed-optimizer"
