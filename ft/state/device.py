@@ -1,0 +1,13 @@
+"""The CUDA device of a thread: every thread that calls CUDA selects its device by :func:`enter` before.
+
+A new thread's current device is GPU 0, whatever device the thread that starts it has selected. A CUDA call in such a
+thread creates a context of this process on GPU 0, which takes some 500 MB there, for every process of the node.
+"""
+
+import torch
+
+
+def enter(device: torch.device | None) -> None:
+    """Select ``device`` for the calling thread; nothing is done for None and for devices other than CUDA's."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
