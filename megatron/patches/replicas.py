@@ -30,8 +30,9 @@ class Exchange(Protocol):
         Args:
             group: the bucket group.
             parts: the gradients that this rank exchanges; the result is written into them.
-            reduced: waits for the reduction inside the replica, after which ``parts`` can be exchanged; None: the
-                reduction is complete.
+            reduced: waits for the reduction inside the replica, after which ``parts`` can be exchanged. It blocks,
+                or, for gradients on a device, makes the current stream of the thread that calls it wait. Any thread
+                may call it, any number of times. None: the reduction is complete.
         """
 
     def finished(self, group: Any) -> None:
@@ -60,10 +61,14 @@ def _start_grad_sync(self, force_all_reduce=False):
     exchange = getattr(self, _ATTRIBUTE, None)
     if exchange is None or (self.is_first_batch and is_under_way):
         return
+    parts = _parts(self, force_all_reduce)
+    device = parts[0].device if parts and parts[0].device.type == "cuda" else None
+    reduction = None
     if self.grad_reduce_handle is not None:
-        self.grad_reduce_handle = _WaitedForOnce(self.grad_reduce_handle)
-    reduced = None if self.grad_reduce_handle is None else self.grad_reduce_handle.wait
-    exchange.started(self, _parts(self, force_all_reduce), reduced)
+        reduction = self.grad_reduce_handle = _Reduction(self.grad_reduce_handle, device)
+    elif device is not None:
+        reduction = _Queued(device, getattr(self, "communication_stream", None))
+    exchange.started(self, parts, None if reduction is None else reduction.wait)
 
 
 def _finish_grad_sync(self, force_all_reduce=False):
@@ -73,17 +78,54 @@ def _finish_grad_sync(self, force_all_reduce=False):
         exchange.finished(self)
 
 
-class _WaitedForOnce:
-    """Thread-safe handle of a reduction inside the replica: the exchange's thread and core's thread wait for it."""
+class _Reduction:
+    """Thread-safe handle of a reduction inside the replica: the exchange's thread and core's thread wait for it.
 
-    def __init__(self, handle: Any):
-        self._handle, self._lock = handle, threading.Lock()
+    The first wait is that of core's handle, which may also compute (gloo's reduce-scatter, and reduce-scatters that add
+    in fp32), so it is called once. On a device, it makes only the stream wait that is current in the calling thread:
+    the current streams of later calls wait for an event behind that. The handle is kept until core drops this one,
+    because the memory of its tensors may be used again from then on.
+
+    Args:
+        handle: core's handle.
+        device: CUDA device of the gradients; None: they are in host memory.
+    """
+
+    def __init__(self, handle: Any, device: torch.device | None):
+        self._handle, self._device, self._lock = handle, device, threading.Lock()
+        self._is_waited, self._waited = False, None
 
     def wait(self) -> None:
         with self._lock:
-            if self._handle is not None:
-                self._handle.wait()
-                self._handle = None
+            if self._is_waited:
+                if self._waited is not None:
+                    torch.cuda.current_stream(self._device).wait_event(self._waited)
+                return
+            self._handle.wait()
+            self._is_waited = True
+            if self._device is not None:
+                self._waited = torch.cuda.current_stream(self._device).record_event()
+
+
+class _Queued:
+    """A reduction inside the replica for which core has no handle: it was queued on streams of the device.
+
+    Core reduces on the current stream, or, with several instances of the distributed optimizer, on a communication
+    stream of its own.
+
+    Args:
+        device: CUDA device of the gradients.
+        stream: core's communication stream, or None.
+    """
+
+    def __init__(self, device: torch.device, stream: Any):
+        self._device = device
+        streams = [torch.cuda.current_stream(device), *([] if stream is None else [stream])]
+        self._events = [each.record_event() for each in streams]
+
+    def wait(self) -> None:
+        for event in self._events:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
 
 def _parts(group, whole: bool) -> list[torch.Tensor]:

@@ -53,7 +53,7 @@ class Exchange:
         """Begin a step, or another attempt at it: clear all state of the previous one."""
         with self._lock:
             self._ready: dict[int, tuple[list[torch.Tensor], Callable[[], None] | None]] = {}
-            self._next, self._unfinished = 0, len(self._order)
+            self._next, self._unfinished = 0, set(self._order)
             self._pending: list[Pending] = []
             self._scale: float | None = None
             self.problem, self.suspect = "", None
@@ -87,7 +87,7 @@ class Exchange:
         Args:
             group: the bucket group.
             parts: its gradients, flat tensors.
-            reduced: waits until ``parts`` are reduced inside this replica; None: they are reduced already.
+            reduced: waits until ``parts`` are reduced inside this replica, see there; None: they are reduced already.
         """
         place = self._order[id(group)]
         if self.work is not None:
@@ -99,10 +99,13 @@ class Exchange:
     def finished(self, group: Any) -> None:
         """Note that megatron-core needs the gradients of ``group``.
 
-        With the last group, wait until all groups are exchanged or the exchange fails.
+        With the last group, wait until all groups are exchanged or the exchange fails. A group may be finished more
+        than once, as megatron-core does where it finishes a group early to free memory.
         """
         with self._lock:
-            self._unfinished -= 1
+            if id(group) not in self._unfinished:
+                return
+            self._unfinished.remove(id(group))
             if self._unfinished:
                 return
         self._wait_for_all()
@@ -142,7 +145,6 @@ class Exchange:
             self._next += 1
             for part in parts:
                 self._pending.append(self._ring.all_reduce(part, scale=self._scale, after=reduced))
-                reduced = None  # one reduction serves all buckets of a group
 
     def _wait_for_all(self) -> None:
         began = time.monotonic()

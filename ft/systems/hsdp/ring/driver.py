@@ -16,20 +16,19 @@ import torch
 
 from ft.base.errors import RecoverableError
 from ft.net.streams import Network
-from ft.systems.hsdp.ring import hello, numbers
+from ft.systems.hsdp.ring import hello
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, patience
 from ft.systems.hsdp.ring.dialer import Dialer
-from ft.systems.hsdp.ring.flow import Flow, head
 from ft.systems.hsdp.ring.links import Links
 from ft.systems.hsdp.ring.listener import Expected, Listener
 from ft.systems.hsdp.ring.options import RingOptions
 from ft.systems.hsdp.ring.outcome import Broken, Outcome, Pending
 from ft.systems.hsdp.ring.poller import Poller
-from ft.systems.hsdp.ring.schedule import items
-from ft.systems.hsdp.ring.staging import Staged, Staging
+from ft.systems.hsdp.ring.reducer import Reducer
 from ft.systems.hsdp.ring.tuning import tuned
 
 _TEND_S = 1.0
+_DEVICE_LOOK_S = 0.001
 _NOBODY = "no quorum yet"
 
 
@@ -55,7 +54,7 @@ class Operation:
     Attributes:
         tensor: the tensor, which is replaced by the result.
         scale: factor by which the sum is multiplied.
-        after: called before the tensor is read; None: the tensor is ready.
+        after: called before the tensor is read; None: the tensor is ready, and in host memory.
         pending: handle that receives the outcome.
     """
 
@@ -90,8 +89,7 @@ class Driver:
         self._network, self._token, self._options = network, token, options
         self._poller = Poller()
         self._door = Listener(self._poller, listener, token)
-        self._buffers = numbers.Buffers(options.chunk_bytes // 4, options.chunks, options.streams)
-        self._stagings: dict[torch.device, Staging] = {}
+        self._reducer = Reducer(self._poller, options, self._pause, self._moved)
         self._links: Links | None = None
         self._members = Members(-1, [], 0)
         self._broken: Broken | BaseException | None = Broken(_NOBODY)
@@ -283,21 +281,28 @@ class Driver:
         if self._broken is not None:
             operation.pending.end(self._skipped())
             return
+        operation.pending.end(self._outcome(operation))
+
+    def _outcome(self, operation: Operation) -> Outcome | BaseException:
+        tensor = operation.tensor
         try:
-            if operation.after is not None:
-                operation.after()
-            self._reduce(operation.tensor, operation.scale)
+            self._reducer.await_ready(tensor, operation.after, self._look)
+            self._reduce(tensor, operation.scale)
+            return Outcome(True)
         except Broken as why:
             self._break(why)
-            operation.pending.end(Outcome(False, why.reason, why.suspect))
+            outcome = Outcome(False, why.reason, why.suspect)
         except RecoverableError as why:
             self._break(Broken(str(why), self._members.me))
-            operation.pending.end(Outcome(False, str(why)))
+            outcome = Outcome(False, str(why))
         except Exception as error:
             self._break(Broken(f"member {self._members.me} failed: {error}", self._members.me))
-            operation.pending.end(error)
-        else:
-            operation.pending.end(Outcome(True))
+            outcome = error
+        try:
+            self._reducer.settle(tensor, self._is_given_up)
+        except Exception as error:
+            return error
+        return outcome
 
     def _skipped(self) -> Outcome | BaseException:
         why = self._broken
@@ -306,7 +311,7 @@ class Driver:
     def _reduce(self, tensor: torch.Tensor, scale: float) -> None:
         links, count = self._links, len(self._members.addresses)
         if links is None:
-            self._scale_alone(tensor, scale)
+            self._reducer.scale_alone(tensor, scale)
             return
         if why := links.useless():
             raise why
@@ -314,33 +319,17 @@ class Driver:
         self._last = time.monotonic()
         links.asked = None
         if tensor.numel():
-            chunk = self._options.chunk_bytes // 4
-            plan = items(tensor.numel(), count, self._members.me, chunk, self._options.chunks)
-            begin = head(links.operation, tensor.numel(), numbers.TYPES[tensor.dtype], scale)
-            flow = Flow(links, self._poller, self._pause, self._moved)
-            flow.run(begin, plan, self._numbers(tensor, scale, count))
+            self._reducer.reduce(tensor, scale, links, self._members.me, count)
         links.busy = False
 
-    def _numbers(self, tensor: torch.Tensor, scale: float, count: int) -> numbers.Numbers:
-        wide = self._options.wide_sums
-        if tensor.device.type == "cpu":
-            return numbers.of(tensor, scale, count, wide, self._buffers)
-        return Staged(tensor, scale, count, wide, self._staging(tensor.device))
+    def _look(self) -> None:
+        """Look after the connections while a device has work to do before an operation. Raises Broken."""
+        self._poller.wait(_DEVICE_LOOK_S)
+        self._door.tend()
+        self._check()
+        if self._links is not None and self._links.broken:
+            raise self._links.broken
 
-    def _staging(self, device: torch.device) -> Staging:
-        """Return the staging buffers of a device; they are created with its first tensor."""
-        if device not in self._stagings:
-            self._stagings[device] = Staging(device, self._buffers, self._options.streams)
-        self._stagings[device].follow()
-        return self._stagings[device]
-
-    def _scale_alone(self, tensor: torch.Tensor, scale: float) -> None:
-        if scale == 1:
-            return
-        if tensor.device.type == "cpu":
-            tensor.detach().mul_(scale)
-            return
-        staging = self._staging(tensor.device)
-        with staging.on_stream():
-            tensor.detach().mul_(scale)
-        staging.wait()
+    def _is_given_up(self) -> bool:
+        self._poller.wait(_DEVICE_LOOK_S)
+        return self._is_closing

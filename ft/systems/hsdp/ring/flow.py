@@ -118,12 +118,14 @@ class Flow:
         while self._received < self._total or self._sent < self._total or lanes[0].out or lanes[0].into:
             if links.broken:
                 raise links.broken
-            moved = False
+            moved = self._numbers.is_busy and self._add(wait=False)
             for lane in lanes:
                 moved |= self._send(lane)
                 moved |= self._receive(lane)
             if moved:
                 self._moved()
+            elif self._numbers.is_busy:
+                self._add(wait=True)
             else:
                 self._await()
 
@@ -151,7 +153,7 @@ class Flow:
         if index >= self._total:
             return False
         item = self._items[index]
-        if item.needs >= 0 and not self._have[item.needs]:
+        if not (self._have[item.needs] if item.needs >= 0 else self._numbers.can_send(index)):
             return False
         lane.out, lane.going, lane.next_out = self._numbers.outgoing(index, item), index, index + len(self._lanes)
         return True
@@ -160,6 +162,7 @@ class Flow:
         lane.out = None
         if lane.going < 0:
             return
+        self._numbers.went(lane.going, self._items[lane.going])
         self._gone[lane.going] = 1
         self._sent += 1
         while self._gone[self._sent_in_order]:
@@ -189,7 +192,7 @@ class Flow:
         if index >= self._total or not self._numbers.has_room(index, self._items[index], self._sent_in_order):
             return False
         place = self._lanes.index(lane) if len(self._lanes) > 1 else 0
-        lane.into = self._numbers.incoming(self._items[index], place)
+        lane.into = self._numbers.incoming(index, self._items[index], place)
         lane.coming, lane.next_in = index, index + len(self._lanes)
         return True
 
@@ -199,9 +202,17 @@ class Flow:
             self._check_head()
             return
         place = self._lanes.index(lane) if len(self._lanes) > 1 else 0
-        self._numbers.take(lane.coming, self._items[lane.coming], place)
-        self._have[lane.coming] = 1
-        self._received += 1
+        if self._numbers.take(lane.coming, self._items[lane.coming], place):
+            self._have[lane.coming] = 1
+            self._received += 1
+
+    def _add(self, wait: bool) -> bool:
+        """Note the results that a device has added; return whether there are any."""
+        added = self._numbers.added(wait)
+        for index in added:
+            self._have[index] = 1
+        self._received += len(added)
+        return bool(added)
 
     def _check_head(self) -> None:
         if self._head_in == self._head_out:

@@ -7,6 +7,7 @@ last member adds its values, scales and rounds once, and the other members copy 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -75,22 +76,46 @@ class Numbers(ABC):
 
     An item is one chunk to send and one chunk to receive (:class:`ft.systems.hsdp.ring.schedule.Item`). ``index`` is
     the number of an item in the order of the all-reduce, and ``stream`` the number of the data connection.
+
+    Attributes:
+        is_busy: whether a device still works on chunks, so that :meth:`added` may report some later.
     """
+
+    is_busy = False
 
     @abstractmethod
     def outgoing(self, index: int, item: Item) -> memoryview:
         """Return the bytes of item ``index`` to send to the right neighbour."""
 
     @abstractmethod
-    def incoming(self, item: Item, stream: int) -> memoryview:
-        """Return the buffer into which the chunk of ``item`` is received from the left neighbour."""
+    def incoming(self, index: int, item: Item, stream: int) -> memoryview:
+        """Return the buffer into which the chunk of item ``index`` is received from the left neighbour."""
 
     @abstractmethod
-    def take(self, index: int, item: Item, stream: int) -> None:
+    def take(self, index: int, item: Item, stream: int) -> bool:
         """Process the received chunk of item ``index``: add it to this member's values.
 
         A final result (all-gather) is only stored in the tensor, unless it was received there.
+
+        Returns:
+            Whether the result may be sent on. If not, :meth:`added` reports the item later.
         """
+
+    def added(self, wait: bool) -> Sequence[int]:
+        """Return the items whose results may be sent on since the last call.
+
+        Args:
+            wait: wait until the device has done at least one more piece of work.
+        """
+        return ()
+
+    def can_send(self, index: int) -> bool:
+        """Return whether the bytes of item ``index``, which does not depend on another one, are in host memory."""
+        return True
+
+    def went(self, index: int, item: Item) -> None:
+        """Note that item ``index`` has been sent."""
+        return
 
     def has_room(self, index: int, item: Item, sent: int) -> bool:
         """Return whether item ``index`` may be received when the first ``sent`` items have been sent."""
@@ -127,20 +152,21 @@ class InPlace(Numbers):
         first, behind = item.send
         return self._bytes[first * _WIDE : behind * _WIDE]
 
-    def incoming(self, item: Item, stream: int) -> memoryview:
+    def incoming(self, index: int, item: Item, stream: int) -> memoryview:
         first, behind = item.receive
         if item.step <= self._last:
             return self._received_bytes[stream][: (behind - first) * _WIDE]
         return self._bytes[first * _WIDE : behind * _WIDE]
 
-    def take(self, index: int, item: Item, stream: int) -> None:
+    def take(self, index: int, item: Item, stream: int) -> bool:
         if item.step > self._last:
-            return
+            return True
         first, behind = item.receive
         own = self._elements[first:behind]
         np.add(self._received[stream, : behind - first], own, out=own)
         if item.step == self._last and self._scale != 1:
             np.multiply(own, self._scale, out=own)
+        return True
 
 
 class Narrow(Numbers):
@@ -162,21 +188,22 @@ class Narrow(Numbers):
         first, behind = item.send
         return self._bytes[first * self._width : behind * self._width]
 
-    def incoming(self, item: Item, stream: int) -> memoryview:
+    def incoming(self, index: int, item: Item, stream: int) -> memoryview:
         first, behind = item.receive
         if item.step <= self._last:
             return self._received_bytes[stream][: (behind - first) * self._width]
         return self._bytes[first * self._width : behind * self._width]
 
-    def take(self, index: int, item: Item, stream: int) -> None:
+    def take(self, index: int, item: Item, stream: int) -> bool:
         if item.step > self._last:
-            return
+            return True
         first, behind = item.receive
         own, got = self._elements[first:behind], self._received[stream, : behind - first]
         if item.step < self._last or self._scale == 1:
             own.add_(got)
         else:
             own.copy_(self._scratch[: behind - first].copy_(own).add_(got).mul_(self._scale))
+        return True
 
 
 class Widened(Numbers):
@@ -199,7 +226,7 @@ class Widened(Numbers):
             return self._waiting_bytes[item.needs % self._slots][: (behind - first) * _WIDE]
         return self._bytes[first * self._width : behind * self._width]
 
-    def incoming(self, item: Item, stream: int) -> memoryview:
+    def incoming(self, index: int, item: Item, stream: int) -> memoryview:
         first, behind = item.receive
         if item.step <= self._last:
             return self._received_bytes[stream][: (behind - first) * (_WIDE if item.step else self._width)]
@@ -209,15 +236,16 @@ class Widened(Numbers):
         # The slot held item index - 2C, which was sent as one of the C items after that one.
         return item.step >= self._last or sent > index - self._slots // 2
 
-    def take(self, index: int, item: Item, stream: int) -> None:
+    def take(self, index: int, item: Item, stream: int) -> bool:
         if item.step > self._last:
-            return
+            return True
         first, behind = item.receive
         size = behind - first
         own = self._elements[first:behind]
         if item.step < self._last:
             got = (self._wide if item.step else self._narrow)[stream, :size]
             self._waiting[index % self._slots, :size].copy_(own).add_(got)
-            return
+            return True
         total = self._wide[stream, :size].add_(own)
         own.copy_(total if self._scale == 1 else total.mul_(self._scale))
+        return True

@@ -16,6 +16,7 @@ from ft.systems.hsdp.ring import numbers
 from ft.systems.hsdp.ring.driver import Driver, Members, Operation
 from ft.systems.hsdp.ring.options import RingOptions
 from ft.systems.hsdp.ring.outcome import Pending
+from ft.systems.hsdp.ring.staging import when_queued
 
 
 class Ring:
@@ -83,7 +84,9 @@ class Ring:
                 once). The caller must not use it until the all-reduce is over.
             scale: factor by which the sum is multiplied.
             after: called on the ring's thread before the tensor is read; it blocks until the tensor may be read, and
-                must return by itself. If it raises, the all-reduce fails on all members. On this member,
+                must return by itself. For a tensor on a device, it suffices that the device's current stream of the
+                thread that calls it waits; None: the tensor is ready after what is queued on the current stream of
+                the thread that calls this method. If it raises, the all-reduce fails on all members. On this member,
                 ``Pending.wait`` then raises the same exception, or returns a failed outcome for a RecoverableError.
 
         Raises:
@@ -92,6 +95,8 @@ class Ring:
         numbers.check(tensor)
         if not math.isfinite(scale):
             raise UserError(f"an all-reduce with the scale {scale}", "give a finite one")
+        if after is None and tensor.device.type != "cpu":
+            after = when_queued(tensor.device)
         pending = Pending()
         self._driver.submit(Operation(tensor, float(scale), after, pending), self._limit)
         return pending

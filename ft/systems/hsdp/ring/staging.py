@@ -1,17 +1,25 @@
 """FT-HSDP's ring all-reduce of tensors on a GPU: chunks are staged in pinned host memory, because the ring's sockets
 read and write host memory only.
 
-Copies and additions are queued on a separate CUDA stream. A received chunk stays in a staging buffer until the device
-has added this member's values, and a sum stays in a slot of another buffer until it is sent. The tensor itself is read
-once and written once per chunk.
+Copies and additions are queued on a separate CUDA stream, and run while the ring's thread sends and receives other
+chunks. Each has an event, and the host touches the memory of a piece of work only after its event. The tensor itself
+is read once and written once per chunk.
+
+Every rank has three rings of pinned buffers. ``first`` has the chunks that are sent unchanged (step 0), copied from the
+device ahead of time. ``received`` has what the left neighbour has sent; a finished chunk (all-gather) is sent on from
+there. ``waiting`` has sums that wait to be sent on (reduce-scatter).
 """
 
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from ft.systems.hsdp.ring.numbers import Buffers, Numbers
+from ft.state import device as devices
+from ft.systems.hsdp.ring.numbers import Numbers
+from ft.systems.hsdp.ring.options import RingOptions
 from ft.systems.hsdp.ring.schedule import Item
 
 Add = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None], None]
@@ -30,117 +38,190 @@ def add_in_passes(
         also.copy_(into, non_blocking=True)
 
 
-def best_add(device: torch.device) -> Add:
-    """Return the fused kernel on CUDA with Triton, else :func:`add_in_passes`."""
-    if device.type == "cuda":
-        with contextlib.suppress(ImportError):
-            from ft.systems.hsdp.ring.fused import add
+def best_add() -> Add:
+    """Return the fused kernel if Triton is installed, else :func:`add_in_passes`."""
+    with contextlib.suppress(ImportError):
+        from ft.systems.hsdp.ring.fused import add
 
-            return add
+        return add
     return add_in_passes
 
 
+def when_queued(device: torch.device) -> Callable[[], None]:
+    """Record an event on the calling thread's current stream. Return a function that makes the current stream of the
+    thread that calls it wait for this event.
+    """
+    queued = torch.cuda.Event()
+    queued.record(torch.cuda.current_stream(device))
+    return lambda: torch.cuda.current_stream(device).wait_event(queued)
+
+
 class Staging:
-    """CUDA stream and pinned buffers of a ring for the tensors on one device.
+    """CUDA stream and pinned buffers of a ring for the tensors on one CUDA device.
+
+    The calling thread's current device becomes ``device``.
 
     Args:
-        device: the device; on a CPU (in tests), there is no stream and no pinned memory.
-        buffers: host buffers of the ring, whose sizes are used.
-        streams: number of data connections to a neighbour.
+        device: the device.
+        options: options of the ring.
 
     Attributes:
-        is_cuda: whether the device is a CUDA device.
-        stream: the CUDA stream, None on other devices.
-        slots: number of sums that can wait to be sent.
+        device: as passed.
+        stream: the CUDA stream.
+        slots: number of buffers in ``received`` and in ``waiting``.
         add: function that adds a received chunk.
-        first: buffer for chunks of the tensor that are sent unchanged, fp32 of shape (streams, chunk).
-        received: buffer for received chunks, fp32 of shape (streams, chunk).
-        waiting: buffer for sums that wait to be sent, fp32 of shape (slots, chunk).
+        first: buffers for chunks of the tensor that are sent unchanged, fp32 of shape (rows, chunk).
+        received: buffers for received chunks, fp32 of shape (slots, chunk).
+        waiting: buffers for sums that wait to be sent, fp32 of shape (slots, chunk).
     """
 
-    def __init__(self, device: torch.device, buffers: Buffers, streams: int):
-        self.is_cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.is_cuda else None
-        self.slots, self.add = buffers.slots, best_add(device)
-        chunk = buffers.received.shape[1]
+    def __init__(self, device: torch.device, options: RingOptions):
+        devices.enter(device)
+        self.device, self.stream, self.add = device, torch.cuda.Stream(device), best_add()
+        self.slots = 2 * options.chunks
         self.first, self.received, self.waiting = (
-            torch.zeros(rows, chunk, pin_memory=self.is_cuda) for rows in (streams, streams, self.slots)
+            torch.zeros(rows, options.chunk_bytes // 4, pin_memory=True)
+            for rows in (max(options.streams, options.chunks), self.slots, self.slots)
         )
 
-    def on_stream(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def on_stream(self) -> Iterator[None]:
         """Return a context in which work is queued on the stream."""
-        return torch.cuda.stream(self.stream) if self.is_cuda else contextlib.nullcontext()
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            yield
 
-    def follow(self) -> None:
-        """Make the stream wait for the work queued on the current stream, which produces the tensor."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+    def mark(self) -> torch.cuda.Event:
+        """Record an event behind all that is queued on the stream; waiting for it does not keep a processor busy."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream)
+        return event
 
-    def wait(self) -> None:
-        """Wait until the work queued on the stream is done."""
-        if self.stream is not None:
-            self.stream.synchronize()
+
+@dataclass
+class _Queued:
+    """A piece of work on the device: the event behind it, and its item; ``kind`` is FETCHED, ADDED or STORED."""
+
+    event: torch.cuda.Event
+    kind: str
+    index: int
+
+
+FETCHED, ADDED, STORED = "fetched", "added", "stored"
 
 
 class Staged(Numbers):
     """One tensor on a device during its all-reduce. Results have the same bits as those of a tensor in host memory.
 
     Args:
-        tensor: the tensor.
+        tensor: the tensor; the staging's stream has to wait already for the work that produces it.
         scale: factor by which the sum is multiplied.
         members: number of members of the ring.
         wide_sums: whether sums of bf16 are sent in fp32 (:class:`ft.systems.hsdp.ring.options.RingOptions`).
         staging: stream and buffers of the tensor's device.
+        plan: all items of the all-reduce, in order.
     """
 
-    def __init__(self, tensor: torch.Tensor, scale: float, members: int, wide_sums: bool, staging: Staging):
-        self._elements, self._staging = tensor.detach().view(-1), staging
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        scale: float,
+        members: int,
+        wide_sums: bool,
+        staging: Staging,
+        plan: Sequence[Item],
+    ):
+        self._elements, self._staging, self._slots = tensor.detach().view(-1), staging, staging.slots
         self._scale, self._last = scale, members - 2
         self._own = tensor.dtype
         self._sums = torch.float32 if wide_sums else tensor.dtype
-        self._streams = staging.first.shape[0]
+        self._queued: deque[_Queued] = deque()
+        self._done = bytearray(len(plan))  # items that were received, and whose chunk the device has read
+        self._at_first = [(index, item) for index, item in enumerate(plan) if not item.step]
+        self._free, self._rows = list(range(len(staging.first))), {}  # buffers in ``first``; item -> its buffer
+        self._fetching, self._fetched = 0, set()
+        while self._free and self._fetching < len(self._at_first):
+            self._fetch_next()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._queued)
+
+    def can_send(self, index: int) -> bool:
+        return index in self._fetched
 
     def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
-        if item.step:
-            return _bytes(self._slot(item.needs, behind - first, self._type(item.step)))
-        chunk = staged(self._staging.first[index % self._streams], behind - first, self._own)
-        with self._staging.on_stream():
-            chunk.copy_(self._elements[first:behind], non_blocking=True)
-        self._staging.wait()
-        return _bytes(chunk)
+        size, dtype = behind - first, self._type(item.step)
+        if not item.step:
+            return _bytes(self._first(index, size))
+        kept = self._staging.waiting if item.step <= self._last + 1 else self._staging.received
+        return _bytes(staged(kept[item.needs % self._slots], size, dtype))
 
-    def incoming(self, item: Item, stream: int) -> memoryview:
-        return _bytes(self._came(item, stream))
+    def went(self, index: int, item: Item) -> None:
+        if not item.step:
+            self._fetched.discard(index)
+            self._free.append(self._rows.pop(index))
+            if self._fetching < len(self._at_first):
+                self._fetch_next()
+
+    def incoming(self, index: int, item: Item, stream: int) -> memoryview:
+        return _bytes(self._came(index, item))
 
     def has_room(self, index: int, item: Item, sent: int) -> bool:
-        return item.step == 2 * self._last + 1 or sent > index - self._staging.slots // 2
+        # Item index - 2C has the same buffers. What it has received or added is sent on as one of the C items after it,
+        # if at all. With several connections, this item may be here before that one.
+        before = index - self._slots
+        return before < 0 or (self._done[before] and sent > index - self._slots // 2)
 
-    def take(self, index: int, item: Item, stream: int) -> None:
+    def take(self, index: int, item: Item, stream: int) -> bool:
         first, behind = item.receive
-        own, got = self._elements[first:behind], self._came(item, stream)
-        onward = self._slot(index, behind - first, self._type(item.step + 1))
+        own, got = self._elements[first:behind], self._came(index, item)
+        sums = staged(self._staging.waiting[index % self._slots], behind - first, self._type(item.step + 1))
         with self._staging.on_stream():
             if item.step < self._last:
-                self._staging.add(got, own, 1.0, onward, None)
+                self._staging.add(got, own, 1.0, sums, None)
             elif item.step == self._last:
-                self._staging.add(got, own, self._scale, own, onward)
+                self._staging.add(got, own, self._scale, own, sums)
             else:
                 own.copy_(got, non_blocking=True)
-        if self._last < item.step <= 2 * self._last:
-            onward.copy_(got)
-        self._staging.wait()
+        is_final = item.step > self._last
+        self._queued.append(_Queued(self._staging.mark(), STORED if is_final else ADDED, index))
+        return is_final  # a final chunk is sent on from where it was received, while the device reads it
+
+    def added(self, wait: bool) -> Sequence[int]:
+        if wait:
+            self._queued[0].event.synchronize()
+        found = []
+        while self._queued and (wait or self._queued[0].event.query()):
+            wait, done = False, self._queued.popleft()
+            if done.kind == FETCHED:
+                self._fetched.add(done.index)
+                continue
+            self._done[done.index] = 1
+            if done.kind == ADDED:
+                found.append(done.index)
+        return found
+
+    def _fetch_next(self) -> None:
+        """Begin to copy the next chunk that is sent unchanged into a free buffer."""
+        index, item = self._at_first[self._fetching]
+        self._fetching += 1
+        self._rows[index] = self._free.pop()
+        first, behind = item.send
+        with self._staging.on_stream():
+            self._first(index, behind - first).copy_(self._elements[first:behind], non_blocking=True)
+        self._queued.append(_Queued(self._staging.mark(), FETCHED, index))
 
     def _type(self, step: int) -> torch.dtype:
         """Return the type of elements on the wire in ``step``."""
         return self._sums if 0 < step <= self._last else self._own
 
-    def _came(self, item: Item, stream: int) -> torch.Tensor:
-        first, behind = item.receive
-        return staged(self._staging.received[stream], behind - first, self._type(item.step))
+    def _first(self, index: int, size: int) -> torch.Tensor:
+        return staged(self._staging.first[self._rows[index]], size, self._own)
 
-    def _slot(self, index: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        return staged(self._staging.waiting[index % self._staging.slots], size, dtype)
+    def _came(self, index: int, item: Item) -> torch.Tensor:
+        first, behind = item.receive
+        return staged(self._staging.received[index % self._slots], behind - first, self._type(item.step))
 
 
 def staged(room: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
