@@ -7,7 +7,7 @@ until the copy is complete.
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.snapshot.buffers import Slot
-from ft.state.snapshot.copier import Copier, Plan, Progress, tables_of, write_back
+from ft.state.snapshot.copier import Copier, Plan, Progress, device_of, tables_of, write_back
 from ft.state.snapshot.state import pack_meta, unpack_meta
 
 
@@ -31,8 +31,7 @@ class Undo:
         state = self._subject.state(self._position.get())
         sections = state.sections()
         if self._plan is None or not self._plan.fits(self._slot, sections):
-            pinned = any(tensor.is_cuda for each in sections.values() for tensor in each.values())
-            self._slot.fit(tables_of(sections), pinned)
+            self._slot.fit(tables_of(sections), pinned=device_of(sections) is not None)
             self._plan = Plan(self._slot, sections)
         # The part of the state that is not tensors: JSON values and byte strings.
         self._slot.set_meta(pack_meta(state.envelope, state.blobs))

@@ -51,12 +51,14 @@ class Platform:
             return
         import torch
 
+        from ft.state import device
+
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}",
                 "start as many processes per node as it has GPUs",
             )
-        torch.cuda.set_device(local_rank)
+        device.select(local_rank)
 
     def choose_backend(self, asked_for: str | None) -> str:
         """Return the communication backend: the user's choice, or the platform's default.

@@ -445,7 +445,7 @@ class Cuda:
             return self._copy(*args, **kwargs)
         if name == "_foreach_copy_":
             for target, source in zip(*args[:2], strict=True):
-                self._copy(target, source, **kwargs)
+                self._copy(target, source, *args[2:], **kwargs)
             return None
         if name in ("_local_scalar_dense", "_to_copy") and (name[0:3] == "_lo" or _is_host(kwargs.get("device"))):
             host = self.to_host(args[0])

@@ -12,6 +12,7 @@ import torch
 
 from ft.base.errors import UserError
 from ft.net.checksum import checksum
+from ft.state import device as devices
 from ft.state.layout import Table
 
 
@@ -43,6 +44,7 @@ class FlatState:
             if isinstance(run, memoryview):
                 target[:] = run[begin:end]
             else:
+                devices.enter(run.device)
                 torch.frombuffer(target, dtype=torch.uint8).copy_(run[begin:end])
 
     def scatter(self, start: int, stop: int, scratch: memoryview) -> None:
@@ -52,6 +54,7 @@ class FlatState:
             if isinstance(run, memoryview):
                 run[begin:end] = source
             else:
+                devices.enter(run.device)
                 run[begin:end].copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     def checksum(self, start: int, chunk: memoryview) -> int:

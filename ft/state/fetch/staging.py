@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ft.state import device as devices
+
 Tensors = Mapping[str, torch.Tensor]
 ToHost = Callable[[Tensors, Callable[[], bool]], Tensors]
 """Function (tensors, is_over) -> the same tensors in host memory.
@@ -34,8 +36,10 @@ def prepare(tensors: Tensors) -> ToHost:
 
 @torch.no_grad()
 def _copy(tensors: Tensors, marks: Mapping[torch.device, torch.Event], is_over: Callable[[], bool]) -> Tensors:
-    streams = {device: torch.Stream(device) for device in marks}
+    streams = {}
     for device, mark in marks.items():
+        devices.enter(device)
+        streams[device] = torch.Stream(device)
         streams[device].wait_event(mark)
     host = {}
     for name, tensor in tensors.items():

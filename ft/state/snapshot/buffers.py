@@ -7,6 +7,7 @@ slot A   complete 6    complete 6    complete 6    <- restored from
 slot B   staging  7 -> complete 7    dropped
 """
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ from enum import Enum
 
 import torch
 
+from ft.base.errors import UserError
 from ft.net.checksum import checksum
+from ft.state import device as devices
 from ft.state.layout import CHUNK, Table, chunk_count
 
 
@@ -27,30 +30,71 @@ class Status(Enum):
     COMPLETE = "complete"
 
 
+class _Memory(mmap.mmap):
+    """Zeroed memory of this process, which can be page-locked until it is freed."""
+
+    _locked: tuple[int, torch.device] | None = None
+
+    def lock(self, address: int) -> None:
+        """Page-lock the memory, which begins at ``address``, for copies by CUDA devices.
+
+        Raises:
+            UserError: CUDA cannot lock it.
+        """
+        device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        except RuntimeError as error:
+            raise UserError(
+                f"{len(self) / 2**30:.1f} GiB of host memory for snapshots cannot be page-locked: {error}",
+                "run with fewer workers per node, or without snapshots",
+            ) from error
+        self._locked = (address, device)
+
+    def __del__(self):
+        if self._locked is not None:
+            address, device = self._locked
+            with contextlib.suppress(Exception):  # the interpreter is ending, so CUDA may have ended
+                devices.enter(device)
+                torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class HostBuffer:
     """A block of zeroed host memory, page-locked if a device copies into it.
 
-    Memory that is not page-locked is excluded from forked children: otherwise, after a data loader has forked a worker,
-    the next write to each page would copy the page (copy-on-write).
+    A copy from a device into memory that is not page-locked blocks the thread that queues it. The memory is allocated
+    here and then locked, because torch's page-locked memory takes the next power of two bytes and is never given back
+    (CachingHostAllocator.h, ``PowerOf2Ceil``). Locking takes the time to map all pages, once for each buffer.
+
+    The memory is excluded from forked children: otherwise, after a data loader has forked a worker, the next write to
+    each page would copy the page (copy-on-write), away from the one that a device writes to.
 
     Attributes:
         nbytes: size in bytes.
+        is_pinned: whether the memory is page-locked.
         tensor: the memory as a tensor, [nbytes] uint8.
         view: the same memory as a memoryview.
+
+    Raises:
+        UserError: the memory cannot be page-locked.
     """
 
     def __init__(self, nbytes: int, pinned: bool):
-        self.nbytes = nbytes
-        if pinned and nbytes:
-            self.tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-            self.view = memoryview(self.tensor.numpy())
-            return
-        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)
+        self.nbytes, self.is_pinned = nbytes, False
+        self._memory = _Memory(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_DONTFORK)
         if nbytes >= 2 << 20:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
-        self.view = memoryview(memory)[:nbytes]
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)[:nbytes]
+        self.view = memoryview(self._memory)[:nbytes]
+        if pinned:
+            self.pin()
+
+    def pin(self) -> None:
+        """Page-lock the memory, unless it is page-locked already."""
+        if not self.is_pinned and self.nbytes:
+            self._memory.lock(self.tensor.data_ptr())
+        self.is_pinned = True
 
 
 class Part:
@@ -125,10 +169,18 @@ class Slot:
         return sum(part.buffer.nbytes for part in self.parts.values())
 
     def fit(self, tables: Mapping[str, Table], pinned: bool) -> None:
-        """Allocate memory for sections with these layouts, unless the present memory has the same layouts."""
+        """Allocate memory for sections with these layouts, unless the present memory has the same layouts.
+
+        Args:
+            tables: name of a section -> its layout.
+            pinned: whether the memory has to be page-locked.
+        """
         if {name: part.table for name, part in self.parts.items()} != dict(tables):
             self.parts = {}  # the old memory is freed before the new is allocated
             self.parts = {name: Part(table, pinned) for name, table in tables.items()}
+        elif pinned:
+            for part in self.parts.values():
+                part.buffer.pin()
 
     def set_meta(self, meta: bytes) -> None:
         self.meta, self.meta_checksum = meta, checksum(meta)
@@ -149,12 +201,12 @@ class PingPong:
 
     Between ``begin`` and ``commit`` (or ``drop``), only the caller of ``begin`` may access the slot.
 
-    Args:
-        pinned: whether to use page-locked memory.
+    Attributes:
+        pinned: whether the next snapshots are written into page-locked memory.
     """
 
-    def __init__(self, pinned: bool = False):
-        self.pinned = pinned
+    def __init__(self):
+        self.pinned = False
         self._slots = [Slot(), Slot()]
         self._lock = threading.Lock()
 

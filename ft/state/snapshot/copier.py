@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ft.state import device as devices
 from ft.state.layout import CHUNK, Table
 from ft.state.snapshot.buffers import Part, Slot
 
@@ -97,7 +98,7 @@ class Plan:
         self.parts = dict(slot.parts)
         self.sections = dict(sections)
         live = {name: list(tensors.values()) for name, tensors in sections.items()}
-        self.device = next((t.device for tensors in live.values() for t in tensors if t.device.type != "cpu"), None)
+        self.device = device_of(sections)
         size = CHUNK if self.device is None else _DEVICE_BATCH
         self.batches = [b for name, part in self.parts.items() for b in _batches(part, live[name], size)]
         self.nbytes = sum(part.table.nbytes for part in self.parts.values())
@@ -156,7 +157,9 @@ class Copier:
         self._thread.join()
 
     def _queue_on_device(self, plan: Plan) -> list[torch.cuda.Event]:
-        stream = self._streams.setdefault(plan.device, torch.cuda.Stream(plan.device))
+        if plan.device not in self._streams:
+            self._streams[plan.device] = torch.cuda.Stream(plan.device)
+        stream = self._streams[plan.device]
         stream.wait_stream(torch.cuda.current_stream(plan.device))
         events = []
         with torch.cuda.stream(stream), torch.no_grad():
@@ -173,6 +176,7 @@ class Copier:
             plan, events, progress, done = job
             error = None
             try:
+                devices.enter(plan.device)
                 _fill(plan, events, progress)
             except BaseException as failure:
                 error = failure
@@ -201,6 +205,11 @@ def write_back(slot: Slot, sections: Mapping[str, Mapping[str, torch.Tensor]]) -
         live = [tensor.detach() for tensor in tensors.values()]
         if live:
             torch._foreach_copy_(live, slot.parts[name].tensors())
+
+
+def device_of(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.device | None:
+    """Return the device of the tensors; None if all are in host memory."""
+    return next((t.device for tensors in sections.values() for t in tensors.values() if t.device.type != "cpu"), None)
 
 
 def tables_of(sections: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Table]:

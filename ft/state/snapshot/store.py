@@ -17,7 +17,7 @@ from ft.job.messages import Holdings, Source
 from ft.net.framed import Mark
 from ft.state.layout import Table, chunk_count
 from ft.state.snapshot.buffers import Part, Slot
-from ft.state.snapshot.copier import Copier, Plan, Progress, tables_of, write_back
+from ft.state.snapshot.copier import Copier, Plan, Progress, device_of, tables_of, write_back
 from ft.state.snapshot.restore import Restorer
 from ft.state.snapshot.state import OWNED, RankState, pack_meta, unpack_meta
 from ft.state.snapshot.transport import SnapshotServer
@@ -338,10 +338,14 @@ class Snapshots:
             self._changed.notify_all()
 
     def _tables_of(self, sections: Mapping[str, Mapping]) -> dict[str, Table]:
-        """Return the layouts of the live tensors, from a cache if the mappings are the same objects as last time."""
+        """Return the layouts of the live tensors, from a cache if the mappings are the same objects as last time.
+
+        Snapshots of tensors on a device are written into page-locked memory.
+        """
         mappings = list(sections.values())
         if self._tables is None or not all(a is b for a, b in zip(self._tables[0], mappings, strict=True)):
             self._tables = (mappings, tables_of(sections))
+            self._stock.own.pinned = device_of(sections) is not None
         return self._tables[1]
 
     def _plan(self, slot: Slot, sections: Mapping[str, Mapping]) -> Plan:
