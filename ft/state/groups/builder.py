@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ft.net.store import StoreConnection
 from ft.platform import sockets
+from ft.state import device
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector
 
 _CONNECT_S = 30.0
@@ -116,6 +117,7 @@ class Builder:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        device.enter_process()
         try:
             while (job := self._next()) is not None:
                 self._do(job)

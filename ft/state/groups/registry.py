@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ft.base.errors import EpochClosed, FtError, UserError
 from ft.job.messages import GroupReport
 from ft.net.store import StoreConnection
+from ft.state import device
 from ft.state.groups.backends import (
     GlooConnection,
     GlooConnector,
@@ -248,6 +249,7 @@ class Groups:
             wake()
         if builder is not None:
             builder.cancel()
+        device.enter_process()
         interrupt_together([one for group in list(self._groups.values()) for one in group.to_interrupt()])
 
     def reports(self) -> list[GroupReport]:
