@@ -223,6 +223,15 @@ def test_what_replicas_cannot_train_with_is_refused_by_name(extra, batch, says, 
             "--num-experts 4 --moe-router-enable-expert-bias",
             "--moe-router-enable-expert-bias does not go with replicas",
         ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss global_aux_loss "
+            "--moe-aux-loss-coeff 1e-2 1e-2",
+            "global_aux_loss does not go with replicas",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
+            "global_aux_loss does not go with replicas",
+        ),
         ("--ft-dmr piggyback", "double execution .* cannot be combined with replicas|replicas .*double execution"),
         ("--ft-checkfree", "stage rebuild .* cannot be combined with replicas"),
     ],

@@ -18,6 +18,12 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
             "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
             "drop it, or --ft-hsdp-replicas",
         )
+    if "global_aux_loss" in _balancing(options.core):
+        yield (
+            "--moe-router-load-balancing-type global_aux_loss does not go with replicas: each would balance its own "
+            "tokens only, because megatron-core sums over the ranks of one replica",
+            "use aux_loss or seq_aux_loss, or drop --ft-hsdp-replicas",
+        )
     whole = replicas * training.micro_batch_size * grid.dp
     if training.global_batch_size % whole:
         yield (
@@ -25,3 +31,9 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
             f"{training.micro_batch_size} x DP {grid.dp} of a replica = {whole}",
             f"use a multiple of {whole}",
         )
+
+
+def _balancing(core: Any) -> tuple[str, ...]:
+    """Return the names of the losses and methods that balance experts."""
+    given = core.moe_router_load_balancing_type
+    return (given,) if isinstance(given, str) else tuple(given or ())
