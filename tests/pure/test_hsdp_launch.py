@@ -17,6 +17,7 @@ from ft.job.replicas.member import next_life
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
 from ft.platform import election
+from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.spare.ruler import ruler
 
 
@@ -105,6 +106,9 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-min-replicas", "3"], "between 1 and the 2"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "1d"], "--ft-hsdp-wait 86400s is not below"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-streams", "0"], "between 1 and 16"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-chunk", "12"], "--ft-hsdp-chunk 12 is not a multiple of 8"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-chunk", "2GiB"], "between 8 and"),
+        (["--ft-hsdp-replicas", "2", "--ft-hsdp-chunks", "0"], "--ft-hsdp-chunks 0 is not between 1 and"),
         (["--ft-spare-redundancy", "2"], "no number of replicas"),
         (["--ft-hsdp-replicas", "4", "--ft-spare-redundancy", "3"], "redundancy 3 cannot be placed on 4 groups"),
         (["--ft-hsdp-replicas", "3", "--ft-spare-redundancy", "1"], "redundancy"),
@@ -139,8 +143,14 @@ def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
         "FT_HSDP_MIN_REPLICAS": "2",
         "FT_HSDP_LR_SCALING": "sqrt",
         "FT_HSDP_STREAMS": "1",
+        "FT_HSDP_CHUNKS": "2",
         "FT_HSDP_WAIT": "0.5",
     }
+    sizes = flags.read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-chunk", "8MiB", "--ft-hsdp-chunks", "4"), ruler)
+    place = ReplicaContext.from_environment(
+        sizes.environment() | {"FT_HSDP_REPLICA": "0", "FT_HSDP_RUN_DIR": "/tmp", "FT_HSDP_REPLICAS": "2"}
+    )
+    assert (place.chunk_bytes, place.chunks) == (8 << 20, 4)
     never = flags.read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "0"), ruler)
     assert never.environment()["FT_HSDP_WAIT"] == "0"
     limits = Limits(**never.server_options("127.0.0.1")["limits"]).check()

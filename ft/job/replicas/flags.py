@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft.base.errors import Problem, Problems
-from ft.base.quantities import duration
+from ft.base.quantities import argument, duration, size
 from ft.job.quorum.limits import Limits
 from ft.job.replicas.deadlines import LONGEST_S
 
 LR_SCALING = ("none", "linear", "sqrt")
 _DEFAULT_LR_SCALING = "sqrt"
-MOST_STREAMS = 16
+MOST_STREAMS, MOST_CHUNKS, MOST_CHUNK_BYTES = 16, 1024, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Replicas:
         redundancy: number of shard types (parts of the global batch) that each replica hosts as a stack, so that it can
             train the part of a lost replica (SPARe); None: without SPARe.
         streams: number of connections between two neighbouring ranks in a gradient ring.
+        chunk_bytes: size of the chunks in which a gradient ring sends; None: the default of the platform.
+        chunks: chunks per rank and partition of a gradient ring.
     """
 
     count: int
@@ -38,6 +40,8 @@ class Replicas:
     lr_scaling: str = _DEFAULT_LR_SCALING
     redundancy: int | None = None
     streams: int = 1
+    chunk_bytes: int | None = None
+    chunks: int = 2
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables for agents and workers of every replica."""
@@ -46,6 +50,8 @@ class Replicas:
             "FT_HSDP_MIN_REPLICAS": str(self.min_count),
             "FT_HSDP_LR_SCALING": self.lr_scaling,
             "FT_HSDP_STREAMS": str(self.streams),
+            "FT_HSDP_CHUNKS": str(self.chunks),
+            **({} if self.chunk_bytes is None else {"FT_HSDP_CHUNK": str(self.chunk_bytes)}),
             **({} if self.wait_s is None else {"FT_HSDP_WAIT": f"{self.wait_s:g}"}),
             **({} if self.redundancy is None else {"FT_SPARE_REDUNDANCY": str(self.redundancy)}),
         }
@@ -91,6 +97,18 @@ def add_flags(flag: Callable[..., None]) -> None:
         help="connections between neighbours in a ring of gradients, where one cannot fill the network (default: 1)",
     )
     flag(
+        "ft-hsdp-chunk",
+        type=argument(size),
+        metavar="SIZE",
+        help="bytes that a ring of gradients sends, receives and adds at once (default: 8MiB on GPUs, 1MiB on CPUs)",
+    )
+    flag(
+        "ft-hsdp-chunks",
+        type=int,
+        metavar="N",
+        help="chunks in flight between neighbours in a ring of gradients: more over long distances (default: 2)",
+    )
+    flag(
         "ft-spare-redundancy",
         type=int,
         metavar="R",
@@ -117,15 +135,25 @@ def read(given: argparse.Namespace, place_stacks: Callable[[int, int], object]) 
     count, only = given.ft_hsdp_replicas, given.ft_hsdp_replica
     least = 1 if given.ft_hsdp_min_replicas is None else given.ft_hsdp_min_replicas
     streams = 1 if given.ft_hsdp_streams is None else given.ft_hsdp_streams
+    chunk = None if given.ft_hsdp_chunk is None else int(given.ft_hsdp_chunk)
+    chunks = 2 if given.ft_hsdp_chunks is None else given.ft_hsdp_chunks
     wait_s, problems = given.ft_hsdp_wait, Problems()
     problems.add(_numbers(count, only, least, wait_s, streams))
+    problems.add(_sizes(chunk, chunks))
     problems.add(_contradictions(given))
     if given.ft_spare_redundancy is not None and count is not None and count >= 1:
         with problems:
             place_stacks(count, given.ft_spare_redundancy)
     problems.refuse()
     scaling = given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING
-    return Replicas(count, only, least, wait_s, scaling, given.ft_spare_redundancy, streams)
+    return Replicas(count, only, least, wait_s, scaling, given.ft_spare_redundancy, streams, chunk, chunks)
+
+
+def _sizes(chunk: int | None, chunks: int) -> Iterator[Problem]:
+    if chunk is not None and (not 8 <= chunk <= MOST_CHUNK_BYTES or chunk % 8):
+        yield f"--ft-hsdp-chunk {chunk} is not a multiple of 8 between 8 and {MOST_CHUNK_BYTES}", "such as 8MiB"
+    if not 1 <= chunks <= MOST_CHUNKS:
+        yield f"--ft-hsdp-chunks {chunks} is not between 1 and {MOST_CHUNKS}", "give a number in between"
 
 
 def _numbers(count: int | None, only: int | None, least: int, wait_s: float | None, streams: int) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.position import ReplicaPosition
 from ft.systems.hsdp.records import NoRecords, Records
 from ft.systems.hsdp.ring import Ring, RingOptions
+from ft.systems.hsdp.ring.options import CHUNK_BYTES
 from ft.systems.hsdp.state import ReplicaState
 from ft.systems.hsdp.work import Work
 from ft.worker.session import Session
@@ -136,7 +137,8 @@ def build(
     """
     subject = TrainingState(chunks, optimizer, scheduler)
     state = ReplicaState(subject, position)
-    ring = Ring(network_of(), place.token, RingOptions(streams=place.streams))
+    chunk_bytes = place.chunk_bytes or CHUNK_BYTES[patches.platform().name]
+    ring = Ring(network_of(), place.token, RingOptions(chunk_bytes, place.chunks, streams=place.streams))
     server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
     exchange = Exchange(
         ring, replicas.groups_of(subject.chunks), lambda: session.progress.at("aside", "the other replicas")

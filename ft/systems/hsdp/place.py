@@ -34,6 +34,8 @@ class ReplicaContext:
         redundancy: with SPARe, the number of parts of a global batch (shard types) that each replica can compute; None
             without SPARe: each replica trains its own part.
         streams: number of TCP connections that carry gradients between two ranks.
+        chunk_bytes: size S of the chunks in which gradients are sent; None: the default of the platform.
+        chunks: number C of chunks per rank and partition; S x C bytes are in flight between two ranks at most.
         digests: whether a checksum of the state is recorded for every step.
     """
 
@@ -47,6 +49,8 @@ class ReplicaContext:
     life: int = 0
     redundancy: int | None = None
     streams: int = 1
+    chunk_bytes: int | None = None
+    chunks: int = 2
     digests: bool = False
 
     @property
@@ -84,6 +88,8 @@ class ReplicaContext:
                 digests=bool(environment.get("FT_HSDP_DIGESTS")),
                 redundancy=int(environment["FT_SPARE_REDUNDANCY"]) if "FT_SPARE_REDUNDANCY" in environment else None,
                 streams=int(environment.get("FT_HSDP_STREAMS", "1")),
+                chunk_bytes=int(environment["FT_HSDP_CHUNK"]) if "FT_HSDP_CHUNK" in environment else None,
+                chunks=int(environment.get("FT_HSDP_CHUNKS", "2")),
                 life=int(environment.get("FT_RESTART", "0")),
                 comes_back=any(int(environment.get(name, "0")) > 0 for name in ("FT_HSDP_LIFE", "FT_RESTART")),
             )
