@@ -743,3 +743,53 @@ def test_what_other_threads_wait_for_does_not_hide_that_the_training_thread_wait
     assert state.waiting[0] == "dp"
     state.has_waited()
     assert state.waiting is None
+
+
+# --- the oldest unfinished operation ----------------------------------------------------------------------------------
+
+
+def ages_of_operations(address):
+    """Rank 1 starts its part of each operation late. Rank 0 looks at the ages from another thread meanwhile."""
+    worker = Worker(address)
+    part = dist.new_group([0, 1], group_desc="part")
+    ages = worker.groups.oldest_unfinished
+    dist.barrier()
+    assert ages() is None
+    worker.meet("async")
+    if worker.rank == 0:
+        work = dist.all_reduce(torch.ones(4), group=part, async_op=True)
+        time.sleep(0.3)
+        name, operation, age = ages()
+        assert (name, operation) == (part.group_name, "allreduce") and 0.25 < age < 5
+        worker.meet("now")
+        limit = time.monotonic() + 10
+        while ages() is not None:  # ended, although nobody has waited for it
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        work.wait()
+    else:
+        worker.meet("now")
+        dist.all_reduce(torch.ones(4), group=part)
+    worker.meet("other thread")
+    if worker.rank == 0:
+        # As a data-loading or checkpointing thread does: its waits show nothing about training.
+        aside = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1), group=part))
+        aside.start()
+        time.sleep(0.2)
+        assert ages() is None
+    worker.meet("its turn")
+    if worker.rank == 1:
+        dist.all_reduce(torch.ones(1), group=part)
+    else:
+        aside.join()
+    worker.meet("hang")
+    if worker.rank == 0:
+        work = dist.all_reduce(torch.ones(1), group=part, async_op=True)
+        assert ages() is not None
+        worker.close_all()
+    worker.wait_closed()
+    assert ages() is None
+
+
+def test_the_oldest_unfinished_operation_is_known_without_a_wait(ranks, address):
+    ranks(ages_of_operations, 2, address, init=False)

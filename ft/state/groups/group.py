@@ -6,6 +6,7 @@ while model and optimizer keep their references to the group.
 """
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from ft.base.errors import EpochClosed
 from ft.job.messages import GroupReport
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
+from ft.state.groups.device import DEVICE
 from ft.state.groups.local import Local
 from ft.state.groups.state import EpochState
 from ft.state.groups.waiter import GRACE_S
@@ -93,8 +95,9 @@ class Group(dist.ProcessGroup):
         # The order matters: register the work, then read the flag. ``close`` sets the flag and then reads the works. So
         # either this thread sees the flag, or ``close`` sees the work.
         flight[key] = weakref.ref(work) if isinstance(work, Message) else work
+        state = self.state
+        work.operation, work.began, work.trains = method, time.monotonic(), state.thread.trains
         try:
-            state = self.state
             if state.closed is not None:
                 raise EpochClosed(*state.closed)
             inner = self._inner
@@ -114,7 +117,7 @@ class Group(dist.ProcessGroup):
             raise
         if started is None:
             flight.pop(key, None)
-            self._mark_stream()
+            self._mark_stream(method, work.began)
             return None
         if len(flight) > _PRUNE_AT:
             self._prune()
@@ -136,10 +139,9 @@ class Group(dist.ProcessGroup):
             self._registry.await_connection(self, device_type)
         return self._inner
 
-    def _mark_stream(self) -> None:
+    def _mark_stream(self, operation: str, began: float) -> None:
         """Record an event after an operation that the backend put onto the current stream without returning a work."""
-        self._stream_mark = torch.cuda.Event()
-        self._stream_mark.record()
+        self._stream_mark = DEVICE.mark(self._name, operation, began)
 
     # --- called by works --------------------------------------------------------------------------------------------
 
@@ -164,7 +166,23 @@ class Group(dist.ProcessGroup):
             work = entry() if isinstance(entry, weakref.ref) else entry
             if work is not None and work.is_unfinished():
                 return True
-        return self._stream_mark is not None and not self._stream_mark.query()
+        return self._stream_mark is not None and not DEVICE.asks(self._stream_mark.query)
+
+    def oldest_unfinished(self) -> tuple[str, float] | None:
+        """Return (name, start in monotonic time) of the oldest work of training that has not ended, or None.
+
+        Safe from any thread. Works of a device that have ended are forgotten here, so that each is looked at about
+        once, however often this method is called.
+        """
+        for key, entry in list(self._flight.items()):
+            work = entry() if isinstance(entry, weakref.ref) else entry
+            if work is None:
+                continue
+            if work.keeps_training():
+                return work.operation, work.began
+            if not work.on_host:
+                self._flight.pop(key, None)
+        return None
 
     def _prune(self) -> None:
         for key, entry in list(self._flight.items()):

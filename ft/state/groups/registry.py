@@ -29,6 +29,7 @@ from ft.state.groups.backends import (
     prepare_nccl,
 )
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
+from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
 from ft.state.groups.state import EpochState
 
@@ -54,7 +55,8 @@ def check_torch(version: str) -> None:
 class Groups:
     """All process groups of this worker. Create it with ``start``.
 
-    Any thread may call ``close`` and ``waiting``. Only the training thread may call the other methods.
+    Any thread may call ``close``, ``waiting`` and ``oldest_unfinished``. Only the training thread may call the other
+    methods.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class Groups:
         if self._groups:
             return
         deadline = time.monotonic() + _SETTLE_S
+        DEVICE.stop(_SETTLE_S)
         for thread in [*self._ending, *([self._builder.thread] if self._builder is not None else [])]:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -345,6 +348,30 @@ class Groups:
     def waiting(self) -> tuple[str, float] | None:
         """Return (name of the group whose operation blocks the training thread, start in monotonic time), or None."""
         return self._state.waiting
+
+    def oldest_unfinished(self) -> tuple[str, str, float] | None:
+        """Return (name of its group, name, age in seconds) of the oldest operation of training that has not ended.
+
+        Return None if there is none, and while the epoch is closed. Safe from any thread.
+
+        The wait for an operation on a device returns at once, so ``waiting`` shows nothing there. The age counts from
+        the start of the operation by the program, which may be ahead of the device. Messages in host memory are left
+        out: gloo reports their end only to the thread that waits for them, which ``waiting`` shows.
+        """
+        if self._state.closed is not None:
+            return None
+        found = [
+            (began, group.group_name, operation)
+            for group in list(self._groups.values())
+            if (oldest := group.oldest_unfinished()) is not None
+            for operation, began in [oldest]
+        ]
+        if (mark := DEVICE.oldest_marked()) is not None:
+            found.append((mark.began, mark.group, mark.operation))
+        if not found:
+            return None
+        began, name, operation = min(found)
+        return name, operation.strip("_"), time.monotonic() - began
 
 
 def _leave_recording_to_connections() -> None:

@@ -13,6 +13,24 @@ from ft.base.errors import EpochClosed, RecoverableError
 OnFailure = Callable[[str, BaseException], None]
 
 
+class _Thread(threading.local):
+    """What a thread does in this process, found out once for each thread.
+
+    Args:
+        trainer: identifier of the training thread.
+
+    Attributes:
+        trains: whether the operations of the thread belong to training: those of the training thread, and those of
+            threads that Python has not started. Such are autograd's, which run the backward pass of a model on a GPU
+            while the training thread waits for them. The waits of all other threads do not show whether training makes
+            progress.
+    """
+
+    def __init__(self, trainer: int):
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        self.trains = foreign or threading.get_ident() == trainer
+
+
 class EpochState:
     """The shared state. The recovery and ``Groups.close`` write it, and every operation reads it.
 
@@ -23,9 +41,8 @@ class EpochState:
         alone: whether this worker joins a running job and its groups have no connections yet. Operations then complete
             locally, even in a closed epoch.
         wake: functions to call after ``closed`` was set, so that waiting threads return.
-        waiting: (name of a group, monotonic time) while the training thread is blocked in an operation, otherwise None.
-            The training thread is the thread that has created this object. Other threads are ignored here, because
-            their waits do not show whether training makes progress.
+        waiting: (name of a group, monotonic time) while training is blocked in an operation, otherwise None.
+        thread: its attribute ``trains`` tells whether the calling thread's operations belong to training.
     """
 
     def __init__(self, epoch: int, alone: bool, on_failure: OnFailure):
@@ -33,14 +50,14 @@ class EpochState:
         self.closed: tuple[int, str] | None = None
         self.wake: set[Callable[[], None]] = set()
         self.waiting: tuple[str, float] | None = None
-        self._on_failure, self._trainer = on_failure, threading.get_ident()
+        self._on_failure, self.thread = on_failure, _Thread(threading.get_ident())
 
     def begins_to_wait(self, group: str) -> None:
-        if threading.get_ident() == self._trainer:
+        if self.thread.trains:
             self.waiting = (group, time.monotonic())
 
     def has_waited(self) -> None:
-        if threading.get_ident() == self._trainer:
+        if self.thread.trains:
             self.waiting = None
 
     def error_of(self, group: str, ranks: list[int], error: BaseException) -> Exception:

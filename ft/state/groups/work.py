@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import EpochClosed
+from ft.state.groups.device import DEVICE
 from ft.state.groups.waiter import wait_for_collective, wait_for_message
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class GroupWork(dist.Work):
         inner: the backend's work; None before the operation is started and after the connection was dropped.
         on_host: whether the operation's tensors are in host memory, so that gloo carries it out.
         ended: whether a wait for the operation has succeeded.
+        operation: name of the operation.
+        began: time at which it was started, in monotonic time.
+        trains: whether it belongs to training (``EpochState.thread``).
     """
 
     def __init__(self, group: "Group"):
@@ -32,6 +36,7 @@ class GroupWork(dist.Work):
         self.inner: dist.Work | None = None
         self.on_host = True
         self.ended = False
+        self.operation, self.began, self.trains = "", 0.0, False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has ended; with NCCL, make the current stream wait for it.
@@ -72,6 +77,16 @@ class GroupWork(dist.Work):
         except RuntimeError:
             return True
         return False
+
+    def keeps_training(self) -> bool:
+        """Return whether the operation belongs to training and has not ended yet. Safe from any thread.
+
+        An operation on a device counts from whichever thread it was started, because it occupies the device.
+        """
+        inner = self.inner
+        if self.on_host:
+            return self.trains and not self.ended and (inner is None or not inner.is_completed())
+        return inner is None or not DEVICE.has_seen_the_end_of(inner)
 
     def is_completed(self) -> bool:
         return self.ended or (self.inner is not None and self.inner.is_completed())
@@ -115,6 +130,10 @@ class Opaque(GroupWork):
 
     def is_unfinished(self) -> bool:
         return not self.ended if self.on_host else super().is_unfinished()
+
+    def keeps_training(self) -> bool:
+        # How long training waits for an operation on the host is seen in ``EpochState.waiting``.
+        return not self.on_host and super().keeps_training()
 
     def _wait_on_host(self, inner: dist.Work, timeout: timedelta | None) -> bool:
         return wait_for_message(inner, timeout, self._group.state)

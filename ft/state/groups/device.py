@@ -1,0 +1,134 @@
+"""Observes operations on a GPU without getting in the way of an abort, or of a thread that waits for the device.
+
+While a communicator is aborted, torch holds the communicator's mutex (``NCCLComm::abort``, NCCLUtils.cpp), and
+``Work.is_completed`` of one of its works waits for that mutex without releasing the interpreter lock
+(``WorkNCCL::isCompleted`` and ``NCCLComm::isAborted``; the binding in init.cpp releases nothing). The abort itself may
+wait for aborts that other threads of this process have yet to begin, and these threads need the interpreter lock. So a
+single question during an abort could block the process. ``Device.asks`` prevents that.
+
+The question also queries a CUDA event, and torch's authors have seen such queries hang while another thread waited for
+the device (``WorkNCCL::finishedGPUExecutionInternal``, ProcessGroupNCCL.cpp). So a thread that must never block, such
+as the one for heartbeats, learns about the end of operations without any call to CUDA:
+
+- for operations with a work, from torch's watchdog, a thread that needs no interpreter lock: it queries each work every
+  100 ms and sets the work's "future result" (``Watchdog::runLoop``);
+- for operations that torch puts onto the current stream without returning a work (``ProcessGroupNCCL::collective`` with
+  ``asyncOp`` false), from a thread of this module, which waits for events and releases the interpreter lock meanwhile.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_SUCCESS = 0  # WorkResult::SUCCESS, torch/csrc/distributed/c10d/Work.hpp
+_PERIOD_S = 0.05
+# In each period, the thread waits for events about so many times; each wait hands the interpreter lock over once.
+_WAITS = 8
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event behind an operation that is on a stream.
+
+    Attributes:
+        group: name of the group.
+        operation: name of the operation.
+        began: monotonic time at which the program started the operation.
+        stream: the stream.
+        event: the event.
+    """
+
+    group: str
+    operation: str
+    began: float
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+
+class Device:
+    """The GPU of this process, as its groups see it. There is one such object per process, ``DEVICE``."""
+
+    def __init__(self):
+        self._lock, self._aborting = threading.Lock(), 0
+        self._marks: deque[Mark] = deque()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --- works --------------------------------------------------------------------------------------------------------
+
+    def asks(self, question: Callable[[], bool]) -> bool:
+        """Return ``question()``, a query of a work or event; False, without asking, while an abort is under way."""
+        with self._lock:
+            return not self._aborting and question()
+
+    def has_seen_the_end_of(self, work: dist.Work) -> bool:
+        """Return whether torch's watchdog has seen that ``work`` has ended without an error, about 0.1 s late."""
+        if not hasattr(work, "get_future_result"):
+            return self.asks(work.is_completed)
+        result = work.get_future_result()
+        return result.done() and result.value() == _SUCCESS
+
+    def aborts_begin(self) -> None:
+        """Answer no further question, until ``aborts_ended`` was called as often as this."""
+        with self._lock:
+            self._aborting += 1
+
+    def aborts_ended(self) -> None:
+        with self._lock:
+            self._aborting -= 1
+
+    # --- operations without a work ------------------------------------------------------------------------------------
+
+    def mark(self, group: str, operation: str, began: float) -> torch.cuda.Event:
+        """Record an event behind an operation on the current stream, watch for it, and return it."""
+        # A wait for an event of this kind blocks the thread; a wait for another kind occupies a core.
+        stream, event = torch.cuda.current_stream(), torch.cuda.Event(blocking=True)
+        event.record(stream)
+        self._marks.append(Mark(group, operation, began, stream, event))
+        if self._thread is None:
+            self._stop.clear()
+            device = torch.cuda.current_device()
+            self._thread = threading.Thread(target=self._watch, args=(device,), name="ft-device", daemon=True)
+            self._thread.start()
+        return event
+
+    def oldest_marked(self) -> Mark | None:
+        """Return the oldest operation whose end was not seen yet, about ``_PERIOD_S`` late, or None.
+
+        Several operations are waited for together. Until the last of them has ended, the first counts as unfinished.
+        """
+        try:
+            return self._marks[0]
+        except IndexError:
+            return None
+
+    def stop(self, limit_s: float) -> None:
+        """End the thread, if it ends within ``limit_s`` seconds. The next mark starts it again."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(limit_s)
+            self._thread = None
+        self._marks.clear()
+
+    def _watch(self, device: int) -> None:
+        torch.cuda.set_device(device)  # otherwise CUDA creates a context on GPU 0 for this thread
+        while not self._stop.wait(_PERIOD_S):
+            marks = list(self._marks)
+            size = max(1, len(marks) // _WAITS)
+            for start in range(0, len(marks), size):
+                part = marks[start : start + size]
+                # Events on one stream pass in order, so the last one of each stream suffices.
+                for event in {mark.stream.cuda_stream: mark.event for mark in part}.values():
+                    with contextlib.suppress(RuntimeError):  # the device has failed; the program's calls say so
+                        event.synchronize()
+                for _ in part:
+                    with contextlib.suppress(IndexError):  # ``stop`` has removed them
+                        self._marks.popleft()
+
+
+DEVICE = Device()
