@@ -24,7 +24,7 @@ class Worker:
             ``patience`` seconds.
     """
 
-    def __init__(self, address, rank=None, size=None, epoch=0, alone=False, patience=LIMIT_S):
+    def __init__(self, address, rank=None, size=None, epoch=0, alone=False, patience=LIMIT_S, device_backend="gloo"):
         self.address, self.epoch, self.patience = address, epoch, patience
         self.rank = int(os.environ["RANK"]) if rank is None else rank
         self.size = int(os.environ["WORLD_SIZE"]) if size is None else size
@@ -39,7 +39,7 @@ class Worker:
             prefix=f"groups/{epoch}",
             rank=self.rank,
             world_size=self.size,
-            device_backend="gloo",
+            device_backend=device_backend,
             alone=alone,
             on_failure=self._on_failure,
             epoch=epoch,

@@ -19,7 +19,7 @@ from ft.base.errors import EpochClosed, RecoverableError, UserError
 from ft.net.store import StoreServer
 from ft.state.groups import Group
 from ft.state.groups.local import Local
-from ft.state.groups.registry import check_torch
+from ft.state.groups.seam import check_torch
 from ft.state.groups.state import EpochState
 
 RELEASE_LIMIT_S = 5.0
@@ -636,16 +636,32 @@ def test_alone_the_others_are_taken_to_say_the_same():
     assert local.barrier().is_completed()
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.9.0+cu128", "1.13"])
-def test_an_older_torch_is_refused(version):
-    with pytest.raises(UserError, match=version.split("+")[0]) as refused:
-        check_torch(version)
-    assert "torch>=2.13" in refused.value.fix
+@pytest.mark.parametrize("without", ["backend_options", None])
+def test_a_torch_that_creates_groups_in_another_way_is_refused(monkeypatch, without):
+    def helper(global_ranks_in_group, backend, group_name, timeout, group_desc):
+        """As torch's, without the parameter for a backend's options."""
+
+    if without is None:
+        monkeypatch.delattr(dist.distributed_c10d, "_new_process_group_helper")
+    else:
+        monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", helper)
+    with pytest.raises(UserError, match=without or "_new_process_group_helper") as refused:
+        check_torch()
+    assert "torch 2.8" in refused.value.fix
 
 
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.0a0", "3.0.0"])
-def test_a_newer_torch_is_taken(version):
-    check_torch(version)
+def groups_beside_nccl(address):
+    """``alone``, so that nothing is connected, and no GPU is needed."""
+    worker = Worker(address, alone=True, device_backend="nccl")
+    made = [dist.new_group([0, 1]), dist.new_group([0, 1], backend="gloo"), dist.new_group([1], backend="gloo")]
+    found = [(list(group.connectors), dist.get_backend(group)) for group in made if isinstance(group, Group)]
+    assert found[:2] == [(["cuda", "cpu"], "nccl"), (["cpu"], "gloo")]
+    assert len(found) == 2 + (worker.rank == 1)
+    return worker.groups.topology()
+
+
+def test_a_gloo_group_stays_one_beside_nccl_and_all_ranks_know_the_same_groups(ranks, address):
+    assert len(set(ranks(groups_beside_nccl, 2, address, init=False))) == 1
 
 
 # --- megatron-core ----------------------------------------------------------------------------------------------------

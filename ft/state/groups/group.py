@@ -43,9 +43,10 @@ class Group(dist.ProcessGroup):
         ranks: logical ranks of the members, in group order.
         rank: group rank of this worker.
         state: the state that all groups of this worker share.
-        registry: the ``Groups`` object that connects the group, and that handles ``new_group`` and ``shutdown``.
+        registry: the ``Groups`` object that creates, connects and forgets groups.
 
     Attributes:
+        maker: ``registry``, which ``ft.state.groups.seam`` asks for further groups.
         connectors: device type ("cpu" or "cuda") -> object that connects the group for tensors on such a device. The
             first connector is used at once, the other one at the first operation on such a tensor.
         interrupted: whether an operation failed or was aborted, so that the connections cannot be used any more.
@@ -55,6 +56,7 @@ class Group(dist.ProcessGroup):
         super().__init__(rank, len(ranks))
         self._name, self._desc, self.ranks, self.state = name, desc, ranks, state
         self._rank, self._size, self._registry = rank, len(ranks), registry
+        self.maker = registry
         self.connectors: dict[str, GlooConnector | NcclConnector] = {}
         self._connections: dict[str, Connection] = {}
         self._inner: dist.ProcessGroup | None = None
@@ -308,10 +310,6 @@ class Group(dist.ProcessGroup):
         if self.state.closed is not None and not self.state.alone:
             raise EpochClosed(*self.state.closed)
         (self._local or self._connected_for((), {}))._start_coalescing(device)
-
-    def new_group(self, ranks, timeout=None, pg_options=None, group_name="", group_desc=None, backend=None):
-        """Create a group, for ``dist.new_group`` (torch >= 2.13). Return None if this worker is not a member."""
-        return self._registry.new_group(ranks, timeout, group_name, group_desc, backend)
 
     def shutdown(self) -> None:
         """Destroy the group on this worker, whether or not the other members are alive."""

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from ft.base.errors import EpochClosed, FtError, UserError
+from ft.base.errors import EpochClosed, FtError
 from ft.job.messages import GroupReport
 from ft.net.store import StoreConnection
 from ft.state import device
@@ -31,25 +30,11 @@ from ft.state.groups.backends import (
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
+from ft.state.groups.seam import BACKEND, take_over
 from ft.state.groups.state import EpochState
 
-_BACKEND = "ft"
 _DEFAULT_TIMEOUT_S = 1800.0
 _SETTLE_S = 1.0
-_OLDEST_TORCH = (2, 13)
-
-
-def check_torch(version: str) -> None:
-    """Check that torch's ``new_group`` delegates to the default group, as it does from version 2.13 on.
-
-    Raises:
-        UserError: ``version`` is older.
-    """
-    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < _OLDEST_TORCH:
-        raise UserError(
-            f"--ft-hot-swap needs torch 2.13 or newer, this is {version}: its new_group cannot be taken over",
-            "install torch>=2.13, or leave --ft-hot-swap out",
-        )
 
 
 class Groups:
@@ -106,10 +91,10 @@ class Groups:
             timeout_s: timeout in seconds for groups that specify none.
 
         Raises:
-            UserError: torch is too old.
+            UserError: this release of torch creates process groups in an unknown way.
             EpochClosed: the epoch was closed before all workers had connected.
         """
-        check_torch(torch.__version__)
+        take_over()
         prepare_gloo()
         if device_backend == "nccl":
             prepare_nccl()
@@ -118,16 +103,13 @@ class Groups:
         groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
         if not alone:
             groups._builder = Builder(rendezvous, prefix, groups._connection)
-        if _BACKEND not in dist.Backend.backend_list:
-            dist.Backend.register_backend(_BACKEND, _make_default, extended_api=True, devices=["cpu", "cuda"])
-            _leave_recording_to_connections()
         dist.init_process_group(
-            _BACKEND,
+            BACKEND,
             store=groups._store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
-            pg_options=groups,
+            pg_options=groups.make_default,
         )
         world = dist.distributed_c10d._world
         # Programs query the default group's backend and pass its name to ``new_group``: report the device's backend.
@@ -372,20 +354,3 @@ class Groups:
             return None
         began, name, operation = min(found)
         return name, operation.strip("_"), time.monotonic() - began
-
-
-def _leave_recording_to_connections() -> None:
-    """Configure torch's flight recorder not to record the operations of the backend ``ft``.
-
-    The gloo and NCCL backends below a group record their operations themselves. Without this call, the recorder of
-    torch 2.15 would attach itself to the group and request the name of a backend that is registered on the group; none
-    is.
-    """
-    recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
-    if recorded is not None:
-        recorded.add(_BACKEND)
-
-
-def _make_default(options, groups: Groups) -> Group:
-    """Create the default group: torch calls this for the backend ``ft``."""
-    return groups.make_default(options)

@@ -1,20 +1,18 @@
 """The process groups of a parallel layout, recorded from megatron-core without other processes.
 
 ``ft simulate recovery`` uses them to find out which groups a hot-swap has to rebuild. megatron-core creates its groups
-in this process over a torch backend that records every group and connects none.
+in this process over a default group that records every group and connects none.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from ft.base.errors import UserError
-from ft.state.groups.registry import check_torch
+from ft.state.groups.seam import BACKEND, take_over
 
-_BACKEND = "ft-recorded"
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"
 """Groups over all ranks that megatron-core does not create: torch's default group, the group of the exit flags of
 ``megatron.training.exits``, and the group of the barrier with which hot-swap commits a step (the fence).
@@ -83,8 +81,6 @@ class GroupSpec:
 class _Recorded(dist.ProcessGroup):
     """A process group without connections that records every group created from it.
 
-    torch delegates ``dist.new_group`` to the method ``new_group`` of the default group.
-
     Args:
         name: name of the group.
         purpose: description of the group.
@@ -97,12 +93,13 @@ class _Recorded(dist.ProcessGroup):
         super().__init__(rank, len(ranks))
         self._name, self._purpose, self._own, self._found = name, purpose, rank, found
         found.append(GroupSpec(name, purpose, ranks))
+        self.maker = self
 
-    def new_group(self, ranks, timeout=None, pg_options=None, group_name="", group_desc=None, backend=None):
-        ranks = list(ranks)
+    def new_group(self, ranks, timeout, name, desc, backend):
+        """Create a group, as ``ft.state.groups.seam.Maker`` says."""
         if self._own in ranks:
-            return _Recorded(group_name, group_desc, ranks, ranks.index(self._own), self._found)
-        self._found.append(GroupSpec(group_name, group_desc, ranks))
+            return _Recorded(name, desc, ranks, ranks.index(self._own), self._found)
+        self._found.append(GroupSpec(name, desc, ranks))
         return None
 
     @property
@@ -130,22 +127,17 @@ class _Recorded(dist.ProcessGroup):
     abort = shutdown
 
 
-def _make_default(options, found: list[GroupSpec]) -> _Recorded:
-    """Create the default group. torch calls this function for the registered backend."""
-    return _Recorded(options.group_id, WORLD, list(range(options.group_size)), options.group_rank, found)
-
-
 def groups_of(sizes: Sizes) -> list[GroupSpec]:
     """Return every process group of a hot-swap run in this layout, in the order of creation.
 
     megatron-core creates the groups in this process, which acts as rank 0; the other ranks do not exist.
 
     Raises:
-        UserError: the layout is impossible, or torch is too old.
+        UserError: the layout is impossible, or this release of torch creates process groups in an unknown way.
         RuntimeError: this process already has process groups.
     """
     sizes.check()
-    check_torch(torch.__version__)
+    take_over()
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised in this process already")
     found: list[GroupSpec] = []
@@ -179,9 +171,10 @@ def make_groups(sizes: Sizes) -> None:
 def _world_of(size: int, found: list[GroupSpec]) -> Iterator[None]:
     from megatron.core import parallel_state
 
-    if _BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_BACKEND, _make_default, extended_api=True, devices=["cpu"])
-    dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=0, world_size=size, pg_options=found)
+    def make_default(options) -> _Recorded:
+        return _Recorded(options.group_id, WORLD, list(range(options.group_size)), options.group_rank, found)
+
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=size, pg_options=make_default)
     try:
         yield
     finally:

@@ -1,0 +1,108 @@
+"""Makes ``torch.distributed`` create its process groups through this project.
+
+The default group is of the backend ``ft``, which ``take_over`` registers. torch hands some later groups to a method of
+the default group, but only from release 2.13 on, and there without the backend that the program asked for. So
+``take_over`` wraps the function through which every release creates every group, ``_new_process_group_helper``: if the
+default group has a ``maker``, the maker creates the later groups too, and torch keeps its own records of them.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import UserError
+
+BACKEND = "ft"
+_HELPER = "_new_process_group_helper"
+_NEEDED = ("global_ranks_in_group", "backend", "group_name", "backend_options", "timeout", "group_desc")
+
+
+class Maker(Protocol):
+    """Creates the process groups of a program. The default group has it as its attribute ``maker``."""
+
+    def new_group(
+        self, ranks: list[int], timeout: timedelta | None, name: str, desc: str | None, backend: str
+    ) -> dist.ProcessGroup | None:
+        """Create a group over these ranks. Return None if this process is not a member.
+
+        It is called in every process, in the order in which the program creates its groups.
+
+        Args:
+            ranks: global ranks of the members.
+            timeout: longest duration of an operation, None for the default.
+            name: unique name of the group.
+            desc: torch's description of the group.
+            backend: name of the backend that the program has asked for.
+        """
+
+
+def take_over() -> None:
+    """Register the backend ``ft``, and wrap torch's function for process groups. Further calls do nothing.
+
+    ``pg_options`` of ``init_process_group`` is then a function that creates the default group from torch's description
+    of it (size, rank, timeout and name).
+
+    Raises:
+        UserError: this release of torch creates process groups in another way.
+    """
+    check_torch()
+    if BACKEND in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    # torch's flight recorder (2.15) must leave the recording to the gloo and NCCL backends below a group: it would
+    # attach itself to the group, and ask for the name of a backend that is registered on the group; none is.
+    recorded = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recorded is not None:
+        recorded.add(BACKEND)
+    setattr(dist.distributed_c10d, _HELPER, _through_maker(getattr(dist.distributed_c10d, _HELPER)))
+
+
+def check_torch() -> None:
+    """Check that this release of torch creates process groups in the way that ``take_over`` changes.
+
+    Raises:
+        UserError: it does not.
+    """
+    helper = getattr(dist.distributed_c10d, _HELPER, None)
+    known = inspect.signature(helper).parameters if helper is not None else {}
+    missing = [name for name in _NEEDED if name not in known]
+    if missing:
+        raise UserError(
+            f"torch {torch.__version__} has no {_HELPER} with {', '.join(missing)}: hot-swap needs it",
+            "install torch 2.8 or newer, or leave --ft-hot-swap out",
+        )
+
+
+def _create(options: Any, make: Callable[[Any], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Create a group: torch calls this for the backend ``ft``."""
+    return make(options)
+
+
+def _through_maker(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def helper(*args, **kwargs):
+        world = dist.distributed_c10d._world
+        given = signature.bind(*args, **kwargs).arguments
+        maker: Maker | None = getattr(world.default_pg, "maker", None)
+        ranks = given["global_ranks_in_group"]
+        if maker is None or not ranks:  # torch gives no ranks for the default group
+            return original(*args, **kwargs)
+        backend = given["backend"]
+        group = maker.new_group(
+            list(ranks), given.get("timeout"), given["group_name"], given.get("group_desc"), str(backend)
+        )
+        given["backend"], given["backend_options"] = dist.Backend(BACKEND), lambda options: group
+        made, store = original(**given)
+        if group is not None:
+            # Programs query a group's backend, and pass its name to ``new_group``.
+            world.pg_map[made] = (backend, world.pg_map[made][1])
+        return made, store
+
+    return helper
