@@ -72,6 +72,7 @@ RULES = (
     Rule(("UserError",), (), USER, STOP),
     Rule(("ReplaceNodeError",), (), HOST, REPLACE, True),
     Rule(("EpochClosed",), (), TRANSIENT, RETRY),
+    Rule(("AbortError",), (), DEVICE, REPLACE),
     # Devices: the text distinguishes a broken device from a program that misuses it.
     Rule((), ("uncorrectable", "ecc error", "xid", "double bit", "row remap"), DEVICE, REPLACE, True),
     Rule((), ("device-side assert", "out of memory. tried", "cuda out of memory"), SOFTWARE, RESTART),

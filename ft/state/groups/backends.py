@@ -6,6 +6,7 @@ version of the assignment of workers to ranks) is closed, and connected again fo
 
 import os
 import random
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from ft.base.errors import FtError
 from ft.platform import sockets
+from ft.state.groups.abort import Abort, finish
 
 _DEVICE_ATTEMPTS = 5
 
@@ -45,10 +47,7 @@ class Connection:
         self.backend: dist.Backend | None = backend
 
     def interrupt(self) -> None:
-        """Make every blocked operation fail within milliseconds. Safe from any thread.
-
-        Use ``interrupt_together`` for several connections.
-        """
+        """Make every blocked operation fail within milliseconds, without waiting for that. Safe from any thread."""
         raise NotImplementedError
 
     def drop(self) -> None:
@@ -86,19 +85,29 @@ class NcclConnection(Connection):
 
     While a communicator is being created, NCCL waits in the store, over a separate connection. ``interrupt`` breaks
     that connection too.
+
+    Args:
+        backend: torch's backend.
+        store: the backend's connection to the store.
+        name: description of the backend for messages.
+
+    Attributes:
+        abort: the abort, None before ``interrupt``.
     """
 
     device_type = "cuda"
     backend_type = dist.ProcessGroup.BackendType.NCCL
 
-    def __init__(self, backend: dist.Backend, store: Breakable):
+    def __init__(self, backend: dist.Backend, store: Breakable, name: str):
         super().__init__(backend)
-        self._store = store
+        self._store, self._name, self._lock = store, name, threading.Lock()
+        self.abort: Abort | None = None
 
     def interrupt(self) -> None:
         self._store.break_off()
-        if self.backend is not None:
-            self.backend.abort()
+        with self._lock:
+            if self.abort is None and self.backend is not None:
+                self.abort = Abort(self.backend, self._name)
 
 
 class GlooConnector:
@@ -189,7 +198,8 @@ class NcclConnector:
         options._timeout = self._timeout
         options.config.blocking = 0
         own_store, breakable = open_store()
-        return NcclConnection(dist.ProcessGroupNCCL(own_store, self._rank, self._size, options), breakable)
+        backend = dist.ProcessGroupNCCL(own_store, self._rank, self._size, options)
+        return NcclConnection(backend, breakable, f"an NCCL group of {self._size} ranks")
 
 
 def prepare_gloo() -> None:
@@ -210,23 +220,14 @@ def prepare_nccl() -> None:
 
 
 def interrupt_together(connections: list[Connection]) -> None:
-    """Interrupt all connections (``Connection.interrupt``).
+    """Interrupt all connections (``Connection.interrupt``), and wait until no device operation of theirs goes on.
 
-    Aborts of NCCL communicators are grouped; otherwise they would wait for each other.
+    Raises:
+        AbortError: a communicator was not aborted.
     """
-    on_device = [one for one in connections if isinstance(one, NcclConnection)]
     for one in connections:
-        if not isinstance(one, NcclConnection):
-            one.interrupt()
-    if not on_device:
-        return
-    first = on_device[0].backend
-    first._group_start()
-    try:
-        for one in on_device:
-            one.interrupt()
-    finally:
-        first._group_end()
+        one.interrupt()
+    finish(one.abort for one in connections if isinstance(one, NcclConnection) and one.abort is not None)
 
 
 def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGroup:

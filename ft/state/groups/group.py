@@ -66,6 +66,7 @@ class Group(dist.ProcessGroup):
         self._flight: dict[int, GroupWork | weakref.ref] = {}
         self._stream_mark: torch.cuda.Event | None = None
         self.interrupted = self._used = False
+        self._prune_at = _PRUNE_AT
         self._reset_counts()
 
     # --- operations ---------------------------------------------------------------------------------------------------
@@ -117,11 +118,14 @@ class Group(dist.ProcessGroup):
             if state.closed is not None or _is_of_transport(error):
                 raise self.failure(error) from error
             raise
+        if not work.on_host and torch.cuda.is_current_stream_capturing():
+            flight.pop(key, None)  # it runs when the graph is replayed, and torch's watchdog never sees it
+            return None if started is None else work
         if started is None:
             flight.pop(key, None)
             self._mark_stream(method, work.began)
             return None
-        if len(flight) > _PRUNE_AT:
+        if len(flight) > self._prune_at:
             self._prune()
         return work
 
@@ -152,7 +156,7 @@ class Group(dist.ProcessGroup):
 
         With NCCL the operation may still be running; then the work stays registered until the operation ends.
         """
-        if "cuda" not in self._connections or work.inner.is_completed():
+        if work.on_host or not work.is_unfinished():
             self._flight.pop(id(work), None)
 
     def received_from(self, source: int) -> None:
@@ -191,6 +195,8 @@ class Group(dist.ProcessGroup):
             work = entry() if isinstance(entry, weakref.ref) else entry
             if work is None or (work is entry and not work.is_unfinished()):
                 self._flight.pop(key, None)
+        # A program can be ahead of its device by many operations; not each of them looks at all earlier ones.
+        self._prune_at = max(_PRUNE_AT, 2 * len(self._flight))
 
     # --- connections, by the registry ---------------------------------------------------------------------------------
 
@@ -220,7 +226,8 @@ class Group(dist.ProcessGroup):
         works = [entry() if isinstance(entry, weakref.ref) else entry for entry in list(self._flight.values())]
         remains = [self._inner, *(connection.backend for connection in self._connections.values())]
         for work in works:
-            if work is not None and work.is_unfinished():
+            # What has ended by an abort is not to be told from what has ended by itself.
+            if work is not None and (not work.on_host or work.is_unfinished()):
                 work.inner = None  # the program may still reference the work, which would keep the connection alive
         self._flight.clear()
         self._inner = self._stream_mark = None

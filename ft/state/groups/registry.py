@@ -235,7 +235,9 @@ class Groups:
         if builder is not None:
             builder.cancel()
         device.enter_process()
-        interrupt_together([one for group in list(self._groups.values()) for one in group.to_interrupt()])
+        # The training thread waits for the end of aborts (``drop``); this thread has further orders to receive.
+        for one in [one for group in list(self._groups.values()) for one in group.to_interrupt()]:
+            one.interrupt()
 
     def reports(self) -> list[GroupReport]:
         """Return the reports of all groups of this worker, in the order of creation."""
@@ -249,7 +251,11 @@ class Groups:
             choice.choice(breakable).break_one(choice)
 
     def drop(self) -> None:
-        """Release the connections of interrupted groups: afterwards no earlier operation can write into a buffer."""
+        """Release the connections of interrupted groups: afterwards no earlier operation can write into a buffer.
+
+        Raises:
+            AbortError: a communicator was not aborted, so that this worker has to be replaced.
+        """
         interrupted = [group for group in self._groups.values() if group.interrupted]
         interrupt_together([one for group in interrupted for one in group.connections()])
         for group in interrupted:
@@ -274,6 +280,7 @@ class Groups:
             duration in seconds.
 
         Raises:
+            AbortError: a communicator was not aborted, so that this worker has to be replaced.
             EpochClosed: ``epoch`` was closed meanwhile. This is raised within milliseconds of the closing.
             RecoverableError: a member could not be reached, and the control plane did not close the epoch because of
                 it.

@@ -53,6 +53,8 @@ class GroupWork(dist.Work):
                 done = self._wait_on_host(inner, timeout)
             else:
                 done = inner.wait() if timeout is None else inner.wait(timeout)
+                if state.closed is not None:  # the operation may have ended by its abort
+                    raise EpochClosed(*state.closed)
         except Exception as error:
             state.has_waited()
             raise group.failure(error) from error
@@ -66,14 +68,15 @@ class GroupWork(dist.Work):
 
     def is_unfinished(self) -> bool:
         """Return whether the operation may still read or write its buffers, or has failed."""
+        inner = self.inner
+        if not self.on_host:  # a wait has shown nothing; and a failed NCCL work counts as completed
+            return inner is None or not DEVICE.asks(inner.is_completed) or inner.exception() is not None
         if self.ended:
             return False
-        inner = self.inner
         if inner is None or not inner.is_completed():
             return True
         try:
-            if self.on_host:
-                inner.wait()  # returns at once, and raises if the operation failed
+            inner.wait()  # returns at once, and raises if the operation failed
         except RuntimeError:
             return True
         return False
@@ -89,9 +92,13 @@ class GroupWork(dist.Work):
         return inner is None or not DEVICE.has_seen_the_end_of(inner)
 
     def is_completed(self) -> bool:
+        if not self.on_host:
+            return self.inner is not None and DEVICE.asks(self.inner.is_completed)
         return self.ended or (self.inner is not None and self.inner.is_completed())
 
     def is_success(self) -> bool:
+        if not self.on_host:  # WorkNCCL::isSuccess raises NotImplementedError
+            return not self.is_unfinished()
         return self.ended or (self.inner is not None and self.inner.is_success())
 
     def exception(self):

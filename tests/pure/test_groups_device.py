@@ -1,0 +1,155 @@
+"""Groups on a GPU: aborts, failed works and the age of the oldest unfinished operation, on a model of NCCL."""
+
+import threading
+import time
+
+import fake_nccl
+import pytest
+from fake_nccl import Gpu, Nccl
+
+from ft.base.errors import EpochClosed
+from ft.faults.verdict import REPLACE, of_error
+from ft.state.groups import abort, group, registry, work
+from ft.state.groups.abort import AbortError
+from ft.state.groups.backends import NcclConnection, interrupt_together
+from ft.state.groups.device import Device
+from ft.state.groups.group import Group
+from ft.state.groups.registry import Groups
+from ft.state.groups.state import EpochState
+
+
+class Store:
+    def break_off(self) -> None:
+        pass
+
+
+class Rank:
+    """Three NCCL groups of one worker, the last one idle."""
+
+    def __init__(self, monkeypatch):
+        fake_nccl.take_over_torch(monkeypatch)
+        own = Device()
+        for module in (abort, group, registry, work):
+            monkeypatch.setattr(module, "DEVICE", own)
+        monkeypatch.setattr(group, "wrap", lambda connections, rank, size: connections[0].backend)
+        self.device, self.gpu = own, Gpu()
+        self.groups = Groups(None, "nccl", EpochState(0, False, lambda name, error: None), None, None)
+        self.nccl = [Nccl(self.gpu) for _ in range(3)]
+        self.members = [self._group(name, nccl) for name, nccl in zip(("tp", "dp", "pp"), self.nccl, strict=True)]
+
+    def _group(self, name: str, nccl: Nccl) -> Group:
+        made = Group(name, "", [0, 1], 0, self.groups._state, self.groups)
+        made.connectors = {"cuda": None, "cpu": None}
+        made.attach(NcclConnection(nccl, Store(), name))
+        self.groups._groups[name] = made
+        return made
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    made = Rank(monkeypatch)
+    yield made
+    fake_nccl.Event.passed.set()
+    made.device.stop(1.0)
+
+
+def interrupted(rank: Rank) -> list[str]:
+    return [report.name for report in rank.groups.reports() if report.in_flight]
+
+
+def test_two_hung_groups_are_aborted_together(rank):
+    for member, nccl in zip(rank.members[:2], rank.nccl, strict=False):
+        nccl.hang()
+        member.allreduce([]).wait()  # returns at once
+    began = time.monotonic()
+    rank.groups.close(0, "a rank died")
+    assert interrupted(rank) == ["tp", "dp"]
+    rank.groups.drop()
+    assert time.monotonic() - began < fake_nccl.LIMIT_S
+    assert [nccl.aborts for nccl in rank.nccl] == [1, 1, 0]
+
+
+def test_an_abort_that_fails_skips_no_other_and_ends_the_worker(rank):
+    for member, nccl in zip(rank.members[:2], rank.nccl, strict=False):
+        nccl.hang()
+        member.allreduce([])
+    rank.nccl[0].broken = "unhandled cuda error"
+    rank.gpu.hung.discard(rank.nccl[0])
+    rank.groups.close(0, "a rank died")
+    with pytest.raises(AbortError, match="tp failed: unhandled cuda error") as raised:
+        rank.groups.drop()
+    assert rank.nccl[1].aborts == 1 and not rank.nccl[1].running
+    assert of_error([type(raised.value).__name__], str(raised.value)).action == REPLACE
+
+
+def test_an_abort_that_does_not_end_ends_the_worker_and_nobody_asks_the_device(rank, monkeypatch):
+    monkeypatch.setattr(abort, "LIMIT_S", 0.2)
+    rank.nccl[0].hang()
+    rank.nccl[2].hang()  # hung, and not to be aborted by anybody
+    stuck = rank.members[0].allreduce([])
+    with pytest.raises(AbortError, match="tp did not end"):
+        interrupt_together(rank.members[0].connections())
+    assert not stuck.is_completed()
+    rank.nccl[2].abort()
+    fake_nccl.eventually(stuck.is_completed)
+
+
+def test_a_failed_work_is_no_finished_one(rank):
+    failed = rank.members[1].allreduce([])
+    rank.nccl[1].works[0].fail(RuntimeError("NCCL error: remote process exited"))
+    assert not failed.is_success()
+    assert rank.groups.oldest_unfinished()[:2] == ("dp", "allreduce")
+    rank.groups.close(0, "a rank died")
+    assert interrupted(rank) == ["dp"]
+
+
+def test_a_work_that_was_waited_for_may_still_run(rank):
+    works = [member.allreduce([]) for member in rank.members]
+    assert all(work.wait() for work in works)
+    rank.nccl[0].works[0].finish()
+    assert [work.is_success() for work in works] == [True, False, False]
+    rank.groups.close(0, "a rank died")
+    assert interrupted(rank) == ["dp", "pp"]
+    with pytest.raises(EpochClosed):
+        works[0].wait()
+    rank.groups.drop()
+    with pytest.raises(EpochClosed):
+        works[1].wait()
+
+
+def test_the_oldest_unfinished_work_is_known_from_the_watchdog(rank):
+    assert rank.groups.oldest_unfinished() is None
+    rank.members[1].allreduce([]).wait()
+    time.sleep(0.05)
+    rank.members[0].allreduce([]).wait()
+    name, operation, age = rank.groups.oldest_unfinished()
+    assert (name, operation) == ("dp", "allreduce") and age >= 0.05
+    rank.nccl[1].works[0].finish()
+    assert rank.groups.oldest_unfinished()[0] == "tp"
+    rank.nccl[0].works[0].finish()
+    assert rank.groups.oldest_unfinished() is None
+    assert not any(member._flight for member in rank.members)
+
+
+def test_a_work_of_another_thread_counts_on_a_device(rank):
+    """The backward pass runs in threads of autograd."""
+    thread = threading.Thread(target=lambda: rank.members[1].allreduce([]))
+    thread.start()
+    thread.join()
+    assert rank.groups.oldest_unfinished()[0] == "dp"
+
+
+def test_the_oldest_operation_without_a_work_is_known_from_events(rank):
+    for member in rank.members:
+        assert member.allreduce([], "sync") is None
+    assert rank.groups.oldest_unfinished()[:2] == ("tp", "allreduce")
+    fake_nccl.Event.passed.set()
+    fake_nccl.eventually(lambda: rank.groups.oldest_unfinished() is None)
+
+
+def test_a_program_far_ahead_of_its_device_does_not_look_at_all_works_each_time(rank, monkeypatch):
+    looks = []
+    monkeypatch.setattr(fake_nccl.Work, "is_completed", lambda work: bool(looks.append(work)))
+    for _ in range(2000):
+        rank.members[0].allreduce([])
+    assert len(looks) < 3 * 2000
