@@ -56,6 +56,7 @@ class Rule:
         category: category of the verdict.
         action: action of the verdict.
         node_suspect: whether the node is at fault.
+        also: further words, one of which the text must contain as well; empty: any text.
     """
 
     kinds: tuple[str, ...]
@@ -63,8 +64,14 @@ class Rule:
     category: str
     action: str
     node_suspect: bool = False
+    also: tuple[str, ...] = ()
 
 
+# In NCCL's own words (socket.cc, net_ib): the other end of a connection is gone or does not answer.
+_OF_PEER = (
+    *("remote peer", "remote process", "connection closed by", "connection reset", "connection refused", "timed out"),
+    *("broken pipe", "no route to host", "status=12", "status=13", "retry exceeded"),
+)
 _STORAGE_WORDS = ("no space left", "input/output error", "read-only file system", "stale file handle")
 
 RULES = (
@@ -81,6 +88,7 @@ RULES = (
     Rule((), ("fallen off the bus", "pcie", "device unavailable", "no cuda-capable device"), HOST, REPLACE, True),
     # NCCL: FT-HSDP retries errors that a dead peer causes, but no error of this side.
     Rule((), ("ncclinvalid", "invalid usage", "invalid argument"), SOFTWARE, RESTART),
+    Rule((), ("ncclsystemerror", "ncclinternalerror", "ibv_"), TRANSIENT, RETRY, also=_OF_PEER),
     Rule((), ("ncclsystemerror", "ncclinternalerror", "ibv_"), NETWORK, REPLACE, True),
     Rule((), ("ncclremoteerror", "nccl communicator was aborted"), TRANSIENT, RETRY),
     Rule((), ("ncclunhandledcudaerror", "cuda error"), DEVICE, REPLACE),
@@ -115,7 +123,7 @@ def of_error(kinds: Sequence[str], message: str) -> Verdict:
 
 def _fits(rule: Rule, kinds: Sequence[str], said: str) -> bool:
     of_kind = not rule.kinds or any(kind in kinds for kind in rule.kinds)
-    return of_kind and (not rule.words or any(word in said for word in rule.words))
+    return of_kind and all(not words or any(word in said for word in words) for words in (rule.words, rule.also))
 
 
 def of_exit(code: int) -> Verdict:

@@ -1,17 +1,20 @@
 """Groups on a GPU: aborts, failed works and the age of the oldest unfinished operation, on a model of NCCL."""
 
+import os
 import threading
 import time
 
 import fake_nccl
 import pytest
+import torch
 from fake_nccl import Gpu, Nccl
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ft.base.errors import EpochClosed
-from ft.faults.verdict import REPLACE, of_error
+from ft.base.errors import EpochClosed, UserError
+from ft.faults.verdict import REPLACE, RETRY, of_error
 from ft.state.groups import abort, group, registry, work
 from ft.state.groups.abort import AbortError
-from ft.state.groups.backends import NcclConnection, interrupt_together
+from ft.state.groups.backends import NcclConnection, interrupt_together, prepare_nccl
 from ft.state.groups.device import Device
 from ft.state.groups.group import Group
 from ft.state.groups.registry import Groups
@@ -153,3 +156,42 @@ def test_a_program_far_ahead_of_its_device_does_not_look_at_all_works_each_time(
     for _ in range(2000):
         rank.members[0].allreduce([])
     assert len(looks) < 3 * 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "action", "suspect"),
+    [
+        (
+            "ncclSystemError: System call (e.g. socket, malloc) failed. Last error: Connection reset by peer",
+            RETRY,
+            False,
+        ),
+        ("ncclRemoteError: A call failed possibly due to a network error. Last error: recv timed out", RETRY, False),
+        ("ncclSystemError: Got completion from peer 10.0.0.3 with status=12 opcode=0", RETRY, False),
+        ("ncclSystemError: Last error: Call to ibv_reg_mr failed with error Cannot allocate memory", REPLACE, True),
+    ],
+)
+def test_an_error_that_a_peer_has_caused_makes_no_innocent_node_suspect(text, action, suspect):
+    verdict = of_error(
+        ["DistBackendError", "DistError", "RuntimeError"], f"NCCL error in: ProcessGroupNCCL.cpp, {text}"
+    )
+    assert (verdict.action, verdict.node_suspect) == (action, suspect)
+
+
+def test_settings_of_the_site_that_would_end_survivors_are_replaced_and_reported(monkeypatch):
+    monkeypatch.setattr("os.environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_NAN_CHECK": "1"})
+    said: list[str] = []
+    prepare_nccl(said.append)
+    assert len(said) == 1 and "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is replaced by 0" in said[0]
+    assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_NAN_CHECK"] == "1"
+
+
+def test_gloo_refuses_messages_from_a_gpu_and_takes_its_collectives(rank):
+    member = rank.members[0]
+    member.connectors = {"cpu": None}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensor = torch.empty(3, device="cuda:0")
+    for message in (lambda: member.send([tensor], 1), lambda: member.recv([tensor], 1)):
+        with pytest.raises(UserError, match="gloo sends no messages from GPU memory"):
+            message()

@@ -210,13 +210,37 @@ def prepare_gloo() -> None:
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 
-def prepare_nccl() -> None:
-    """Prevent NCCL's watchdog from ending the process after an error, because this package handles errors itself.
+_REQUIRED = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's watchdog would end this process after a peer's failure",
+    "TORCH_NCCL_DESYNC_DEBUG": "it turns the watchdog's own error handling on again",
+    "TORCH_NCCL_BLOCKING_WAIT": "there would be no watchdog, which sees that operations have ended",
+    "TORCH_NCCL_ENABLE_MONITORING": "a second watchdog would end this process while an abort is under way",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "a CUDA error would become SIGABRT, without the error's text",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "a failure would make workers of later epochs write dumps, and sleep",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "after an error, the watchdog would sleep and hold a lock",
+    "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "every abort would begin with a dump",
+}
+"""Environment variables that have to be 0 -> what would happen otherwise (torch's ProcessGroupNCCL.cpp)."""
+
+
+def prepare_nccl(report: Callable[[str], None] = lambda message: None) -> None:
+    """Prevent torch's NCCL backend from ending or delaying the process after an error: this package handles errors.
 
     Call it before the first NCCL backend.
+
+    Args:
+        report: function that is called with a sentence for each setting of the site that is replaced.
     """
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # NVIDIA's in-process restart needs this too: with SHARP, a hang can raise an exception (its release notes, v0.2).
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    for name, otherwise in _REQUIRED.items():
+        given = os.environ.get(name, "0")
+        if given.strip().lower() not in ("0", "n", "no", "f", "false", ""):
+            report(f"{name}={given} is replaced by 0: {otherwise}")
+        os.environ[name] = "0"
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        report("TORCH_DISTRIBUTED_DEBUG=DETAIL is replaced by INFO: it includes TORCH_NCCL_DESYNC_DEBUG")
+        dist.set_debug_level(dist.DebugLevel.INFO)
 
 
 def interrupt_together(connections: list[Connection]) -> None:
@@ -245,4 +269,7 @@ def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGro
     for one in connections:
         inner._set_default_backend(one.backend_type)
         inner._register_backend(torch.device(one.device_type), one.backend_type, one.backend)
+    if [one.device_type for one in connections] == ["cpu"]:
+        # gloo's collectives take GPU tensors too, and copy them through host memory (``ProcessGroupGloo``).
+        inner._register_backend(torch.device("cuda"), connections[0].backend_type, connections[0].backend)
     return inner

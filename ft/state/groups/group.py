@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ft.base.errors import EpochClosed
+from ft.base.errors import EpochClosed, UserError
 from ft.job.messages import GroupReport
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
 from ft.state.groups.device import DEVICE
@@ -72,13 +72,24 @@ class Group(dist.ProcessGroup):
     # --- operations ---------------------------------------------------------------------------------------------------
 
     def send(self, tensors, dst: int, tag: int = 0):
+        self._refuse_gpu_message(tensors)
         return self._start(Message(self), (self._sent, dst), "send", (tensors, dst, tag), {})
 
     def recv(self, tensors, src: int, tag: int = 0):
+        self._refuse_gpu_message(tensors)
         return self._start(Message(self), (self._received, src), "recv", (tensors, src, tag), {})
 
     def recv_anysource(self, tensors, tag: int = 0):
+        self._refuse_gpu_message(tensors)
         return self._start(MessageFromAnyone(self), None, "recv_anysource", (tensors, tag), {})
+
+    def _refuse_gpu_message(self, tensors) -> None:
+        # gloo hands a message's address to the operating system (``ProcessGroupGloo::send``), which cannot read a GPU.
+        if "cuda" not in self.connectors and tensors[0].device.type == "cuda":
+            raise UserError(
+                f"gloo sends no messages from GPU memory (group {self._name}); it carries out collectives only",
+                "use --distributed-backend nccl, or a layout without pipeline parallelism",
+            )
 
     def _start(
         self, work: GroupWork, tally: tuple[list[int], int] | None, method: str, args: tuple, kwargs: dict

@@ -8,6 +8,7 @@ VI-D).
 import hashlib
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -97,7 +98,7 @@ class Groups:
         take_over()
         prepare_gloo()
         if device_backend == "nccl":
-            prepare_nccl()
+            prepare_nccl(_say if rank == 0 else lambda message: None)
         own, default = rendezvous.connect(), rendezvous.connect()
         default_store = dist.PrefixStore(f"{prefix}/default", default.store)
         groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
@@ -361,3 +362,7 @@ class Groups:
             return None
         began, name, operation = min(found)
         return name, operation.strip("_"), time.monotonic() - began
+
+
+def _say(message: str) -> None:
+    print(f"ft: {message}", file=sys.stderr, flush=True)
