@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import fields
 from typing import Any
 
-from ft.base.errors import UserError
+from ft.base.errors import Problems
 
 
 def check(table: Any, noun: str, ladder: Iterable[tuple[str, str]], may_be_zero: Collection[str] = ()) -> None:
@@ -18,17 +18,20 @@ def check(table: Any, noun: str, ladder: Iterable[tuple[str, str]], may_be_zero:
         may_be_zero: names of timeouts that may be zero.
 
     Raises:
-        UserError: a value is not a positive number, or the order does not hold.
+        UserError: values are not positive numbers, or the order does not hold; the message names all of them.
     """
+    problems = Problems()
     for entry in fields(table):
         value = getattr(table, entry.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not (value > 0 or (value == 0 and entry.name in may_be_zero)):
-            raise UserError(f"{noun} {entry.name} is {value!r}", "give a positive number of seconds")
+            problems.add([(f"{noun} {entry.name} is {value!r}", "give a positive number of seconds")])
+    problems.refuse()
     for shorter, longer in ladder:
         if not getattr(table, shorter) < getattr(table, longer):
-            raise UserError(
+            problem = (
                 f"{noun} {longer} = {getattr(table, longer):g} s is not longer than "
-                f"{shorter} = {getattr(table, shorter):g} s, which must expire first",
-                f"make {longer} longer or {shorter} shorter",
+                f"{shorter} = {getattr(table, shorter):g} s, which must expire first"
             )
+            problems.add([(problem, f"make {longer} longer or {shorter} shorter")])
+    problems.refuse()

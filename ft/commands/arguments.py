@@ -122,6 +122,12 @@ def _add_fault_tolerance_flags(group) -> None:
         help="transport of snapshots and of gradients between replicas; for mpi, start with mpirun --with-ft ulfm or "
         "srun (default: the script's choice, else tcp)",
     )
+    flag(
+        "limits",
+        metavar="FILE",
+        help="file with timeouts of failure detection and recovery that replace the defaults: YAML, TOML or JSON with "
+        "lines such as stall_s: 20; the same on every node",
+    )
     flag("run-dir", metavar="DIR", help="directory for events, metrics and logs (default: runs/<date-time>)")
     flag(
         "inject",

@@ -1,12 +1,11 @@
 """Scenario files: lists of faults with a seed, as YAML, TOML or JSON. ``ft.faults.keys.SCENARIO`` shows an example."""
 
-import json
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ft.base import structured_file
 from ft.base.errors import Problems, UserError
 from ft.faults.spec import FaultSpec, from_values, parse
 
@@ -31,7 +30,7 @@ def read_scenario(path: str | Path) -> Scenario:
         UserError: the file cannot be read or an entry is not valid; the message names the entry by its position.
     """
     path = Path(path)
-    values = _load(path)
+    values = structured_file.read(path, "scenario")
     if isinstance(values, list):
         values = {"faults": values}
     faults = values.get("faults") if isinstance(values, dict) else None
@@ -77,26 +76,3 @@ def _specs(entry: Any, path: Path, place: str) -> list[FaultSpec]:
     if "trace" in entry:
         entry = {**entry, "trace": str(path.parent / str(entry["trace"]))}
     return [from_values(entry, place)]
-
-
-def _load(path: Path) -> Any:
-    name, read = _FORMATS.get(path.suffix.lower(), ("JSON", json.loads))
-    try:
-        return read(path.read_text())
-    except OSError as error:
-        raise UserError(f"scenario {path} cannot be read: {error}", "give a readable file") from error
-    except ValueError as error:  # also raised for bytes that are not valid text
-        fix = "correct the file; its format follows from the suffix: .yaml, .yml, .toml or .json"
-        raise UserError(f"scenario {path} is not {name}: {error}", fix) from error
-
-
-def _read_yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
-
-
-_FORMATS = {".toml": ("TOML", tomllib.loads), ".yaml": ("YAML", _read_yaml), ".yml": ("YAML", _read_yaml)}

@@ -73,7 +73,7 @@ class Session(protocol.Member):
     def __init__(self, environment: Mapping[str, str]):
         super().__init__(environment["FT_WORKER"], environment["FT_NODE"], int(environment.get("WORLD_SIZE", "1")))
         self.token = token.find(Path(environment["FT_RUN_DIR"]), 0.0, environment)
-        self.timeouts = Timeouts()
+        self.timeouts = Timeouts.of_worker(environment)
         self.groups: Groups | None = None
         self.faulty_device: Callable[[int, Flip], None] | None = None
         self.progress = Progress(lambda: self.groups.waiting() if self.groups is not None else None)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from ft.base.checkout import CHECKOUT
+from ft.job.control.timeouts import VARIABLE
 
 _OURS = ("ft", "megatron/training", "megatron/patches")
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
@@ -20,8 +21,11 @@ _OWN_ENDINGS = ("_IFNAME", "_HCA", "_HOME", "_PATH", "_FILE", "_DIR", "_DIRECTOR
 
 
 def surroundings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that affect the computation, versions, and a digest of this project's sources."""
+    """Return environment variables that affect the computation, the limits of the run, versions, and a digest of this
+    project's sources.
+    """
     found = {f"environment {name}": value for name, value in environment.items() if _counts(name)}
+    found["limits"] = environment.get(VARIABLE, "{}")
     found["python"] = platform.python_version()
     found["code of ft and megatron"] = CODE
     for package in _PACKAGES:

@@ -22,9 +22,6 @@ QUICK = Timeouts(stuck_s=1.5)
 START = """
 import sys
 sys.path.remove("")  # a torch.py of the test's is for the pool alone
-from ft.job.agent import components
-from ft.job.control.timeouts import Timeouts
-components._timeouts = lambda options: Timeouts(stuck_s=1.5)
 from ft.cli import main
 sys.exit(main())
 """
@@ -36,7 +33,8 @@ def ft_run(tmp_path):
 
     def start(text: str, *flags) -> Job:
         (tmp_path / "script.py").write_text(text)
-        jobs.append(Job(tmp_path, ["--run-dir", "run", *flags, "script.py"], ("-c", START)))
+        (tmp_path / "limits.yaml").write_text("stuck_s: 1.5")
+        jobs.append(Job(tmp_path, ["--run-dir", "run", "--limits", "limits.yaml", *flags, "script.py"], ("-c", START)))
         return jobs[-1]
 
     yield start

@@ -41,7 +41,6 @@ BUNDLES = {
             ("kill", "step=4:rank=0"),
             ("segfault", "step=10:rank=1:phase=forward"),
             ("hang", "step=18:rank=2:phase=backward"),
-            ("gil", "step=26:rank=3"),
             ("out-of-memory", "step=34:rank=0:phase=backward"),
             ("out-of-files", "step=42:rank=1"),
             ("io-error", "step=50:rank=2:phase=optimizer"),
@@ -56,7 +55,7 @@ BUNDLES = {
         30,
         (
             ("stall", "step=6:rank=1"),
-            ("lose-reports:for=5s", "step=12:rank=2"),
+            ("gil", "step=16:rank=2"),
         ),
     ),
     "restarted": Bundle(

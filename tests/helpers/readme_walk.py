@@ -303,6 +303,15 @@ CLUSTER = (
     Walk("etcd", "ft run --control etcd://*", not_run="it needs etcd's servers: test_control_etcd_run.py"),
     Walk("mpirun", "mpirun *", not_run="it needs an MPI with fault tolerance: tests/end_to_end/test_mpi_run.py"),
     Walk(
+        "limits",
+        "ft run --limits limits.yaml ...",
+        {"...": f"--nproc-per-node 2 pretrain_gpt.py {MEGATRON} --ft-hot-swap"},
+        (LAST_STEP,),
+        after=("preprocess",),
+        before="echo 'stall_s: 12' > limits.yaml",
+        long=True,
+    ),
+    Walk(
         "topology",
         "ft run --topology racks.txt ...",
         {"...": f"--nproc-per-node 2 pretrain_gpt.py {MEGATRON} --ft-hot-swap"},

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 from ft.job.agent import environment
-from ft.job.agent.liveness import Limits
 from ft.job.agent.workforce import Workforce
+from ft.job.control.timeouts import Timeouts
 
 
 class Pool:
@@ -25,7 +25,7 @@ class Pool:
 def test_a_worker_that_the_pool_forks_when_the_run_is_over_is_killed(tmp_path):
     place = environment.NodeContext("n0", 0, "127.0.0.1", "none", str(tmp_path), "id", 1, 1, 0)
     pool, posted = Pool(), []
-    workforce = Workforce(pool, place, posted.append, lambda channel: None, Limits())
+    workforce = Workforce(pool, place, posted.append, lambda channel: None, Timeouts())
     late = workforce.spawn(0, 0, 0, ("127.0.0.1", 1))
     workforce.drop_unborn()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)

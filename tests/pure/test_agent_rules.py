@@ -15,9 +15,10 @@ from ft.job import messages
 from ft.job.agent import environment, preload
 from ft.job.agent.carry_out import first_ranks
 from ft.job.agent.console import Console, last_lines, last_words
-from ft.job.agent.liveness import Limits, Watch, silent
+from ft.job.agent.liveness import Watch, silent
 from ft.job.agent.options import resolve
 from ft.job.agent.script import search_path
+from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
 from ft.platform import network, slurm
 
@@ -200,22 +201,20 @@ def test_broken_node_lists_are_refused(nodelist):
 
 
 def test_who_is_silent_and_why():
-    limits = Limits(stopped_s=0.25, silent_s=1.0, unsettled_s=30.0)
+    timeouts = Timeouts(stopped_s=0.25, silent_s=30.0)
     watches = {
-        "fresh": Watch(9.9, "S", True),
-        "stopped a moment ago": Watch(9.8, "T", True),
-        "stopped": Watch(9.7, "T", False),
-        "busy": Watch(9.1, "R", True),
-        "hung": Watch(8.9, "R", True),
-        "in the kernel": Watch(8.0, "D", True),
-        "compiling": Watch(-15.0, "R", False),
-        "never began": Watch(-21.0, "S", False),
+        "fresh": Watch(9.9, "S"),
+        "stopped a moment ago": Watch(9.8, "T"),
+        "stopped": Watch(9.7, "T"),
+        "collecting garbage": Watch(-10.0, "R"),
+        "hung": Watch(-20.1, "R"),
+        "in the kernel": Watch(-21.0, "D"),
     }
-    found = silent(10.0, watches, limits)
-    assert [s.worker for s in found] == ["stopped", "hung", "in the kernel", "never began"]
-    assert "stopped" in found[0].reason and "limit 1 s" in found[1].reason and "limit 30 s" in found[3].reason
-    assert found[2].state == "D" and found[2].silent_s == pytest.approx(2.0)
-    assert silent(10.0, {}, limits) == []
+    found = silent(10.0, watches, timeouts)
+    assert [s.worker for s in found] == ["stopped", "hung", "in the kernel"]
+    assert "stopped" in found[0].reason and "limit 30 s" in found[1].reason
+    assert found[2].state == "D" and found[2].silent_s == pytest.approx(31.0)
+    assert silent(10.0, {}, timeouts) == []
 
 
 PLACE = environment.NodeContext(

@@ -101,9 +101,9 @@ def test_the_default_timeouts_fit_each_other():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"silent_s": 0.2}, "silent_s = 0.2 s is not longer than stopped_s = 0.25 s"),
+        ({"silent_s": 2.0}, "silent_s = 2 s is not longer than stall_s = 10 s"),
         ({"agent_lost_s": 0.1}, "agent_lost_s = 0.1 s is not longer than agent_beat_s = 0.25 s"),
-        ({"stall_s": 30.0}, "collective_s = 15 s is not longer than stall_s = 30 s"),
+        ({"stall_s": 20.0}, "collective_s = 15 s is not longer than stall_s = 20 s"),
         ({"drain_s": 90.0}, "repair_s = 60 s is not longer than drain_s = 90 s"),
         ({"beat_s": 0.0}, "beat_s is 0.0"),
         ({"beat_s": "soon"}, "beat_s is 'soon'"),

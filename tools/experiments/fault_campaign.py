@@ -42,7 +42,7 @@ ROWS = [
 BRIEF = {"slow": "for=300ms", "disk-full": "for=150ms"}
 # A NaN written after the step's losses were checked can get into a checkpoint; then no intact state is left.
 EARLY = ("corrupt-tensor", "stale-snapshot")
-HOLDING_UP = ("stall", "out-of-step", "slow", "disk-full")
+HOLDING_UP = ("stall", "gil", "out-of-step", "slow", "disk-full")
 """Kinds that are detected slowly during a recovery, or have no effect there: never used as second faults."""
 
 

@@ -42,7 +42,7 @@ WORKER = (
     *("kill", "kill", "kill", "hang", "drop", "segfault", "exit", "gil", "stall", "slow", "disk-full"),
     *("out-of-memory", "out-of-files", "io-error", "lose-device"),
     *("exception:error=recoverable", "exception:error=timeout", "exception:error=node", "exception:error=software"),
-    *("lose-reports", "lose-reports:for=5s", "duplicate-reports", "reorder-reports", "delay-reports"),
+    *("lose-reports", "duplicate-reports", "reorder-reports", "delay-reports"),
 )
 OF_REPLICA = ("kill-control", "kill-agent")
 TOGETHER = {
@@ -54,7 +54,7 @@ TOGETHER = {
 IN_RETURN = ("returning: restore", "returning: resume", "healthy: restore", "healthy: resume")
 """A replica is killed; when it returns, it or another replica is killed in that phase."""
 KINDS = (*WORKER, *OF_REPLICA, SERVER, SERVER, *TOGETHER, *IN_RETURN)
-HOLDING_UP = ("stall", "kill-agent", "kill-control", "disk-full")
+HOLDING_UP = ("stall", "gil", "kill-agent", "kill-control", "disk-full")
 """Kinds after which a replica is absent for several steps at which others are planned: few occur in a short run."""
 BRIEF = {"slow": "for=300ms", "disk-full": "for=300ms"}
 

@@ -22,7 +22,7 @@ from ft.faults.kinds import (
     Row,
     Sign,
 )
-from ft.faults.rows.signs import LOST, SILENT, ended
+from ft.faults.rows.signs import LOST, ended
 from ft.faults.verdict import HOST, TRANSIENT, USER
 
 # Heading in the table -> rows below it.
@@ -86,15 +86,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "the reports of a worker to its agent are lost for half a second",
             outcome=HARMLESS,
             seen="nothing",
-            answer="Heartbeats may be missing for up to a second.",
-        ),
-        Row(
-            "lose-reports",
-            "the reports of a worker to its agent are lost for five seconds",
-            how="for=5s",
-            outcome=REPLACED,
-            seen=f"{SILENT} 1.0 s, its process is alive but silent",
-            sign=Sign(HOST, "hang", partial(verdict.of_silence, 1.0, "S")),
+            answer="A report that needs an answer is sent again. If heartbeats are missing for 10 s and three steps "
+            "while others wait, the worker is replaced.",
         ),
         Row(
             "duplicate-reports",

@@ -60,9 +60,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "gil",
             "a C call in a worker keeps Python's interpreter lock and does not return",
             outcome=REPLACED,
-            seen=f"{SILENT} 1.0 s, its process is alive but silent; its log has the stacks of its threads",
-            answer="In a worker's first step the limit is 30 s: imports and compilation hold the lock as well.",
-            sign=Sign(HOST, "hang", partial(verdict.of_silence, 1.0, "S")),
+            seen="in a step without heartbeats for 10 s while others wait for it (limit: 10 s and three steps); its "
+            "log has the stacks of its threads",
+            answer="A garbage collection, an import or a compilation holds the lock as well, and ends. If no other "
+            "worker waits, and in a worker's first step, the limit is 30 s.",
+            sign=Sign(HOST, "stall", partial(verdict.of_stall, "step 7 without heartbeats", 10.1, 10.0)),
         ),
         Row(
             "stall",

@@ -21,7 +21,6 @@ from ft.job.agent.pool import PoolBroken
 from ft.job.agent.upkeep import ControlPlaneUpkeep, Fenced, JournalBroken, PoolUpkeep
 from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked
 from ft.job.agent.workforce import Worker
-from ft.job.control.timeouts import Timeouts
 from ft.job.messages import (
     AgentBeat,
     AgentLeaving,
@@ -105,7 +104,7 @@ class Agent:
         self._left = self._alone = self._was_unlinked = False
         self._empty_since = 0.0
         self._joined, self._reported = joined, set()
-        self._beat_s, self._next_beat = Timeouts().agent_beat_s, 0.0
+        self._beat_s, self._next_beat = parts.timeouts.agent_beat_s, 0.0
 
     def run(self) -> int:
         """Supervise the node until the run ends, and return the exit code.

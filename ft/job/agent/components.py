@@ -13,7 +13,6 @@ from ft.job.agent.disk_space import Room
 from ft.job.agent.environment import NodeContext
 from ft.job.agent.faults import AgentFaults
 from ft.job.agent.listener import WorkerListener, listen
-from ft.job.agent.liveness import Limits
 from ft.job.agent.membership import Membership, claim_name
 from ft.job.agent.options import RunOptions
 from ft.job.agent.pool import WarmPool
@@ -21,7 +20,7 @@ from ft.job.agent.rendezvous import Masters
 from ft.job.agent.sidecar import Sidecar
 from ft.job.agent.uplink import Uplink
 from ft.job.agent.workforce import Workforce
-from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
+from ft.job.control.timeouts import Timeouts
 from ft.platform import network
 from ft.platform.supervisor import Supervisor
 
@@ -43,6 +42,7 @@ class Components:
         room: warns when the disk is full.
         control_supervisor: runs the control plane's process if it belongs on this node.
         faults: injects the planned faults whose target is this agent.
+        timeouts: timeouts of the run.
     """
 
     membership: Membership
@@ -57,6 +57,7 @@ class Components:
     room: Room
     control_supervisor: ControlPlaneSupervisor
     faults: AgentFaults
+    timeouts: Timeouts
 
 
 def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Components:
@@ -65,7 +66,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     Raises:
         UserError: the control plane's host cannot be reached, or the run's directory cannot be written.
     """
-    cluster, supervisor, timeouts = options.cluster, Supervisor(), _timeouts(options)
+    cluster, supervisor, timeouts = options.cluster, Supervisor(), options.timeouts
     begins = cluster.node_rank == 0
     console = Console(options.quiet)
     endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 and not cluster.in_folder else ""
@@ -74,8 +75,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     pool = WarmPool(supervisor, options.script, pool_log, timeouts.stuck_s)
     name, listener = listen()
     place = _place(options, port, name, faults)
-    limits = Limits(silent_s=timeouts.silent_s, mute_s=timeouts.mute_s)
-    workforce = Workforce(pool, place, uplink.post, supervisor.unwatch, limits)
+    workforce = Workforce(pool, place, uplink.post, supervisor.unwatch, timeouts)
     sidecar = Sidecar(
         supervisor, options.run_dir, _channel_address(options, port, place.host), _settings(options, len(faults))
     )
@@ -98,6 +98,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
         room=Room(options.run_dir, console.complain),
         control_supervisor=ControlPlaneSupervisor(options.run_dir, cluster.node_rank, sidecar, timeouts),
         faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
+        timeouts=timeouts,
     )
 
 
@@ -133,6 +134,7 @@ def _place(options: RunOptions, port: int, agent_socket: str, faults: list[injec
         max_restarts=options.max_restarts,
         faults=_write(faults, options.run_dir, name),
         domains=options.domains,
+        timeouts=options.timeouts.changed(),
     )
 
 
@@ -157,9 +159,5 @@ def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
         "hot_swap": options.hot_swap,
         "faults": faults,
         "command": [options.script.target, *options.script.args],
-        "timeouts": asdict(_timeouts(options)),
+        "timeouts": asdict(options.timeouts),
     }
-
-
-def _timeouts(options: RunOptions) -> Timeouts:
-    return Timeouts(**(BEHIND_ETCD if options.control else {}))

@@ -3,8 +3,11 @@
 A worker is a training process. A standby is a worker that waits without a logical rank until it replaces a lost worker.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from ft.job.control.timeouts import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class NodeContext:
         max_restarts: maximum number of warm restarts of the run.
         faults: file with the planned faults, "" if there are none.
         domains: kind -> name of the node's failure domains, such as "rack" -> "r1".
+        timeouts: the run's timeouts that are not the defaults, in seconds by name.
     """
 
     node: str
@@ -36,6 +40,7 @@ class NodeContext:
     max_restarts: int
     faults: str = ""
     domains: Mapping[str, str] = field(default_factory=dict)
+    timeouts: Mapping[str, float] = field(default_factory=dict)
 
 
 def worker_environment(
@@ -62,6 +67,7 @@ def worker_environment(
         "FT_RESTART": str(restart),
         "FT_STANDBY": "1" if rank is None else "",
         "FT_FAULTS": place.faults,
+        VARIABLE: json.dumps(dict(place.timeouts)),
         "RANK": str(shown_rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(place.world_size),

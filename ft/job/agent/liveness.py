@@ -2,29 +2,17 @@
 
 A worker (training process) is silent if its last heartbeat is older than a limit. A worker attaches by connecting to
 its agent and reporting that it is ready; only then does it send heartbeats.
+
+Heartbeats come from a Python thread, so missing ones have two causes. If the process is stopped, the kernel says so,
+and the worker is silent at once. Otherwise one of its threads most likely holds the interpreter lock, in a garbage
+collection, an import or a compilation, and the process will go on: the limit is then longer than any of these takes. A
+worker that hangs with the lock held delays the others, and is found by that (``ft.job.control.liveness.stalled``).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds without a heartbeat after which a worker counts as silent.
-
-    Attributes:
-        stopped_s: limit for a stopped process (state T), which only a signal can continue.
-        silent_s: limit in all other cases.
-        unsettled_s: limit before the end of the first step: until then imports, compilation and the first allocations
-            may hold the interpreter lock for long.
-        mute_s: limit for a worker that has never attached and whose process shows no activity at all, while other
-            workers have attached and wait for it.
-    """
-
-    stopped_s: float = 0.25
-    silent_s: float = 1.0
-    unsettled_s: float = 30.0
-    mute_s: float = 50.0
+from ft.job.control.timeouts import Timeouts
 
 
 @dataclass(frozen=True)
@@ -34,12 +22,10 @@ class Watch:
     Attributes:
         beat_at: time of the last heartbeat, in seconds.
         state: state letter of the worker's process in /proc.
-        settled: whether the worker has finished a step.
     """
 
     beat_at: float
     state: str
-    settled: bool
 
 
 @dataclass(frozen=True)
@@ -59,22 +45,21 @@ class Silence:
     reason: str
 
 
-def silent(now: float, watches: Mapping[str, Watch], limits: Limits) -> list[Silence]:
+def silent(now: float, watches: Mapping[str, Watch], timeouts: Timeouts) -> list[Silence]:
     """Return the workers that are silent at ``now``.
 
     Args:
         now: the present time, in seconds of the same clock as ``Watch.beat_at``.
         watches: name of a worker -> observations of it.
-        limits: seconds after which a worker counts as silent.
+        timeouts: timeouts of the run.
     """
     found = []
     for worker, watch in watches.items():
         quiet = now - watch.beat_at
-        limit = limits.silent_s if watch.settled else limits.unsettled_s
-        if watch.state in "Tt" and quiet > limits.stopped_s:
-            found.append(
-                Silence(worker, quiet, watch.state, f"its process is stopped and sent no beat for {quiet:.2f} s")
-            )
-        elif quiet > limit:
-            found.append(Silence(worker, quiet, watch.state, f"no beat for {quiet:.2f} s (limit {limit:g} s)"))
+        if watch.state in "Tt" and quiet > timeouts.stopped_s:
+            reason = f"its process is stopped and sent no beat for {quiet:.2f} s"
+            found.append(Silence(worker, quiet, watch.state, reason))
+        elif quiet > timeouts.silent_s:
+            reason = f"no beat for {quiet:.2f} s (limit {timeouts.silent_s:g} s)"
+            found.append(Silence(worker, quiet, watch.state, reason))
     return found

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from ft.base.errors import Problem, Problems, UserError
 from ft.job.agent import mpirun
+from ft.job.control.limits_file import timeouts_of
+from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
 from ft.platform import election, slurm
 from ft.platform.topology import read_topology
 
@@ -120,6 +122,8 @@ class RunOptions:
 
     None: the agent belongs to the first start of the run, or joins a run that is under way and offers standbys only.
     """
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    """The timeouts of the run: the defaults, changed by ``--control etcd`` and ``--limits``."""
 
     @property
     def world_size(self) -> int:
@@ -154,7 +158,7 @@ def resolve(
     problems = Problems()
     problems.add(given.problems)
     cluster = nproc = control = script = run_dir = None
-    domains = {}
+    domains, timeouts = {}, Timeouts()
     if given.no_python:
         problems.add([("--no-python is not supported: workers are forked from Python", "run a Python script")])
     with problems:
@@ -168,6 +172,8 @@ def resolve(
         script = script_of(given)
     with problems:
         control = _control(given.control)
+    with problems:
+        timeouts = timeouts_of(given.limits, {} if given.control in (None, "tcpstore") else BEHIND_ETCD)
     if cluster is not None:
         with problems:
             run_dir = _run_dir(given, job, cluster, lease)
@@ -189,6 +195,7 @@ def resolve(
         local_addr=given.local_addr,
         control=control,
         domains=domains,
+        timeouts=timeouts,
     )
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ft.job.agent import environment
-from ft.job.agent.liveness import Limits, Silence, Watch, silent
+from ft.job.agent.liveness import Silence, Watch, silent
 from ft.job.agent.pool import WarmPool
+from ft.job.control.timeouts import Timeouts
 from ft.job.messages import (
     BadMessage,
     Beat,
@@ -75,7 +76,7 @@ class Workforce:
         place: values that the environments of the workers have in common.
         post: function that sends a report to the control plane.
         unwatch: function called with each channel before it is closed.
-        limits: seconds after which a worker counts as silent.
+        timeouts: timeouts of the run.
     """
 
     def __init__(
@@ -84,9 +85,9 @@ class Workforce:
         place: environment.NodeContext,
         post: Callable[[Any], None],
         unwatch: Callable[[Channel], None],
-        limits: Limits,
+        timeouts: Timeouts,
     ):
-        self._pool, self._place, self._post, self._unwatch, self._limits = pool, place, post, unwatch, limits
+        self._pool, self._place, self._post, self._unwatch, self._timeouts = pool, place, post, unwatch, timeouts
         self._logs = Path(place.run_dir) / "logs"
         self._started = 0
         self._early: dict[int, int] = {}
@@ -271,13 +272,9 @@ class Workforce:
     def judge(self, now: float) -> list[Silence]:
         """Report each worker that has just become silent (no heartbeats) to the control plane; return these workers."""
         attached = [w for w in self.workers.values() if w.attached and w.channel is not None and not w.doomed]
-        quiet = [w for w in attached if now - w.beat_at > self._limits.stopped_s]
-        watches = {
-            w.name: Watch(w.beat_at, processes.state(w.pid), w.beat is not None and w.beat.step_s is not None)
-            for w in quiet
-            if w.pid is not None
-        }
-        found = silent(now, watches, self._limits) + (self._mute(now) if attached else [])
+        quiet = [w for w in attached if now - w.beat_at > self._timeouts.stopped_s]
+        watches = {w.name: Watch(w.beat_at, processes.state(w.pid)) for w in quiet if w.pid is not None}
+        found = silent(now, watches, self._timeouts) + (self._mute(now) if attached else [])
         new = [s for s in found if not self.workers[s.worker].reported_silent]
         for silence in new:
             self.workers[silence.worker].reported_silent = True
@@ -294,7 +291,7 @@ class Workforce:
             if worker.rank is None or worker.pid is None or worker.attached or worker.doomed or worker.reported_silent:
                 continue
             seconds = worker.standstill.look(now, worker.pid)
-            if seconds > self._limits.mute_s:
+            if seconds > self._timeouts.mute_s:
                 found.append(Silence(worker.name, seconds, processes.state(worker.pid), "it has never attached"))
         return found
 

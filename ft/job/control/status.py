@@ -15,7 +15,7 @@ def values(state: State) -> dict[str, Any]:
     Keys that need an explanation: ``seats``: logical rank -> the worker that holds it, with its last heartbeat.
     ``standbys``: the ready workers without a logical rank. ``lag``: number of steps between the newest snapshot that
     all peers hold and the committed step, of the worker for which it is largest; None without snapshots. ``protected``:
-    whether any worker has ever trained under hot-swap protection.
+    whether any worker has ever trained under hot-swap protection. ``limits``: the timeouts that are not the defaults.
     """
     seated = state.seated()
     lags = [beat.lag for worker in seated if (beat := state.beat(worker))]
@@ -27,6 +27,7 @@ def values(state: State) -> dict[str, Any]:
         "lag": max(lags, default=0) if state.protected and state.options.hot_swap else None,
         "protected": state.protected,
         "hot_swap": state.options.hot_swap,
+        "limits": state.options.timeouts.changed(),
         "restarts": state.restarts,
         "seats": {str(worker.rank): _member(state, worker) for worker in seated},
         "vacant": sorted(state.vacant),

@@ -1,24 +1,29 @@
 """All timeouts of failure detection and recovery, in one table."""
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 from ft.base import timeout_order as ladder
+
+VARIABLE = "FT_LIMITS"
+"""Environment variable in which an agent passes the timeouts that are not the defaults on to its workers."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
     """Timeouts of the control plane, the agents and the workers, all in seconds.
 
-    The timeouts marked "+ 3 steps" grow: ``calibrated`` adds three times the step time to each.
+    The timeouts marked "+ 3 steps" grow: ``calibrated`` adds three times the step time to each; "+ 10 steps" likewise.
 
     Attributes:
-        beat_s: interval between heartbeats of a worker. A thread sends them, so they prove only that the process lives.
+        beat_s: interval between heartbeats of a worker. A Python thread sends them, so they stop while another thread
+            holds the interpreter lock.
         agent_beat_s: interval between heartbeats of an agent. Each carries the last heartbeats of its workers.
         stopped_s: a worker without a heartbeat for so long counts as hung if its process is stopped (state T in /proc).
-        silent_s: a worker without a heartbeat for so long counts as hung. A busy machine delays a thread less than
-            this.
-        silent_start_s: replaces silent_s until the first step has ended, because imports and compilation hold Python's
-            interpreter lock.
+        silent_s: a worker without a heartbeat for so long counts as hung although its process is not stopped. This is
+            longer than a garbage collection, an import or a compilation holds the interpreter lock. A worker for which
+            others wait counts as hung after stall_s.
         stuck_s: the warm pool (the process that forks workers) or a control plane that is starting counts as hung if it
             owes a result and uses no CPU for so long (imports use CPU). It is killed and started again; after the third
             time the run ends.
@@ -41,6 +46,9 @@ class Timeouts:
         start_s: replaces stall_s until a worker's first step has ended: compilation, caches, first allocations.
         collective_s: if all workers wait in communication operations for so long, a connection is at fault, not a slow
             worker; + 3 steps.
+        endless_s: a worker whose step has not ended after so long counts as hung, also if no other worker waits for it.
+            Evaluations and checkpoint saves do not count; + 10 steps, and + start_s until a worker's first step has
+            ended.
         drain_s: limit for leaving a closed epoch. A worker leaves at its next communication operation or copy to host
             memory; + 3 steps.
         verdict_s: a worker whose connection failed waits so long for the epoch to be closed before it raises; + 3
@@ -56,8 +64,7 @@ class Timeouts:
     beat_s: float = 0.1
     agent_beat_s: float = 0.25
     stopped_s: float = 0.25
-    silent_s: float = 1.0
-    silent_start_s: float = 30.0
+    silent_s: float = 30.0
     stuck_s: float = 18.0
     mute_s: float = 50.0
     suspicion_s: float = 0.3
@@ -72,6 +79,7 @@ class Timeouts:
     stall_s: float = 10.0
     start_s: float = 300.0
     collective_s: float = 15.0
+    endless_s: float = 600.0
     drain_s: float = 20.0
     verdict_s: float = 40.0
     repair_s: float = 60.0
@@ -90,16 +98,27 @@ class Timeouts:
         return self
 
     def calibrated(self, step_s: float | None) -> "Timeouts":
-        """Return the timeouts with three step times added to each one that a long step may delay.
+        """Return the timeouts with three or ten step times added to each one that a long step may delay.
 
         ``step_s`` is the step time in seconds, or None before a step has ended; then start_s replaces stall_s and
-        collective_s.
+        collective_s, and is added to endless_s.
         """
         if step_s is None:
-            return replace(self, stall_s=self.start_s, collective_s=self.start_s)
+            endless_s = self.endless_s + self.start_s
+            return replace(self, stall_s=self.start_s, collective_s=self.start_s, endless_s=endless_s)
         slack = 3.0 * step_s
         grown = {name: getattr(self, name) + slack for name in ("stall_s", "collective_s", "drain_s", "verdict_s")}
-        return replace(self, **grown)
+        return replace(self, **grown, endless_s=self.endless_s + 10.0 * step_s)
+
+    def changed(self) -> dict[str, float]:
+        """Return the timeouts that are not the defaults, by name."""
+        defaults = asdict(Timeouts())
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+    @classmethod
+    def of_worker(cls, environment: Mapping[str, str]) -> "Timeouts":
+        """Return the timeouts that the agent has passed to a worker in its ``environment``."""
+        return cls(**json.loads(environment.get(VARIABLE, "{}")))
 
 
 BEHIND_ETCD = {"contact_s": 3.0, "lease_s": 3.0, "fence_s": 5.5, "agent_lost_s": 6.0}
@@ -112,8 +131,10 @@ that another control plane is running without them.
 
 _LADDER = (
     ("beat_s", "stopped_s"),
-    ("stopped_s", "silent_s"),
-    ("silent_s", "silent_start_s"),
+    ("beat_s", "stall_s"),
+    ("stopped_s", "stall_s"),
+    ("stall_s", "silent_s"),
+    ("silent_s", "start_s"),
     ("agent_beat_s", "agent_lost_s"),
     ("agent_beat_s", "contact_s"),
     ("contact_s", "fence_s"),
@@ -123,10 +144,9 @@ _LADDER = (
     ("quorum_s", "contact_s"),
     ("lease_s", "fence_s"),
     ("lease_s", "away_s"),
-    ("silent_s", "agent_lost_s"),
-    ("silent_s", "stall_s"),
     ("stall_s", "start_s"),
-    ("silent_s", "stuck_s"),
+    ("start_s", "endless_s"),
+    ("stopped_s", "stuck_s"),
     ("stuck_s", "mute_s"),
     ("stuck_s", "away_s"),
     ("mute_s", "join_s"),

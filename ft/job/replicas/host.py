@@ -47,6 +47,7 @@ class QuorumHost:
         turn: number of launchers that take over before this one.
         options: options of the server.
         say: called with messages for the console.
+        timeouts: timeouts of the run, for the lease.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class QuorumHost:
         turn: int,
         options: Mapping[str, Any],
         say: Callable[[str], None],
+        timeouts: Timeouts,
     ):
         self._supervisor = supervisor
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._name, self._turn, self._options, self._say = name, turn, options, say
-        self._timeouts = Timeouts()
+        self._timeouts = timeouts
         self._process: subprocess.Popen | None = None
         self._since = self._due = 0.0
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)

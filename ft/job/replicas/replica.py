@@ -11,6 +11,7 @@ from pathlib import Path
 from ft import faults as inject
 from ft.base.errors import UserError
 from ft.job.agent.options import Cluster, RunOptions, Script
+from ft.job.control.timeouts import Timeouts
 from ft.platform import processes
 
 
@@ -27,7 +28,7 @@ def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
     given = json.loads(text)
     values = given["options"]
     values |= {"script": Script(**values["script"]), "cluster": Cluster(**values["cluster"])}
-    values["run_dir"] = Path(values["run_dir"])
+    values |= {"run_dir": Path(values["run_dir"]), "timeouts": Timeouts(**values["timeouts"])}
     return RunOptions(**values), inject.from_json(given["faults"]), given["began"]
 
 

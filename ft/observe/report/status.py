@@ -62,6 +62,7 @@ class Status:
         gone: why the run has no live control plane any more, "" while it has, or may have, one.
         nodes: number of nodes of the run.
         lacking: sentences about what is missing from the run's files.
+        limits: the timeouts of the run that are not the defaults, in seconds by name.
     """
 
     phase: str
@@ -79,6 +80,7 @@ class Status:
     gone: str = ""
     nodes: int = 1
     lacking: list[str] = field(default_factory=list)
+    limits: dict[str, float] = field(default_factory=dict)
 
     @property
     def stale(self) -> bool:
@@ -118,6 +120,7 @@ def status(run: Run, now: float, gone: str = "") -> Status:
         gone="" if ended else gone,
         nodes=len(stored["nodes"]) if isinstance(stored.get("nodes"), dict) else 1,
         lacking=records.lacking(run),
+        limits=stored["limits"] if isinstance(stored.get("limits"), dict) else {},
     )
 
 
@@ -132,6 +135,8 @@ def as_text(found: Status, folder: str) -> str:
         ("recovered", str(found.recovered)),
         ("last", _last(found.last)),
     ]
+    if found.limits:
+        facts.append(("limits", ", ".join(f"{name} = {value:g} s" for name, value in found.limits.items())))
     facts += [("records", text) for text in found.lacking]
     lines = [f"{name:<10} {value}" for name, value in facts]
     if found.members:
@@ -157,6 +162,7 @@ def as_values(found: Status) -> dict[str, Any]:
         "members": [vars(member) for member in found.members],
         "recovered": found.recovered,
         "lacking": found.lacking,
+        "limits": found.limits,
         "last_recovery": None
         if last is None
         else {

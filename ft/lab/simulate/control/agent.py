@@ -74,8 +74,6 @@ class Agent:
         self.alive, self.paused, self.excuse = True, False, False
         self.workers: dict[str, Worker] = {}
         self._started, self._restart, self._begin = 0, 0, None
-        limits = cluster.timeouts
-        self._limits = liveness.Limits(limits.stopped_s, limits.silent_s, limits.silent_start_s, limits.mute_s)
         self._backlog: list[tuple[Callable[..., None], tuple]] = []
         self.link = Link(cluster, self)
 
@@ -199,8 +197,8 @@ class Agent:
             worker: the silent worker.
             state: state of its process as in ``/proc``; "T" is a stopped process.
         """
-        limits, since, settled = self._limits, worker.quiet_since, worker.progress.step_time() is not None
-        limit = limits.stopped_s if state == "T" else limits.silent_s if settled else limits.unsettled_s
+        timeouts, since = self.cluster.timeouts, worker.quiet_since
+        limit = timeouts.stopped_s if state == "T" else timeouts.silent_s
         wait = self.host.clock.true(limit) + self.cluster.rng.uniform(0.0, _TICK_S)
         self.cluster.time.after(wait, self.when_awake, self._judge, worker, since, state)
 
@@ -208,9 +206,9 @@ class Agent:
         is_quiet = (worker.stopped or worker.deaf) and worker.quiet_since == since
         if not is_quiet or not worker.alive or not worker.attached:
             return
-        clock, settled = self.host.clock, worker.progress.step_time() is not None
-        watches = {worker.name: liveness.Watch(clock.read(since), state, settled)}
-        for found in liveness.silent(clock.read(self.cluster.time.now), watches, self._limits):
+        clock = self.host.clock
+        watches = {worker.name: liveness.Watch(clock.read(since), state)}
+        for found in liveness.silent(clock.read(self.cluster.time.now), watches, self.cluster.timeouts):
             self.link.post(m.WorkerSilent(worker.name, self.node, round(found.silent_s, 3), state))
 
     # --- orders ------------------------------------------------------------------------------------------------------

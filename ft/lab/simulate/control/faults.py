@@ -50,7 +50,7 @@ KINDS = (
     Kind("exit with code 0", 1, strikes.on_worker(strikes.exits(0), early=True), at_worst=HOT_SWAP, noticed_s=6.0),
     Kind("stop", 3, strikes.on_worker(strikes.stop), at_worst=HOT_SWAP, noticed_s=1.0),
     Kind("pause", 4, strikes.on_worker(strikes.pause, early=True), at_worst=HOT_SWAP, noticed_s=1.0),
-    Kind("hang without heartbeat", 2, strikes.on_worker(strikes.fall_deaf), at_worst=HOT_SWAP, noticed_s=2.0),
+    Kind("hang without heartbeat", 2, strikes.on_worker(strikes.fall_deaf), at_worst=HOT_SWAP, noticed_s=11.0),
     Kind("hang with heartbeat", 3, strikes.on_worker(strikes.spin), at_worst=HOT_SWAP, noticed_s=14.0),
     Kind("straggle", 2, strikes.on_worker(strikes.straggle), at_worst=HOT_SWAP, noticed_s=14.0),
     Kind(

@@ -15,10 +15,11 @@ from ft.state.placement.assign import ring_of
 
 TIMEOUTS = Timeouts(
     agent_beat_s=0.5,
-    silent_start_s=5.0,
+    silent_s=9.0,
     stall_s=4.0,
     start_s=12.0,
     collective_s=6.0,
+    endless_s=20.0,
     drain_s=8.0,
     verdict_s=12.0,
     repair_s=10.0,
