@@ -153,10 +153,11 @@ class Session(protocol.Member):
         with self._lock:
             if not self.note_close(order):
                 return
-        if self.groups is not None:
-            self.groups.close(order.epoch, order.reason)
+        # Before the groups are closed: that ends operations on the device with wrong results, which nobody may send on.
         for interrupt in self._when_closed:
             interrupt(order.epoch, order.reason)
+        if self.groups is not None:
+            self.groups.close(order.epoch, order.reason)
         self._left.set()
 
     def suspect(self, group: str, error: BaseException) -> None:

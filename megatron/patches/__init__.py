@@ -60,6 +60,13 @@ class Platform:
             )
         device.select(local_rank)
 
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work that this process has started."""
+        if self.name == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
     def choose_backend(self, asked_for: str | None) -> str:
         """Return the communication backend: the user's choice, or the platform's default.
 

@@ -54,6 +54,9 @@ class Operations(Protocol):
     async def wait_for_fence(self, fence: Any) -> None:
         """Wait until all ranks have started the all-reduce."""
 
+    async def wait_for_device(self) -> None:
+        """Wait until the device has finished all work that the training thread has started."""
+
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
     def holdings(self) -> Holdings:

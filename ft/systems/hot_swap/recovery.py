@@ -86,11 +86,26 @@ class Recovery:
             await operations.wait_for_fence(self._fence)
             self._fence = None
             self._forget_moved_copies()
+        await self._finish_device_work()
         step = operations.step
         operations.has_committed(step)
         self._take_snapshot(step)
         member.progress.committed(step)
         operations.inject("between")
+
+    async def _finish_device_work(self) -> None:
+        """Wait for the device, and make sure that no operation of the epoch has been aborted meanwhile.
+
+        The end of an epoch aborts unfinished operations of the device. It then goes on with the work that follows them,
+        although their results are wrong; the host notices nothing before it reads a result. The epoch is marked as
+        closed before anything is aborted, so all results are right if it is open when the device has finished.
+
+        Raises:
+            EpochClosed: the results may be wrong.
+        """
+        await self._operations.wait_for_device()
+        if self._member.closed:
+            raise EpochClosed(self._member.closed_epoch, "it ended before the device had finished its work")
 
     def _take_snapshot(self, step: int) -> None:
         self._operations.take_snapshot(step)
@@ -160,6 +175,7 @@ class Recovery:
         operations.inject("restore")
         began = member.progress.clock()
         sources = await self._restore(order)
+        await self._finish_device_work()
         mine = {report.name for report in operations.group_reports()}
         rebuilt, deferred = mine & set(order.rebuild), mine & set(order.defer)
         return WorkerRepaired(

@@ -22,6 +22,7 @@ from ft.systems.hot_swap.rebuilder import StageRebuilder
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
 from ft.worker.session import Session
+from megatron import patches
 
 _ASIDE = ("evaluate", "save")
 """Phases that may take long, and are therefore exempt from hang detection."""
@@ -120,6 +121,9 @@ class RecoveryManager(Layer, Operations):
 
     async def wait_for_fence(self, fence: dist.Work) -> None:
         fence.wait()
+
+    async def wait_for_device(self) -> None:
+        patches.platform().synchronize()
 
     def holdings(self) -> Holdings:
         return self.snapshots.holdings()

@@ -211,6 +211,9 @@ class Training:
         await self._wait_for(fence, "fence")
         self._fence = None
 
+    async def wait_for_device(self) -> None:
+        """Do nothing: a modelled collective ends on the host and on the device at once."""
+
     # --- snapshots ---------------------------------------------------------------------------------------------------
 
     def holdings(self) -> m.Holdings:
