@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from ft.job.messages import Beat
 
 _STEPS_REMEMBERED = 20
+_SAME_S = 0.05
+"""Differences in the start of an operation, in seconds, that the measurement of its age causes."""
 
 
 class Progress:
@@ -24,10 +26,15 @@ class Progress:
     Args:
         waiting: function that returns the collective in which the training thread is blocked, as (name of the process
             group, time of its start on the clock), or None.
+        unfinished: function that returns the oldest operation of training that has not ended, as (name of the process
+            group, name of the operation, seconds since its start), or None. With NCCL the training thread starts
+            operations and goes on: when they hang it blocks later, at the first value that it reads from the device,
+            and ``waiting`` does not show it.
         clock: function that returns the monotonic time in seconds.
 
     Attributes:
         waiting: see Args.
+        unfinished: see Args.
         clock: see Args.
         lag: function that returns the number of steps by which the newest snapshot held by all peers is behind.
         epoch: number of the present epoch, -1 before the first.
@@ -38,14 +45,16 @@ class Progress:
         self,
         waiting: Callable[[], tuple[str, float] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        unfinished: Callable[[], tuple[str, str, float] | None] = lambda: None,
     ):
-        self.waiting, self.clock = waiting, clock
+        self.waiting, self.unfinished, self.clock = waiting, unfinished, clock
         self.lag: Callable[[], int] = lambda: 0
         self.epoch, self.step = -1, 0
         self._activity: tuple[str, str, float] = ("idle", "start", self.clock())
         self._step_times: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._step_began: float | None = None
-        self._seen_waiting: tuple[str, float] | None = None
+        self._aside_s = 0.0
+        self._seen_blocked: tuple[str, float] | None = None
         self._moved_at = self.clock()
 
     @contextmanager
@@ -58,19 +67,19 @@ class Progress:
             where: description of the activity.
         """
         before = self._activity
-        self._activity = (doing, where, self.clock())
+        self._enter(doing, where)
         try:
             yield
         finally:
-            self._activity = (before[0], before[1], self.clock())
+            self._enter(before[0], before[1])
 
     def begins(self, step: int) -> None:
         """Record that training continues after the committed step ``step``, and start to measure the time of the next
         step.
         """
         self.step = step
-        self._step_began = self.clock()
-        self._activity = ("compute", f"step {step + 1}", self._step_began)
+        self._enter("compute", f"step {step + 1}")
+        self._step_began, self._aside_s = self._activity[2], 0.0
 
     def committed(self, step: int) -> None:
         """Record that ``step`` is committed and the next step begins."""
@@ -80,12 +89,12 @@ class Progress:
 
     def aside(self, what: str) -> None:
         """Record that the step continues with ``what``, which may take long and is exempt from hang detection."""
-        self._activity = ("aside", what, self.clock())
+        self._enter("aside", what)
 
     def idles(self, where: str) -> None:
         """Record that no step is under way (``where`` says why), and stop measuring the step time."""
         self._step_began = None
-        self._activity = ("idle", where, self.clock())
+        self._enter("idle", where)
 
     def step_time(self) -> float | None:
         """Return the median duration of the last steps in seconds, None before the end of the first step."""
@@ -94,12 +103,14 @@ class Progress:
 
     def beat(self) -> Beat:
         doing, where, since = self._activity
-        waiting, now = self.waiting(), self.clock()
-        # a collective has ended since the last heartbeat, so the worker makes progress
-        if waiting != self._seen_waiting:
-            self._seen_waiting, self._moved_at = waiting, now
-        if doing == "compute" and waiting is not None:
-            doing, where, since = "wait", waiting[0], waiting[1]
+        now = self.clock()
+        blocked = self._blocked(now)
+        # an operation has ended since the last heartbeat, so the worker makes progress
+        if not _is_same(blocked, self._seen_blocked):
+            self._seen_blocked, self._moved_at = blocked, now
+        # an operation that was started before an evaluation or a save is not part of it
+        if blocked is not None and (doing == "compute" or (doing == "aside" and blocked[1] < since)):
+            doing, where, since = "wait", *blocked
         elif doing == "compute":
             since = max(since, self._moved_at)
         return Beat(
@@ -111,7 +122,35 @@ class Progress:
             where=where,
             step_s=self.step_time(),
             lag=self.lag(),
+            at_step_s=round(self._at_step_s(now), 3),
         )
+
+    def _enter(self, doing: str, where: str) -> None:
+        before, now = self._activity, self.clock()
+        if before[0] == "aside":
+            self._aside_s += now - before[2]
+        self._activity = (doing, where, now)
+
+    def _at_step_s(self, now: float) -> float:
+        began, (doing, _, since) = self._step_began, self._activity
+        if began is None:
+            return 0.0
+        return max(0.0, (since if doing == "aside" else now) - began - self._aside_s)
+
+    def _blocked(self, now: float) -> tuple[str, float] | None:
+        """Return the oldest operation that blocks the training thread or has not ended: (name, start)."""
+        waiting, unfinished = self.waiting(), self.unfinished()
+        if unfinished is None:
+            return waiting
+        group, operation, age_s = unfinished
+        started = (f"{group}, {operation}", now - age_s)
+        return started if waiting is None else min(waiting, started, key=lambda one: one[1])
+
+
+def _is_same(one: tuple[str, float] | None, other: tuple[str, float] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[0] == other[0] and abs(one[1] - other[1]) < _SAME_S
 
 
 class Heartbeat:

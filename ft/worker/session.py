@@ -76,7 +76,10 @@ class Session(protocol.Member):
         self.timeouts = Timeouts.of_worker(environment)
         self.groups: Groups | None = None
         self.faulty_device: Callable[[int, Flip], None] | None = None
-        self.progress = Progress(lambda: self.groups.waiting() if self.groups is not None else None)
+        self.progress = Progress(
+            waiting=lambda: self.groups.waiting() if self.groups is not None else None,
+            unfinished=lambda: self.groups.oldest_unfinished() if self.groups is not None else None,
+        )
         self.server = SnapshotServer(network_of(environment), token=self.token)
         self.address = self.server.address
         self._left = threading.Event()

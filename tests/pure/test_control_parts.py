@@ -144,6 +144,50 @@ def test_the_age_of_a_beat_counts():
     assert View(beat, 1.5).since_s == 8.5
 
 
+def device_wait(since_s):
+    """A worker whose collective is unfinished on its device."""
+    return View(Beat(0.0, 0, 5, "wait", since_s, "tp, allreduce", 0.1, at_step_s=since_s), 0.0)
+
+
+def test_who_has_not_begun_its_operation_on_the_device_is_the_culprit():
+    views = {"a": device_wait(10.5), "b": view("compute", 10.4), "c": device_wait(10.5)}
+    assert [culprit.worker for culprit in liveness.stalled(views, LIMITS)] == ["b"]
+    assert liveness.at_a_standstill(views, LIMITS) == []
+
+
+def test_nobody_is_accused_while_all_have_unfinished_operations_on_their_devices():
+    views = {"a": device_wait(16.0), "b": device_wait(17.0)}
+    assert liveness.stalled(views, LIMITS) == [] and liveness.endless(views, LIMITS) == []
+    assert len(liveness.at_a_standstill(views, LIMITS)) == 2, "the epoch is closed: who does not leave it is replaced"
+
+
+def silent_view(doing, since_s, age_s):
+    return View(Beat(age_s, 0, 5, doing, since_s, "here", 0.1, 0, at_step_s=since_s), 0.2)
+
+
+@pytest.mark.parametrize("doing", ["compute", "wait"])
+def test_who_sends_no_heartbeats_is_not_believed_to_wait(doing):
+    others = {"a": view("wait", 30.0), "b": view("wait", 30.0)}
+    assert liveness.stalled({**others, "c": silent_view(doing, 0.05, 9.9)}, LIMITS) == [], "the lock is held for 10 s"
+    (found,) = liveness.stalled({**others, "c": silent_view(doing, 0.05, 10.2)}, LIMITS)
+    assert found.worker == "c" and "without heartbeats" in found.where
+    assert liveness.at_a_standstill({**others, "c": silent_view("wait", 30.0, 2.0)}, LIMITS) == []
+    assert liveness.at_a_standstill({**others, "c": silent_view("wait", 30.0, 0.5)}, LIMITS)
+
+
+def at_step(seconds, doing="compute", step_s=2.0):
+    return View(Beat(0.0, 0, 5, doing, 1.0, "step 6", step_s, 0, at_step_s=seconds), 0.0)
+
+
+def test_a_step_that_does_not_end_is_noticed_if_nobody_waits_for_it():
+    assert liveness.endless({"a": at_step(619.0), "b": at_step(3.0)}, LIMITS) == []
+    (found,) = liveness.endless({"a": at_step(621.0), "b": at_step(3.0)}, LIMITS)
+    assert (found.worker, found.limit_s) == ("a", 620.0)
+    assert liveness.endless({"a": at_step(899.0, step_s=None)}, LIMITS) == [], "it may compile in its first step"
+    assert liveness.endless({"a": at_step(901.0, step_s=None)}, LIMITS)
+    assert liveness.endless({doing: at_step(999.0, doing) for doing in ("wait", "aside", "idle")}, LIMITS) == []
+
+
 def test_a_standstill_needs_everybody():
     views = {"a": view("wait", 16.0), "b": view("wait", 17.0)}
     assert [c.worker for c in liveness.at_a_standstill(views, LIMITS)] == ["a", "b"]

@@ -178,6 +178,9 @@ def _stalls(state: State, now: float, out: Decisions) -> None:
     ]
     if faults:
         react(state, now, faults, out)
+    elif late := liveness.endless(views, timeouts):
+        workers, limit_s = [state.workers[c.worker] for c in late], max(c.limit_s for c in late)
+        _late(state, now, workers, "its step has not ended", limit_s, out, together=True)
 
 
 def _left(state: State, now: float, out: Decisions) -> None:

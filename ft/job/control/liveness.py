@@ -1,10 +1,22 @@
-"""Detection of hung workers and lost agents: pure functions of heartbeats, their age and the timeouts."""
+"""Detection of hung workers and lost agents: pure functions of heartbeats, their age and the timeouts.
+
+On a device, operations are started by the host and carried out later, so a worker waits if an operation that it has
+started is unfinished, whatever its host does. If every worker has an unfinished operation, the one at fault cannot be
+told from what they report. A worker whose host hangs may have started a receive before; the workers that it delays have
+started operations, too, and their hosts are blocked at the next value that they read from the device. Which operations
+the members of a group have not started yet does not help: each of two such workers may lack an operation of the other.
+What helps is to close the epoch: a blocked host leaves it, and a hung one does not and is replaced for that
+(``ft.job.control.deadlines``).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Beat
+
+_BEATS = 10
+"""Number of heartbeats of which at least one arrives from a worker whose Python threads run."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,17 @@ class View:
     def since_s(self) -> float:
         """Return the seconds for which the worker has been in the activity that its heartbeat names."""
         return self.beat.since_s + self.beat.age_s + self.age_s
+
+    def waits(self, timeouts: Timeouts) -> bool:
+        """Return whether the worker waits for others: in communication, or because it is done.
+
+        A worker whose heartbeats have stopped is not believed to wait any more.
+        """
+        return self.done or (self.beat.doing == "wait" and not self.is_silent(timeouts))
+
+    def is_silent(self, timeouts: Timeouts) -> bool:
+        """Return whether the worker's heartbeats had stopped when its agent sent the last one on."""
+        return self.beat.age_s > _BEATS * timeouts.beat_s
 
 
 @dataclass(frozen=True)
@@ -53,26 +76,47 @@ def stalled(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
         views: worker -> view, for every worker with a seat in the epoch.
         timeouts: the timeouts before they are extended by the step time.
     """
-    if not any(view.beat.doing == "wait" or view.done for view in views.values()):
+    computing = {worker: view for worker, view in views.items() if not view.waits(timeouts)}
+    if len(computing) == len(views):
         return []
     found = []
-    for worker, view in views.items():
-        limit = _limit(view, timeouts)
-        if view.beat.doing != "wait" and not view.done and view.since_s > limit:
-            found.append(Culprit(worker, view.beat.where, view.since_s, limit))
+    for worker, view in computing.items():
+        limit, since_s = _limit(view, timeouts), view.since_s
+        if view.beat.doing == "wait":
+            since_s -= view.beat.since_s  # while it waited it delayed nobody
+        if since_s > limit:
+            where = f"{view.beat.where} without heartbeats" if view.is_silent(timeouts) else view.beat.where
+            found.append(Culprit(worker, where, since_s, limit))
     return found
 
 
 def at_a_standstill(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
     """Return all workers that are not done if all of them wait, for longer than one slow worker could cause."""
     waiting = {worker: view for worker, view in views.items() if not view.done}
-    if not waiting or any(view.beat.doing != "wait" for view in waiting.values()):
+    if not waiting or not all(view.waits(timeouts) for view in waiting.values()):
         return []
     steps = [view.beat.step_s for view in waiting.values() if view.beat.step_s]
     limit = timeouts.calibrated(max(steps, default=None)).collective_s
     if min(view.since_s for view in waiting.values()) <= limit:
         return []
     return [Culprit(worker, view.beat.where, view.since_s, limit) for worker, view in waiting.items()]
+
+
+def endless(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
+    """Return the workers whose step has lasted longer than any step can, whether or not others wait for them.
+
+    Workers that wait are left out: those that they wait for are at fault. This finds a hang that delays no other worker
+    of the run: a worker that trains a replica of the model alone, or all workers at once.
+    """
+    found = []
+    for worker, view in views.items():
+        if view.waits(timeouts) or view.beat.doing in ("idle", "aside"):
+            continue
+        limit = timeouts.calibrated(view.beat.step_s).endless_s
+        at_step_s = view.beat.at_step_s + view.beat.age_s + view.age_s
+        if at_step_s > limit:
+            found.append(Culprit(worker, view.beat.where, at_step_s, limit))
+    return found
 
 
 def lost_agents(now: float, heard_at: Mapping[str, float], timeouts: Timeouts) -> list[tuple[str, float]]:

@@ -103,12 +103,13 @@ class Beat:
         age_s: age of this information in seconds when the agent sent it on.
         epoch: epoch that the worker is in.
         step: its last committed step.
-        doing: "compute", "wait" (in a communication operation), "aside" (evaluation or checkpoint save) or "idle"
-            (a standby, or a worker that waits for orders).
+        doing: "compute", "wait" (for a communication operation, which may be unfinished on the device while the host
+            goes on), "aside" (evaluation or checkpoint save) or "idle" (a standby, or a worker that waits for orders).
         since_s: how long it has been doing this, in seconds.
         where: name of the operation or place, for people.
         step_s: median step time in seconds, or None before a step has ended.
         lag: number of steps from the newest snapshot that all peers hold to the committed step.
+        at_step_s: how long the present step has taken, in seconds, without evaluations and checkpoint saves.
     """
 
     age_s: float
@@ -119,3 +120,4 @@ class Beat:
     where: str = ""
     step_s: float | None = None
     lag: int = 0
+    at_step_s: float = 0.0

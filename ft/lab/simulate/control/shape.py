@@ -49,6 +49,8 @@ class Shape:
         groups: process group -> its logical ranks.
         checkfree: which lost pipeline stages may be rebuilt from adjacent stages (CheckFree): "" (none), or ``MIDDLE``
             or ``PLUS`` of ``ft.job.control.recovery_plan``. Each part of the model is then a pipeline stage.
+        on_device: whether devices carry out the collectives of a step, so that only the age of unfinished operations
+            shows that a worker waits.
     """
 
     world_size: int
@@ -60,6 +62,7 @@ class Shape:
     hot_swap: bool = True
     groups: dict[str, list[int]] = field(default_factory=dict, compare=False)
     checkfree: str = ""
+    on_device: bool = field(default=False, repr=False)
 
     def part_of(self, rank: int) -> int:
         """Return the number of the model part that the rank holds."""
@@ -147,6 +150,7 @@ def draw_shape(rng: random.Random, world_size: int | None = None) -> Shape:
     )
     if world // dp >= 3:
         shape = replace(shape, checkfree=random.Random(repr(shape)).choice(["", MIDDLE, PLUS]))
+    shape = replace(shape, on_device=random.Random(f"device {shape!r}").random() < 0.5)
     shape.groups["world"] = list(range(world))
     for rank in range(world):
         shape.groups.setdefault(f"dp{shape.part_of(rank)}", shape.dp_peers(rank))

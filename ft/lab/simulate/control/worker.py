@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _REPEATED = (m.WorkerReleased, m.WorkerArrived, m.WorkerRepaired, m.WorkerFailed, m.WorkerDone)
 """Reports that the protocol repeats until they are answered."""
 
+_ON_HOST = ("fence", "rebuild")
+"""Collectives that the host carries out in any case."""
+
 
 class Worker(protocol.Member):
     """One worker process.
@@ -64,7 +67,7 @@ class Worker(protocol.Member):
         self.slow = 1.0
         self.defect: Exception | None = None
         self.waiting: tuple[str, float] | None = None
-        self.progress = Progress(lambda: self.waiting, self._clock)
+        self.progress = Progress(self._blocked, self._clock, self._unfinished)
         self.stock = CopyStore()
         self.training: Training | None = None
         self.recovery: Recovery | None = None
@@ -148,6 +151,16 @@ class Worker(protocol.Member):
     def _clock(self) -> float:
         """Return the time up to which the process has run."""
         return self.quiet_since if self.stopped or self.deaf else self.cluster.time.now
+
+    def _blocked(self) -> tuple[str, float] | None:
+        return None if self._unfinished() is not None else self.waiting
+
+    def _unfinished(self) -> tuple[str, str, float] | None:
+        """Return the operation that the worker's device has not finished, if devices carry out collectives."""
+        if not self.cluster.shape.on_device or self.waiting is None or self.waiting[0] in _ON_HOST:
+            return None
+        group, since = self.waiting
+        return group, "collective", self._clock() - since
 
     def beat(self, now: float) -> m.Beat:
         """Return the worker's last heartbeat, with its age."""

@@ -1,7 +1,7 @@
 """Bugs in the worker's production code for the mutation test of ``ft simulate control`` (``mutants``).
 
-The code is ``ft.worker.place``, ``ft.worker.protocol`` and ``ft.systems.hot_swap.recovery``. Each function here takes
-the right function and returns a wrong one.
+The code is ``ft.worker.place``, ``ft.worker.progress``, ``ft.worker.protocol`` and ``ft.systems.hot_swap.recovery``.
+Each function here takes the right function and returns a wrong one.
 """
 
 from dataclasses import replace
@@ -12,6 +12,7 @@ from ft.lab.simulate.mutation import Replaced
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
 from ft.worker.place import Place
+from ft.worker.progress import Progress
 
 
 def _nothing_is_repeated(right):
@@ -165,6 +166,10 @@ def _first_seats_stay(right):
     return enter
 
 
+def _only_the_host_waits(right):
+    return lambda self, now: self.waiting()
+
+
 PLANTS = (
     Replaced("never repeats a report without an answer", protocol, "repeat", _nothing_is_repeated),
     Replaced("takes a seat of an epoch that is over", Place, "is_seated_by", _any_open_seats),
@@ -185,4 +190,5 @@ PLANTS = (
     Replaced("resumes without a snapshot", Recovery, "_resume", _restored_state_has_no_snapshot),
     Replaced("waits for the fence of an interrupted step", Recovery, "_resume", _old_fence_stays),
     Replaced("keeps the seats of its first epoch", Place, "enter", _first_seats_stay),
+    Replaced("takes no notice of what its device waits for", Progress, "_blocked", _only_the_host_waits),
 )

@@ -1,0 +1,77 @@
+"""What a worker's heartbeats say: on the host, on a device whose operations nobody waits for, and aside of steps."""
+
+import pytest
+
+from ft.worker.progress import Progress
+
+
+class Training:
+    """A worker with a clock of its own. ``host``, ``device``: what blocks the training thread, and the device."""
+
+    def __init__(self):
+        self.now, self.host, self.started = 100.0, None, None
+        self.progress = Progress(lambda: self.host, lambda: self.now, self.unfinished)
+        self.progress.begins(4)
+
+    def unfinished(self):
+        """NCCL's wait has returned (torch, ProcessGroupNCCL.cpp, ``synchronizeStream``); the operation goes on."""
+        return None if self.started is None else ("tp", "allreduce", self.now - self.started)
+
+    def after(self, seconds: float):
+        self.now += seconds
+        return self.progress.beat()
+
+
+@pytest.fixture
+def training():
+    return Training()
+
+
+def test_an_unfinished_operation_of_a_device_is_a_wait_for_as_long_as_it_is_unfinished(training):
+    training.started = training.now
+    beat = training.after(12.0)
+    assert (beat.doing, beat.where, beat.since_s) == ("wait", "tp, allreduce", 12.0)
+    training.started = None
+    assert training.after(0.1).doing == "compute"
+
+
+def test_of_host_and_device_the_older_wait_counts(training):
+    training.host, training.started = ("fence", training.now), training.now + 1.0
+    assert training.after(3.0).where == "fence"
+    training.started = training.now - 8.0
+    assert training.after(0.0).where == "tp, allreduce"
+
+
+def test_operations_that_end_show_that_the_worker_makes_progress(training):
+    for _ in range(30):
+        training.started = training.now - 0.2
+        training.after(0.1)
+    training.started = None
+    beat = training.after(1.0)
+    assert (beat.doing, beat.since_s) == ("compute", 0.0) and training.after(2.0).since_s == 2.0
+    assert beat.at_step_s == pytest.approx(4.0)
+
+
+def test_an_operation_from_before_an_evaluation_is_no_part_of_it(training):
+    training.started = training.now
+    training.now += 1.0
+    training.progress.aside("evaluate")
+    assert training.after(9.0).doing == "wait"
+    training.started = training.now
+    assert training.after(9.0).doing == "aside"
+    with training.progress.at("aside", "the other replicas"):
+        training.started = training.now - 0.5
+        assert training.after(20.0).doing == "wait", "the replica's own devices hang, not the other replicas"
+
+
+def test_evaluations_saves_and_idle_times_are_no_part_of_a_step(training):
+    assert training.after(2.0).at_step_s == 2.0
+    training.progress.aside("save")
+    assert training.after(500.0).at_step_s == 2.0
+    training.progress.committed(5)
+    assert training.after(1.0).at_step_s == 1.0
+    with training.progress.at("aside", "quorum"):
+        training.now += 50.0
+    assert training.after(1.0).at_step_s == 2.0
+    training.progress.idles("recovery")
+    assert training.after(70.0).at_step_s == 0.0
