@@ -8,6 +8,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from ft.state.groups.tree import Operation, Tree
 from megatron.training.arguments.training import TrainingOptions
 
 SIGNAL, DURATION = 0, 1
@@ -18,7 +19,7 @@ class Exits:
     """Decides whether to end the run after the current step.
 
     Ranks receive a signal or exceed the time limit at different moments, so they have to agree on the step. ``ask``
-    starts an asynchronous all-reduce of two integers on a gloo group of its own, and ``answer`` waits for the result.
+    starts an asynchronous all-reduce of two integers over a tree of its own, and ``answer`` waits for the result.
     The optimizer step runs in between and hides the latency.
 
     Args:
@@ -30,9 +31,9 @@ class Exits:
         self._options, self._started = options, started
         self._signum: int | None = None
         self._signalled_at = 0.0
-        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._asked: tuple[torch.Tensor, Operation] | None = None
         self._reason: str | None = None
-        self._group = dist.new_group(backend="gloo")
+        self._tree = Tree("EXIT_FLAGS")
         self._previous_handler = None
 
     def __enter__(self) -> "Exits":
@@ -54,7 +55,7 @@ class Exits:
         seen = torch.zeros(2, dtype=torch.int32, device="cpu")
         seen[SIGNAL] = self._signum or 0
         seen[DURATION] = int(limit is not None and time.monotonic() - self._started > limit * 60)
-        self._asked = seen, dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._asked = seen, self._tree.start(seen, dist.ReduceOp.MAX)
 
     def answer(self, step: int) -> str | None:
         """Return why the run ends after ``step``, or None. The result is the same on every rank."""

@@ -257,6 +257,7 @@ class Groups:
         Raises:
             AbortError: a communicator was not aborted, so that this worker has to be replaced.
         """
+        self._state.settle()
         interrupted = [group for group in self._groups.values() if group.interrupted]
         interrupt_together([one for group in interrupted for one in group.connections()])
         for group in interrupted:
@@ -308,6 +309,7 @@ class Groups:
         return time.monotonic() - began
 
     def _disconnect(self, groups: list[Group]) -> None:
+        self._state.settle()
         # All connections are interrupted before the first group is dropped: gloo's threads then handle the broken
         # connections meanwhile, so that no drop has to wait for them.
         interrupt_together([one for group in groups for one in group.connections()])

@@ -43,12 +43,15 @@ class EpochState:
         wake: functions to call after ``closed`` was set, so that waiting threads return.
         waiting: (name of a group, monotonic time) while training is blocked in an operation, otherwise None.
         thread: its attribute ``trains`` tells whether the calling thread's operations belong to training.
+        before_drop: functions to call before connections are dropped; each returns when its thread is in no operation.
+            In a closed epoch no operation begins, and those under way end within milliseconds.
     """
 
     def __init__(self, epoch: int, alone: bool, on_failure: OnFailure):
         self.epoch, self.alone = epoch, alone
         self.closed: tuple[int, str] | None = None
         self.wake: set[Callable[[], None]] = set()
+        self.before_drop: list[Callable[[], None]] = []
         self.waiting: tuple[str, float] | None = None
         self._on_failure, self.thread = on_failure, _Thread(threading.get_ident())
 
@@ -59,6 +62,11 @@ class EpochState:
     def has_waited(self) -> None:
         if self.thread.trains:
             self.waiting = None
+
+    def settle(self) -> None:
+        """Wait until no thread of ``before_drop`` is in an operation. Call it in a closed epoch."""
+        for is_idle in self.before_drop:
+            is_idle()
 
     def error_of(self, group: str, ranks: list[int], error: BaseException) -> Exception:
         """Return the exception for an operation that failed with ``error``.

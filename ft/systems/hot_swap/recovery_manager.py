@@ -15,6 +15,7 @@ from ft.protection.contract import Layer
 from ft.protection.injection import plant_phases
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
+from ft.state.groups.tree import Operation, Tree
 from ft.state.snapshot import Snapshots
 from ft.systems.hot_swap.operations import Operations
 from ft.systems.hot_swap.placing import Placing
@@ -57,7 +58,7 @@ class RecoveryManager(Layer, Operations):
         self._recovery = Recovery(session, self)
         self._work: Callable[[], Any] = lambda: None
         self._committed = 0
-        self._fence_group = dist.new_group(backend="gloo")
+        self._fence_tree = Tree("FENCE")
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
         plant_phases(injector, subject, lambda: self._committed + 1)
         session.progress.lag = lambda: snapshots.lag
@@ -116,10 +117,10 @@ class RecoveryManager(Layer, Operations):
         session.groups.reopen(session.epoch)
         return seconds
 
-    def start_fence(self) -> dist.Work:
-        return dist.all_reduce(self._fence_word, group=self._fence_group, async_op=True)
+    def start_fence(self) -> Operation:
+        return self._fence_tree.start(self._fence_word, dist.ReduceOp.MAX)
 
-    async def wait_for_fence(self, fence: dist.Work) -> None:
+    async def wait_for_fence(self, fence: Operation) -> None:
         fence.wait()
 
     async def wait_for_device(self) -> None:

@@ -14,11 +14,11 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ft.base.errors import FtError
 from ft.job.quorum import Quorum, QuorumClient, Report
 from ft.net.codec import from_json
+from ft.state.groups.tree import Tree
 from ft.systems.hsdp.ports import Agreed, Question
 
 _ROW_BYTES = 512
@@ -27,22 +27,22 @@ _ROW_BYTES = 512
 class Agreement:
     """The agreement thread of one rank: it obtains and broadcasts quorums while the training thread computes.
 
-    All ranks of ``group`` have to construct it at the same time.
+    All ranks of ``tree`` have to construct it at the same time.
 
     Args:
-        group: gloo group of all ranks of this replica, not used for anything else.
+        tree: tree over all ranks of this replica, not used for anything else.
         row: addresses of this rank, {"ring": "host:port", "fetch": "host:port"}.
-        client: quorum client on the leader, which is rank 0 of the group; None on other ranks.
+        client: quorum client on the leader, which is rank 0 of the tree; None on other ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, row: dict[str, str], client: QuorumClient | None):
-        self._group, self._client = group, client
+    def __init__(self, tree: Tree, row: dict[str, str], client: QuorumClient | None):
+        self._tree, self._client = tree, client
         self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._told = threading.Condition()
         self._number = 0
         self._answer: Agreed | None = None  # answer to the last question
         self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life number of its workers, rows)
-        rows = _gather(group, row)
+        rows = _gather(tree, row)
         if client is not None:
             client.hello(rows)
         self._thread = threading.Thread(target=self._run, name="ft-hsdp-agreement", daemon=True)
@@ -84,7 +84,7 @@ class Agreement:
 
     def _agree(self, report: Report) -> Agreed:
         content = b"" if self._client is None else json.dumps(self._find_out(report)).encode()
-        values = json.loads(_broadcast(self._group, content))
+        values = json.loads(_broadcast(self._tree, content))
         if "problem" in values:
             return Agreed(None, {}, values["problem"])
         quorum = from_json(Quorum, values["quorum"])
@@ -107,19 +107,17 @@ class Agreement:
         return {"quorum": asdict(quorum), "rows": rows}
 
 
-def _gather(group: dist.ProcessGroup, row: dict[str, str]) -> list[dict[str, str]]:
-    """Return the rows of all ranks of the group, by rank (an all-gather)."""
+def _gather(tree: Tree, row: dict[str, str]) -> list[dict[str, str]]:
+    """Return the rows of all ranks by rank, on rank 0; an empty list elsewhere."""
     text = json.dumps(row).encode().ljust(_ROW_BYTES)
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = [torch.empty_like(mine, device="cpu") for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, mine, group=group)
-    return [json.loads(row.numpy().tobytes()) for row in rows]
+    rows = tree.gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return [] if rows is None else [json.loads(row.numpy().tobytes()) for row in rows]
 
 
-def _broadcast(group: dist.ProcessGroup, content: bytes) -> bytes:
-    """Broadcast ``content`` from the group's rank 0, and return it on every rank."""
+def _broadcast(tree: Tree, content: bytes) -> bytes:
+    """Broadcast ``content`` from rank 0, and return it on every rank."""
     size = torch.tensor([len(content)], dtype=torch.int64, device="cpu")
-    dist.broadcast(size, group=group, group_src=0)
+    tree.broadcast(size)
     words = torch.frombuffer(bytearray(content or bytes(size.item())), dtype=torch.uint8)
-    dist.broadcast(words, group=group, group_src=0)
+    tree.broadcast(words)
     return words.numpy().tobytes()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ft.base.errors import FtError
 from ft.faults.worker import Injector
@@ -17,6 +16,7 @@ from ft.net.choice import network_of
 from ft.protection.injection import make_injector, plant_phases
 from ft.protection.training_state import TrainingState
 from ft.state.fetch import StateServer
+from ft.state.groups.tree import Tree
 from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.breakage import ReplicaBreakage
 from ft.systems.hsdp.catch_up import CatchUp
@@ -53,7 +53,7 @@ class Components:
         catch_up: fetches the state of another replica.
         records: log of committed steps, on the leader.
         injector: planned faults.
-        votes: process group of this replica's ranks, used only for their votes.
+        votes: tree over this replica's ranks, used only for their votes and digests.
         batch: samples that a replica takes in a step.
         save_interval: steps between checkpoints; None: no interval.
         per_token: whether megatron-core divides gradients by the number of tokens.
@@ -73,7 +73,7 @@ class Components:
     catch_up: CatchUp
     records: Records | NoRecords
     injector: Injector
-    votes: dist.ProcessGroup
+    votes: Tree
     batch: int
     save_interval: int | None
     per_token: bool
@@ -146,7 +146,7 @@ def build(
     replicas.exchange_through(subject.chunks, exchange)
     per_token = _exchange_tokens(subject.chunks[0].config, exchange)
     is_leader = session.rank == 0
-    votes = dist.new_group(backend="gloo")
+    votes = Tree("VOTES")
     row = {"ring": ring.address, "fetch": server.address}
     injector = make_injector(session, ReplicaBreakage(subject, ring, session))
     plant_phases(injector, subject, lambda: position.step + 1)
@@ -161,7 +161,7 @@ def build(
         work=work,
         server=server,
         client=client,
-        agreement=Agreement(dist.new_group(backend="gloo"), row, client),
+        agreement=Agreement(Tree("AGREEMENT"), row, client),
         catch_up=CatchUp(session, place, state),
         records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
         if is_leader

@@ -1,6 +1,6 @@
 """Votes of the ranks of one FT-HSDP replica about a step, so that all of them commit the step or none does.
 
-A vote is an all-reduce of a few bytes over a process group that is used for nothing else.
+A vote is an all-reduce of a few bytes over a tree that is used for nothing else.
 """
 
 from collections.abc import Sequence
@@ -8,21 +8,23 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ft.state.groups.tree import Tree
+
 _MOST_MEMBERS = 1024
 """Maximum number of replicas that take part in a step."""
 
 
 class Votes:
-    """Votes in ``group``. Every method is collective, and its result is the same on all ranks."""
+    """Votes over ``tree``. Every method is collective, and its result is the same on all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+    def __init__(self, tree: Tree):
+        self._tree = tree
         self._word = torch.zeros(1, dtype=torch.int32, device="cpu")
 
     def all(self, is_so: bool) -> bool:
         """Return whether ``is_so`` is true on every rank."""
         self._word.fill_(int(is_so))
-        dist.all_reduce(self._word, op=dist.ReduceOp.MIN, group=self._group)
+        self._tree.all_reduce(self._word, dist.ReduceOp.MIN)
         return bool(self._word.item())
 
     def suspects(self, own: int | None, members: Sequence[int]) -> tuple[int, ...]:
@@ -35,5 +37,5 @@ class Votes:
         is_reached = torch.ones(_MOST_MEMBERS, dtype=torch.int32, device="cpu")
         if own is not None:
             is_reached[own] = 0
-        dist.all_reduce(is_reached, op=dist.ReduceOp.MIN, group=self._group)
+        self._tree.all_reduce(is_reached, dist.ReduceOp.MIN)
         return tuple(member for member, is_fine in zip(members, is_reached.tolist(), strict=False) if not is_fine)

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from ft.base.errors import UserError
 from ft.state.groups.seam import BACKEND, take_over
+from ft.state.groups.tree import Tree
 
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"
-"""Groups over all ranks that megatron-core does not create: torch's default group, the group of the exit flags of
-``megatron.training.exits``, and the group of the barrier with which hot-swap commits a step (the fence).
+"""Groups that megatron-core does not create: torch's default group, and the groups of two trees over all ranks
+(``ft.state.groups.tree``): one for the exit flags of ``megatron.training.exits``, and one for the barrier with which
+hot-swap commits a step (the fence).
 """
 
 
@@ -164,7 +166,7 @@ def make_groups(sizes: Sizes) -> None:
     )
     init_model_parallel(CoreOptions(), layout)
     for purpose in (EXITS, FENCE):
-        dist.new_group(backend="gloo", group_desc=purpose)
+        Tree(purpose)
 
 
 @contextmanager

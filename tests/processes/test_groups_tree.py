@@ -1,0 +1,206 @@
+"""Collectives over a tree of small groups: right answers, few connections, and an inner rank that dies or stops."""
+
+import os
+import signal
+import stat
+import time
+
+import groups_worker
+import pytest
+import torch
+import torch.distributed as dist
+from groups_worker import Worker
+
+from ft.base.errors import EpochClosed
+from ft.net.store import StoreServer
+from ft.state.groups.tree import FAN_OUT, Shape, Tree
+
+RELEASE_LIMIT_S = 5.0
+OPS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+
+
+@pytest.fixture
+def address():
+    """host:port of a store that outlives every rank."""
+    server = StoreServer("127.0.0.1", 0, groups_worker.TOKEN)
+    yield server.address
+    server.close()
+
+
+@pytest.fixture
+def control(address):
+    """The test's own view of the store."""
+    return groups_worker.connect(address)
+
+
+# --- the shape --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 17, 18, 273, 274, 4096, 98304])
+def test_every_rank_has_one_parent_and_few_connections(size):
+    shape, connections = Shape(size), [0] * size
+    for inner in shape.inner():
+        members = [inner, *shape.children(inner)]
+        assert all(shape.parent(child) == inner for child in members[1:])
+        for member in members:
+            connections[member] += len(members) - 1
+    assert sum(len(shape.children(inner)) for inner in shape.inner()) == size - 1
+    assert all(shape.children(place) for place in shape.inner())
+    assert max(connections) <= 2 * FAN_OUT
+    assert FAN_OUT ** (shape.depth - 1) <= size
+
+
+# --- the answers ------------------------------------------------------------------------------------------------------
+
+
+def answers(fan_out):
+    tree = Tree("test", fan_out)
+    rank, size, found = dist.get_rank(), dist.get_world_size(), {}
+    for name, op in OPS.items():
+        word = torch.tensor([rank, -rank, (rank * 7) % size], dtype=torch.int64)
+        tree.all_reduce(word, op)
+        found[name] = word.tolist()
+    word = torch.tensor([rank], dtype=torch.int32)
+    started = tree.start(word, dist.ReduceOp.MAX)
+    started.wait()
+    assert started.is_completed() and word.item() == size - 1
+    values = torch.full((5,), rank + 3, dtype=torch.uint8)
+    tree.broadcast(values)
+    found["broadcast"] = values.tolist()
+    rows = tree.gather(torch.tensor([rank, 10 * rank], dtype=torch.int64))
+    assert (rows is None) == (rank != 0)
+    return found, None if rows is None else rows.tolist()
+
+
+@pytest.mark.parametrize(("size", "fan_out"), [(1, 2), (3, 2), (4, 2), (5, 1), (7, 2), (8, 2)])
+def test_a_tree_answers_as_one_group(size, fan_out, ranks):
+    every = [list(range(size)), [-rank for rank in range(size)], [rank * 7 % size for rank in range(size)]]
+    expected = {name: [pick(row) for row in every] for name, pick in (("min", min), ("max", max), ("sum", sum))}
+    expected["broadcast"] = [3] * 5
+    for rank, (found, rows) in enumerate(ranks(answers, size, fan_out)):
+        assert found == expected
+        if rank == 0:
+            assert rows == [[rank, 10 * rank] for rank in range(size)]
+
+
+# --- the connections --------------------------------------------------------------------------------------------------
+
+
+def sockets():
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode)
+        except FileNotFoundError:  # the descriptor of the listing
+            continue
+    return found
+
+
+def sockets_of_a_tree(address, fan_out):
+    worker = Worker(address)
+    worker.meet("before")
+    before = sockets()
+    tree = Tree("test", fan_out)
+    tree.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.SUM)
+    worker.meet("after")
+    return sockets() - before
+
+
+@pytest.mark.parametrize("size", [7, 12])
+def test_the_number_of_sockets_does_not_grow_with_the_world(size, ranks, address):
+    fan_out, listeners = 2, 2
+    assert max(ranks(sockets_of_a_tree, size, address, fan_out, init=False)) <= 2 * fan_out + listeners
+
+
+# --- an inner rank that is lost ---------------------------------------------------------------------------------------
+# Ranks 0 to 6 with two children each: 1 and 2 are below 0, 3 and 4 below 1, 5 and 6 below 2.
+
+
+def loses_a_relay(address, signum):
+    worker = Worker(address)
+    tree = Tree("test", 2)
+    word = torch.tensor([worker.rank], dtype=torch.int64)
+    tree.all_reduce(word, dist.ReduceOp.MAX)
+    assert word.item() == 6
+    worker.meet("lost")
+    if worker.rank == 1:
+        os.kill(os.getpid(), signum)
+    else:
+        started = tree.start(word, dist.ReduceOp.SUM)
+        worker.store.set(f"started/{worker.rank}", "")
+        with pytest.raises(EpochClosed, match="rank 1 is lost"):
+            started.wait()
+        late = time.monotonic() - worker.closed_at
+    worker.renew(replaced=[1])
+    return late, summed(tree, worker)
+
+
+def takes_its_place(address):
+    worker = Worker(address, rank=1, size=7, epoch=1, alone=True)
+    tree = Tree("test", 2)
+    tree.all_reduce(torch.zeros(1, dtype=torch.int64), dist.ReduceOp.MAX)  # ends although nobody is connected
+    worker.epoch = 0
+    worker.enter(worker.plan([1]), 1)
+    return 0.0, summed(tree, worker)
+
+
+def summed(tree, worker):
+    found = []
+    for turn in range(3):
+        word = torch.tensor([worker.rank + turn], dtype=torch.int64)
+        tree.all_reduce(word, dist.ReduceOp.SUM)
+        found.append(word.item())
+    return found
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_inner_rank_that_is_lost_holds_nobody_up(signum, ranks, address, control):
+    old = ranks.start(loses_a_relay, 7, address, signum, init=False)
+    control.wait([f"started/{rank}" for rank in (0, 2, 3, 4, 5, 6)])
+    if signum == signal.SIGKILL:
+        control.wait(["suspects/0"])  # a rank beside it has seen its connection break
+    else:
+        time.sleep(0.2)
+    control.set("close/0", "rank 1 is lost")
+    new = ranks.start(takes_its_place, 1, address, init=False)
+    joined = new.wait(timeout=60)[0]
+    if signum == signal.SIGSTOP:
+        old.kill(1)
+    outcomes = [joined, *(one for one in old.wait(timeout=60) if one.rank != 1)]
+    assert [one.error for one in outcomes] == [None] * 7
+    for late, sums in (one.value for one in outcomes):
+        assert late < RELEASE_LIMIT_S
+        assert sums == [21, 28, 35]
+
+
+class SlowTree(Tree):
+    """A tree whose rank 1 stops between the message from its children and the one to its parent."""
+
+    delay_s = 0.0
+
+    def _from_children(self, own):
+        parts = super()._from_children(own)
+        time.sleep(self.delay_s if self.rank == 1 else 0.0)
+        return parts
+
+
+def leaves_an_operation_behind(address):
+    worker = Worker(address)
+    tree = SlowTree("test", 2)
+    tree.delay_s = 1.0
+    if worker.rank != 6:  # the epoch ends while the relays of all other ranks wait for this one
+        tree.start(torch.tensor([1000]), dist.ReduceOp.SUM)
+    time.sleep(0.2)
+    worker.meet("started")
+    if worker.rank == 0:
+        worker.close_all()
+    worker.leave()
+    tree.delay_s = 0.0
+    plan = worker.plan()
+    worker.enter(plan)
+    return len(plan.rebuild), summed(tree, worker)
+
+
+def test_an_operation_of_a_closed_epoch_does_not_go_on_in_the_next(ranks, address):
+    for rebuilt, sums in ranks(leaves_an_operation_behind, 7, address, init=False):
+        assert rebuilt and sums == [21, 28, 35]
