@@ -7,16 +7,20 @@ the connections; gloo then closes the sockets itself.
 
 import contextlib
 import os
+import re
 import socket
 import stat
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from ft.base.errors import FtError
 
 # file descriptor -> inode; the inode distinguishes a socket from a later socket with the same descriptor
 Sockets = dict[int, int]
 Address = tuple[str, int]
+_REGISTERED = re.compile(r"^tfd:\s*(\d+) .* ino:([0-9a-f]+)", re.MULTILINE)
 
 _DUPLICATES = threading.RLock()
 """Lock held while a duplicate descriptor exists and while descriptors are listed.
@@ -88,6 +92,49 @@ def touching(sockets: Sockets, addresses: set[Address]) -> Sockets:
                 if {_address(own.getsockname()), _address(own.getpeername())} & addresses:
                     found[fd] = inode
     return found
+
+
+@dataclass(frozen=True)
+class EventLoop:
+    """An epoll instance of this process, recognized by a listening socket that is registered with it.
+
+    Attributes:
+        epoll: descriptor of the instance.
+        listener: inode of the listening socket.
+    """
+
+    epoll: int
+    listener: int
+
+    @classmethod
+    def of(cls, address: Address) -> "EventLoop":
+        """Return the epoll instance with which the socket that listens at ``address`` is registered.
+
+        Raises:
+            FtError: there is none.
+        """
+        for fd, inode in held().items():
+            if listening({fd: inode}) == [address]:
+                for epoll in _descriptors():
+                    if _registered(epoll).get(fd) == inode:
+                        return cls(epoll, inode)
+        raise FtError(f"no event loop serves a socket that listens at {address}")
+
+    def connected(self) -> Sockets:
+        """Return the sockets that are registered now, without the listening one; none if the instance has ended."""
+        found = _registered(self.epoll)
+        if self.listener not in found.values():
+            return {}
+        return {fd: inode for fd, inode in _sockets_among(found).items() if inode == found[fd] != self.listener}
+
+
+def _registered(epoll: int) -> Sockets:
+    """Return the descriptors registered with an epoll instance; none if ``epoll`` is no such instance."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{epoll}").read_text()
+    except OSError:  # closed by now
+        return {}
+    return {int(fd): int(inode, 16) for fd, inode in _REGISTERED.findall(text)}
 
 
 def shut(sockets: Sockets) -> None:

@@ -120,6 +120,7 @@ class GlooConnector:
     """
 
     device_type = "cpu"
+    lazy = False  # whether gloo connects a pair of members only when an operation uses it
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self._rank, self._size, self._timeout = rank, size, timeout
@@ -151,11 +152,13 @@ class GlooConnector:
         for _ in range(_DEVICE_ATTEMPTS):
             before = sockets.held()
             if interfaces:
-                devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+                devices = [
+                    dist.ProcessGroupGloo.create_device(interface=name, lazy_init=self.lazy) for name in interfaces
+                ]
             elif host := os.environ.get("FT_HOST"):
-                devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+                devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=self.lazy)]
             else:
-                devices = [dist.ProcessGroupGloo.create_default_device()]
+                devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=self.lazy)]
             addresses = sockets.listening(sockets.since(before))
             if len(addresses) == len(devices):
                 self._devices, self._listening = devices, addresses

@@ -16,6 +16,7 @@ from ft.net.store import StoreConnection
 from ft.platform import sockets
 from ft.state import device
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector
+from ft.state.groups.sparse import SparseGlooConnector
 
 _CONNECT_S = 30.0
 
@@ -78,7 +79,7 @@ class Builder:
         self._changed = threading.Condition()
         self._watch: sockets.Watch | None = None
         self._error: Exception | None = None
-        self._busy = False
+        self._busy, self._doing = False, None
         self.cancelled = False
         self.thread = threading.Thread(target=self._run, name="ft-groups", daemon=True)
         self.thread.start()
@@ -113,6 +114,8 @@ class Builder:
         with self._changed:
             if self._busy and not self.cancelled:
                 self._connection.break_off()
+                if isinstance(connector := self._doing.connector, SparseGlooConnector):
+                    connector.cancel()
             self.cancelled = True
             self._changed.notify_all()
 
@@ -134,8 +137,8 @@ class Builder:
             self._changed.wait_for(lambda: self._jobs or self.cancelled)
             if self.cancelled:
                 return None
-            self._busy = True
-            return self._jobs.popleft()
+            self._busy, self._doing = True, self._jobs.popleft()
+            return self._doing
 
     def _do(self, job: Job) -> None:
         self._watch = self._watch or sockets.Watch()

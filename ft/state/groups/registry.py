@@ -32,6 +32,7 @@ from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
 from ft.state.groups.seam import BACKEND, take_over
+from ft.state.groups.sparse import MOST_IN_MESH, SparseGlooConnector
 from ft.state.groups.state import EpochState
 
 _DEFAULT_TIMEOUT_S = 1800.0
@@ -146,6 +147,8 @@ class Groups:
         group = Group(name, desc or "undefined", ranks, ranks.index(own), self._state, self)
         kinds = [GlooConnector] if "gloo" in (backend, self._device_backend) else [NcclConnector, GlooConnector]
         for kind in kinds:
+            if kind is GlooConnector and len(ranks) > MOST_IN_MESH:
+                kind = SparseGlooConnector
             connector = kind(ranks.index(own), len(ranks), timeout or timedelta(seconds=_DEFAULT_TIMEOUT_S))
             group.connectors[kind.device_type] = connector
         self._groups[name] = group

@@ -14,6 +14,7 @@ from ft.job.control.rebuilds import RebuildPlan, plan_rebuild
 from ft.job.messages import GroupReport, WorkerReleased
 from ft.lab.simulate.recovery.topology import EXITS, FENCE, WORLD, GroupSpec
 from ft.net.codec import from_json, to_json
+from ft.state.groups.sparse import connections
 
 USED = frozenset(
     {
@@ -78,7 +79,8 @@ class Work:
     Attributes:
         groups: number of groups with more than one member.
         memberships: sum of the group sizes.
-        connections: number of connected pairs of members; gloo connects n (n - 1) / 2 pairs in a group of n.
+        connections: number of connected pairs of members (``ft.state.groups.sparse``): all pairs of a small group, and
+            those of the first barrier in a large one.
         most_groups: number of groups of the rank that is in the most groups.
         most_connections: number of connections of the rank that has the most connections.
     """
@@ -124,11 +126,11 @@ def work_of(groups: Iterable[GroupSpec], names: Collection[str]) -> Work:
     for ranks in chosen:
         for rank in ranks:
             own_groups[rank] = own_groups.get(rank, 0) + 1
-            own_connections[rank] = own_connections.get(rank, 0) + len(ranks) - 1
+            own_connections[rank] = own_connections.get(rank, 0) + connections(len(ranks))
     return Work(
         groups=len(chosen),
         memberships=sum(map(len, chosen)),
-        connections=sum(len(ranks) * (len(ranks) - 1) // 2 for ranks in chosen),
+        connections=sum(len(ranks) * connections(len(ranks)) // 2 for ranks in chosen),
         most_groups=max(own_groups.values(), default=0),
         most_connections=max(own_connections.values(), default=0),
     )
