@@ -32,6 +32,15 @@ def test_a_hung_worker_is_killed_and_replaced(corpus, reference, tmp_path):
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+def test_an_inner_rank_of_the_trees_is_killed_and_then_hangs(corpus, reference, tmp_path):
+    """With a fan-out of 2, rank 1 relays what rank 3 and rank 0 say to each other."""
+    faults = "kill@step=5:rank=1,hang@step=10:rank=1:phase=optimizer"
+    done = run(corpus, tmp_path, faults, script="tests/helpers/narrow_gpt.py")
+    assert done.code == 0, done.explain()
+    assert actions(done) == ["replace", "replace"], done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
 def test_a_transient_exception_is_recovered_in_place(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "exception@step=5:rank=3:phase=backward,exception@step=10:rank=0:phase=optimizer")
     assert done.code == 0, done.explain()

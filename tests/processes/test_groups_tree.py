@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 import time
+from concurrent.futures import Future
 
 import groups_worker
 import pytest
@@ -12,8 +13,13 @@ import torch.distributed as dist
 from groups_worker import Worker
 
 from ft.base.errors import EpochClosed
+from ft.job.quorum import Quorum, Report
 from ft.net.store import StoreServer
 from ft.state.groups.tree import FAN_OUT, Shape, Tree
+from ft.systems.hsdp.agreement import Agreement
+from ft.systems.hsdp.digest import digest
+from ft.systems.hsdp.ports import Question
+from ft.systems.hsdp.votes import Votes
 
 RELEASE_LIMIT_S = 5.0
 OPS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -81,6 +87,41 @@ def test_a_tree_answers_as_one_group(size, fan_out, ranks):
         assert found == expected
         if rank == 0:
             assert rows == [[rank, 10 * rank] for rank in range(size)]
+
+
+class Leader:
+    """A quorum client that keeps the rows of addresses it is told, and gives every question the same quorum."""
+
+    def hello(self, rows):
+        self.told = rows
+
+    def ask(self, report):
+        future = Future()
+        future.set_result(Quorum(1, 20, 6, (0,), (), {0: 1}))
+        return future
+
+    def rows(self, replica, life):
+        return self.told
+
+
+def agreed_and_voted():
+    rank = dist.get_rank()
+    leader = Leader() if rank == 0 else None
+    agreement = Agreement(Tree("AGREEMENT", 2), {"ring": f"r{rank}", "fetch": f"f{rank}"}, leader)
+    agreement.ask(Question(Report(0, 1, 20, 6), False, 60.0), lambda question, agreed: None)
+    agreed = agreement.wait()
+    agreement.close()
+    tree = Tree("VOTES", 2)
+    votes = Votes(tree)
+    said = [votes.all(True), votes.all(rank != 4), votes.suspects(1 if rank == 3 else None, (7, 8, 9))]
+    return agreed.quorum.number, agreed.rows[0], said, digest({"x": torch.full((3,), float(rank))}, tree)
+
+
+def test_a_replica_agrees_and_votes_over_a_tree(ranks):
+    found = ranks(agreed_and_voted, 6)
+    rows = [{"ring": f"r{rank}", "fetch": f"f{rank}"} for rank in range(6)]
+    assert [one[:3] for one in found] == [(1, rows, [True, False, (8,)])] * 6
+    assert len({one[3] for one in found}) == 1
 
 
 # --- the connections --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ft.lab.simulate.recovery.topology import Sizes, make_groups
 from ft.state.groups import Groups, Rendezvous
 
-PATIENCE = timedelta(seconds=120)
+PATIENCE = timedelta(seconds=600)
 """Timeout of the store, of the process groups, and of the measuring process that waits for the ranks."""
 
 
