@@ -14,8 +14,9 @@ from ft.job.quorum import wire
 from ft.job.quorum.connections import Connections
 from ft.lab.simulate.quorum.run import Round, rounds
 from ft.lab.simulate.quorum.shape import WARM_UP, Job, processes
-from ft.lab.simulate.quorum.spread import Relay, Tree
+from ft.lab.simulate.quorum.spread import Relay
 from ft.lab.simulate.quorum.table import percentile
+from ft.state.groups.tree import Shape
 
 LIMIT_S = 30.0
 
@@ -23,11 +24,11 @@ LIMIT_S = 30.0
 @pytest.mark.parametrize("nodes", [1, 2, 5, 32, 33, 34, 1024, 1025])
 @pytest.mark.parametrize("fan_out", [1, 2, 32])
 def test_a_tree_reaches_every_node_once(nodes, fan_out):
-    tree = Tree(nodes, fan_out)
+    tree = Shape(nodes, fan_out)
     reached = [child for node in range(nodes) for child in tree.children(node)]
     assert reached == list(range(1, nodes))
     assert all(node in tree.children(tree.parent(node)) for node in range(1, nodes)) and tree.parent(0) is None
-    assert Tree(1024).depth == 2 and Tree(1).depth == 0 and Tree(33).depth == 1
+    assert Shape(1024).depth == 3 and Shape(1).depth == 0 and Shape(17).depth == 1
 
 
 class Nodes:
@@ -35,13 +36,13 @@ class Nodes:
 
     def __init__(self, tree, tokens=None):
         loop = asyncio.get_running_loop()
-        self.tree, self.got, self.lost = tree, {node: [] for node in range(tree.nodes)}, []
+        self.tree, self.got, self.lost = tree, {node: [] for node in range(tree.size)}, []
         self.relays = [
             Relay(loop, (tokens or {}).get(node, "token"), self._taker(node), self.lost.append)
-            for node in range(tree.nodes)
+            for node in range(tree.size)
         ]
         self.addresses = {node: self.relays[node].listen("127.0.0.1") for node in self.got if tree.children(node)}
-        for node in range(1, tree.nodes):
+        for node in range(1, tree.size):
             self.relays[node].join(self.addresses[tree.parent(node)])
 
     def _taker(self, node):
@@ -65,7 +66,7 @@ class Nodes:
 
 def test_what_the_leader_publishes_reaches_all_in_order():
     async def play():
-        nodes = Nodes(Tree(40, 3))
+        nodes = Nodes(Shape(40, 3))
         await nodes.ready()
         big = "x" * 3_000_000  # more than a socket takes at once
         for value in (1, big, 3):
@@ -79,7 +80,7 @@ def test_what_the_leader_publishes_reaches_all_in_order():
 
 def test_a_node_that_is_lost_is_noticed_on_both_sides_and_the_others_go_on():
     async def play():
-        nodes = Nodes(Tree(7, 2))
+        nodes = Nodes(Shape(7, 2))
         await nodes.ready()
         nodes.relays[1].close()
         await nodes.until(lambda: len(nodes.lost) == 3)  # its parent and its two children
@@ -93,7 +94,7 @@ def test_a_node_that_is_lost_is_noticed_on_both_sides_and_the_others_go_on():
 
 def test_a_relay_with_another_token_gets_nothing():
     async def play():
-        nodes = Nodes(Tree(3, 2), tokens={2: "another"})
+        nodes = Nodes(Shape(3, 2), tokens={2: "another"})
         await nodes.until(lambda: nodes.relays[0].children == 1 and len(nodes.lost) == 1)
         nodes.relays[0].publish({"kind": "quorum", "value": 1})
         await nodes.until(lambda: nodes.got[1] == [1])
@@ -107,7 +108,7 @@ def test_a_relay_with_another_token_gets_nothing():
 
 
 def test_quorums_are_emulated_with_deaths_and_all_ranks_get_them(capsys):
-    words = "simulate quorum --ranks 768 --replicas 3 --fan-out 4 --rounds 24 --deaths 2 --json"
+    words = "simulate quorum --ranks 768 --replicas 3 --node 8 --fan-out 4 --rounds 24 --deaths 2 --json"
     assert cli.main(words.split()) == 0
     said = json.loads(capsys.readouterr().out)
     latency = said["latency_s"]
@@ -117,10 +118,10 @@ def test_quorums_are_emulated_with_deaths_and_all_ranks_get_them(capsys):
 
 
 def test_the_emulation_says_what_is_real(capsys):
-    assert cli.main(["simulate", "quorum", "--ranks", "20", "--replicas", "2", "--rounds", "3"]) == 0
+    assert cli.main(["simulate", "quorum", "--ranks", "80", "--replicas", "2", "--rounds", "3"]) == 0
     said = capsys.readouterr().out
-    assert "20 logical ranks in 2 replicas of 10, on 2 nodes each" in said
-    assert "multiplexed: the 8 ranks of a node" in said and "the paper, 98304 ranks" in said
+    assert "80 logical ranks in 2 replicas of 40, over 3 relays each" in said
+    assert "multiplexed: the 16 ranks below a relay" in said and "the paper, 98304 ranks" in said
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_one_that_hangs_up_before_it_is_taken_in_costs_a_relay_nothing():
     async def round_():
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: complaints.append(context))
-        nodes = Nodes(Tree(2))
+        nodes = Nodes(Shape(2))
         hang_up(wire.parse_where(nodes.addresses[0]))
         await nodes.ready()
         nodes.close()

@@ -5,8 +5,8 @@ import json
 
 from ft.lab.simulate.quorum.run import emulate
 from ft.lab.simulate.quorum.shape import Job, processes
-from ft.lab.simulate.quorum.spread import FAN_OUT
 from ft.lab.simulate.quorum.table import as_text, as_values
+from ft.state.groups.tree import FAN_OUT
 
 _DESCRIPTION = """\
 Measure the latency of FT-HSDP's quorum at scale (section 5 of its paper) with the real quorum server, clients and
@@ -29,7 +29,9 @@ def add_parser(simulations) -> None:
     parser.add_argument(
         "--replicas", type=int, default=12, metavar="N", help="number of replicas that the ranks form (default: 12)"
     )
-    parser.add_argument("--node", type=int, default=8, metavar="N", help="ranks on a node (default: 8)")
+    parser.add_argument(
+        "--node", type=int, default=FAN_OUT, metavar="N", help=f"ranks that a relay serves (default: {FAN_OUT})"
+    )
     parser.add_argument("--fan-out", type=int, default=FAN_OUT, metavar="N", help=f"of relays (default: {FAN_OUT})")
     parser.add_argument(
         "--rounds", type=int, default=100, metavar="N", help="number of quorums to measure (default: 100)"

@@ -3,8 +3,8 @@
     python -m ft.lab.simulate.quorum.crew '{"run_dir": ..., "token": ..., "replicas": [...], "job": {...}}'
 
 A quorum is the set of replicas that execute the next training step together. The leader of a replica (rank 0) asks the
-quorum server for the quorum, and a tree of relays, one per node, passes the quorum on to the replica's ranks. The
-emulated ranks only count the quorums that they receive.
+quorum server for the quorum, and a tree of relays passes the quorum on to the replica's ranks. The emulated
+ranks only count the quorums that they receive.
 
 The process prints one JSON line with three times for every quorum and replica, in seconds on the host's monotonic
 clock: when the leader asked, when the leader got the answer, and when the last rank received the quorum.
@@ -63,7 +63,7 @@ class Replica:
         self._state, self._life, self._asked = (0, -1), 0, 0.0
         self._quorum: Quorum | None = None
         self._answered_at, self._missing = 0.0, 0
-        self._relays = [Relay(loop, token, self._taker(node), self._broken) for node in range(job.tree.nodes)]
+        self._relays = [Relay(loop, token, self._taker(node), self._broken) for node in range(job.tree.size)]
         self.client = self._new_client()
         self._connect()
 
@@ -130,7 +130,7 @@ class Replica:
             self.client.leave("done")
             self.is_done = True
             return
-        self._quorum, self._missing = quorum, self.job.tree.nodes
+        self._quorum, self._missing = quorum, self.job.tree.size
         self._relays[0].publish({"kind": "quorum", "quorum": to_json(quorum)})
 
     def _taker(self, node: int):

@@ -1,7 +1,8 @@
 """Parameters of the emulation of ``ft simulate quorum``, and the number of processes for its replicas.
 
 A quorum is the set of FT-HSDP's replicas that execute a training step together. The leader of a replica (rank 0) gets
-the quorum from the quorum server; a tree of relays, one per node, passes the quorum on to the replica's ranks.
+the quorum from the quorum server; a tree of relays, the inner ranks of the tree of the trainer, passes the quorum on
+to the replica's ranks.
 """
 
 import os
@@ -10,7 +11,7 @@ import resource
 from dataclasses import dataclass
 
 from ft.base.errors import UserError
-from ft.lab.simulate.quorum.spread import FAN_OUT, Tree
+from ft.state.groups.tree import FAN_OUT, Shape
 
 WARM_UP = 5
 """Number of first quorums that are not counted, because they include imports, first allocations and empty tables."""
@@ -27,7 +28,8 @@ class Job:
     Attributes:
         ranks: number of logical ranks of all replicas together.
         replicas: number of replicas, all of the same size.
-        node: number of ranks per node; they share the node's connection.
+        node: number of ranks that a relay serves; they share its connection. In the tree of the trainer it is the
+            fan-out.
         fan_out: fan-out of the tree of relays in each replica.
         rounds: number of quorums that are counted.
         deaths: number of times that a leader's connection breaks during the run; each time, the replica returns
@@ -37,7 +39,7 @@ class Job:
 
     ranks: int
     replicas: int
-    node: int = 8
+    node: int = FAN_OUT
     fan_out: int = FAN_OUT
     rounds: int = 100
     deaths: int = 0
@@ -73,9 +75,9 @@ class Job:
         return self
 
     @property
-    def tree(self) -> Tree:
-        """Return the tree of the nodes of one replica."""
-        return Tree(-(-self.ranks // self.replicas // self.node), self.fan_out)
+    def tree(self) -> Shape:
+        """Return the tree of the relays of one replica."""
+        return Shape(-(-self.ranks // self.replicas // self.node), self.fan_out)
 
     @property
     def steps(self) -> int:
@@ -100,11 +102,11 @@ def processes(job: Job) -> int:
         UserError: a single replica has more connections than one process may open.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _PER_CONNECTION * job.tree.nodes + job.tree.nodes // job.fan_out + 16
+    needed = _PER_CONNECTION * job.tree.size + job.tree.size // job.fan_out + 16
     fit = (most - _SPARE_DESCRIPTORS) // needed
     if fit < 1:
         raise UserError(
-            f"a replica of {job.tree.nodes} nodes needs {needed} descriptors, a process may have {most}",
+            f"a replica of {job.tree.size} nodes needs {needed} descriptors, a process may have {most}",
             "raise the hard limit (ulimit -Hn), or give more replicas, or more ranks for each --node",
         )
     return min(job.replicas, max(os.cpu_count() or 1, -(-job.replicas // fit)))

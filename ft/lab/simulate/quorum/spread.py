@@ -1,52 +1,22 @@
-"""Broadcast from a replica's leader to all its ranks, through a tree with one relay on each node.
+"""Broadcast from a replica's leader to all its ranks, through a tree of relays.
 
-The leader is the rank of a replica (a full copy of the model) that talks to the quorum server. If all ranks of the
-replica are in a collective anyway, a broadcast in their process group is simplest, and the trainer uses that. The tree
-is for all other messages: it needs neither a process group nor a rank's main thread, and a node forwards a message
-before its own ranks process it. With ``FAN_OUT`` children per node, the tree of a replica with 8192 ranks on 1024 nodes
-is two hops deep.
+The leader is the rank of a replica (a full copy of the model) that talks to the quorum server. In the trainer, the
+message goes over ``ft.state.groups.tree``, whose inner ranks relay it to up to ``FAN_OUT`` ranks each. A machine does
+not hold the processes of 98,304 ranks, so here each inner rank is a relay of an event loop with a TCP connection to the
+one above, in a tree of the same shape, and the ranks below it that relay nothing are not processes of their own. The
+tree of a replica with 8192 ranks has 512 relays.
 """
 
 import asyncio
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ft.base.errors import FtError
 from ft.job.quorum import wire
 from ft.job.quorum.wire import Broken, Channel
 
-FAN_OUT = 32
-"""Maximum number of children of a node."""
 _DIAL_S = 10.0
 """Limit for a connection to the parent, in seconds."""
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Shape of the tree: nodes 0 to ``nodes`` - 1, node 0 is the leader's, and each node has up to ``fan_out``
-    children.
-    """
-
-    nodes: int
-    fan_out: int = FAN_OUT
-
-    def parent(self, node: int) -> int | None:
-        """Return the parent of ``node``; None for the leader's node."""
-        return (node - 1) // self.fan_out if node else None
-
-    def children(self, node: int) -> range:
-        """Return the children of ``node``, possibly none."""
-        first = node * self.fan_out + 1
-        return range(min(first, self.nodes), min(first + self.fan_out, self.nodes))
-
-    @property
-    def depth(self) -> int:
-        """Return the number of hops from the leader's node to the node that is farthest away."""
-        hops, node = 0, self.nodes - 1
-        while node:
-            node, hops = (node - 1) // self.fan_out, hops + 1
-        return hops
 
 
 class Relay:

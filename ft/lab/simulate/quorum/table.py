@@ -30,7 +30,7 @@ def as_values(job: Job, measured: Measured) -> dict[str, Any]:
         "simulation": "quorum",
         "ranks": job.ranks,
         "replicas": job.replicas,
-        "nodes": job.tree.nodes * job.replicas,
+        "nodes": job.tree.size * job.replicas,
         "fan_out": job.fan_out,
         "depth": job.tree.depth,
         "processes": measured.crews,
@@ -53,15 +53,15 @@ def as_values(job: Job, measured: Measured) -> dict[str, Any]:
 
 def as_text(job: Job, measured: Measured) -> str:
     """Return the result as text."""
-    tree, rows, relays = job.tree, _by_change(measured), job.tree.nodes * job.replicas
-    each = f"{job.ranks // job.replicas}, on {tree.nodes} nodes each"
+    tree, rows, relays = job.tree, _by_change(measured), job.tree.size * job.replicas
+    each = f"{job.ranks // job.replicas}, over {tree.size} relays each"
     lines = [
         f"{job.ranks} logical ranks in {job.replicas} replicas of {each}",
         f"real: the quorum server, {job.replicas} leaders' clients, and {relays} relays, all but the leaders' with",
         f"      a TCP connection each to the one above ({job.fan_out} wide, {tree.depth} deep); in {measured.crews} "
         "processes beside the server's",
-        f"multiplexed: the {job.node} ranks of a node share its connection, and one of them parses for all",
-        "in a run: leaders hand a quorum to their ranks by a broadcast in their group; here relays stand for it",
+        f"multiplexed: the {job.node} ranks below a relay share its connection, and one of them parses for all",
+        "in a run: the relays are ranks, and the tree has the same shape, but its connections are those of gloo groups",
         "",
         "seconds from the last report to ...       p50       p90       p99       max   quorums",
     ]
