@@ -9,7 +9,7 @@ from ft.base.subcommands import add_group
 _SUBCOMMANDS = (
     *("ft.systems.dmr.profile.command", "ft.systems.dmr.plan.command", "ft.systems.dmr.plan.explain"),
     "ft.lab.estimate.command",
-    "ft.lab.selftest.command",
+    "ft.lab.reproducibility.command",
 )
 """Modules with an ``add_parser`` function each, in the order in which the help text lists their subcommands."""
 

@@ -10,9 +10,9 @@ from harness import RankFailed
 
 from ft import cli
 from ft.base.errors import UserError
-from ft.lab.selftest.cases import Case, cases
-from ft.lab.selftest.probe import NOT_TRIED, REFUSED, STABLE, UNSTABLE, Kind, Probe
-from ft.lab.selftest.text import Outcome, as_text, as_values
+from ft.lab.reproducibility.cases import Case, cases
+from ft.lab.reproducibility.probe import NOT_TRIED, REFUSED, STABLE, UNSTABLE, Kind, Probe
+from ft.lab.reproducibility.text import Outcome, as_text, as_values
 from ft.systems.dmr.plan.file import read_plan
 from ft.systems.dmr.plan.schedule import Pipeline
 from ft.systems.dmr.plan.trace_file import write_trace

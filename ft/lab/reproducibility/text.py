@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ft.lab.selftest.cases import Case
-from ft.lab.selftest.probe import NOT_TRIED, REFUSED, STABLE, UNSTABLE, Finding
+from ft.lab.reproducibility.cases import Case
+from ft.lab.reproducibility.probe import NOT_TRIED, REFUSED, STABLE, UNSTABLE, Finding
 from ft.show.text import count, table
 from ft.systems.dmr.unstable import Unstable
 

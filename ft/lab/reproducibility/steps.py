@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import UserError
-from ft.lab.selftest.cases import Case
-from ft.lab.selftest.probe import Probe
+from ft.lab.reproducibility.cases import Case
+from ft.lab.reproducibility.probe import Probe
 from megatron import patches
 from megatron.training import determinism
 from megatron.training.arguments import Options, check, parse
