@@ -1,0 +1,232 @@
+"""Checks of process groups: made, aborted, made again; released from a killed rank; hung groups aborted together."""
+
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import EpochClosed, FtError
+from ft.lab.selftest.ranks import TOKEN, Crew, Member, Rank, devices
+from ft.lab.selftest.values import Context, Failed, Measured
+from ft.net.store import StoreConnection
+from ft.show.text import seconds
+from ft.state.groups.backends import NcclConnector, interrupt_together, wrap
+from megatron import patches
+
+_TIMEOUT_S = 300.0
+_RELEASE_S = 10.0
+_CYCLES = 2
+_CREW_S, _PLANTED_S = 60.0, 10.0
+_SLOW = (
+    "ranks that are released so late delay every recovery: look for other load on this node, and try another "
+    "release of NCCL and of the driver"
+)
+
+
+def one_rank(context: Context) -> tuple[str, Measured]:
+    """Check a group of one rank; with a GPU, also an NCCL communicator of one rank."""
+    with_nccl = devices(context) > 0
+    found = Crew(context, 1, _one_rank).wait(_limit(context))[0]
+    said = f"made in {seconds(found['made_s'])}, again in {seconds(found['again_s'])}"
+    return f"{said}; {'NCCL' if with_nccl else 'no GPU: without a communicator'}", found
+
+
+def _one_rank(rank: Rank) -> Measured:
+    member = Member(rank, _TIMEOUT_S)
+    member.reduce()
+    again = 0.0
+    for cycle in range(_CYCLES):
+        rank.store.set(f"close/{cycle}", "")
+        member.wait_closed()
+        again = member.renew()
+        member.reduce(error=float(rank.planted))
+    measured: Measured = {"made_s": member.made_s, "again_s": again}
+    if member.device.type == "cuda":
+        measured.update(_nccl_alone(rank, member.device))
+    return measured
+
+
+def _nccl_alone(rank: Rank, device: torch.device) -> Measured:
+    """Use an NCCL communicator of one rank, which groups of one rank avoid; abort it twice, and make it again."""
+    times = []
+    for number in range(_CYCLES):
+
+        def opened(number: int = number) -> tuple[dist.Store, StoreConnection]:
+            connection = StoreConnection(rank.address, TOKEN)
+            return dist.PrefixStore(f"alone/{number}", connection.store), connection
+
+        began = time.monotonic()
+        connection = NcclConnector(0, 1, timedelta(seconds=_TIMEOUT_S)).connect(rank.store, opened, None)
+        group, x = wrap([connection], 0, 1), torch.ones(1 << 16, device=device)
+        group.allreduce([x]).wait()
+        work = group.allreduce([x])
+        work.wait()
+        if x.sum().item() != x.numel():
+            raise FtError("an all-reduce over one rank changed its tensor")
+        times.append(time.monotonic() - began)
+        interrupt_together([connection])
+        interrupt_together([connection])
+        del work, group
+        connection.drop()
+    return {"nccl_made_s": times[0], "nccl_again_s": times[-1]}
+
+
+def several_ranks(context: Context) -> tuple[str, Measured]:
+    """Check groups of several ranks: aborted in the middle of an all-reduce and made again, several times."""
+    found = Crew(context, _size(context), _cycles).wait(_limit(context))
+    measured = {name: max(one[name] for one in found.values()) for name in found[0]}
+    measured["ranks"] = len(found)
+    if measured["release_s"] > _RELEASE_S:
+        raise Failed(f"ranks were released only after {seconds(measured['release_s'])}", _SLOW, measured)
+    said = f"made in {seconds(measured['made_s'])}, released in {seconds(measured['release_s'])}"
+    return f"{len(found)} ranks ({_how(context)}): {said}, again in {seconds(measured['again_s'])}", measured
+
+
+def _cycles(rank: Rank) -> Measured:
+    member = Member(rank, _TIMEOUT_S)
+    part = dist.new_group(list(range(rank.size)))
+    last, release, again = rank.size - 1, 0.0, 0.0
+    for cycle in range(_CYCLES):
+        member.reduce()
+        member.reduce(part)
+        rank.meet(f"cycle {cycle}")
+        if rank.number == last:  # does not take part in the all-reduce, and ends the epoch
+            if rank.planted:
+                threading.Event().wait()
+            time.sleep(0.3)
+            rank.store.set(f"close/{cycle}", "")
+            member.wait_closed()
+        else:
+            release = max(release, _blocked(member, part))
+        again = max(again, member.renew())
+    member.reduce()
+    member.reduce(part)
+    return {"made_s": member.made_s, "release_s": release, "again_s": again}
+
+
+def _blocked(member: Member, group=None) -> float:
+    """Wait in an all-reduce until the epoch is closed; return the seconds from the closing to the release."""
+    try:
+        while True:
+            member.reduce(group)
+    except EpochClosed:
+        released = time.monotonic()
+    return max(0.0, released - member.wait_closed())
+
+
+def killed_rank(context: Context) -> tuple[str, Measured]:
+    """Kill a rank that reduces without a pause, and measure how long the others stay in the all-reduce."""
+    size = max(3, _size(context))
+    crew = Crew(context, size, _survive)
+    crew.store.wait([f"meet/training/{rank}" for rank in range(size)], timedelta(seconds=_CREW_S))
+    time.sleep(0.3)
+    killed = time.monotonic()
+    crew.kill(size - 1)
+    if not context.planted:
+        crew.store.set("close/0", "")  # in a run, the agent sees the death and the control plane closes the epoch
+    found = crew.wait(_limit(context) / 2, set(range(size - 1)))
+    release = max(one["released_at"] for one in found.values()) - killed
+    measured = {"ranks": size, "release_s": release}
+    if release > _RELEASE_S:
+        raise Failed(f"the others were released only after {seconds(release)}", _SLOW, measured)
+    return f"{size} ranks ({_how(context, size)}): all others released in {seconds(release)}", measured
+
+
+def _survive(rank: Rank) -> Measured:
+    member = Member(rank, _TIMEOUT_S)
+    member.reduce()
+    rank.meet("training")
+    _blocked(member)
+    return {"released_at": time.monotonic()}
+
+
+def hung_groups(context: Context) -> tuple[str, Measured]:
+    """Abort two groups that hang at the same time: together as a recovery does, and one after the other."""
+    limit_s = _limit(context) / 2
+    at_once = Crew(context, 2, _hang_together, "together").wait(limit_s)[0]
+    measured = {"together_s": at_once["seconds"]}
+    try:
+        measured["one_by_one_s"] = Crew(context, 2, _hang_in_turn, "in-turn").wait(limit_s)[0]["seconds"]
+        in_turn = seconds(measured["one_by_one_s"])
+    except Failed:  # that is what aborting together is for
+        measured["one_by_one_s"] = None
+        in_turn = f"not within {limit_s:.0f} s"
+    if measured["together_s"] > _RELEASE_S:
+        raise Failed(f"two hung groups were aborted only after {seconds(measured['together_s'])}", _SLOW, measured)
+    return f"together in {seconds(measured['together_s'])}, one after the other {in_turn} ({_how(context)})", measured
+
+
+def _hang(rank: Rank, *, waits: bool = True) -> tuple[Member, list[dist.ProcessGroup], list[dist.Work]]:
+    """Return this rank, two groups, and on rank 0 an unfinished all-reduce in each, which rank 1 does not join."""
+    member = Member(rank, _TIMEOUT_S, waits=waits)
+    parts = [dist.new_group([0, 1]) for _ in range(2)]
+    for part in parts:
+        member.reduce(part)
+    rank.meet("used")
+    works = []
+    if rank.number == 0:
+        tensors = [torch.ones(1 << 16, device=member.device) for _ in parts]
+        streams = [torch.cuda.Stream() for _ in parts] if member.device.type == "cuda" else []
+        for number, (part, tensor) in enumerate(zip(parts, tensors, strict=True)):
+            with torch.cuda.stream(streams[number] if streams else None):
+                works.append(dist.all_reduce(tensor, group=part, async_op=True))
+        time.sleep(0.5)
+        if any(work.is_completed() for work in works):
+            raise FtError("an all-reduce ended although a rank did not take part")
+    return member, parts, works
+
+
+def _hang_together(rank: Rank) -> Measured:
+    member, _, works = _hang(rank)
+    began = time.monotonic()
+    if rank.number == 0:
+        if rank.planted:
+            print("waits for an abort", flush=True)
+            member.groups.close = lambda *_: threading.Event().wait()
+        member.groups.close(0, "self-test")
+        _until_over(works)
+        member.groups.drop()
+    took = time.monotonic() - began
+    rank.meet("over")
+    return {"seconds": took}
+
+
+def _hang_in_turn(rank: Rank) -> Measured:
+    _, parts, works = _hang(rank, waits=False)  # nobody closes the epoch here
+    began = time.monotonic()
+    if rank.number == 0:
+        for part in parts:
+            for connection in part.connections():
+                connection.interrupt()
+        _until_over(works)
+    took = time.monotonic() - began
+    rank.meet("over")
+    return {"seconds": took}
+
+
+def _until_over(works: list[dist.Work]) -> None:
+    for work in works:
+        try:
+            work.wait()
+        except Exception:
+            continue  # as it has to be: the operation was aborted
+    if patches.platform().name == "cuda":
+        torch.cuda.synchronize()
+
+
+def _limit(context: Context) -> float:
+    """Return the seconds that ranks get: less than the check has, so that it can say which rank did not come back."""
+    return min(_PLANTED_S * 2 if context.planted else _CREW_S, 0.8 * context.limit_s)
+
+
+def _size(context: Context) -> int:
+    return max(2, min(devices(context) or 3, 4))
+
+
+def _how(context: Context, size: int = 2) -> str:
+    gpus = devices(context)
+    if not gpus:
+        return "gloo"
+    return "NCCL" if gpus >= size else "NCCL over sockets, on shared GPUs"

@@ -1,0 +1,128 @@
+"""Check of versions and settings: what is installed, what the environment says, and whether all nodes agree."""
+
+import importlib.metadata
+import json
+import os
+import platform as machine
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+
+from ft.lab.selftest.checks.store import of_all_nodes
+from ft.lab.selftest.values import Context, Failed, Measured
+
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "triton", "numpy", "mpi4py")
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVTE_", "GLOO_")
+_NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
+_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_BLOCKS = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+_OWN = ("NCCL_HOSTID", "CUDA_VISIBLE_DEVICES")
+"""Settings that may differ between nodes."""
+_DRIVER_S = 20.0
+
+
+def versions(context: Context) -> tuple[str, Measured]:
+    """Collect versions and settings, and refuse those with which ``ft run`` cannot work."""
+    if context.planted:
+        os.environ[_BLOCKS[0]] = "1"
+    found = _packages()
+    if "torch" not in found:
+        raise Failed(
+            "torch is not installed here", "install this project with pip in the environment of training", found
+        )
+    if "megatron-core" not in found:
+        raise Failed("megatron-core is not installed here", "pip install megatron-core, as setup.py names it", found)
+    settings = _settings()
+    from ft.state.groups.backends import prepare_nccl  # imports torch, which may be missing
+
+    prepare_nccl()
+    if problem := _contradiction(os.environ):
+        raise Failed(f"{problem} is set", f"unset it: {_reason(problem)}", {**found, **settings})
+    import torch
+
+    from megatron import patches
+
+    patches.apply()  # raises UserError if the installed core does not fit
+    here = patches.platform()
+    found.update(python=machine.python_version(), platform=here.name, **_of_devices(torch, here.name))
+    _compare(context, {**found, **settings})
+    gpus = (
+        f"{found['gpus']} x {found['gpu']}, driver {found['driver']}, NCCL {found['nccl']}"
+        if found["gpus"]
+        else "no GPU"
+    )
+    extras = [f"{name} {found[name]}" for name in ("transformer-engine", "apex", "flash-attn") if name in found]
+    said = ", ".join([f"torch {found['torch']}, core {found['megatron-core']}", *extras, gpus])
+    return said, {**found, "settings": settings}
+
+
+def _packages() -> Measured:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _settings() -> dict[str, str]:
+    names = sorted(name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES)
+    return {name: os.environ[name] for name in names}
+
+
+def _contradiction(settings: Mapping[str, str]) -> str:
+    """Return a setting that contradicts recovery and that ``ft run`` leaves as it is; "" if there is none."""
+    if settings.get(_ENDS_PROCESSES, "0") != "0":
+        return f"{_ENDS_PROCESSES}={settings[_ENDS_PROCESSES]}"
+    return next((f"{name}={settings[name]}" for name in _BLOCKS if settings.get(name, "0") != "0"), "")
+
+
+def _reason(problem: str) -> str:
+    if problem.startswith(_ENDS_PROCESSES):
+        return "NCCL's watchdog would end the healthy processes of a recovery"
+    return "the training thread would wait for the device at every operation"
+
+
+def _of_devices(torch, platform: str) -> Measured:
+    if platform != "cuda":
+        return {"gpus": 0, "cuda_build": torch.version.cuda or "none"}
+    return {
+        "gpus": torch.cuda.device_count(),
+        "gpu": torch.cuda.get_device_name(0),
+        "cuda_build": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.split("\n")[0].strip() or "unknown"
+
+
+def _compare(context: Context, mine: Measured) -> None:
+    """Compare with node 0.
+
+    Raises:
+        Failed: something differs.
+    """
+    store = of_all_nodes(context)
+    if store is None:
+        return
+    mine = {**mine, "ft": sys.modules["ft"].__file__, "executable": sys.executable}
+    if context.node == 0:
+        store.set("versions", json.dumps(mine))
+        return
+    store.wait(["versions"], timedelta(seconds=context.limit_s))
+    theirs = json.loads(store.get("versions"))
+    names = sorted((mine.keys() | theirs.keys()) - set(_OWN))
+    other = [f"{name} {mine.get(name, 'missing')} here, {theirs.get(name, 'missing')} on node 0" for name in names]
+    other = [text for name, text in zip(names, other, strict=True) if mine.get(name) != theirs.get(name)]
+    if other:
+        raise Failed("; ".join(other[:3]), "use the same image, environment and settings on all nodes", mine)

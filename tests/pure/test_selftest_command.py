@@ -1,0 +1,143 @@
+"""``ft selftest``: its flags, its table and its JSON values, and how it starts itself on the nodes of a Slurm job."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from ft import cli
+from ft.base.errors import UserError
+from ft.commands.selftest import _without_nodes, plan_of
+from ft.lab.selftest.checks.versions import _contradiction
+from ft.lab.selftest.nodes import Place, is_alone_in, srun
+from ft.lab.selftest.table import CHECKS, chosen
+from ft.lab.selftest.text import Outcome, Row, as_text, as_values
+from ft.lab.selftest.values import FAIL, PASS, SKIPPED, Context, Result, together
+from ft.platform import slurm
+
+FLAGS = {"gpus": None, "nodes": None, "node_rank": None, "rdzv_endpoint": None, "minutes": 10.0, "run_dir": None}
+JOB = {"SLURM_JOB_ID": "77", "SLURM_NNODES": "3", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-3]"}
+STEP = {**JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_NODEID": "2"}
+
+
+def plan(tmp_path, environment=None, **flags):
+    given = argparse.Namespace(**{**FLAGS, "run_dir": str(tmp_path / "run"), "only": None, "plant": [], **flags})
+    environment = environment or {}
+    return plan_of(given, slurm.read(environment), environment)
+
+
+def test_the_checks_have_names_of_their_own_and_fit_into_their_limits():
+    assert len({check.name for check in CHECKS}) == len(CHECKS) == 17
+    assert all(0 < check.needs_s < check.limit_s for check in CHECKS)
+    assert sum(check.needs_s for check in CHECKS) < 600, "they do not fit into the default of --minutes"
+
+
+def test_checks_are_chosen_in_the_order_of_importance():
+    assert [check.name for check in chosen(["ring,kill", "versions"], "--only")] == ["versions", "kill", "ring"]
+    with pytest.raises(UserError, match="there is no check 'rings'"):
+        chosen(["rings"], "--only")
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ({"nodes": 2}, "needs this node's number and the address of node 0"),
+        ({"nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "--node-rank 2 is not below --nodes 2"),
+        ({"nodes": 2, "node_rank": 0, "rdzv_endpoint": "a:b"}, "a:b is not HOST:PORT"),
+        ({"rdzv_endpoint": "a:1"}, "are for several nodes"),
+        ({"only": ["ring"], "plant": ["kill"]}, "--plant kill is not among --only"),
+        ({"plant": ["gpu"]}, "there is no check 'gpu'"),
+        ({"nodes": 2, "node_rank": 0, "rdzv_endpoint": "a:1", "run_dir": None}, "need a folder that they share"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(tmp_path, flags, problem):
+    with pytest.raises(UserError, match=problem) as caught:
+        plan(tmp_path, **flags)
+    assert "fix: " in str(caught.value)
+
+
+def test_all_problems_are_reported_at_once(tmp_path):
+    with pytest.raises(UserError) as caught:
+        plan(tmp_path, only=["a"], plant=["b"], nodes=2)
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--gpus", "0"], ["--nodes", "no"], ["--onyl", "kill"]])
+def test_bad_input_ends_with_code_2(capsys, words):
+    assert cli.main(["selftest", *words]) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_folder_with_an_earlier_self_test_is_refused(tmp_path, capsys):
+    (tmp_path / "node-0").mkdir()
+    assert cli.main(["selftest", "--run-dir", str(tmp_path)]) == 2
+    assert "holds a self-test already" in capsys.readouterr().err
+
+
+def test_the_place_is_that_of_the_flags_or_of_slurm(tmp_path):
+    assert plan(tmp_path).place == Place()
+    assert plan(tmp_path, nodes=3, node_rank=1, rdzv_endpoint="n1").place == Place(1, 3, "n1", 29400)
+    found = plan(tmp_path, STEP, run_dir=None)
+    assert found.place == Place(2, 3, "n1", 29477)
+    assert found.run_dir == Path("runs/selftest-77.0")
+    with pytest.raises(UserError, match="this Slurm step has 3"):
+        plan(tmp_path, STEP, nodes=2)
+
+
+def test_in_a_script_or_shell_of_several_nodes_it_starts_itself_on_all_of_them():
+    assert is_alone_in(slurm.read(JOB), JOB)
+    assert not is_alone_in(slurm.read(STEP), STEP) and not is_alone_in(None, {})
+    shell = {**STEP, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n1"}
+    assert is_alone_in(slurm.read(shell), shell)
+    words = _without_nodes(["selftest", "--nodes", "2", "--json", "--nodes=2", "--only", "ring"])
+    assert words == ["selftest", "--json", "--only", "ring"]
+    assert srun(None, JOB, words)[:3] == ["srun", "--nodes=3", "--ntasks=3"]
+    assert srun(2, JOB, words)[:2] == ["srun", "--nodes=2"]
+
+
+def test_a_check_fails_if_it_fails_on_one_node():
+    good, bad = Result(PASS, "well", seconds=1.0, node="a"), Result(FAIL, "ill", "cure it", seconds=3.0, node="b")
+    none = Result(SKIPPED, "no GPU", node="c")
+    merged = together([good, bad, none])
+    assert (merged.outcome, merged.text, merged.fix, merged.seconds) == (FAIL, "b: ill", "cure it", 3.0)
+    assert together([none, good]).outcome == PASS
+    assert "passed on 2 nodes" in together([good, good]).text
+    assert together([none, none]).outcome == SKIPPED
+
+
+def outcome() -> Outcome:
+    rows = [
+        Row(CHECKS[0], [Result(PASS, "torch 2.13", measured={"torch": "2.13"}, seconds=2.0, node="a")]),
+        Row(CHECKS[1], [Result(FAIL, "cannot be\nwritten", "give --run-dir", seconds=0.2, node="a")]),
+        Row(CHECKS[2], [Result(SKIPPED, "this is one node")]),
+    ]
+    return Outcome(rows, ["a"], "runs/selftest", 2.5)
+
+
+def test_the_table_says_what_to_do_about_each_failure():
+    text = as_text(outcome())
+    assert "versions  pass     2.00 s  torch 2.13" in text and "cannot be written" in text
+    assert "storage shows: the run folder" in text and "what to do: give --run-dir" in text
+    assert "versions shows" not in text
+    assert text.splitlines()[-1] == "1 passed, 1 failed, 1 skipped; 1 node, 2.50 s; logs: runs/selftest"
+    assert not outcome().passed
+
+
+def test_the_json_values_hold_every_result():
+    values = json.loads(json.dumps(as_values(outcome())))
+    assert (values["format"], values["passed"], values["nodes"]) == (1, False, ["a"])
+    first, second, _ = values["checks"]
+    assert first["name"] == "versions" and first["measured"] == {"torch": "2.13"} and first["fix"] is None
+    assert second["outcome"] == "fail" and second["fix"] == "give --run-dir" and second["nodes"][0]["node"] == "a"
+
+
+def test_a_context_survives_its_way_to_the_check():
+    context = Context("ring", "f", "r", None, 3.0, True, 1, 2, "h", "h:1", "t")
+    assert Context.decode(context.encoded()) == context
+
+
+def test_settings_that_contradict_recovery_are_named():
+    assert _contradiction({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_DEBUG": "INFO"}) == ""
+    assert _contradiction({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}) == "TORCH_NCCL_ASYNC_ERROR_HANDLING=3"
+    assert _contradiction({"TORCH_NCCL_BLOCKING_WAIT": "1"}) == "TORCH_NCCL_BLOCKING_WAIT=1"
