@@ -116,6 +116,41 @@ HOT_SWAP = (
     Walk("faults-markdown", "ft faults --markdown", says=("# What happens when X fails",)),
 )
 
+SELFTEST = (
+    Walk(
+        "selftest",
+        "ft selftest",
+        {"selftest": "selftest --only versions,storage --run-dir runs/selftest"},
+        ("versions", "storage", "2 passed, 0 failed, 0 skipped; 1 node"),
+        makes=("runs/selftest/selftest.json",),
+    ),
+    Walk(
+        "selftest-minutes",
+        "ft selftest --minutes 3 --run-dir runs/t",
+        {"--minutes 3": "--minutes 0.3"},
+        ("storage   ", "left out for time", "logs: "),
+        long=True,
+    ),
+    Walk(
+        "selftest-only",
+        "ft selftest --only training,kill --json",
+        {"training,kill": "fork"},
+        ('"passed": true',),
+        long=True,
+    ),
+    Walk("selftest-plant", "ft selftest --only ring --plant ring", says=("what to do",), code=1, long=True),
+    Walk(
+        "selftest-nodes",
+        "ft selftest --nodes 2 --node-rank 0 *",
+        not_run="it needs two nodes: tests/processes/test_selftest_checks.py",
+    ),
+    Walk(
+        "gpu-session",
+        "tools/experiments/gpu_session.sh results",
+        not_run="it is for a machine with a GPU: tests/end_to_end/test_selftest.py runs it without one",
+    ),
+)
+
 BENCHES = (
     only_help("bench-recovery", "python tools/bench/recovery.py *"),
     only_help("bench-protection", "python tools/bench/protection.py"),
@@ -399,7 +434,7 @@ REST = (
 )
 
 TABLE: tuple[Walk, ...] = (
-    *HOT_SWAP, *BENCHES, *REPLICAS, *SPARE, *DMR, *CHECKFREE, *DIAGNOSE, *CLUSTER, *PLANS, *TRAINING, *REST
+    *HOT_SWAP, *SELFTEST, *BENCHES, *REPLICAS, *SPARE, *DMR, *CHECKFREE, *DIAGNOSE, *CLUSTER, *PLANS, *TRAINING, *REST
 )  # fmt: skip
 
 
