@@ -80,7 +80,12 @@ def collectives(group, rank: int, size: int, asynchronous: bool) -> dict[str, li
     parts = [own(i, 2) for i in range(size)] if rank == 1 else None
     does("scatter", [x], dist.scatter(x, parts, group_src=1, **how))
     xs = [torch.zeros(2) for _ in range(size)]
-    does("all_to_all", xs, dist.all_to_all(xs, [own(rank, 2) + i for i in range(size)], **how))
+    try:
+        work = dist.all_to_all(xs, [own(rank, 2) + i for i in range(size)], **how)
+    except RuntimeError as missing:  # gloo of older releases of torch has no such operation
+        assert "does not support alltoall" in str(missing)
+    else:
+        does("all_to_all", xs, work)
     x = torch.zeros(2 * size)
     does("all_to_all_single", [x], dist.all_to_all_single(x, own(rank, 2 * size), **how))
     x = torch.zeros(size * (rank + 1))
@@ -177,11 +182,11 @@ def compare_with_gloo(address):
     dist.barrier()
     dist.destroy_process_group()
     assert not dist.is_initialized()
-    return len(expected)
+    return len(expected), "all_to_all" in expected
 
 
 def test_every_operation_answers_as_gloo_itself(ranks, address):
-    assert min(ranks(compare_with_gloo, 3, address, init=False)) >= 39
+    assert all(count >= 37 + 2 * is_there for count, is_there in ranks(compare_with_gloo, 3, address, init=False))
 
 
 def test_a_member_of_one_has_no_sockets_and_answers_itself(ranks, address):

@@ -184,7 +184,7 @@ def test_settings_of_the_site_that_would_end_survivors_are_replaced_and_reported
     prepare_nccl(said.append)
     assert len(said) == 1 and "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is replaced by 0" in said[0]
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert os.environ["TORCH_NCCL_NAN_CHECK"] == "1"
+    assert (os.environ["TORCH_NCCL_NAN_CHECK"], os.environ["NCCL_NVLS_ENABLE"]) == ("1", "0")
 
 
 def test_gloo_refuses_messages_from_a_gpu_and_takes_its_collectives(rank):
