@@ -8,6 +8,7 @@ checked on; `python -m megatron.patches` prints the manifest.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from dataclasses import dataclass
 from functools import cache
@@ -40,6 +41,20 @@ class Platform:
     def offers(self, package: str) -> bool:
         """Return whether there is a GPU and ``package`` (GPU kernels, such as ``apex``) is installed."""
         return self.name == "cuda" and importlib.util.find_spec(package) is not None
+
+    def imports(self, package: str) -> bool:
+        """Return whether there is a GPU and ``package`` can be imported.
+
+        An extension that was built against another torch is installed, but importing it fails. megatron-core tries the
+        import, and counts such an extension as missing.
+        """
+        if not self.offers(package):
+            return False
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            return False
+        return True
 
     def select_device(self, local_rank: int) -> None:
         """Select the CUDA device for this process by its local rank.

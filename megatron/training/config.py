@@ -109,6 +109,9 @@ def _kernels(options: Options) -> dict[str, Any]:
     verifies = options.fault_tolerance.intercepts_operators  # DMR executes each operator twice: no fused kernels
     use_te, has_apex = uses_te(options), platform.offers("apex") and not verifies
     has_softmax = platform.offers("scaled_masked_softmax_cuda") and not verifies
+    # An extension of Apex. Transformer Engine's layers can do without it, but megatron-core's own output layer needs it
+    # (tensor_parallel/layers.py refuses the fusion if the import fails), and Apex is often built without it.
+    accumulates = platform.imports("fused_weight_gradient_mlp_cuda") and not verifies
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
     fused = c.bias_swiglu_fusion if c.swiglu else c.bias_gelu_fusion and c.add_bias_linear and not c.num_experts
     fused = fused and not (c.squared_relu or c.quick_geglu)
@@ -123,7 +126,7 @@ def _kernels(options: Options) -> dict[str, Any]:
         "bias_activation_fusion": fused,
         "apply_rope_fusion": use_te and c.apply_rope_fusion and c.position_embedding_type == "rope",
         "persist_layer_norm": has_apex and c.persist_layer_norm,
-        "gradient_accumulation_fusion": (use_te or has_apex) and c.gradient_accumulation_fusion,
+        "gradient_accumulation_fusion": accumulates and c.gradient_accumulation_fusion,
         "use_cpu_initialization": bool(c.use_cpu_initialization),
     }
 

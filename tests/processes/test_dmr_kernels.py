@@ -124,7 +124,7 @@ def test_flags_for_kernels_that_dmr_cannot_see_into_are_refused(flags, named, ha
 
 
 def test_fused_kernels_of_core_are_off_with_dmr(monkeypatch):
-    monkeypatch.setattr(config.patches, "platform", lambda: SimpleNamespace(offers=lambda _package: True))
+    monkeypatch.setattr(config.patches, "platform", lambda: SimpleNamespace(offers=bool, imports=bool))
     fused = ("masked_softmax_fusion", "persist_layer_norm", "gradient_accumulation_fusion", "apply_rope_fusion")
     flags = f"{runs.BASE} --mock-data --transformer-impl local "
     without, with_dmr = (config._kernels(parse(flags + more)) for more in ("", "--ft-dmr naive"))
