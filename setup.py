@@ -34,7 +34,9 @@ setup(
         # The releases that have been run; docs/megatron-compatibility.md says with what.
         "megatron-core==0.16.1; python_version < '3.12'",
         "megatron-core==0.19.2; python_version >= '3.12'",
-        "torch>=2.13",
+        # 2.8 and newer. A container's 2.8.0a0+... is older than 2.8 by PEP 440, but not older than this bound; a bound
+        # that is a pre-release itself would let pip install pre-releases.
+        "torch>=2.7.99",
         "numpy",
         "scipy",  # its integer programs place peer copies
         "einops",  # imported by megatron-core's distributed optimizer instances, not required by it
