@@ -95,6 +95,10 @@ class ReplaceNodeError(FtError):
     """The worker or its node cannot continue: a standby takes over its logical rank."""
 
 
+class DeviceUnusable(FtError):
+    """The worker's device cannot be used: another worker takes over its logical rank, on another device."""
+
+
 class FallbackError(FtError):
     """This copy of the training state is unusable: use the next one (another rank's copy, or an older checkpoint)."""
 

@@ -34,6 +34,7 @@ STATE_RESTORED = "state_restored"
 STAGE_REBUILT = "stage_rebuilt"
 RESUMED = "resumed"
 WORKER_LOST = "worker_lost"
+DEVICE_UNUSABLE = "device_unusable"
 RESTARTED = "restarted"
 CHECKPOINT_SAVED = "checkpoint_saved"
 INVARIANTS_CHECKED = "invariants_checked"
@@ -100,6 +101,8 @@ SCHEMA: Mapping[str, Needs] = {
     # the first new step has begun on every worker; step: the last committed step
     RESUMED: Needs(("epoch", "step")),
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
+    # a device (GPU) of the node gets no further worker; device: its index on the node
+    DEVICE_UNUSABLE: Needs(("node",), ("device", "reason")),
     # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far
     RESTARTED: Needs((), ("number", "reason")),
     CHECKPOINT_SAVED: Needs(("step",)),

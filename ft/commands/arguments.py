@@ -105,6 +105,13 @@ def _add_fault_tolerance_flags(group) -> None:
         help="number of nodes that run only standbys: the last N nodes (default: 0)",
     )
     flag(
+        "devices-per-node",
+        type=int,
+        metavar="N",
+        help="number of devices on each node, so that no more workers than that hold a logical rank there; 0: no limit "
+        "(default: the number of GPUs, or no limit if there are fewer than --nproc-per-node)",
+    )
+    flag(
         "control",
         metavar="tcpstore|etcd://HOST:PORT,...",
         help="store through which the control plane and the agents communicate (default: a TCPStore that ft run "

@@ -33,6 +33,7 @@ class Verdict:
         signal: a word or two for the observation that revealed the failure.
         node_suspect: whether the node is at fault, not only the process; then no further worker is started there.
         key: text that is equal for equal errors.
+        device_unusable: whether the worker's device is at fault; then no further worker gets that device.
         in_vain: whether the failure is a wait that was not answered, although no process died, no error was raised, and
             no external cause of a delay was seen.
     """
@@ -44,6 +45,7 @@ class Verdict:
     node_suspect: bool = False
     key: str = ""
     in_vain: bool = False
+    device_unusable: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Rule:
         action: action of the verdict.
         node_suspect: whether the node is at fault.
         also: further words, one of which the text must contain as well; empty: any text.
+        device_unusable: whether the worker's device is at fault.
     """
 
     kinds: tuple[str, ...]
@@ -65,6 +68,7 @@ class Rule:
     action: str
     node_suspect: bool = False
     also: tuple[str, ...] = ()
+    device_unusable: bool = False
 
 
 # In NCCL's own words (socket.cc, net_ib): the other end of a connection is gone or does not answer.
@@ -78,6 +82,7 @@ RULES = (
     # Exceptions of this project are explicit, so they are matched before any word of the message.
     Rule(("UserError",), (), USER, STOP),
     Rule(("ReplaceNodeError",), (), HOST, REPLACE, True),
+    Rule(("DeviceUnusable",), (), DEVICE, REPLACE, device_unusable=True),
     Rule(("EpochClosed",), (), TRANSIENT, RETRY),
     Rule(("AbortError",), (), DEVICE, REPLACE),
     # Devices: the text distinguishes a broken device from a program that misuses it.
@@ -118,7 +123,10 @@ def of_error(kinds: Sequence[str], message: str) -> Verdict:
     said = message.lower()
     rule = next(rule for rule in RULES if _fits(rule, kinds, said))
     reason = message if rule.action == STOP else head
-    return Verdict(rule.category, rule.action, reason, "exception", rule.node_suspect, f"{kinds[:1]} {first}")
+    key = f"{kinds[:1]} {first}"
+    return Verdict(
+        rule.category, rule.action, reason, "exception", rule.node_suspect, key, device_unusable=rule.device_unusable
+    )
 
 
 def _fits(rule: Rule, kinds: Sequence[str], said: str) -> bool:

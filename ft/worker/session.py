@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import token
-from ft.base.errors import UserError
+from ft.base.errors import DeviceUnusable, UserError
 from ft.faults.flip import Flip
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import Timeouts
@@ -74,6 +74,8 @@ class Session(protocol.Member):
         super().__init__(environment["FT_WORKER"], environment["FT_NODE"], int(environment.get("WORLD_SIZE", "1")))
         self.token = token.find(Path(environment["FT_RUN_DIR"]), 0.0, environment)
         self.timeouts = Timeouts.of_worker(environment)
+        self.timeouts = Timeouts()
+        self._is_restarted = int(environment.get("FT_RESTART", "0")) > 0
         self.groups: Groups | None = None
         self.faulty_device: Callable[[int, Flip], None] | None = None
         self.progress = Progress(
@@ -107,6 +109,26 @@ class Session(protocol.Member):
             super().enter(opened)
             if not self.closed:
                 self._left.clear()
+
+    def take_device(self, select: Callable[[int], None]) -> None:
+        """Select this worker's device with ``select(local rank)``.
+
+        If the device cannot be used, the control plane is told so, which gives the logical rank to another worker on
+        another device. Only at the first start of a run, a device that does not exist is an error of the user, which
+        ends the run.
+
+        Raises:
+            UserError: the run has just been started, and there are fewer devices than workers.
+            DeviceUnusable: the device cannot be used; the control plane knows it, and ends this process.
+        """
+        try:
+            select(self.local_rank)
+        except (UserError, RuntimeError) as error:
+            if isinstance(error, UserError) and not self.joins and not self._is_restarted:
+                raise
+            failed = DeviceUnusable(f"device {self.local_rank}: {error}")
+            protocol.run(protocol.report_failure(self, self.progress.step, failed))
+            raise failed from error
 
     def init_process_group(self, device_backend: str) -> None:
         """Create torch.distributed's default process group such that it and all later groups can be rebuilt.

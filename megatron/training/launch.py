@@ -78,7 +78,7 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
         resume_own_checkpoints(options.checkpoint)
     try:
         session = attach(settings=settings)
-        patches.platform().select_device(session.local_rank)
+        session.take_device(patches.platform().select_device)
         session.init_process_group(patches.platform().choose_backend(options.core.distributed_backend))
     except UserError as error:
         return report(error, place.rank)

@@ -17,15 +17,16 @@ class World:
     """A run in which the test plays the agents and workers.
 
     Logical ranks 2k and 2k+1 are data-parallel peers that hold each other's copies. With ``dp=False`` there are no
-    peers, and rank r's copy is at r+1. Decisions on reports are made on a state that was serialized to JSON and back.
+    peers, and rank r's copy is at r+1. Each node has ``devices`` devices (0: workers need none). Decisions on reports
+    are made on a state that was serialized to JSON and back.
     """
 
-    def __init__(self, world_size=4, nodes=1, standbys=1, standby_nodes=0, dp=True, **options):
+    def __init__(self, world_size=4, nodes=1, standbys=1, standby_nodes=0, dp=True, devices=0, **options):
         self.options = Options(nodes=nodes + standby_nodes, world_size=world_size, **options)
         self.state = State.begin(self.options)
         self.now, self.calls = 100.0, 0
         self.journal = None
-        self.nodes, self.dp = nodes, dp
+        self.nodes, self.dp, self.devices = nodes, dp, devices
         self.seats_per_node = world_size // nodes
         self.standbys_of = {f"n{i}": standbys for i in range(nodes)}
         self.standbys_of |= {f"n{nodes + i}": self.seats_per_node for i in range(standby_nodes)}
@@ -99,7 +100,7 @@ class World:
     def join(self):
         for i, (node, standbys) in enumerate(self.standbys_of.items()):
             seats = self.seats_per_node if i < self.nodes else 0
-            self.say(m.AgentJoined(node, i, f"host{i}", seats, standbys))
+            self.say(m.AgentJoined(node, i, f"host{i}", seats, standbys, devices=self.devices))
         return self
 
     def start_workers(self, ranks=None, ready=True):
@@ -118,7 +119,10 @@ class World:
         number = self.started.get(node, 0)
         name, self.started[node] = f"{node}.w{number}", number + 1
         self.node_of[name] = node
-        self.say(m.WorkerStarted(name, node, 1000 + len(self.node_of), rank))
+        # an agent gives its first workers its devices in order
+        alike = [w for w in self.state.workers.values() if w.node == node and w.started_for is not None]
+        local_rank = len(alike) if rank is not None else 0
+        self.say(m.WorkerStarted(name, node, 1000 + len(self.node_of), rank, local_rank=local_rank))
         return name
 
     def ready(self, name):

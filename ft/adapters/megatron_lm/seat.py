@@ -37,7 +37,7 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
 
         run.session = session = attach(settings={"arguments": run.arguments})
         platform = patches.platform()
-        platform.select_device(session.local_rank)
+        session.take_device(platform.select_device)
         session.init_process_group(platform.choose_backend(None if platform.name == "cpu" else own.distributed_backend))
         own.rank, own.world_size, own.local_rank = session.rank, session.world_size, session.local_rank
         run.protections.connected(session)

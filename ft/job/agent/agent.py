@@ -135,6 +135,7 @@ class Agent:
         if self._membership.place.node_rank == 0 and not self._membership.is_late:
             self._control.start()
         self._pool.start()
+        self._parts.devices.start()
         self._uplink.start(self._membership.join, self._life)
 
     @property
@@ -145,6 +146,8 @@ class Agent:
         self._parts.supervisor.turn(_TICK_S)
         for what in self._uplink.take():
             self._obey(what)
+        for report in self._parts.devices.reports():
+            self._uplink.post(report)
         self._begin_when_possible()
         now = time.monotonic()
         self._workforce.judge(now)
@@ -178,6 +181,8 @@ class Agent:
         if self._signum and code == -signal.SIGTERM and pid in holders and not self._ending:
             self._say_leaving()  # sent first, so that the control plane knows that the following exits are intended
         worker = self._workforce.ended(pid, code)
+        if worker is not None:
+            self._parts.devices.ended(worker.name, self._node)
         if worker is not None and code and not worker.doomed and not self._signum:
             self._tell_last_lines(worker, code)
 
@@ -207,6 +212,9 @@ class Agent:
                 self._membership.sweep(what.epoch)
                 self._workforce.training_since = self._workforce.training_since or time.time()
                 self._parts.faults.opened(what, self._workforce.training_since)
+                for seat in what.seats.values():
+                    if seat.node == self._node:
+                        self._parts.devices.take(seat.worker, seat.local_rank)
                 self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
             case Kill():
                 self._workforce.kill_hung(what.worker)
@@ -241,9 +249,11 @@ class Agent:
         self._workforce.kill_all()
 
     def _begin_when_possible(self) -> None:
-        """Start the pending workers once all earlier workers have ended and the rendezvous address is known."""
+        """Start the pending workers once all earlier workers have ended, their devices are free, and the rendezvous
+        address is known.
+        """
         begin = self._begin
-        if begin is None or self._ending or self._signum or self._workforce.workers:
+        if begin is None or self._ending or self._signum or self._workforce.workers or self._parts.devices.is_busy:
             return
         if begin.join:
             self._join_again(begin)
@@ -252,8 +262,10 @@ class Agent:
         if begin.ranks and master is None:
             return
         self._begin, self._number = None, begin.number
-        for local_rank, rank in enumerate(begin.ranks):
-            self._workforce.spawn(rank, local_rank, begin.number, master)
+        devices = self._parts.devices
+        # If there are too few sound devices, the control plane will find other nodes for these ranks.
+        for rank, device in zip(begin.ranks, devices.sound(len(begin.ranks)), strict=False):
+            devices.take(self._workforce.spawn(rank, device, begin.number, master).name, device)
         self._seat({worker.rank: name for name, worker in self._workforce.workers.items()}, fresh=True)
 
     def _seat(self, seats: dict[int, str], fresh: bool) -> None:

@@ -9,12 +9,13 @@ from ft.base.errors import UserError
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console
 from ft.job.agent.control_supervisor import ControlPlaneSupervisor
+from ft.job.agent.devices import Devices
 from ft.job.agent.disk_space import Room
 from ft.job.agent.environment import NodeContext
 from ft.job.agent.faults import AgentFaults
 from ft.job.agent.listener import WorkerListener, listen
 from ft.job.agent.membership import Membership, claim_name
-from ft.job.agent.options import RunOptions
+from ft.job.agent.options import RunOptions, count_gpus
 from ft.job.agent.pool import WarmPool
 from ft.job.agent.rendezvous import Masters
 from ft.job.agent.sidecar import Sidecar
@@ -43,6 +44,7 @@ class Components:
         control_supervisor: runs the control plane's process if it belongs on this node.
         faults: injects the planned faults whose target is this agent.
         timeouts: timeouts of the run.
+        devices: the devices (GPUs) of this node.
     """
 
     membership: Membership
@@ -58,6 +60,7 @@ class Components:
     control_supervisor: ControlPlaneSupervisor
     faults: AgentFaults
     timeouts: Timeouts
+    devices: Devices
 
 
 def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Components:
@@ -79,12 +82,15 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     sidecar = Sidecar(
         supervisor, options.run_dir, _channel_address(options, port, place.host), _settings(options, len(faults))
     )
+    count = (lambda: options.devices) if options.devices is not None else count_gpus
+    devices = Devices(count, options.nproc, supervisor.wake)
     return Components(
         membership=Membership(
             options.run_dir,
             place,
             seats=options.nproc if cluster.trains else 0,
             standbys=options.standbys_here,
+            devices=devices,
             is_late=options.life is None and place.node != f"n{cluster.node_rank}",
         ),
         supervisor=supervisor,
@@ -99,6 +105,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
         control_supervisor=ControlPlaneSupervisor(options.run_dir, cluster.node_rank, sidecar, timeouts),
         faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
         timeouts=timeouts,
+        devices=devices,
     )
 
 

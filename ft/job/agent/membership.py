@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ft.job.agent.devices import Devices
 from ft.job.agent.environment import NodeContext
 from ft.job.messages import AgentJoined
 
@@ -47,6 +48,7 @@ class Membership:
         place: properties of this node, with the agent's first name.
         seats: number of workers for logical ranks that the agent offers.
         standbys: number of standbys that the agent offers.
+        devices: the devices of this node.
         is_late: whether the agent joins a run that is under way, and therefore offers standbys only.
 
     Attributes:
@@ -54,9 +56,11 @@ class Membership:
         is_late: whether the agent joins a run that is under way, and therefore offers standbys only.
     """
 
-    def __init__(self, run_dir: Path, place: NodeContext, seats: int, standbys: int, is_late: bool = False):
+    def __init__(
+        self, run_dir: Path, place: NodeContext, seats: int, standbys: int, devices: Devices, is_late: bool = False
+    ):
         self._run_dir, self.place, self.is_late = run_dir, place, is_late
-        self._seats, self._standbys = seats, standbys
+        self._seats, self._standbys, self._devices = seats, standbys, devices
         self._store_server: Any = None
 
     def come_back(self) -> None:
@@ -88,7 +92,8 @@ class Membership:
         if self.is_late:
             seats, standbys = 0, max(seats, standbys)
         address, domains = self._store_server.address, dict(place.domains)
-        return AgentJoined(place.node, place.node_rank, place.host, seats, standbys, address, domains)
+        joined = AgentJoined(place.node, place.node_rank, place.host, seats, standbys, address, domains)
+        return replace(joined, **self._devices.described())
 
     def sweep(self, epoch: int) -> None:
         """Remove old rendezvous keys from the store, in a thread, if the store holds more than ``_MANY_KEYS``.

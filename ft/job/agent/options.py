@@ -95,6 +95,7 @@ class RunOptions:
         quiet: whether only the output of workers and errors are printed.
         local_addr: address at which other nodes reach this node, None to detect it.
         domains: kind -> name of this node's failure domains, such as "rack" -> "r1".
+        devices: number of devices on each node; None: the number of GPUs that torch finds.
     """
 
     script: Script
@@ -117,6 +118,7 @@ class RunOptions:
     domains: dict[str, str] = field(default_factory=dict)
     hot_swap: bool = True
     """Whether standbys replace lost workers in the running job. False: every failure leads to a warm restart."""
+    devices: int | None = None
     life: int | None = None
     """Number of restarts so far, set for a replica of FT-HSDP, whose supervisor starts new agents for every restart.
 
@@ -165,7 +167,7 @@ def resolve(
         if job is None and not given.standalone:
             job = mpirun.read(environment) or slurm.read(environment)
         cluster = _cluster(given, job)
-    problems.add(_negative(given, "standby", "standby_nodes", "max_restarts"))
+    problems.add(_negative(given, "standby", "standby_nodes", "max_restarts", "devices_per_node"))
     with problems:
         nproc = _nproc(given.nproc_per_node)
     with problems:
@@ -196,6 +198,7 @@ def resolve(
         control=control,
         domains=domains,
         timeouts=timeouts,
+        devices=given.devices_per_node,
     )
 
 

@@ -52,6 +52,7 @@ class Worker:
         reported_silent: whether the worker was reported as silent and has sent no heartbeat since.
         doomed: whether this agent has decided to kill the worker.
         standstill: activity of the worker's process, watched until the worker has attached.
+        local_rank: index of the device on this node that the worker was started with.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Worker:
     reported_silent: bool = False
     doomed: bool = False
     standstill: Standstill = field(default_factory=Standstill)
+    local_rank: int = 0
 
 
 class Workforce:
@@ -117,7 +119,7 @@ class Workforce:
         """
         name = f"{self._place.node}.w{self._started}"
         self._started += 1
-        worker = Worker(name, rank, restart, self._logs / f"{name}.log")
+        worker = Worker(name, rank, restart, self._logs / f"{name}.log", local_rank=local_rank)
         self.workers[name] = worker
         env = environment.worker_environment(self._place, name, restart, rank, local_rank, master)
         if self.training_since is not None:
@@ -134,7 +136,7 @@ class Workforce:
                 processes.kill_whole([pid])
                 continue
             worker.pid = pid
-            self._post(WorkerStarted(name, self._place.node, pid, worker.rank, worker.restart))
+            self._post(WorkerStarted(name, self._place.node, pid, worker.rank, worker.restart, worker.local_rank))
             self.hear(worker)
             if worker.doomed:
                 processes.kill_whole([pid])

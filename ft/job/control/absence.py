@@ -19,6 +19,7 @@ def control_back(state: State, now: float, report: m.ControlBack, out: Decisions
     state.since = now
     for agent in state.agents.values():
         agent.heard_at = now
+        agent.held = {worker: replace(hold, since=now) for worker, hold in agent.held.items()}
     for worker in state.workers.values():
         worker.since, worker.left_at = now, now
     for node, times in state.spawning.items():

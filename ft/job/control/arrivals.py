@@ -10,7 +10,7 @@ that is new to its seat. The training script is the user's program, which the ag
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import drift
+from ft.job.control import devices, drift
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
@@ -33,8 +33,11 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         rendezvous_address=report.rendezvous_address,
         domains=dict(report.domains),
         places=report.seats,
+        devices=report.devices,
     )
     out.add(f"the agent of {report.node} is there, {state.nodes_seen()} of {state.options.nodes}")
+    for device, problem in report.unusable.items():
+        devices.reject(state, state.agents[report.node], int(device), problem, out)
     if first:
         state.since = now
     if first and not state.options.restarts:
@@ -78,7 +81,8 @@ def worker_started(state: State, now: float, report: m.WorkerStarted, out: Decis
     if report.rank is not None and report.restart not in (None, state.restarts):
         out.add(f"ignored: {report.worker} was started for restart {report.restart}, the last one is {state.restarts}")
         return
-    state.workers[report.worker] = Worker(report.worker, report.node, report.pid, report.rank, now)
+    started = Worker(report.worker, report.node, report.pid, report.rank, now, local_rank=report.local_rank)
+    state.workers[report.worker] = started
     if report.rank is None and state.spawning.get(report.node):
         state.spawning[report.node].pop(0)
     out.add(f"{report.worker} was started " + ("as a standby" if report.rank is None else f"for rank {report.rank}"))
@@ -214,6 +218,11 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
     if report.event == events.FAULT_INJECTED and isinstance(number, int) and number not in state.fired:
         state.fired.append(number)
     out.add(f"observed: {report.event}").note(report.event, **detail)
+
+
+def device_released(state: State, now: float, report: m.DeviceReleased, out: Decisions) -> None:
+    """Record that the device of an ended worker is free, or unusable."""
+    devices.released(state, report, out)
 
 
 def _where(state: State) -> str:

@@ -56,6 +56,7 @@ _HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.WorkerRepaired: arrivals.worker_repaired,
     m.WorkerResumed: arrivals.worker_resumed,
     m.WorkerDone: arrivals.worker_done,
+    m.DeviceReleased: arrivals.device_released,
     m.Observed: arrivals.observed,
     m.MasterChosen: arrivals.master_chosen,
     m.ControlBack: absence.control_back,

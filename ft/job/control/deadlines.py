@@ -9,7 +9,7 @@ separately and soon; otherwise the connection itself is the fault. The phases (O
 from ft.faults import verdict
 from ft.faults.verdict import RETRY
 from ft.job import messages as m
-from ft.job.control import epochs, liveness
+from ft.job.control import devices, epochs, liveness
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import Fault, lose_agent, react
@@ -23,7 +23,7 @@ _JUST_AFTER_S = 0.001
 
 def judge(state: State, now: float, out: Decisions) -> None:
     """React to the first kind of deadline that has passed; leave the state as it is if none has."""
-    for check in (_agents, _start, _spawned, _phase, _suspicions, _stalls, _left):
+    for check in (_agents, _start, _spawned, _devices, _phase, _suspicions, _stalls, _left):
         before = len(out)
         check(state, now, out)
         if len(out) > before:
@@ -35,6 +35,7 @@ def following(state: State, now: float) -> float:
     limits = state.limits()
     moments = [now + limits.agent_beat_s]  # liveness is checked at the rate at which heartbeats arrive
     moments += [s.since + limits.suspicion_s for s in state.suspicions.values()]
+    moments += [hold.since + limits.device_s for agent in state.agents.values() for hold in agent.held.values()]
     if state.phase == OPENED:
         moments += [state.since + limits.drain_s, state.since + limits.assemble_s]
     if state.phase == REPAIRING or (state.phase == RESUMING and not state.fresh):
@@ -80,11 +81,15 @@ def _spawned(state: State, now: float, out: Decisions) -> None:
     late = [w for w in state.workers.values() if w.started_for is None and not w.ready and now > w.since + limit]
     for worker in late:
         state.failed_starts += 1
-        epochs.vacate(state, worker)
+        epochs.vacate(state, worker, now)
         reason = f"not ready within {limit:g} s"
         out.add(f"standby {worker.name} was {reason}", m.Kill(worker.name, reason))
     if len(out) and state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS:
         ends.restart(state, now, "no worker comes up for the empty seats", out)
+
+
+def _devices(state: State, now: float, out: Decisions) -> None:
+    devices.overdue(state, now, state.options.timeouts.device_s, out)
 
 
 def _phase(state: State, now: float, out: Decisions) -> None:

@@ -48,7 +48,7 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
         ends.stop(state, now, verdict.USER_CODE, message, out)
         return
     state.failed_starts += 1
-    epochs.vacate(state, worker)
+    epochs.vacate(state, worker, now)
     out.add(f"{worker.name} must not join", m.Kill(worker.name, judged.reason))
     out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, reason=judged.reason)
 

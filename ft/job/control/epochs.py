@@ -6,7 +6,7 @@ process groups belong; a seat is one entry of that map. A joiner is a worker tha
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control import history, invariants, membership, recovery_plan
+from ft.job.control import devices, history, invariants, membership, recovery_plan
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.rebuilds import plan_rebuild
@@ -28,8 +28,9 @@ MOST_FAILED_STARTS = 3
 """After so many standbys in a row that ended before they were ready, no further standby is started."""
 
 
-def vacate(state: State, worker: Worker) -> None:
-    """Forget a lost worker, and mark its seat as empty if it had one."""
+def vacate(state: State, worker: Worker, now: float) -> None:
+    """Forget a lost worker, and mark its seat as empty if it had one. ``now``: the present time, in seconds."""
+    devices.hold(state, worker, now)
     state.workers.pop(worker.name, None)
     state.suspicions.pop(worker.name, None)
     if worker.rank is not None and state.seats.get(worker.rank) == worker.name:
@@ -63,7 +64,9 @@ def close(state: State, now: float, reason: str, ranks: list[int], out: Decision
 
 def advance(state: State, now: float, out: Decisions) -> None:
     """Go through as many phases as the received reports allow."""
-    if state.phase == GATHERING:
+    if state.phase == GATHERING and (why := devices.crowded(state)):
+        ends.restart(state, now, why, out)
+    elif state.phase == GATHERING:
         _open_fresh(state, now, out)
     if state.phase == CLOSED:
         _fill(state, now, out)
@@ -87,11 +90,8 @@ def _open_fresh(state: State, now: float, out: Decisions) -> None:
     ready = {w.started_for: w for w in state.workers.values() if w.started_for is not None and w.ready and not w.left}
     if len(ready) < state.options.world_size or state.nodes_seen() < state.options.nodes:
         return
-    used: dict[str, int] = {}
-    for rank, worker in sorted(ready.items()):
-        worker.rank, worker.local_rank = rank, used.get(worker.node, 0)
-        used[worker.node] = worker.local_rank + 1
-        worker.empty, worker.assembled = False, True
+    for rank, worker in ready.items():
+        worker.rank, worker.empty, worker.assembled = rank, False, True
     state.seats = {rank: worker.name for rank, worker in sorted(ready.items())}
     _open(state, [], True, "every logical rank has a worker", out)
     state.enter(RESUMING, now)

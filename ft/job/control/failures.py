@@ -11,7 +11,7 @@ from ft.base import events
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, Verdict
 from ft.job import messages as m
-from ft.job.control import epochs, history
+from ft.job.control import devices, epochs, history
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Suspicion, Worker
@@ -132,7 +132,7 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
         _tell(state, fault, out)
     holders = [fault for fault in judged if fault.worker.rank is not None or state.phase == GATHERING]
     for fault in judged:
-        _remove(state, fault, out)
+        _remove(state, now, fault, out)
     if not holders:
         return
     worst = max((fault.verdict for fault in holders), key=lambda found: SEVERITY.index(found.action))
@@ -145,7 +145,7 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
         reason = f"{_names(holders)}: {worst.reason}; no state is in memory yet"
         ends.restart(state, now, reason, out)
     else:
-        _remove_those_who_left(state, out)
+        _remove_those_who_left(state, now, out)
         ranks = sorted(fault.worker.rank for fault in holders)
         verdicts = _verdicts(state, holders)
         epochs.close(state, now, f"{_names(holders)}: {worst.reason}", ranks, out)
@@ -178,7 +178,7 @@ def _early_exit(state: State, now: float, worker: Worker, code: int, out: Decisi
 
 
 def _standby_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
-    epochs.vacate(state, worker)
+    epochs.vacate(state, worker, now)
     how = verdict.of_exit(code).reason
     out.add(f"standby {worker.name} {how}" + ("" if worker.ready else " before it was ready"))
     out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, reason=how)
@@ -231,7 +231,7 @@ def _tell(state: State, fault: Fault, out: Decisions) -> None:
     )
 
 
-def _remove(state: State, fault: Fault, out: Decisions) -> None:
+def _remove(state: State, now: float, fault: Fault, out: Decisions) -> None:
     """Remove a worker that a standby replaces. If its process still lives, kill it, so that it cannot come back."""
     worker, found = fault.worker, fault.verdict
     if found.action != REPLACE and worker.rank is not None:
@@ -239,21 +239,23 @@ def _remove(state: State, fault: Fault, out: Decisions) -> None:
     agent = state.agents.get(worker.node)
     if found.node_suspect and agent is not None:
         agent.suspect = agent.suspect or found.reason
+    if found.device_unusable and agent is not None and worker.rank is not None:
+        devices.reject(state, agent, worker.local_rank, found.reason, out)
     if not fault.dead:
         out.add(f"{worker.name} is replaced and must not come back", m.Kill(worker.name, found.reason))
-    epochs.vacate(state, worker)
+    epochs.vacate(state, worker, now)
     out.add(f"{worker.name} is lost")
     out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, rank=worker.rank, reason=found.reason)
 
 
-def _remove_those_who_left(state: State, out: Decisions) -> None:
+def _remove_those_who_left(state: State, now: float, out: Decisions) -> None:
     """Remove the workers that have exited with code 0: they cannot take part in the recovery, so their seats must
     be filled.
     """
     for worker in state.seated():
         if worker.left:
             _tell(state, Fault(worker, verdict.of_exit(0), dead=True), out)
-            _remove(state, Fault(worker, verdict.of_exit(0), dead=True), out)
+            _remove(state, now, Fault(worker, verdict.of_exit(0), dead=True), out)
 
 
 def _verdicts(state: State, faults: list[Fault]) -> list[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from ft.job.control import devices
 from ft.job.control.state import Agent, State, Vacancy, Worker
 
 
@@ -32,25 +33,29 @@ class Filling:
 def fill(state: State) -> Filling:
     """Assign the empty seats to ready standbys.
 
-    The order of preference is: standbys on nodes that are not suspected; among these, standbys on the lost worker's
-    node; then standbys on the node with the fewest seated workers. Workers are spread over nodes because two workers on
-    one device would share it, and because the failure of a node with many workers loses many copies of states at once.
+    Only standbys come into question whose node has a free device. The order of preference is: standbys on nodes that
+    are not suspected; among these, standbys on the lost worker's node; then standbys on the node with the fewest seated
+    workers. Workers are spread over nodes because the failure of a node with many workers loses many copies of states
+    at once.
     """
     filling, ready = Filling(), list(state.standbys())
     taken = {(w.node, w.local_rank) for w in state.seated()}
     for rank, vacancy in sorted(state.vacant.items()):
-        if not ready:
+        chosen_for = ((w, devices.choose(state.agents[w.node], vacancy, taken)) for w in ready)
+        free = {w.name: device for w, device in chosen_for if device is not None}
+        able = [w for w in ready if w.name in free]
+        if not able:
             filling.lacking.append(rank)
             continue
         crowd = Counter(node for node, _ in taken)
-        chosen = min(ready, key=lambda w: (*_distance(state, w, vacancy), crowd[w.node]))
+        chosen = min(able, key=lambda w: (*_distance(state, w, vacancy), crowd[w.node]))
         ready.remove(chosen)
-        local_rank = _local_rank(chosen.node, vacancy, taken)
+        local_rank = free[chosen.name]
         taken.add((chosen.node, local_rank))
         filling.moves[rank] = (chosen.name, local_rank)
         filling.reasons.append(f"{chosen.name} takes logical rank {rank} ({_why(state, chosen, vacancy)})")
     if filling.lacking:
-        _spawn_for(state, filling)
+        _spawn_for(state, filling, ready, Counter(node for node, _ in taken))
     return filling
 
 
@@ -76,13 +81,13 @@ def usable(agents: Iterable[Agent]) -> list[Agent]:
 def place_ranks(agents: Collection[Agent], world_size: int) -> dict[str, list[int]] | None:
     """Return node -> logical ranks for a fresh start, or None if there is too little room.
 
-    Each node gets as many ranks as it has seats; standby nodes replace lost nodes. If that is not enough, suspected
-    nodes are used, then the room that was meant for standbys.
+    Each node gets as many ranks as it has seats, and no more than it has usable devices; standby nodes replace lost
+    nodes. If that is not enough, suspected nodes are used, then the room that was meant for standbys.
     """
     here = sorted((a for a in agents if not a.gone), key=lambda a: (bool(a.suspect), a.seats == 0, a.node_rank))
-    room = {agent.node: agent.seats or agent.standbys for agent in here}
+    room = {agent.node: min(agent.seats or agent.standbys, devices.room(agent)) for agent in here}
     if sum(room.values()) < world_size:
-        room = {agent.node: agent.seats + agent.standbys for agent in here}
+        room = {agent.node: min(agent.seats + agent.standbys, devices.room(agent)) for agent in here}
     taken, left = {}, world_size
     for agent in here:
         taken[agent.node] = min(room[agent.node], left)
@@ -112,33 +117,40 @@ def _why(state: State, worker: Worker, vacancy: Vacancy) -> str:
     return f"another node, because {why}" if why else "another node, no standby is ready on that of the lost worker"
 
 
-def _local_rank(node: str, vacancy: Vacancy, taken: set[tuple[str, int]]) -> int:
-    """Return the lost worker's device if it is on this node, else the first unused device."""
-    if node == vacancy.node and (node, vacancy.local_rank) not in taken:
-        return vacancy.local_rank
-    return next(i for i in range(len(taken) + 1) if (node, i) not in taken)
+def _spawn_for(state: State, filling: Filling, ready: list[Worker], used: Counter[str]) -> None:
+    """Order the workers that are missing for the empty seats, in addition to those that are there or are starting.
 
+    Nodes without a suspicion are preferred. A worker counts only if its node has a device for it, or is about to have.
 
-def _spawn_for(state: State, filling: Filling) -> None:
-    """Order the workers that are missing for the empty seats, in addition to those that are already starting.
-
-    Nodes without a suspicion are preferred.
+    Args:
+        state: state of the control plane.
+        filling: gets the orders and their reasons.
+        ready: standbys whose nodes have no free device.
+        used: node -> number of its devices that are in use.
     """
-    starting = [
-        w for w in state.workers.values() if w.rank is None and w.started_for is None and not w.ready and not w.left
-    ]
-    ordered = sum(len(times) for times in state.spawning.values())
-    need = len(filling.lacking) - len(starting) - ordered
+    coming = Counter(w.node for w in ready)
+    coming.update(
+        w.node
+        for w in state.workers.values()
+        if w.rank is None and w.started_for is None and not w.ready and not w.left
+    )
+    coming.update({node: len(times) for node, times in state.spawning.items()})
+    here = {a.node: a for a in state.agents.values() if not a.gone}
+    room = {node: devices.room(agent, used[node]) for node, agent in here.items()}
+    able = {node: min(coming[node], room[node]) for node in here}
+    need = len(filling.lacking) - sum(able.values())
     if need <= 0:
-        filling.reasons.append(f"{len(starting) + ordered} worker(s) for the empty seats are starting")
+        filling.reasons.append(f"{sum(coming.values())} worker(s) for the empty seats are starting or await a device")
         return
     sound = [a.node for a in usable(state.agents.values())]
     for rank in filling.lacking[-need:]:
+        free = {node for node in here if able[node] + filling.spawn.get(node, 0) < room[node]}
         node = state.vacant[rank].node
-        if node not in sound:
-            others = sound or [a.node for a in state.agents.values() if not a.gone]
+        if node not in sound or node not in free:
+            others = [n for n in sound if n in free] or [n for n in here if n in free]
             if not others:
-                filling.impossible = "no node is left that could start a worker for the empty seats"
+                what = "has a device for" if here else "is left that could start"
+                filling.impossible = f"no node {what} a worker for the empty seats"
                 return
             node = min(others, key=lambda name: filling.spawn.get(name, 0))
         filling.spawn[node] = filling.spawn.get(node, 0) + 1

@@ -56,6 +56,8 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
     state.last_recovery = {"outcome": "restart", "reason": reason, "at": now, "seconds": 0.0}
     for agent in state.agents.values():
         agent.places = len(ranks.get(agent.node, ()))
+        # An agent starts workers only after its earlier ones have ended. Devices that are overdue stay out of use.
+        agent.held = {worker: hold for worker, hold in agent.held.items() if hold.overdue}
     state.workers, state.seats, state.vacant, state.spawning = {}, {}, {}, {}
     state.dp_peers, state.shards, state.copies, state.complete, state.suspicions = {}, {}, {}, {}, {}
     state.places, state.rebuilt = {}, {}

@@ -70,6 +70,9 @@ class Agent:
         domains: kind -> name of the node's failure domains.
         places: number of workers that it starts at the start of the run, or at the last warm restart.
         started: names of all workers that it has ever started.
+        devices: number of devices (GPUs) of the node, one for each worker with a seat; 0: workers need none.
+        held: lost worker -> the device that it has not released yet.
+        unusable: index of a device -> why no worker can use it.
     """
 
     node: str
@@ -85,6 +88,24 @@ class Agent:
     domains: dict[str, str] = field(default_factory=dict)
     places: int = 0
     started: list[str] = field(default_factory=list)
+    devices: int = 0
+    held: dict[str, "Hold"] = field(default_factory=dict)
+    unusable: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A device that waits for the end of the lost worker that used it.
+
+    Attributes:
+        device: index of the device on its node.
+        since: time at which the worker was lost, in seconds.
+        overdue: whether the worker has not released the device in time.
+    """
+
+    device: int
+    since: float
+    overdue: bool = False
 
 
 @dataclass
@@ -111,6 +132,7 @@ class Worker:
         done: whether it has finished its training steps, in the present epoch.
         left: whether it has exited with code 0.
         left_at: time of that exit, in seconds.
+        released: whether its agent has reported that its device is free again.
     """
 
     name: str
@@ -132,6 +154,7 @@ class Worker:
     done: bool = False
     left: bool = False
     left_at: float = 0.0
+    released: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ class Timeouts:
         repair_s: limit for rebuilding process groups and restoring state, and again for the first step to begin.
         assemble_s: limit for a worker that is new to its seat to build model and optimizer.
         ready_s: limit for a started worker to connect: imports, on a machine that is busy with training.
+        device_s: limit for the process of a lost worker to end and to free its device (GPU). After that the device
+            counts as unusable.
         leave_s: after a worker has exited with code 0, so long the others may continue before the exit counts as a
             loss.
         join_s: limit for all agents to join and all workers to connect at the start.
@@ -85,6 +87,7 @@ class Timeouts:
     repair_s: float = 60.0
     assemble_s: float = 120.0
     ready_s: float = 180.0
+    device_s: float = 30.0
     leave_s: float = 15.0
     join_s: float = 600.0
 
@@ -159,5 +162,7 @@ _LADDER = (
     ("drain_s", "assemble_s"),
     ("assemble_s", "join_s"),
     ("ready_s", "join_s"),
+    ("silent_s", "device_s"),
+    ("device_s", "ready_s"),
 )
 """Pairs (shorter, longer) of timeouts: the first has to expire before the second."""

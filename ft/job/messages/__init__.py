@@ -17,6 +17,7 @@ from ft.job.messages.reports import (
     AgentJoined,
     AgentLeaving,
     ControlBack,
+    DeviceReleased,
     MasterChosen,
     Observed,
     WorkerArrived,
@@ -44,6 +45,7 @@ __all__ = [
     "Beat",
     "Close",
     "ControlBack",
+    "DeviceReleased",
     "Finish",
     "GivenUp",
     "GroupReport",
@@ -80,7 +82,7 @@ __all__ = [
 REPORTS = (
     *(AgentJoined, AgentBeat, AgentLeaving, WorkerStarted, WorkerReady, WorkerExited, WorkerSilent, WorkerFailed),
     *(WorkerSuspects, WorkerReleased, WorkerArrived, WorkerRepaired, WorkerResumed, WorkerDone, Observed, Beat),
-    *(MasterChosen, ControlBack),
+    *(DeviceReleased, MasterChosen, ControlBack),
 )
 ORDERS = (Close, Open, Repair, Resume, Kill, Spawn, Restart, GivenUp, Master, Finish, Stop)
 _KINDS = {kind.__name__: kind for kind in (*REPORTS, *ORDERS)}

@@ -22,6 +22,8 @@ class AgentJoined:
         standbys: number of standby workers that it starts in addition.
         rendezvous_address: host:port of the store that it hosts; process groups use this store for their rendezvous.
         domains: kind (rack, switch, ...) -> name of each failure domain of its node (``ft run --topology``).
+        devices: number of devices (GPUs) of its node, one for each worker with a logical rank; 0: workers need none.
+        unusable: index of a device (as a string, because it is a JSON key) -> why no worker can use it.
     """
 
     node: str
@@ -31,6 +33,8 @@ class AgentJoined:
     standbys: int
     rendezvous_address: str = ""
     domains: dict[str, str] = field(default_factory=dict)
+    devices: int = 0
+    unusable: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class WorkerStarted:
         pid: process id on that node.
         rank: logical rank that the worker is meant for, or None for a standby.
         restart: number of the warm restart for which it was started (0: start of the run), or None if unknown.
+        local_rank: index of the device that the agent has given to a worker with a logical rank.
     """
 
     worker: str
@@ -66,6 +71,7 @@ class WorkerStarted:
     pid: int
     rank: int | None
     restart: int | None = None
+    local_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,23 @@ class WorkerExited:
     node: str
     code: int
     attached: bool
+
+
+@dataclass(frozen=True)
+class DeviceReleased:
+    """The process of a worker has ended, and its device is free for another worker, or turned out to be unusable.
+
+    Attributes:
+        worker: name of the worker.
+        node: name of its agent.
+        device: index of its device on that node.
+        problem: why no worker can use the device, or "".
+    """
+
+    worker: str
+    node: str
+    device: int
+    problem: str = ""
 
 
 @dataclass(frozen=True)

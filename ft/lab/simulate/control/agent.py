@@ -17,9 +17,10 @@ from ft.lab.simulate.control.worker import Worker
 if TYPE_CHECKING:
     from ft.lab.simulate.control.cluster import Cluster
 
-_TICK_S, _REAP_S, _FORK_S = 0.1, (0.0005, 0.02), (0.005, 0.1)
+_TICK_S, _REAP_S, _FORK_S, _FREE_S = 0.1, (0.0005, 0.02), (0.005, 0.1), (0.05, 3.0)
 """Durations in virtual seconds: the agent's polling period; the time (least, most) until it reaps an ended process; the
-time (least, most) until a started process exists.
+time (least, most) until a started process exists; the time (least, most) until the memory of an ended process's device
+is free.
 """
 
 
@@ -62,6 +63,8 @@ class Agent:
         alive: False once the process has ended.
         paused: True while the process is stopped.
         excuse: True once a fault has been injected that may make the control plane take the agent for lost.
+        devices: number of devices of the host; 0: workers need none.
+        in_use: worker -> its device, until the worker's process has ended and the device's memory is free.
         workers: name -> worker, of the workers that are not yet reaped.
         link: connection to the control plane.
     """
@@ -70,7 +73,8 @@ class Agent:
         self.cluster, self.host = cluster, host
         self.node = f"n{host.number}" + ("" if host.lives == 0 else f"-{host.lives + 1}")
         host.lives += 1
-        self.seats, self.standbys = seats, standbys
+        self.seats, self.standbys, self.devices = seats, standbys, cluster.shape.devices
+        self.in_use: dict[str, int] = {}
         self.alive, self.paused, self.excuse = True, False, False
         self.workers: dict[str, Worker] = {}
         self._started, self._restart, self._begin = 0, 0, None
@@ -81,7 +85,8 @@ class Agent:
         """Announce the agent to the control plane, and begin to send heartbeats."""
         self.cluster.agents[self.node] = self
         number = self.host.number
-        self.link.post(m.AgentJoined(self.node, number, f"host{number}", self.seats, self.standbys))
+        joined = m.AgentJoined(self.node, number, f"host{number}", self.seats, self.standbys, devices=self.devices)
+        self.link.post(joined)
         self.link.pump()
         self._beat()
 
@@ -160,18 +165,21 @@ class Agent:
         """Forward a report from a worker."""
         self.when_awake(self.link.post, report)
 
-    def spawn(self, rank: int | None) -> None:
-        """Start a worker that is meant for a logical rank; None: a standby."""
+    def spawn(self, rank: int | None, local_rank: int = 0) -> None:
+        """Start a worker that is meant for a logical rank, with a device; ``rank`` None: a standby."""
         name = f"{self.node}.w{self._started}"
         self._started += 1
         worker = self.workers[name] = Worker(self.cluster, self, name, rank, self._restart)
+        if rank is not None:
+            self.in_use[name] = local_rank
         self.cluster.born(worker)
         self.cluster.time.after(self.cluster.rng.uniform(*_FORK_S), self._exists, worker)
 
     def _exists(self, worker: Worker) -> None:
         if not self.alive:
             return
-        self.hear(m.WorkerStarted(worker.name, self.node, 1000 + self._started, worker.started_for, worker.restart))
+        pid, device = 1000 + self._started, self.in_use.get(worker.name, 0)
+        self.hear(m.WorkerStarted(worker.name, self.node, pid, worker.started_for, worker.restart, device))
         if worker.alive:
             worker.poke()
 
@@ -188,7 +196,16 @@ class Agent:
     def _reap(self, worker: Worker, code: int) -> None:
         if self.workers.pop(worker.name, None) is not None:
             self.link.post(m.WorkerExited(worker.name, self.node, code, worker.attached))
+            if self.devices and worker.name in self.in_use:
+                self.cluster.time.after(self.cluster.rng.uniform(*_FREE_S), self.when_awake, self._release, worker)
+            else:
+                self.in_use.pop(worker.name, None)
             self._begin_when_possible()
+
+    def _release(self, worker: Worker) -> None:
+        """Report that the memory of an ended worker's device is free."""
+        self.link.post(m.DeviceReleased(worker.name, self.node, self.in_use.pop(worker.name)))
+        self._begin_when_possible()
 
     def watch(self, worker: Worker, state: str) -> None:
         """Watch a worker whose heartbeats have just stopped, and report the worker if the silence lasts.
@@ -231,6 +248,9 @@ class Agent:
             if order.node == self.node:
                 self.given_up()
         elif isinstance(order, m.Close | m.Open | m.Repair | m.Resume | m.Finish):
+            if isinstance(order, m.Open):
+                seats = (seat for seat in order.seats.values() if seat.worker in self.workers)
+                self.in_use.update({seat.worker: seat.local_rank for seat in seats})
             for worker in list(self.workers.values()):
                 if worker.attached and worker.alive:
                     worker.hear(order)
@@ -245,8 +265,8 @@ class Agent:
         self._begin_when_possible()
 
     def _begin_when_possible(self) -> None:
-        if self._begin is None or self.workers:
+        if self._begin is None or self.workers or self.in_use:
             return
         ranks, self._begin = self._begin, None
-        for rank in ranks:
-            self.spawn(rank)
+        for local_rank, rank in enumerate(ranks):
+            self.spawn(rank, local_rank)

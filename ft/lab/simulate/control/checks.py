@@ -229,6 +229,7 @@ class Checks:
         devices = {(seat.node, seat.local_rank) for seat in order.seats.values()}
         if not len(names) == len(set(names)) == len(devices) == self._cluster.shape.world_size:
             self.fail(f"seats of epoch {order.epoch} are not one worker and one device for each rank: {order.seats}")
+        self._check_devices(order)
         if lost := sorted(set(names) & self._dead):
             self.fail(f"epoch {order.epoch} has seats for workers that are dead or ordered to be: {', '.join(lost)}")
         for rank, seat in before.seats.items() if before is not None else ():
@@ -240,6 +241,16 @@ class Checks:
             self.committed, history = self._cluster.load(order.epoch)
             self._lineage = {self.committed: history}
             self.furthest = self.committed
+
+    def _check_devices(self, order: m.Open) -> None:
+        """Check that each seat has a device of its node that no other worker's process still uses."""
+        for seat in order.seats.values():
+            agent = self._cluster.agents[seat.node]
+            if agent.devices and seat.local_rank >= agent.devices:
+                self.fail(f"{seat.worker} gets device {seat.local_rank} of {seat.node}, which has {agent.devices}")
+            users = [name for name, device in agent.in_use.items() if device == seat.local_rank and name != seat.worker]
+            if agent.devices and agent.alive and users:
+                self.fail(f"{seat.worker} gets device {seat.local_rank} of {seat.node}, which {users} still use")
 
     def _on_close(self, order: m.Close) -> None:
         if not self._is_open or order.epoch != self._newest:

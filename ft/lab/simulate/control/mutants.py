@@ -13,7 +13,7 @@ from unittest import mock
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE
 from ft.job import messages as m
-from ft.job.control import absence, arrivals, controller, deadlines, epochs, failures, liveness, sources
+from ft.job.control import absence, arrivals, controller, deadlines, devices, epochs, failures, liveness, sources
 from ft.job.control import run_ends as ends
 from ft.job.control.state import CLOSED, REPAIRING
 from ft.lab.simulate import mutation
@@ -150,6 +150,14 @@ def _seats_need_no_taking(right):
     return lambda state, worker: state.epoch
 
 
+def _devices_are_free_at_once(right):
+    return lambda state, worker, now: None
+
+
+def _any_device_number(right):
+    return lambda agent, vacancy, taken: right(replace(agent, devices=0), vacancy, taken)
+
+
 PLANTS = (
     Replaced("skips the release barrier", epochs, "_order_repair", _no_release_barrier),
     Replaced("restores a step one too old", sources, "choose", _one_step_too_old),
@@ -166,6 +174,8 @@ PLANTS = (
     Replaced("does not wait for joiners", epochs, "_order_repair", _joiners_are_full),
     Replaced("replaces a worker for a lost connection", verdict, "of_suspicion", _connections_die_with_workers),
     Replaced("does not miss who never takes its seat", deadlines, "_epoch_of", _seats_need_no_taking),
+    Replaced("gives away the device of a process that still ends", devices, "hold", _devices_are_free_at_once),
+    Replaced("does not count the devices of a node", devices, "choose", _any_device_number),
     *worker_mutants.PLANTS,
 )
 

@@ -76,7 +76,8 @@ class Legitimacy:
     def _room(self) -> int:
         """Return how many workers fit on the nodes that the control plane has not declared lost."""
         here = [a for a in self._cluster.plane.state.agents.values() if not a.gone]
-        return sum(agent.seats + agent.standbys for agent in here)
+        devices = self._cluster.shape.devices or self._cluster.shape.world_size
+        return sum(min(agent.seats + agent.standbys, devices) for agent in here)
 
     def _gone(self) -> list[str]:
         """Return the nodes that the control plane counts as lost."""

@@ -25,6 +25,7 @@ TIMEOUTS = Timeouts(
     repair_s=10.0,
     assemble_s=14.0,
     ready_s=18.0,
+    device_s=9.0,
     mute_s=30.0,
     leave_s=5.0,
     join_s=40.0,
@@ -44,6 +45,7 @@ class Shape:
         near: True: ranks with the same part are consecutive, most often on one node; False: they are far apart.
         copies: number of peer copies of each logical rank's snapshot.
         nodes: (number of seats, number of standbys) of each node.
+        devices: number of devices of each node, one for each worker with a logical rank; 0: workers need none.
         max_restarts: number of warm restarts (restarts of all workers from the last checkpoint) that are allowed.
         hot_swap: whether lost workers may be replaced by standbys.
         groups: process group -> its logical ranks.
@@ -63,6 +65,7 @@ class Shape:
     groups: dict[str, list[int]] = field(default_factory=dict, compare=False)
     checkfree: str = ""
     on_device: bool = field(default=False, repr=False)
+    devices: int = 0
 
     def part_of(self, rank: int) -> int:
         """Return the number of the model part that the rank holds."""
@@ -151,6 +154,10 @@ def draw_shape(rng: random.Random, world_size: int | None = None) -> Shape:
     if world // dp >= 3:
         shape = replace(shape, checkfree=random.Random(repr(shape)).choice(["", MIDDLE, PLUS]))
     shape = replace(shape, on_device=random.Random(f"device {shape!r}").random() < 0.5)
+    # Drawn apart, so that the rest of the run is the same with and without devices. A node without a free device is
+    # full: a standby on it can replace this node's workers only.
+    per_node = world // count
+    shape = replace(shape, devices=random.Random(f"{shape!r} devices").choice([0, 0, per_node, per_node, per_node + 1]))
     shape.groups["world"] = list(range(world))
     for rank in range(world):
         shape.groups.setdefault(f"dp{shape.part_of(rank)}", shape.dp_peers(rank))

@@ -1,0 +1,138 @@
+"""The devices (GPUs) of a node, as its agent sees them: how many there are, who uses them, and whether they are sound.
+
+The agent is the supervisor process of a node of ``ft run``. A device is looked at before the first worker starts, and
+whenever a worker that used it has ended: its memory has to be free again, and no fault may have been recorded, before
+another worker gets it. The looks happen in threads, because the driver may take seconds to answer, or hang.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ft.job.messages import DeviceReleased
+from ft.platform import devices
+from ft.platform.devices import Reading
+
+FREE_S = 20.0
+"""Seconds that the memory of an ended worker's device has to come free; less than ``Timeouts.device_s``."""
+_LOOK_S = 0.1
+_LEAST_SLACK, _SLACK = 1 << 30, 0.02
+"""The memory counts as free again if no more than before the first worker is in use, apart from 1 GiB or 2 %."""
+
+
+class Devices:
+    """The devices of one node.
+
+    Args:
+        count: function that returns the number of devices.
+        workers: number of workers with a logical rank on this node. If there are fewer devices, the workers are meant
+            to share them, or to do without, and devices are not counted.
+        wake: function that wakes the agent's event loop, called from other threads.
+        free_s: seconds that the memory of a device has to come free.
+        environment: environment variables of the workers.
+
+    Attributes:
+        count: number of devices; 0 until they are known, and if they are not counted.
+        unusable: index of a device -> why no worker can use it.
+    """
+
+    def __init__(
+        self,
+        count: Callable[[], int],
+        workers: int,
+        wake: Callable[[], None],
+        free_s: float = FREE_S,
+        environment: Mapping[str, str] = os.environ,
+    ):
+        self._count, self._workers, self._wake = count, workers, wake
+        self._free_s, self._environment = free_s, environment
+        self._before: list[Reading] = []
+        self._of_worker: dict[str, int] = {}
+        self._looking: set[str] = set()
+        self._reports: deque[DeviceReleased] = deque()
+        self._known = threading.Event()
+        self.count = 0
+        self.unusable: dict[int, str] = {}
+
+    def start(self) -> None:
+        """Look at all devices, in another thread; ``is_busy`` until it is done."""
+        threading.Thread(target=self._look_first, name="ft-devices", daemon=True).start()
+
+    def described(self) -> dict[str, Any]:
+        """Return the fields of ``AgentJoined`` about the devices; wait until the devices are known."""
+        self._known.wait()
+        return {"devices": self.count, "unusable": {str(index): why for index, why in self.unusable.items()}}
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the devices are not known yet, or one of them is still used by an ended worker."""
+        return not self._known.is_set() or bool(self._looking)
+
+    def sound(self, most: int) -> list[int]:
+        """Return the indices of the first usable devices, ``most`` at most."""
+        indices = range(self.count or most)
+        return [index for index in indices if index not in self.unusable][:most]
+
+    def take(self, worker: str, device: int) -> None:
+        """Record that a worker uses a device."""
+        self._of_worker[worker] = device
+
+    def ended(self, worker: str, node: str) -> None:
+        """Look at the device of a worker that has ended, in another thread, until its memory is free.
+
+        Args:
+            worker: name of the worker.
+            node: name of the agent.
+        """
+        device = self._of_worker.pop(worker, None)
+        if device is None or not self.count:
+            return
+        self._looking.add(worker)
+        arguments = (worker, node, device)
+        threading.Thread(target=self._look_until_free, args=arguments, name="ft-devices", daemon=True).start()
+
+    def reports(self) -> list[DeviceReleased]:
+        """Return the results of the looks that have ended since the last call."""
+        done = [self._reports.popleft() for _ in range(len(self._reports))]
+        for report in done:
+            self._looking.discard(report.worker)
+            if report.problem:
+                self.unusable[report.device] = report.problem
+        return done
+
+    def _look_first(self) -> None:
+        try:
+            count = self._count()
+            self.count = count if count >= self._workers else 0
+            self._before = devices.read(self._environment)[: self.count]
+            problems = {index: reading.problem for index, reading in enumerate(self._before) if reading.problem}
+            self.unusable = problems
+        finally:
+            self._known.set()
+            self._wake()
+
+    def _look_until_free(self, worker: str, node: str, device: int) -> None:
+        deadline = time.monotonic() + self._free_s
+        while True:
+            problem, is_free = self._look(device)
+            if problem or is_free or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+        if not problem and not is_free:
+            problem = f"its memory was not free {self._free_s:g} s after its worker {worker} had ended"
+        self._reports.append(DeviceReleased(worker, node, device, problem))
+        self._wake()
+
+    def _look(self, device: int) -> tuple[str, bool]:
+        """Return (fault of the device or "", whether its memory is free). Without NVML, every device is sound."""
+        now = devices.read(self._environment) if self._before else []
+        if device >= len(self._before):
+            return "", True
+        if device >= len(now):
+            return "the driver does not list it any more", False
+        before, reading = self._before[device], now[device]
+        slack = max(_LEAST_SLACK, int(_SLACK * reading.total))
+        return reading.problem, reading.used <= before.used + slack

@@ -1,0 +1,104 @@
+"""The devices (GPUs) of the nodes: which of them are in use, which come free, and which no worker can use.
+
+A worker gets a device when it takes a seat (a logical rank); a standby has none. Two workers never share one: NCCL
+refuses a communicator with two ranks on one GPU, and a training worker usually fills the memory. The device of a lost
+worker is held until that worker's process has ended and its memory is free, which its agent reports. A node without
+devices (a CPU) has room for any number of workers.
+"""
+
+import itertools
+from collections.abc import Collection
+from dataclasses import replace
+
+from ft.base import events
+from ft.job import messages as m
+from ft.job.control.decision import Decisions
+from ft.job.control.state import GATHERING, Agent, Hold, State, Vacancy, Worker
+
+_NO_LIMIT = 1 << 30
+
+
+def room(agent: Agent, others: int = 0) -> int:
+    """Return how many further workers the node's devices can serve, now or once the held devices are free.
+
+    Args:
+        agent: the agent of the node.
+        others: number of devices that are in use.
+    """
+    if not agent.devices:
+        return _NO_LIMIT
+    stuck = {hold.device for hold in agent.held.values() if hold.overdue}
+    return agent.devices - len(stuck | set(agent.unusable)) - others
+
+
+def choose(agent: Agent, vacancy: Vacancy, taken: Collection[tuple[str, int]]) -> int | None:
+    """Return the device for the next worker of a node: the lost worker's if it was there, else the first free one.
+
+    Args:
+        agent: the agent of the node.
+        vacancy: the lost worker.
+        taken: (node, device) of the devices in use.
+
+    Returns:
+        the index of the device, or None if no device of the node is free now.
+    """
+    blocked = {device for node, device in taken if node == agent.node}
+    blocked |= {hold.device for hold in agent.held.values()} | set(agent.unusable)
+    if vacancy.node == agent.node and vacancy.local_rank not in blocked:
+        return vacancy.local_rank
+    indices = range(agent.devices) if agent.devices else itertools.count()
+    return next((device for device in indices if device not in blocked), None)
+
+
+def hold(state: State, worker: Worker, now: float) -> None:
+    """Hold the device of a lost worker, unless its agent has reported before that the device is released."""
+    agent = state.agents.get(worker.node)
+    if agent is not None and agent.devices and worker.rank is not None and not worker.released:
+        agent.held[worker.name] = Hold(worker.local_rank, now)
+
+
+def reject(state: State, agent: Agent, device: int, problem: str, out: Decisions) -> None:
+    """Record that no worker can use a device of a node."""
+    if agent.unusable.get(device) == problem:
+        return
+    agent.unusable[device] = problem
+    out.add(f"device {device} of {agent.node} is not used any more: {problem}")
+    out.note(events.DEVICE_UNUSABLE, node=agent.node, device=device, reason=problem)
+
+
+def released(state: State, report: m.DeviceReleased, out: Decisions) -> None:
+    """Record that the device of an ended worker is free, or unusable."""
+    agent = state.agents.get(report.node)
+    if agent is None or agent.gone:
+        out.add(f"ignored: device {report.device} of {report.node}, which is unknown or lost")
+        return
+    if report.worker in state.workers:
+        state.workers[report.worker].released = True
+    agent.held.pop(report.worker, None)
+    if report.problem:
+        reject(state, agent, report.device, report.problem, out)
+    else:
+        out.add(f"{report.worker} has released device {report.device} of {agent.node}")
+
+
+def overdue(state: State, now: float, limit_s: float, out: Decisions) -> None:
+    """Count the devices as unusable whose former workers have not released them within ``limit_s`` seconds."""
+    for agent in state.agents.values():
+        for worker, held in agent.held.items():
+            if now > held.since + limit_s and not held.overdue and not agent.gone:
+                agent.held[worker] = replace(held, overdue=True)
+                reason = f"{worker} has not released it within {limit_s:g} s"
+                out.add(f"device {held.device} of {agent.node} cannot be used: {reason}")
+                out.note(events.DEVICE_UNUSABLE, node=agent.node, device=held.device, reason=reason)
+
+
+def crowded(state: State) -> str:
+    """Return why the nodes cannot serve the workers that a fresh start has assigned to them, or ""."""
+    if state.phase != GATHERING or state.nodes_seen() < state.options.nodes:
+        return ""
+    found = []
+    for agent in state.agents.values():
+        if not agent.gone and agent.places > room(agent):
+            why = "; ".join(f"device {index}: {problem}" for index, problem in sorted(agent.unusable.items()))
+            found.append(f"{agent.node} has devices for {room(agent)} of its {agent.places} workers ({why})")
+    return ", ".join(found)

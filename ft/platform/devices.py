@@ -1,0 +1,163 @@
+"""Reads the state of this node's NVIDIA GPUs without CUDA: their memory in use, and faults that only a reset clears.
+
+The source is NVML, through the Python package ``nvidia-ml-py`` if it is installed, else through ``nvidia-smi``. Neither
+creates a CUDA context, so a process that has asked can still be forked, and asking takes no memory of a GPU.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_FIELDS = "uuid,compute_cap,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
+_QUERY = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
+_QUERY_S = 20.0
+_MIB = 1 << 20
+_LOST = (15, 16)
+"""Values of NVMLError for a GPU that has fallen off the bus, and for one that has to be reset."""
+_ACTIONS = {1: "a reset", 2: "a reboot of the node", 3: "its NVLink traffic to be drained", 4: "a drain and a reset"}
+"""Values of NVML's field "GPU recovery action", which the driver sets after a fatal Xid; 0: nothing is to be done."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The state of one GPU.
+
+    Attributes:
+        uuid: its unique id, such as "GPU-5c2f...".
+        capability: its compute capability (major, minor), or None if unknown.
+        total: its memory in bytes, 0 if unknown.
+        used: the memory that is in use, in bytes.
+        problem: why no worker can use the GPU, or "".
+    """
+
+    uuid: str = ""
+    capability: tuple[int, int] | None = None
+    total: int = 0
+    used: int = 0
+    problem: str = ""
+
+
+def read(environment: Mapping[str, str] = os.environ) -> list[Reading]:
+    """Return the state of the GPUs that processes with this environment can use, in CUDA's order.
+
+    The list is empty if the GPUs are unknown: no driver, or parts of GPUs (MIG), whose state NVML does not report.
+    """
+    found = _from_nvml()
+    if found is None:
+        found = _from_smi()
+    return visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(found: Sequence[Reading], selection: str | None) -> list[Reading]:
+    """Return the readings that CUDA_VISIBLE_DEVICES selects, in its order.
+
+    Args:
+        found: the readings of all GPUs, by their index.
+        selection: the variable, or None if it is not set.
+    """
+    if selection is None:
+        return list(found)
+    chosen: list[int] = []
+    for name in (word.strip() for word in selection.split(",")):
+        alike = [i for i, each in enumerate(found) if name == str(i) or _names(name, each.uuid)]
+        if len(alike) != 1 or alike[0] in chosen:  # CUDA ignores all that follows an entry that names no GPU
+            break
+        chosen += alike
+    return [found[index] for index in chosen]
+
+
+def _names(name: str, uuid: str) -> bool:
+    """Return whether an entry of CUDA_VISIBLE_DEVICES is the (shortened) id of a GPU."""
+    return name.startswith("GPU-") and uuid.startswith(name)
+
+
+def _from_nvml() -> list[Reading] | None:
+    """Return the readings of all GPUs, or None if NVML or its Python package is missing."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return [_read_one(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read_one(nvml: Any, index: int) -> Reading:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = _ask(nvml, nvml.nvmlDeviceGetUUID, handle) or ""
+        uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
+        capability = _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+        total, used = (memory.total, memory.used) if memory is not None else (0, 0)
+        return Reading(uuid, tuple(capability) if capability else None, total, used, _fault(nvml, handle))
+    except nvml.NVMLError as error:
+        return Reading(problem=f"NVML cannot reach it: {error}")
+
+
+def _ask(nvml: Any, function: Callable, *arguments: Any) -> Any:
+    """Return what NVML answers, or None if this GPU or driver does not support the question.
+
+    Raises:
+        NVMLError: the GPU is lost, or has to be reset.
+    """
+    try:
+        return function(*arguments)
+    except nvml.NVMLError as error:
+        if getattr(error, "value", None) in _LOST:
+            raise
+        return None
+
+
+def _fault(nvml: Any, handle: Any) -> str:
+    """Return the fault of a GPU that lasts until a reset, or "".
+
+    The driver knows best what an Xid or a memory error requires, and newer drivers (565 and later) say so. An
+    uncorrectable error counts by itself only with older drivers: newer GPUs contain it and go on.
+    """
+    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    answer = _ask(nvml, nvml.nvmlDeviceGetFieldValues, handle, [field]) if field is not None else None
+    action = answer[0].value.uiVal if answer and answer[0].nvmlReturn == 0 else None
+    rows = _ask(nvml, nvml.nvmlDeviceGetRemappedRows, handle)  # correctable, uncorrectable, pending, failed
+    if action:
+        return f"the driver asks for {_ACTIONS.get(action, f'recovery action {action}')}"
+    if rows and rows[3]:
+        return "a row of its memory is defective and cannot be replaced"
+    if _ask(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+        return "pages of its memory are retired at the next reboot"
+    kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    errors = _ask(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds) if action is None else 0
+    return f"{errors} uncorrectable error(s) of its memory" if errors else ""
+
+
+def _from_smi() -> list[Reading]:
+    """Return the readings of all GPUs, none if ``nvidia-smi`` is missing or fails."""
+    try:
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [_parse(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def _parse(line: str) -> Reading:
+    """Return the reading of one line of ``nvidia-smi``, in which "[N/A]" stands for what the GPU does not report."""
+    uuid, capability, total, used, errors, pending = (word.strip() for word in line.split(","))
+    lost = next((word for word in (uuid, total, used) if word.startswith("[") and "N/A" not in word), "")
+    problem = f"nvidia-smi reports {lost}" if lost else ""
+    if not problem and pending == "Yes":
+        problem = "pages of its memory are retired at the next reboot"
+    if not problem and errors.isdecimal() and int(errors):
+        problem = f"{errors} uncorrectable error(s) of its memory"
+    major, _, minor = capability.partition(".")
+    known = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+    sizes = [int(word) * _MIB if word.isdecimal() else 0 for word in (total, used)]
+    return Reading(uuid, known, *sizes, problem)

@@ -1,0 +1,29 @@
+"""Faults on nodes that have just as many devices as workers: a standby there has no device of its own."""
+
+from ft_runs import ROOT, flags, leftovers
+from test_hot_swap_nodes import Node, free_port
+
+SCRIPT = str(ROOT / "tests" / "helpers" / "counted_devices_gpt.py")
+LAYOUT, STEPS = "--use-distributed-optimizer", 40
+
+
+def test_a_worker_is_replaced_on_its_own_node_if_the_standbys_node_is_full(corpus, reference, monkeypatch, tmp_path):
+    """The only standby is on n0, whose devices are in use. It must not take the rank that n1 has lost."""
+    monkeypatch.setenv("COUNTED_DEVICES", "2")
+    port, wanted = free_port(), flags(corpus, LAYOUT, STEPS)
+    common = "--devices-per-node 2 --inject kill@step=5:rank=3"
+    how = {"nnodes": 2, "standby_nodes": 0, "script": SCRIPT}
+    nodes = [Node(tmp_path, rank, port, wanted, f"{common} --standby {1 - rank}", **how) for rank in range(2)]
+    try:
+        done = nodes[0].wait(150)
+        assert done.code == 0 and nodes[1].process.wait(20) == 0, done.explain()
+    finally:
+        for node in nodes:
+            node.stop()
+    assert not leftovers(nodes[0].folder)
+    assert not done.named("restarted") and not done.named("device_unusable"), done.explain()
+    seats = done.named("epoch_opened")[-1].detail["seats"]
+    assert seats["3"].startswith("n1.") and done.named("fault_injected"), done.explain()
+    log = (nodes[0].folder / "logs" / f"{seats['3']}.log").read_text()
+    assert "COUNTED device 1" in log, "the device of the lost worker"
+    assert done.losses == reference(4, LAYOUT, STEPS)
