@@ -13,10 +13,10 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ft.base.checkout import CHECKOUT
-from ft.platform import processes
+from ft.job.agent import forking
 
 NOTHING = "none"
 _TORCH = ("torch", "torch.distributed")
@@ -34,19 +34,6 @@ _TRAINER = (
 )
 _REPLICAS = ("ft.systems.hsdp.components", "ft.systems.hsdp.initial_assignment")
 _FAULT_TOLERANCE = ("ft.worker.session", "ft.systems.hot_swap.protect", "ft.systems.checkfree.rebuilder")
-
-
-class UnfitForForking(Exception):
-    """An import has started threads or created a CUDA context, which forked processes could not use.
-
-    Args:
-        module: name of the module that was imported.
-        what: effect of the import, as a verb phrase for the message.
-    """
-
-    def __init__(self, module: str, what: str):
-        self.module = module
-        super().__init__(f"importing {module} {what}")
 
 
 def imports_of(source: str, package: str = "") -> list[str]:
@@ -87,30 +74,61 @@ def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
     return [*_TORCH, *preload]
 
 
-def load(names: list[str], skip: set[str]) -> None:
-    """Import ``names`` except those in ``skip``.
+def load(names: list[str], skip: set[str], withheld: set[str] = frozenset(), probes: bool = False) -> str:
+    """Import ``names`` except those in ``skip``, and except modules that import a package in ``withheld``.
 
     If a module cannot be imported, the worker that imports it reports the error.
 
+    Args:
+        names: modules to import, in order.
+        skip: modules that are not imported.
+        withheld: packages that are not imported, whoever imports them.
+        probes: whether to try after every import that a forked process can initialise CUDA.
+
+    Returns:
+        why forked processes cannot initialise CUDA even if nothing but torch is imported, or "".
+
     Raises:
-        UnfitForForking: an import makes forking impossible. Its module must be in ``skip`` in a new process.
+        UnfitForForking: an import makes forking impossible. The packages that it names have to be withheld in a new
+            process or, if it names none, the module has to be in ``skip``.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), forking.Withholding(withheld) as withholding, contextlib.ExitStack() as rest:
         warnings.simplefilter("ignore")
+        broken = ""
         for name in _without(names, skip):
             if name.split(".")[0] == "megatron" and "megatron.patches" not in sys.modules:
-                _patch()
-            with contextlib.suppress(Exception, SystemExit):
-                importlib.import_module(name)
-            _check_fit(name)
+                _attempt(_patch, withholding)
+            _import(name, withholding, probes and not broken)
+            if name == "torch" and name in sys.modules:
+                broken = forking.why_children_fail()
+                rest.enter_context(forking.without_cuda())
         if _is_own_trainer():
             for name in _without(_modules_of("megatron.training"), skip):
-                with contextlib.suppress(Exception, SystemExit):
-                    importlib.import_module(name)
-                _check_fit(name)
-            _rehearse()
+                _import(name, withholding, probes and not broken)
+            _attempt(_rehearse, withholding)
     gc.collect()
     gc.freeze()
+    return broken
+
+
+def _import(name: str, withholding: forking.Withholding, probes: bool) -> None:
+    before, refused = forking.packages(), withholding.refused
+    _attempt(lambda: importlib.import_module(name), withholding)
+    if withholding.refused > refused and name in sys.modules:
+        raise forking.UnfitForForking(name, "works around a package that is withheld")
+    forking.check(name, before, probes and name != "torch")
+
+
+def _attempt(action: Callable[[], object], withholding: forking.Withholding) -> None:
+    """Call ``action``, which imports modules.
+
+    If it fails, workers will import the modules themselves: they fail alike, or can import what is withheld here.
+    """
+    before, refused = set(sys.modules), withholding.refused
+    with contextlib.suppress(Exception, SystemExit, forking.Withheld):
+        action()
+    if withholding.refused > refused:
+        forking.drop_orphans(before)
 
 
 def _is_own_trainer() -> bool:
@@ -167,11 +185,3 @@ def _rehearse() -> None:
 def _modules_of(package: str) -> Iterator[str]:
     found = pkgutil.walk_packages(sys.modules[package].__path__, f"{package}.", onerror=lambda name: None)
     return (module.name for module in found if not module.name.endswith("__main__"))
-
-
-def _check_fit(name: str) -> None:
-    if (extra := processes.threads() - 1) > 0:
-        raise UnfitForForking(name, f"starts {extra} thread(s)")
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
-        raise UnfitForForking(name, "initialises CUDA")

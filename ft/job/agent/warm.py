@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 
-from ft.job.agent import ending, preload, script
+from ft.job.agent import ending, forking, preload, script
 from ft.platform import processes
 from ft.platform.supervisor import command
 
@@ -136,11 +136,29 @@ def _interpreter_path(root: str) -> list[str]:
 def _preload(pool: Pool, agent: int) -> None:
     """Import the modules that workers need. If a module makes forking impossible, exec this process without it."""
     config = pool.config
-    skip = set(config.get("skip", []))
+    skip, withheld, probes = set(config.get("skip", [])), set(config.get("withheld", [])), config.get("probes", False)
     names = preload.plan(config["target"], config["is_module"], config["preload"])
+    again = {}
     try:
-        preload.load(names, skip)
-    except preload.UnfitForForking as error:
-        pool.say(note=f"warm pool: {error}; workers will import it themselves")
-        again = json.dumps({**config, "skip": sorted(skip | {error.module})})
-        os.execv(sys.executable, command(__name__, [str(pool.keep_open()), again], agent, ignores_signals=True))
+        broken = preload.load(names, skip, withheld, probes)
+        if broken:
+            pool.say(note=f"warm pool: CUDA cannot be initialised on this node ({broken})")
+        elif not probes and (why := forking.why_children_fail()):
+            pool.say(
+                note=f"warm pool: after the imports, forked workers cannot use CUDA ({why}); the cause is searched"
+            )
+            again = {"probes": True}
+    except forking.UnfitForForking as error:
+        if error.roots - withheld:
+            roots = ", ".join(sorted(error.roots - withheld))
+            pool.say(note=f"warm pool: {error}; workers will import {roots} themselves, and all that needs it")
+            again = {"withheld": sorted(withheld | error.roots)}
+        elif error.module not in skip:
+            pool.say(note=f"warm pool: {error}; workers will import it themselves")
+            again = {"skip": sorted(skip | {error.module})}
+        else:
+            pool.say(note=f"warm pool: {error}; workers will import everything themselves")
+            again = {"preload": [preload.NOTHING]}
+    if again:
+        text = json.dumps({**config, **again})
+        os.execv(sys.executable, command(__name__, [str(pool.keep_open()), text], agent, ignores_signals=True))
