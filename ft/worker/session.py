@@ -74,7 +74,6 @@ class Session(protocol.Member):
         super().__init__(environment["FT_WORKER"], environment["FT_NODE"], int(environment.get("WORLD_SIZE", "1")))
         self.token = token.find(Path(environment["FT_RUN_DIR"]), 0.0, environment)
         self.timeouts = Timeouts.of_worker(environment)
-        self.timeouts = Timeouts()
         self._is_restarted = int(environment.get("FT_RESTART", "0")) > 0
         self.groups: Groups | None = None
         self.faulty_device: Callable[[int, Flip], None] | None = None
