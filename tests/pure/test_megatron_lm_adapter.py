@@ -188,6 +188,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, say
         ("--rerun-mode disabled --global-batch-size 6", "global batch 6 is not a multiple of 2 replicas"),
         ("--rerun-mode disabled --rampup-batch-size 4 4 24", "--rampup-batch-size does not go with replicas"),
         ("--rerun-mode disabled --moe-router-enable-expert-bias", "--moe-router-enable-expert-bias does not go with"),
+        (
+            "--rerun-mode disabled --moe-router-load-balancing-type aux_loss global_aux_loss",
+            "global_aux_loss does not go",
+        ),
         ("--rerun-mode disabled --ft-hot-swap", "hot-swap (--ft-hot-swap) cannot be combined with replicas"),
     ],
 )
