@@ -162,7 +162,7 @@ _LADDER = (
     ("drain_s", "assemble_s"),
     ("assemble_s", "join_s"),
     ("ready_s", "join_s"),
-    ("silent_s", "device_s"),
+    ("stopped_s", "device_s"),
     ("device_s", "ready_s"),
 )
 """Pairs (shorter, longer) of timeouts: the first has to expire before the second."""
