@@ -1,6 +1,7 @@
 """Every thread selects its device before it calls CUDA: otherwise each process has a second context, on GPU 0."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_the_thread_that_closes_an_epoch(cuda, monkeypatch):
     device.select(1)
     state = EpochState(0, False, None)
     group = Group("all", "", [0, 1], 0, state, None)
-    group._mark_stream()
+    group._mark_stream("broadcast", time.monotonic())
     groups = Groups.__new__(Groups)
     groups._state, groups._lock, groups._builder, groups._groups = state, threading.Lock(), None, {"all": group}
     closer = threading.Thread(target=groups.close, args=(0, "a worker was lost"))

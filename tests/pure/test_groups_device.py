@@ -8,7 +8,7 @@ import fake_nccl
 import pytest
 import torch
 from fake_nccl import Gpu, Nccl
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ft.base.errors import EpochClosed, UserError
 from ft.faults.verdict import REPLACE, RETRY, of_error
@@ -190,8 +190,8 @@ def test_settings_of_the_site_that_would_end_survivors_are_replaced_and_reported
 def test_gloo_refuses_messages_from_a_gpu_and_takes_its_collectives(rank):
     member = rank.members[0]
     member.connectors = {"cpu": None}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        tensor = torch.empty(3, device="cuda:0")
+    # Where another test has applied the patches, a tensor that is made for "cuda" is on the CPU.
+    tensor = FakeTensor(FakeTensorMode(), torch.empty(3, device="meta"), torch.device("cuda", 0))
     for message in (lambda: member.send([tensor], 1), lambda: member.recv([tensor], 1)):
         with pytest.raises(UserError, match="gloo sends no messages from GPU memory"):
             message()
