@@ -1,5 +1,6 @@
 """What ``ft`` imports: a launcher does not wait for torch, nor for the planners' solvers."""
 
+import os
 import re
 import subprocess
 import sys
@@ -59,3 +60,27 @@ def test_the_command_finds_its_own_trainer_wherever_it_is_called(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.splitlines()[-1] == str(ROOT / "megatron" / "training" / "arguments" / "__init__.py")
+
+
+def test_another_trainer_on_the_import_path_does_not_hide_this_one(tmp_path):
+    """A checkout of Megatron-LM on PYTHONPATH has a package ``megatron.training``, too."""
+    other = tmp_path / "megatron" / "training"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise RuntimeError('this is the other trainer')")
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --mock-data"
+    sizes = "--train-iters 1 --lr 1e-3 --vocab-size 8 --tokenizer-type NullTokenizer --global-batch-size 1"
+    for command in (
+        ["-c", "import sys; from ft import cli; sys.exit(cli.main())", "check", str(ROOT / "pretrain_gpt.py")],
+        [str(ROOT / "pretrain_gpt.py"), "--help"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *command, *flags.split(), *sizes.split()],
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stdout
