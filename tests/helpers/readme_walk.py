@@ -177,6 +177,7 @@ BENCHES = (
     only_help("hsdp-campaign", "python tools/experiments/hsdp_campaign.py *"),
     only_help("convergence", "python tools/experiments/checkfree_convergence.py *"),
     only_help("network-faults", "python tools/experiments/network_faults.py"),
+    only_help("torch-releases", "python tools/experiments/torch_releases.py *"),
 )
 
 REPLICAS = (

@@ -389,6 +389,7 @@ class Agent:
     def _say_leaving(self) -> None:
         if not self._left:
             self._left = True
+            self._control.finish()  # with the ranks of this node the run ends, and so does the control plane
             self._uplink.post(AgentLeaving(self._node, self._signum))
 
     def _clean_up(self) -> None:

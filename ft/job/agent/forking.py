@@ -85,7 +85,7 @@ def _has_cuda() -> bool:
 def why_children_fail() -> str:
     """Return why a forked process cannot initialise CUDA, "" if it can, or if there is no GPU."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    if not hasattr(torch, "cuda") or not torch.cuda.is_available():
         return ""
     read, write = os.pipe()
     child = os.fork()
@@ -151,7 +151,8 @@ def without_cuda() -> Iterator[None]:
     finally:
         is_active = False
         for name, function in real.items():
-            setattr(cuda, name, function)
+            if getattr(cuda, name) is stand_ins[name]:  # unless a module has replaced it, as megatron.patches does
+                setattr(cuda, name, function)
 
 
 class _Properties:

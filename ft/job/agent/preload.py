@@ -99,7 +99,7 @@ def load(names: list[str], skip: set[str], withheld: set[str] = frozenset(), pro
             if name.split(".")[0] == "megatron" and "megatron.patches" not in sys.modules:
                 _attempt(_patch, withholding)
             _import(name, withholding, probes and not broken)
-            if name == "torch" and name in sys.modules:
+            if name == "torch" and hasattr(sys.modules.get(name), "cuda"):
                 broken = forking.why_children_fail()
                 rest.enter_context(forking.without_cuda())
         if _is_own_trainer():

@@ -146,6 +146,8 @@ class ControlPlaneUpkeep:
 
     def look(self, now: float) -> None:
         """If the control plane does not answer, wait, take over or fence. ``now``: monotonic time in seconds."""
+        if self._is_over:
+            return
         self._uplink.check_contact(now)
         what, why = self._control_supervisor.look(now, self._uplink.contact_at)
         if what == succession.RENEW:

@@ -16,8 +16,11 @@ from ft.platform import sockets
 from ft.state.groups.backends import Connection, GlooConnection, GlooConnector, OpenStore
 from ft.state.groups.tree import FAN_OUT
 
-MOST_IN_MESH = FAN_OUT + 1
-"""Maximum number of members of a group whose pairs are all connected at once. A group of a tree always is such one."""
+MOST_IN_MESH = 2 * FAN_OUT + 1
+"""Maximum number of members of a group whose pairs are all connected at once. A group of a tree always is such one.
+
+32 connections take less time than the lazy initialization with its barrier (measured with ``tools/bench/rebuild.py``).
+"""
 _SLICE = timedelta(milliseconds=20)
 _BARRIER = timedelta(seconds=30)
 """Timeout of the first barrier. All its members have reached the barrier when it begins."""

@@ -80,29 +80,49 @@ class GroupSpec:
     ranks: list[int]
 
 
+class _Recorder:
+    """Creates process groups without connections, and records them. It is the ``Maker`` of ``ft.state.groups.seam``.
+
+    Args:
+        rank: global rank of this process.
+
+    Attributes:
+        found: the groups so far, in the order of creation.
+    """
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        self.found: list[GroupSpec] = []
+
+    def default(self, options) -> dist.ProcessGroup:
+        """Create the default group from torch's description of it."""
+        return self.new_group(list(range(options.group_size)), None, options.group_id, WORLD, BACKEND)
+
+    def new_group(self, ranks, timeout, name, desc, backend):
+        """Create a group, as ``ft.state.groups.seam.Maker`` says."""
+        self.found.append(GroupSpec(name, desc, ranks))
+        return _Recorded(name, desc, ranks, self) if self._rank in ranks else None
+
+    def rank_in(self, ranks: list[int]) -> int:
+        """Return this process's rank among ``ranks``."""
+        return ranks.index(self._rank)
+
+
 class _Recorded(dist.ProcessGroup):
-    """A process group without connections that records every group created from it.
+    """A process group without connections.
+
+    It has no method ``new_group``: torch would call that with other arguments than a ``Maker`` takes.
 
     Args:
         name: name of the group.
         purpose: description of the group.
         ranks: global ranks of the members.
-        rank: rank of this process in the group.
-        found: list to which each group is appended.
+        maker: creates the groups that the program asks for later.
     """
 
-    def __init__(self, name: str, purpose: str, ranks: list[int], rank: int, found: list[GroupSpec]):
-        super().__init__(rank, len(ranks))
-        self._name, self._purpose, self._own, self._found = name, purpose, rank, found
-        found.append(GroupSpec(name, purpose, ranks))
-        self.maker = self
-
-    def new_group(self, ranks, timeout, name, desc, backend):
-        """Create a group, as ``ft.state.groups.seam.Maker`` says."""
-        if self._own in ranks:
-            return _Recorded(name, desc, ranks, ranks.index(self._own), self._found)
-        self._found.append(GroupSpec(name, desc, ranks))
-        return None
+    def __init__(self, name: str, purpose: str, ranks: list[int], maker: _Recorder):
+        super().__init__(maker.rank_in(ranks), len(ranks))
+        self._name, self._purpose, self.maker = name, purpose, maker
 
     @property
     def group_name(self) -> str:
@@ -142,10 +162,10 @@ def groups_of(sizes: Sizes) -> list[GroupSpec]:
     take_over()
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised in this process already")
-    found: list[GroupSpec] = []
-    with _world_of(sizes.ranks, found):
+    recorder = _Recorder(rank=0)
+    with _world_of(sizes.ranks, recorder):
         make_groups(sizes)
-    return found
+    return recorder.found
 
 
 def make_groups(sizes: Sizes) -> None:
@@ -170,13 +190,10 @@ def make_groups(sizes: Sizes) -> None:
 
 
 @contextmanager
-def _world_of(size: int, found: list[GroupSpec]) -> Iterator[None]:
+def _world_of(size: int, recorder: _Recorder) -> Iterator[None]:
     from megatron.core import parallel_state
 
-    def make_default(options) -> _Recorded:
-        return _Recorded(options.group_id, WORLD, list(range(options.group_size)), options.group_rank, found)
-
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=size, pg_options=make_default)
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=size, pg_options=recorder.default)
     try:
         yield
     finally:
