@@ -38,6 +38,7 @@ SEQUENCE, MICRO_BATCH, MICROBATCHES, VOCABULARY = 32, 2, 2, 256
 def main() -> None:
     options = parse_arguments()
     session = attach()
+    session.take_device(patches.platform().select_device)  # ft: a device that cannot be used costs no rank
     session.init_process_group(patches.platform().backend)  # ft: instead of torch.distributed's
     parallel_state.initialize_model_parallel(options.tp, options.pp)
     config, model = build_model(options)

@@ -263,6 +263,8 @@ def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: in
     parser.add_argument("--clip-grad", type=float, default=1.0)
     parser.add_argument("--rampup-batch-size", nargs="*", type=int)
     parser.add_argument("--moe-router-load-balancing-type", nargs="+", default=["aux_loss"])
+    patterns = "param-name-patterns-for-fp32-local-accumulation"
+    parser.add_argument(f"--ddp-{patterns}", nargs="+", dest=patterns.replace("-", "_"), default=[])
     parser.add_argument("--train-iters", type=int)
     parser.add_argument("--save")
     parser.add_argument("--rerun-mode", default="validate_results")

@@ -192,6 +192,10 @@ def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, say
             "--rerun-mode disabled --moe-router-load-balancing-type aux_loss global_aux_loss",
             "global_aux_loss does not go",
         ),
+        (
+            "--rerun-mode disabled --ddp-param-name-patterns-for-fp32-local-accumulation *.router.weight",
+            "fp32-local-accumulation does not go with replicas",
+        ),
         ("--rerun-mode disabled --ft-hot-swap", "hot-swap (--ft-hot-swap) cannot be combined with replicas"),
     ],
 )

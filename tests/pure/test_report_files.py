@@ -95,6 +95,14 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     assert str(folder / "report.html") in said and str(folder / "timeline.png") in said
 
 
+def test_a_device_that_is_out_of_use_is_named(tmp_path, capsys):
+    history = History()
+    history.say(4.0, events.DEVICE_UNUSABLE, node="n1", device=3, reason="n1.w3 has not released it within 30 s")
+    history.finish(11.0, 100)
+    _, page = report(write(tmp_path / "a", history, steps=100), capsys)
+    assert "device 3 of n1 not used any more: n1.w3 has not released it within 30 s" in " ".join(page.texts)
+
+
 def test_a_run_without_a_fault(tmp_path, capsys):
     history = History()
     history.finish(11.0, 100)

@@ -164,6 +164,10 @@ def _run_table(run: Run) -> str:
         else:
             rows.append((key.replace("_", " "), str(value)))
     rows.append(("decisions in the journal", str(run.decisions)))
+    for event in run.events:
+        if event.name == events.DEVICE_UNUSABLE:
+            which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")
+            rows.append((f"device {which} of {event.node}", f"not used any more: {reason}"))
     return (
         "<table>" + "".join(f"<tr><th>{safe(k)}</th><td><code>{safe(v)}</code></td></tr>" for k, v in rows) + "</table>"
     )

@@ -5,6 +5,9 @@ from typing import Any
 
 from ft.base.errors import Problem
 
+_FP32_GRADIENTS = "param_name_patterns_for_fp32_local_accumulation"
+"""Option of megatron-core from release 0.19: parameters whose gradients are accumulated outside the gradient buffer."""
+
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`. ``grid``: of one replica."""
@@ -23,6 +26,12 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
             "--moe-router-load-balancing-type global_aux_loss does not go with replicas: each would balance its own "
             "tokens only, because megatron-core sums over the ranks of one replica",
             "use aux_loss or seq_aux_loss, or drop --ft-hsdp-replicas",
+        )
+    if getattr(options.core, _FP32_GRADIENTS, None):
+        yield (
+            f"--ddp-{_FP32_GRADIENTS.replace('_', '-')} does not go with replicas: they exchange the gradient buffer, "
+            "and these gradients are not in it when the optimizer reads them",
+            "use --accumulate-allreduce-grads-in-fp32, or drop --ft-hsdp-replicas",
         )
     whole = replicas * training.micro_batch_size * grid.dp
     if training.global_batch_size % whole:
