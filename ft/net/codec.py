@@ -9,13 +9,17 @@ once.
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from ft.base.errors import FtError
 
 _SCALARS = frozenset({int, float, str, bool})
 _Reader = Callable[[Any], Any]
+_SHORT = 8
+"""Up to this length, numbers are encoded one by one."""
+_MOST_NUMBERS = 1 << 20
+"""Most numbers that are decoded from runs: a message of a few bytes must not take all of the memory."""
 
 
 class BadMessage(FtError):
@@ -35,14 +39,62 @@ class BadMessage(FtError):
         return BadMessage(self.problem, (name, *self.path))
 
 
+class Numbers(list[int]):
+    """Whole numbers that are encoded by their runs of equal distances, such as the members of a process group.
+
+    The encoding is ``{"runs": [[first number, distance, count], ...]}``, or the list itself if that is short. The same
+    runs are decoded to the same object, which must not be changed.
+    """
+
+    def to_json(self) -> Any:
+        """Return the encoding of these numbers."""
+        runs = _runs(self) if len(self) > _SHORT else []
+        return {"runs": runs} if 0 < 4 * len(runs) < len(self) else list(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Numbers":
+        """Return the numbers that ``to_json`` has encoded.
+
+        Raises:
+            BadMessage: the value is no such encoding, or there would be more than ``_MOST_NUMBERS`` numbers.
+        """
+        if isinstance(value, list | tuple):
+            return cls(_reader(list[int])(value))
+        if not isinstance(value, Mapping) or value.keys() != {"runs"}:
+            raise _wrong(value, "a list of whole numbers, or runs of such")
+        runs = tuple(_reader(list[tuple[int, int, int]])(value["runs"]))
+        if any(count < 1 for _, _, count in runs) or sum(count for _, _, count in runs) > _MOST_NUMBERS:
+            raise _wrong(value, f"runs of 1 to {_MOST_NUMBERS} numbers in all")
+        return _expanded(runs)
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Return the first number, the distance and the length of each run of equal distances."""
+    runs, begin = [], 0
+    while begin < len(numbers):
+        end = begin + 1
+        distance = numbers[end] - numbers[begin] if end < len(numbers) else 1
+        while end < len(numbers) and numbers[end] - numbers[end - 1] == distance:
+            end += 1
+        runs.append([numbers[begin], distance, end - begin])
+        begin = end
+    return runs
+
+
+@lru_cache(maxsize=1024)
+def _expanded(runs: tuple[tuple[int, int, int], ...]) -> Numbers:
+    return Numbers(first + distance * at for first, distance, count in runs for at in range(count))
+
+
 def to_json(value: Any) -> Any:
     """Convert dataclasses, lists, mappings and scalars to JSON values."""
     if is_dataclass(value):
         return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, Numbers):
+        return value.to_json()
     if isinstance(value, list | tuple):
-        # Fast path for lists of ranks (members of process groups), which are most of the data in large runs.
         return list(value) if all(type(item) in _SCALARS for item in value) else [to_json(item) for item in value]
     return value
 
@@ -71,6 +123,8 @@ def _reader(kind: Any) -> _Reader:
         return lambda value: value
     if kind is float:
         return _typed("a number", int, float)
+    if kind is Numbers:
+        return Numbers.from_json
     if kind in _SCALARS:
         return _typed({int: "a whole number", str: "a text", bool: "true or false"}[kind], kind)
     if origin in (Union, types.UnionType):

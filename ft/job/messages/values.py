@@ -5,6 +5,8 @@ A seat is one entry of the map logical rank -> worker of an epoch (one version o
 
 from dataclasses import dataclass, field
 
+from ft.net.codec import Numbers
+
 
 @dataclass(frozen=True)
 class GroupReport:
@@ -21,7 +23,7 @@ class GroupReport:
     """
 
     name: str
-    ranks: list[int]
+    ranks: Numbers
     used: bool
     in_flight: bool
     collectives: int

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ft.base.errors import EpochClosed, UserError
 from ft.job.messages import GroupReport
+from ft.net.codec import Numbers
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
 from ft.state.groups.device import DEVICE
 from ft.state.groups.local import Local
@@ -268,7 +269,7 @@ class Group(dist.ProcessGroup):
         in_flight = self.interrupted or not self.is_connected
         return GroupReport(
             name=self._name,
-            ranks=self.ranks,
+            ranks=Numbers(self.ranks),
             used=self._used,
             in_flight=in_flight,
             collectives=self._collectives[0],

@@ -13,6 +13,7 @@ from ft.job import messages as m
 from ft.job.control.recovery_plan import PLUS
 from ft.lab.simulate.control.clock import pause
 from ft.lab.simulate.control.snapshots import Snapshots
+from ft.net.codec import Numbers
 from ft.worker import protocol
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class Training:
     def group_reports(self) -> list[m.GroupReport]:
         members = self._cluster.shape.groups
         return [
-            m.GroupReport(name, members[name], bool(used), bool(busy), int(count))
+            m.GroupReport(name, Numbers(members[name]), bool(used), bool(busy), int(count))
             for name, (used, busy, count) in self.groups.items()
         ]
 
