@@ -29,11 +29,11 @@ def others(monkeypatch):
     """What the other ranks of the replica bring to each reduction, the smallest counts; as they agree: nothing."""
     brought: list[torch.Tensor] = []
 
-    def all_reduce(tensor, op=None, group=None):
+    def all_reduce(tensor, op):
         if brought:
             torch.minimum(tensor, brought.pop(0), out=tensor)
 
-    monkeypatch.setattr(votes.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(Made, "votes", SimpleNamespace(all_reduce=all_reduce))
     return brought
 
 
@@ -45,10 +45,12 @@ def agreed(quorum):
 class Made:
     """A guard and what it works with; ``told``: what was done to its parts, in this order."""
 
+    votes = None
+
     def __init__(self, tmp_path, *, comes_back=False, applied=True, last_save=None):
         place = ReplicaContext(REPLICA, 3, tmp_path, "127.0.0.1", comes_back=comes_back)
         self.parts, self.told = MagicMock(place=place, work=OwnStream(place), batch=4, save_interval=None), []
-        self.parts.session.rank, self.parts.session.closed = 0, False
+        self.parts.session.rank, self.parts.session.closed, self.parts.votes = 0, False, self.votes
         self.parts.session.next_order = AsyncMock(return_value=Finish())
         self.parts.session.is_ended_by.return_value = False
         self.parts.position = MagicMock(step=20, lineage=6)

@@ -14,7 +14,7 @@ from ft.platform.network import free_port
 
 LIGHT = ("versions", "storage", "one-rank", "killed-rank", "snapshot", "ring", "digests")
 FOUND = {
-    "versions": "TORCH_NCCL_BLOCKING_WAIT=1 is set",
+    "versions": "megatron-core is not installed here",
     "storage": "cannot be written: Not a directory",
     "one-rank": "gave 1 to 2 instead of 1",
     "groups": "did not come back",
@@ -49,6 +49,12 @@ def test_every_check_has_a_planted_fault():
 
 def test_light_checks_find_their_planted_faults(tmp_path):
     check_planted(tmp_path / "run", *LIGHT)
+
+
+def test_a_setting_of_the_site_that_training_replaces_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    row = selftests.selftest(tmp_path / "run", "--only", "versions").rows()["versions"]
+    assert row["outcome"] == "pass" and "TORCH_NCCL_BLOCKING_WAIT=1 is replaced by 0" in row["text"], row
 
 
 def test_an_abort_that_never_returns_is_found(tmp_path):

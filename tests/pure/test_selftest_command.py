@@ -9,7 +9,6 @@ import pytest
 from ft import cli
 from ft.base.errors import UserError
 from ft.commands.selftest import _without_nodes, plan_of
-from ft.lab.selftest.checks.versions import _contradiction
 from ft.lab.selftest.nodes import Place, is_alone_in, srun
 from ft.lab.selftest.table import CHECKS, chosen
 from ft.lab.selftest.text import Outcome, Row, as_text, as_values
@@ -135,9 +134,3 @@ def test_the_json_values_hold_every_result():
 def test_a_context_survives_its_way_to_the_check():
     context = Context("ring", "f", "r", None, 3.0, True, 1, 2, "h", "h:1", "t")
     assert Context.decode(context.encoded()) == context
-
-
-def test_settings_that_contradict_recovery_are_named():
-    assert _contradiction({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_DEBUG": "INFO"}) == ""
-    assert _contradiction({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}) == "TORCH_NCCL_ASYNC_ERROR_HANDLING=3"
-    assert _contradiction({"TORCH_NCCL_BLOCKING_WAIT": "1"}) == "TORCH_NCCL_BLOCKING_WAIT=1"

@@ -105,7 +105,7 @@ class _Waiter:
                 outcome.append(work.wait() if timeout is None else work.wait(timeout))
             except Exception as error:
                 outcome.append(error)
-            del work  # it holds a reference to its connection
+            del work, outcome  # the work holds its connection, and an exception in the outcome this frame
             self._wake()
 
 
@@ -131,6 +131,10 @@ def wait_for_message(work: dist.Work, timeout: timedelta | None, state: EpochSta
         waiter.retire()  # not reused: its result and the end of the epoch may have released its lock twice
         if not answered:
             raise LeftBehind
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
+    result = outcome.pop()
+    if isinstance(result, Exception):
+        try:
+            raise result
+        finally:
+            del result  # the exception holds this frame, and frames below it the work with its connection
+    return result

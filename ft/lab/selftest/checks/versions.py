@@ -6,7 +6,6 @@ import os
 import platform as machine
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 
 from ft.lab.selftest.checks.store import of_all_nodes
@@ -15,18 +14,16 @@ from ft.lab.selftest.values import Context, Failed, Measured
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "triton", "numpy", "mpi4py")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVTE_", "GLOO_")
 _NAMES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF")
-_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_BLOCKS = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _OWN = ("NCCL_HOSTID", "CUDA_VISIBLE_DEVICES")
 """Settings that may differ between nodes."""
 _DRIVER_S = 20.0
 
 
 def versions(context: Context) -> tuple[str, Measured]:
-    """Collect versions and settings, and refuse those with which ``ft run`` cannot work."""
-    if context.planted:
-        os.environ[_BLOCKS[0]] = "1"
+    """Collect versions and settings; refuse packages that are missing or do not fit, and nodes that differ."""
     found = _packages()
+    if context.planted:
+        del found["megatron-core"]
     if "torch" not in found:
         raise Failed(
             "torch is not installed here", "install this project with pip in the environment of training", found
@@ -36,9 +33,8 @@ def versions(context: Context) -> tuple[str, Measured]:
     settings = _settings()
     from ft.state.groups.backends import prepare_nccl  # imports torch, which may be missing
 
-    prepare_nccl()
-    if problem := _contradiction(os.environ):
-        raise Failed(f"{problem} is set", f"unset it: {_reason(problem)}", {**found, **settings})
+    replaced: list[str] = []
+    prepare_nccl(replaced.append)
     import torch
 
     from megatron import patches
@@ -54,7 +50,7 @@ def versions(context: Context) -> tuple[str, Measured]:
     )
     extras = [f"{name} {found[name]}" for name in ("transformer-engine", "apex", "flash-attn") if name in found]
     said = ", ".join([f"torch {found['torch']}, core {found['megatron-core']}", *extras, gpus])
-    return said, {**found, "settings": settings}
+    return "; ".join([said, *replaced]), {**found, "settings": settings}
 
 
 def _packages() -> Measured:
@@ -70,19 +66,6 @@ def _packages() -> Measured:
 def _settings() -> dict[str, str]:
     names = sorted(name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES)
     return {name: os.environ[name] for name in names}
-
-
-def _contradiction(settings: Mapping[str, str]) -> str:
-    """Return a setting that contradicts recovery and that ``ft run`` leaves as it is; "" if there is none."""
-    if settings.get(_ENDS_PROCESSES, "0") != "0":
-        return f"{_ENDS_PROCESSES}={settings[_ENDS_PROCESSES]}"
-    return next((f"{name}={settings[name]}" for name in _BLOCKS if settings.get(name, "0") != "0"), "")
-
-
-def _reason(problem: str) -> str:
-    if problem.startswith(_ENDS_PROCESSES):
-        return "NCCL's watchdog would end the healthy processes of a recovery"
-    return "the training thread would wait for the device at every operation"
 
 
 def _of_devices(torch, platform: str) -> Measured:
