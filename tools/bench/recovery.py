@@ -175,7 +175,8 @@ def result(arguments: argparse.Namespace, ours: list, theirs: list[float]) -> di
         "torchrun_s": [round(seconds, 2) for seconds in theirs],
         "groups_rebuilt_of": [ours[0].rebuilt, ours[0].groups],
     }
-    return {**found, **vars(arguments)}
+    checkout = arguments.checkout.resolve().name if arguments.checkout else None
+    return {**found, **vars(arguments), "checkout": checkout}
 
 
 def median_ms(seconds: list[float]) -> float:
