@@ -44,6 +44,12 @@ def test_seeds_that_nobody_has_seen_hold():
         holds(seed)
 
 
+def test_a_device_is_not_given_up_while_its_agent_is_stopped():
+    history = holds(79320339)
+    assert {"pause", "pause an agent"} <= {struck for struck, _ in history.struck}
+    assert history.outcome == "restarted and finished"
+
+
 def test_without_faults_every_run_is_finished_in_its_first_epoch():
     for seed in range(20):
         history = holds(seed, SimulationOptions(faults=0))

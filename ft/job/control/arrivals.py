@@ -55,6 +55,7 @@ def agent_beat(state: State, now: float, report: m.AgentBeat, out: Decisions) ->
     """Store the heartbeat of an agent and of its workers."""
     agent = state.agents.get(report.node)
     if agent is not None and not agent.gone:
+        devices.heard(agent, now, state.options.timeouts.contact_s)
         agent.heard_at, agent.beats = now, dict(report.workers)
 
 

@@ -89,7 +89,7 @@ def _spawned(state: State, now: float, out: Decisions) -> None:
 
 
 def _devices(state: State, now: float, out: Decisions) -> None:
-    devices.overdue(state, now, state.options.timeouts.device_s, out)
+    devices.overdue(state, now, out)
 
 
 def _phase(state: State, now: float, out: Decisions) -> None:

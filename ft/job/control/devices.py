@@ -81,9 +81,25 @@ def released(state: State, report: m.DeviceReleased, out: Decisions) -> None:
         out.add(f"{report.worker} has released device {report.device} of {agent.node}")
 
 
-def overdue(state: State, now: float, limit_s: float, out: Decisions) -> None:
-    """Count the devices as unusable whose former workers have not released them within ``limit_s`` seconds."""
+def heard(agent: Agent, now: float, contact_s: float) -> None:
+    """Extend the wait for devices by the time for which nothing was heard of their agent, if that was long.
+
+    A stopped agent reports no released device. Call it before the agent's ``heard_at`` is set.
+    """
+    if now > agent.heard_at + contact_s:
+        silent_s = now - agent.heard_at
+        agent.held = {worker: replace(hold, since=hold.since + silent_s) for worker, hold in agent.held.items()}
+
+
+def overdue(state: State, now: float, out: Decisions) -> None:
+    """Count the devices as unusable whose former workers have not released them within ``Timeouts.device_s`` seconds.
+
+    It does not count while nothing is heard of the agent, which would report the release.
+    """
+    limit_s, contact_s = state.options.timeouts.device_s, state.options.timeouts.contact_s
     for agent in state.agents.values():
+        if now > agent.heard_at + contact_s:
+            continue
         for worker, held in agent.held.items():
             if now > held.since + limit_s and not held.overdue and not agent.gone:
                 agent.held[worker] = replace(held, overdue=True)
