@@ -44,30 +44,40 @@ def test_lost_groups_cost_no_sample_and_come_back(corpus, whole, tmp_path):
     assert any(step.commit.behind for step in steps), "nobody has come back"
 
 
-def test_a_wipe_out_waits_for_a_host_and_loses_no_step(corpus, whole, tmp_path):
+def test_the_types_of_a_wipe_out_are_computed_by_who_is_left(corpus, whole, tmp_path):
     lost = ",".join(f"kill@replica={group}:step=10:rank=0:phase=backward" for group in (1, 2))
     run = Replicas(
-        tmp_path / "run", flags(corpus, DISTRIBUTED, STEPS), replicas=3, nproc=3, options=f"{SPARE} --inject {lost}"
+        tmp_path / "run",
+        flags(corpus, DISTRIBUTED, STEPS),
+        replicas=3,
+        nproc=3,
+        options=f"{SPARE} --inject {lost},{SLOWLY}",
     )
     done = run.wait()
     happened(done, 2)
     judge(done, whole, 0)
-    assert "wipe-out: no group that is here hosts the shard types 2" in done.output
+    adopted = [step.commit for step in done.proof.lineage.steps if step.commit.adopted]
+    assert adopted and {commit.adopted for commit in adopted} == {(2,)}, done.explain()
+    assert all(commit.owners[2] == 0 for commit in adopted)
+    assert "no host is left of 2" in done.output
+    assert done.proof.lineage.steps[-1].commit.healthy == (0, 1, 2), "nobody has come back"
 
 
 def test_all_groups_lost_begin_again_from_the_checkpoint_with_new_stacks(corpus, whole, tmp_path):
     faults = ["kill@replica=1:step=8:rank=0:phase=backward"]
     faults += [f"kill@replica={group}:step=12:rank=0:phase=backward" for group in range(3)]
-    saves = f"--save {tmp_path}/saved --save-interval 5"
+    saves, plan = f"--save {tmp_path}/saved --save-interval auto", tmp_path / "plan.json"
+    plan.write_text('{"groups": 3, "recommended": 2, "checkpoint_interval_steps": 5}')
     done = train(
         tmp_path / "run",
         flags(corpus, f"{DISTRIBUTED} {saves}", STEPS),
         replicas=3,
         nproc=3,
-        options=f"{SPARE} --inject {','.join(faults)}",
+        options=f"--ft-spare-plan {plan} --inject {','.join(faults)}",
     )
     judge(done, whole, 12)
     assert done.proof.lineage.steps[-1].commit.stack == 1
+    assert {5, 10, 15, 20, 25, 30} == {int(path.name[5:]) for path in (tmp_path / "saved").glob("iter_*")}
 
 
 def test_gradients_by_tokens_and_over_stages_are_the_same_too(ranks, corpus, tmp_path):

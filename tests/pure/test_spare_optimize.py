@@ -1,15 +1,23 @@
 """ft plan spare optimize: which redundancy it finds, what it recommends and why."""
 
+import argparse
 import json
 import math
 
 import pytest
 
 from ft import cli
+from ft.base.errors import UserError
+from ft.commands import arguments
+from ft.job.replicas import flags
 from ft.lab.plan.spare.optimum import Choice, optimum
 from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import scenario
 from ft.lab.simulate.spare.study import Estimate, Row
+from ft.systems.spare import run_plan
+from ft.systems.spare.ruler import ruler
+from megatron.training.arguments import parse
+from megatron.training.launch import launch
 
 FOUR = "--groups 200 --mtbf 5m --restart 1h --save 1m"
 
@@ -23,7 +31,7 @@ def of(redundancy: int, by_theory: float, mean: float | None = None, half: float
     """A choice as it comes out of formulas and simulation."""
     found = {"ttt_norm": Estimate(mean, half)} if mean is not None else {}
     simulated = None if mean is None else Row("spare", redundancy, 1000.0, (), found, 0, 1.0)
-    return Choice(redundancy, by_theory, 0.9, 1000.0 + redundancy, simulated)
+    return Choice(redundancy, by_theory, 0.9, 1000.0 + redundancy, 10, simulated)
 
 
 ASKED = scenario({"groups": 200, "mtbf": 300.0})
@@ -38,6 +46,40 @@ def test_the_formulas_alone(capsys):
     assert "nothing was simulated" in found["reason"]
     period = theory.checkpoint_period(60.0, theory.mu(200, found["recommended"]) * 300.0, 3600.0)
     assert found["checkpoint_period_s"] == pytest.approx(period)
+
+
+def test_a_run_saves_as_often_as_its_plan_says(capsys, tmp_path):
+    """From the formula, over the file and the environment of the workers, to the trainer's option."""
+    plan = tmp_path / "plan.json"
+    found = ask(
+        "--groups 200,20 --mtbf 5m --restart 10m --save 30s --stack 10s --all-reduce 1s --no-simulation", capsys
+    )
+    plan.write_text(json.dumps(found))
+    parser = argparse.ArgumentParser()
+    arguments.add_flags(parser)
+    words = ["--ft-hsdp-replicas", "20", "--ft-spare-plan", str(plan)]
+    asked = flags.read(parser.parse_args([*words, "train.py"]), ruler, run_plan.read)
+    of_twenty = found[1]
+    assert asked.redundancy == of_twenty["recommended"] == 2
+    period = theory.checkpoint_period(30.0, theory.mu(20, 2) * 300.0, 600.0)
+    step_s = 10.0 * theory.stack_mean(20, 2) + 1.0
+    assert flags.save_interval(asked.environment()) == round((period - 30.0) / step_s)
+    assert flags.save_interval(asked.environment()) == of_twenty["checkpoint_interval_steps"]
+    assert parse("--save-interval auto").checkpoint.save_interval == "auto"
+
+    for more, said in (
+        (["--ft-spare-redundancy", "3"], "recommends 2"),
+        (["--ft-hsdp-replicas", "30"], "is for 20, 200 groups"),
+        (["--ft-spare-plan", str(tmp_path / "none")], "cannot be read"),
+        (["--ft-hsdp-lr-scaling", "sqrt"], "whole batch"),
+    ):
+        with pytest.raises(UserError, match=said):
+            flags.read(parser.parse_args([*words, *more, "train.py"]), ruler, run_plan.read)
+    alone = ask("--groups 200 --mtbf 300d --restart 1s --save 1s --no-simulation", capsys)
+    plan.write_text(json.dumps(alone))
+    with pytest.raises(UserError, match="checkpoints alone"):
+        run_plan.read(plan, 200)
+    assert launch(parse("--save-interval auto")) and "the run has no plan" in capsys.readouterr().err
 
 
 def test_the_simulation_has_the_last_word(capsys):

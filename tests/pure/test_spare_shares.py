@@ -7,14 +7,15 @@ import torch
 
 from ft.observe.hsdp.audit import audit
 from ft.observe.hsdp.lineage import lineage
+from ft.observe.hsdp.stacks import depth, stacks_line, wipe_outs_line
 from ft.systems.hsdp.commits import Commit
 from ft.systems.hsdp.samples import SampleAssignment
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.ledger import GradientStore
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler
-from ft.systems.spare.shares import divide
-from ft.systems.spare.stacked import StackLoaders, rearrange
+from ft.systems.spare.shares import divide, rearrange
+from ft.systems.spare.stacked import StackLoaders
 from ft.systems.spare.stream import StackStream
 
 SIZES = [(n, r) for n in range(3, 7) for r in range(2, largest_redundancy(n) + 1)] + [(7, 3), (13, 4)]
@@ -24,49 +25,85 @@ def controller(groups, redundancy):
     return Controller(Placement(groups, ruler(groups, redundancy)))
 
 
-def shares_of(made, here):
-    planned = [group for group in range(made.groups) if made.alive[group]]
-    return divide(made.orders.tolist(), made.stack, planned, here)
+def shares_of(made, here, away=()):
+    return divide(made, [group for group in range(made.groups) if made.alive[group] and group not in away], here)
 
 
 def check(made, shares, here):
-    """Every type has one owner, who hosts it."""
-    computed = sorted(kind for types in shares.types.values() for kind in types)
-    assert computed == sorted(set(range(made.groups)) - set(shares.lost))
-    assert set(shares.types) == set(here)
-    for group, types in shares.types.items():
-        assert set(types) <= set(made.orders[group].tolist())
+    """Every type is added once; whoever adds it computes it, and hosts it if any host is here."""
+    assert sorted(kind for types in shares.adds.values() for kind in types) == list(range(made.groups))
+    assert set(shares.computes) == set(here) == set(shares.adds)
+    for group, types in shares.adds.items():
+        assert set(types) <= set(shares.computes[group])
+        assert set(types) <= {*made.order(group), *shares.adopted}
 
 
 @pytest.mark.parametrize(("groups", "redundancy"), SIZES)
-def test_every_type_is_computed_once_whatever_is_lost(groups, redundancy):
+def test_every_type_is_added_once_whatever_is_lost(groups, redundancy):
     for count in range(redundancy):
         for lost in itertools.combinations(range(groups), count):
             made = controller(groups, redundancy)
             here = [group for group in range(groups) if group not in lost]
             shares = shares_of(made, here)
             check(made, shares, here)
-            assert not shares.lost and len(shares.patch) == count
-            rearrange(made, here)
+            assert not shares.adopted and len(shares.patch) == count
+            assert not rearrange(made, here)
             after = shares_of(made, here)
             check(made, after, here)
-            assert not after.patch and after.most <= made.stack
+            assert not after.patch and after.most == made.stack
+
+
+def test_a_lost_type_that_a_survivor_has_computed_needs_no_patch():
+    made = controller(13, 4)
+    rearrange(made, [group for group in range(13) if group != 2])
+    here = [group for group in range(13) if made.alive[group]]
+    before, spared = shares_of(made, here), 0
+    for lost in here:
+        after = shares_of(made, [group for group in here if group != lost])
+        elsewhere = {kind for group in after.computes for kind in before.computes[group]}
+        assert set(after.patch) == set(range(13)) - elsewhere == set(after.added_to(before))
+        assert set(after.moved_from(before)) == set(before.adds[lost])
+        spared += len(set(before.adds[lost]) & elsewhere)
+    assert spared > 5
 
 
 def test_nobody_that_is_left_gives_up_a_type_when_others_are_lost():
     made = controller(13, 4)
     rearrange(made, [group for group in range(13) if group not in (2, 7)])
-    before = shares_of(made, [group for group in range(13) if made.alive[group]])
+    here = [group for group in range(13) if made.alive[group]]
+    before = shares_of(made, here)
     for lost in (0, 5, 12):
-        here = [group for group in before.types if group != lost]
+        here = [group for group in here if group != lost]
         after = shares_of(made, here)
-        assert all(set(before.types[group]) <= set(after.types[group]) for group in here)
+        assert all(set(before.adds[group]) <= set(after.adds[group]) for group in here)
+        before = after
 
 
-def test_a_wipe_out_names_its_types():
+def test_the_types_of_a_wipe_out_go_to_the_groups_with_the_least_to_do():
+    made = controller(7, 3)
+    lost = made.placement.hosts(0)
+    here = [group for group in range(7) if group not in lost]
+    before, shares = shares_of(made, range(7)), shares_of(made, here)
+    check(made, shares, here)
+    assert shares.adopted == (0,) and shares.added_to(before) == tuple(sorted(lost))
+    assert sorted(len(types) for types in shares.computes.values()) == [1, 2, 2, 2]
+    away = rearrange(made, here)
+    assert away == (6,)
+    planned = shares_of(made, here, away)
+    check(made, planned, here)
+    assert planned.adopted == (0,) and planned.most <= made.stack + 1
+    back = sorted([*here, lost[0]])
+    assert shares_of(made, back, away).adds[here[0]] == planned.adds[here[0]], "who returns takes nothing away"
+    assert rearrange(made, back) == () and not shares_of(made, back).patch
+
+
+def test_one_group_that_is_left_computes_everything():
     made = controller(3, 2)
     shares = shares_of(made, [0])
-    assert shares.lost == (2,) and shares.types[0] == (0, 1)
+    assert shares.adopted == (2,) and shares.adds[0] == (0, 1, 2)
+    away = rearrange(made, [0])
+    assert shares_of(made, [0], away).adds[0] == (0, 1, 2) and shares_of(made, [0], away).adopted == (2,)
+    assert rearrange(made, [0, 1, 2]) == () and made.stack == 1 and made.alive.all()
 
 
 def test_groups_that_return_are_worked_in_and_a_full_house_begins_anew():
@@ -82,35 +119,51 @@ def test_groups_that_return_are_worked_in_and_a_full_house_begins_anew():
 
 @pytest.mark.parametrize(("groups", "redundancy"), SIZES)
 def test_the_summed_gradient_is_the_same_for_every_pattern_of_lost_groups(groups, redundancy):
-    """Groups compute, one exchange fails, those that are left compute what is missing: as the trainer does it."""
+    """Groups compute, two exchanges fail, those that are left compute what is missing: as the trainer does it."""
     generator = torch.Generator().manual_seed(groups)
     gradients = torch.randn(groups, 40, generator=generator)
     whole = gradients.sum(dim=0)
-    for count in range(1, redundancy):
+    for count in range(1, groups):
         for lost in itertools.combinations(range(groups), count):
             made = controller(groups, redundancy)
-            ledgers = {group: GradientStore() for group in range(groups)}
-            for here in (range(groups), [group for group in range(groups) if group not in lost]):
-                given = attempt(shares_of(made, here), gradients, ledgers)
-            assert torch.allclose(sum(given), whole, rtol=0, atol=1e-5)
-            assert {kind for group in here for kind in ledgers[group].types} == set(range(groups))
+            rearrange(made, [group for group in range(groups) if group != lost[0]])
+            ledgers, computed = {group: GradientStore() for group in range(groups)}, []
+            for less in ((lost[0],), lost[:-1], lost):
+                here = [group for group in range(groups) if group not in less]
+                given = attempt(shares_of(made, here), gradients, ledgers, computed)
+                assert torch.allclose(sum(given), whole, rtol=0, atol=1e-5)
+            assert len(set(computed)) == len(computed), "a group has computed a type twice"
 
 
-def attempt(shares, gradients, ledgers):
+def attempt(shares, gradients, ledgers, computed):
     """What each group puts into the exchange, which fails and leaves nothing of it."""
     given = []
-    for group, types in shares.types.items():
-        todo = [kind for kind in types if kind not in ledgers[group].types]
-        ledgers[group].begin(todo, float(len(todo)))
-        # core's gradient is the mean over all microbatches of the schedule
-        part = gradients[todo].mean(dim=0) if todo else torch.zeros(gradients.shape[1])
-        parts = [part[:13].clone(), part[13:].clone()]
-        ledgers[group].entering(0, parts, None)()
-        given.append(torch.cat(parts))
-        for each in parts:
-            each.fill_(float("nan"))
-        ledgers[group].settle()
+    for group, types in shares.adds.items():
+        ledger = ledgers[group]
+        ledger.want(types)
+        todo = [kind for kind in types if kind not in ledger.usable(types)]
+        apart = [kind for kind in shares.computes[group] if kind not in types and not computed_by(group, computed)]
+        apart += [kind for kind in todo if kind in shares.adopted]
+        for each in (*((kind,) for kind in apart), tuple(kind for kind in todo if kind not in shares.adopted)):
+            computed += [(group, kind) for kind in each]
+            is_last = not (len(each) == 1 and each[0] in apart)
+            ledger.begin(each, float(len(each)), is_apart=not is_last)
+            # core's gradient is the mean over all microbatches of the schedule
+            part = gradients[list(each)].mean(dim=0) if each else torch.zeros(gradients.shape[1])
+            parts = [part[:13].clone(), part[13:].clone()]
+            ledger.entering(0, parts, None)
+            ledger.take_all()
+            if is_last:
+                given.append(torch.cat(parts))
+                assert sorted(ledger.added) == sorted(types)
+            for tensor in parts:
+                tensor.fill_(float("nan"))
+            ledger.settle()
     return given
+
+
+def computed_by(group, computed):
+    return any(each == group for each, _ in computed)
 
 
 # --- the audit -------------------------------------------------------------------------------------------------------
@@ -150,11 +203,30 @@ def test_the_audit_believes_what_groups_have_read_and_not_what_was_planned(first
     assert found.is_clean == (not duplicates and not gaps)
 
 
+def test_the_report_says_what_losses_and_wipe_outs_have_cost():
+    positions = {0: 4, 1: 4, 2: 4}
+    one = {"owners": (0, 0, 0), "healthy": (0,), "patch": (), "step_s": 3.0}
+    lines = [
+        commit({0: 0, 1: 0}, positions, step=1, patch=(1,), step_s=1.0),
+        commit({0: 0, 1: 0, 2: 0}, positions, step=2, **{**one, "patch": (1, 2), "adopted": (2,)}),
+        commit({0: 0, 1: 0, 2: 0}, positions, step=3, **{**one, "stack": 2, "patch": (2,), "adopted": (2,)}),
+        commit({0: 0, 1: 0}, positions, step=4, patch=(), covered=(1,), stack=2),
+    ]
+    steps = lineage({0: lines}).steps
+    assert [depth(step) for step in steps] == [2, 3, 3, 2]
+    assert [depth(step, adopted=False) for step in steps] == [2, 2, 2, 2]
+    assert "2.50 per step (mean), 3 at most; 4 patch computes in 3 steps, 1 lost shard had" in stacks_line(steps)
+    said = "in 2 steps no host of a shard type was left: others computed 2 shards, which took 2"
+    assert said in wipe_outs_line(steps)
+    assert wipe_outs_line(steps[:1]) == ""
+
+
 # --- the ledger ------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_never_exchanged_is_kept_too():
     ledger = GradientStore()
+    ledger.want([3])
     ledger.begin([3], 1.0)
     waited = []
     first, second = torch.ones(4), torch.full((4,), 2.0)
@@ -164,6 +236,7 @@ def test_what_was_never_exchanged_is_kept_too():
     second.mul_(0.5)  # as core does where it divides by tokens
     ledger.settle()
     assert ledger.types == (3,) and waited == [0, 1]
+    ledger.want([3, 5])
     ledger.begin([5], 1.0)
     parts = [torch.full((4,), 10.0)], [torch.full((4,), 20.0)]
     for place, each in enumerate(parts):
@@ -171,21 +244,46 @@ def test_what_was_never_exchanged_is_kept_too():
     assert parts[0][0].tolist() == [11.0] * 4 and parts[1][0].tolist() == [22.0] * 4
 
 
-def test_sums_and_tokens_are_those_of_all_attempts():
+def test_sums_and_tokens_are_those_of_all_types_that_are_added():
+    ledger = GradientStore()
+
+    def compute(kind, sums, tokens, wanted):
+        ledger.want(wanted)
+        ledger.begin([kind], 1.0)
+        ledger.take_all()
+        counted = torch.tensor(tokens)
+        ledger.add_tokens(counted)
+        found = ledger.add_sums(torch.tensor(sums)).tolist(), counted.item()
+        ledger.settle()
+        return found
+
+    assert compute(0, [4.0, 2.0], 2, [0]) == ([4.0, 2.0], 2)
+    assert compute(1, [1.0, 3.0], 3, [0, 1]) == ([5.0, 5.0], 5)
+    assert compute(2, [1.0, 1.0], 1, [1, 2]) == ([2.0, 4.0], 4), "another group adds type 0"
+    ledger.clear()
+    assert compute(0, [7.0, 1.0], 1, [0, 1]) == ([7.0, 1.0], 1)
+
+
+def test_a_pass_that_was_interrupted_is_not_kept():
     ledger = GradientStore()
     ledger.begin([0], 1.0)
-    assert ledger.add_sums(torch.tensor([4.0, 2.0])).tolist() == [4.0, 2.0]
-    tokens = torch.tensor(2)
-    ledger.add_tokens(tokens)
+    ledger.entering(0, [torch.ones(1)], None)()
     ledger.settle()
-    ledger.begin([1], 1.0)
-    assert ledger.add_sums(torch.tensor([1.0, 3.0])).tolist() == [5.0, 5.0]
-    tokens = torch.tensor(3)
-    ledger.add_tokens(tokens)
-    assert tokens.item() == 5
-    ledger.clear()
-    ledger.begin([0], 1.0)
-    assert ledger.add_sums(torch.tensor([7.0, 1.0])).tolist() == [7.0, 1.0]
+    assert ledger.types == ()
+
+
+def test_a_copy_is_added_without_a_pass_when_its_group_is_lost_before_the_exchange():
+    ledger, part = GradientStore(), torch.full((2,), 5.0)
+    ledger.begin([1], 1.0, is_apart=True)
+    ledger.entering(0, [part], None)
+    ledger.take_all()
+    ledger.settle()
+    ledger.want([2])
+    ledger.begin([2], 1.0)
+    take = ledger.entering(0, [part := torch.full((2,), 7.0)], None)
+    ledger.want([1, 2])  # the quorum becomes known
+    take()
+    assert part.tolist() == [12.0] * 2 and sorted(ledger.added) == [1, 2]
 
 
 # --- what is read ----------------------------------------------------------------------------------------------------
@@ -236,25 +334,20 @@ def test_all_groups_together_read_each_sample_once():
     made, assignment, shard = controller(7, 3), SampleAssignment(7, 2), 4
     seen = []
     for step, here in enumerate([range(7), [0, 1, 3, 4, 5, 6], [0, 1, 3, 4, 5, 6], [0, 3, 4, 5, 6], range(7)]):
-        for types in shares_of(made, here).types.values():
+        for types in shares_of(made, here).adds.values():
             stream = StackStream(assignment, types, [step * shard] * len(types), shard) if types else None
             seen += [stream.index(position) for position in range(len(types) * shard)] if types else []
         rearrange(made, list(here))
     assert sorted(seen) == list(range(5 * 7 * shard))
 
 
-def test_a_host_that_has_just_come_back_ends_a_wipe_out():
-    """Planned were 0 and 1; 1 is lost, and 2 is here again before a step without 1 could be committed."""
+def test_a_group_that_has_just_come_back_computes_what_nobody_else_can():
+    """Planned were 0 and 1; both are lost, and 2 is here again before a step without them could be committed."""
     made = controller(3, 2)
     rearrange(made, [0, 1])
-    for here in ([0, 2], [1, 2]):
-        shares = shares_of(made, here)
-        check(made, shares, here)
-        assert not shares.lost and shares.patch
-        committed = controller(3, 2)
-        rearrange(committed, [0, 1])
-        rearrange(committed, here)
-        assert sorted(group for group in range(3) if committed.alive[group]) == here
+    shares = shares_of(made, [2])
+    check(made, shares, [2])
+    assert shares.adds[2] == (0, 2, 1) and shares.adopted == (1,)
 
 
 def test_who_was_only_behind_is_not_planned_with_yet():

@@ -66,16 +66,32 @@ def test_ignore_stops_the_clocks():
 def test_what_spare_loses_is_for_the_controller_to_say():
     crew, controller = build(24, "spare", 3), Controller(Placement(24, ruler(24, 3)))
     hosts = controller.placement.hosts(7)
-    assert crew.lose([5]) == (False, True) and crew.stack == 2  # at S = 1 nobody else computes type 5
+    assert crew.lose([5]) == (False, 1) and crew.stack == 1  # at S = 1 nobody else computes type 5
+    crew.committed()
+    assert crew.stack == 2
     controller.lose([5])
     for lost in ([0, 1], [int(hosts[0])], [int(group) for group in hosts[1:]]):
         lost = [group for group in lost if controller.alive[group]]
         found = controller.lose(lost)
-        assert crew.lose(lost) == (bool(found.wipe_out), bool(found.patch_types))
+        loss = crew.lose(lost)
+        assert (loss.wiped, bool(loss.patch)) == (bool(found.wipe_out), bool(found.patch_types))
+        if not loss.wiped:
+            crew.committed()
         assert crew.stack == controller.stack
     assert found.wipe_out
     crew.reset()
     assert crew.stack == 1 and not crew.lose([5]).wiped
+    assert crew.lose([group for group in range(24) if group != 5]).wiped
+
+
+def test_losses_in_one_step_are_judged_by_what_was_computed_in_it():
+    crew, controller = build(24, "spare", 3), Controller(Placement(24, ruler(24, 3)))
+    first, second = 5, controller.placement.hosts(5)[1]  # at S = 1, type 5 goes from the one to the other
+    assert crew.lose([first]).patch == 1
+    assert crew.lose([second]).patch == 1, "its own type at one group, and type 5 at the third of its hosts"
+    crew.committed()
+    controller.lose([first, second])
+    assert crew.stack == controller.stack
 
 
 def test_blocks_of_replication_and_the_short_one():

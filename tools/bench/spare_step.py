@@ -7,10 +7,9 @@ computation: "spare" divides the shard types and keeps the gradients that it exc
 of samples. `added` is the median over pairs of blocks of (spare - plain) / plain; the goal is 0.02. `added_cpu` is the
 same for the CPU time of the first group's process, which depends less on other load of the machine.
 
-There are two ways to keep what a failed exchange needs. `owner`, which the trainer uses, keeps one copy of the
-gradients that are reduced inside the group, and computes lost types again after a failure. `apart` keeps the gradients
-of every stack separately until the commit. For each of them, the output has `bytes` of a rank with two stacks and `ms`
-of the copies in every step. `patch_ms` is the time that `owner` needs once for each lost type: a forward and backward
+The trainer keeps one copy of the gradients that a group adds to the sum, reduced inside the group (`owner`), and one
+copy more for each type that another group adds (`apart`: with one such type). For both, the output has `bytes` of a
+rank and `ms` of the copies in every step. `patch_ms` is the time that a patch compute takes: a forward and backward
 pass of one shard.
 """
 
@@ -69,7 +68,7 @@ def measure(arguments: argparse.Namespace) -> None:
     job.protection = protections.stack(JobTrainer(job))
     guard = job.protection.layers[0]
     cross = gloo_group(in_replicas.folder(), place, session.rank)
-    sides = {"spare": guard._work, "plain": OwnStream(place)}
+    sides = {"spare": guard._parts.work, "plain": OwnStream(place)}
     times = {name: [] for name in sides}
     found = guard.run_with_recovery(lambda: alternate(arguments, job, guard, session, cross, sides, times))
     if place.replica == 0:
@@ -83,7 +82,7 @@ def alternate(arguments, job, guard, session, cross, sides: dict, times: dict) -
 
     for number in range(arguments.blocks + WARM_UP):
         for name in ("spare", "plain") if number % 2 else ("plain", "spare"):
-            guard._work = sides[name]
+            guard._parts.work = guard._rank._work = sides[name]
             with session.progress.at("aside", "the benchmark"):
                 cross.barrier().wait()
             began, cpu = time.perf_counter(), time.process_time()
@@ -94,7 +93,7 @@ def alternate(arguments, job, guard, session, cross, sides: dict, times: dict) -
             if number >= WARM_UP:
                 took = time.perf_counter() - began, time.process_time() - cpu
                 times[name].append([seconds / arguments.block_steps for seconds in took])
-    guard._work = sides["spare"]
+    guard._parts.work = guard._rank._work = sides["spare"]
     return result(arguments, job, times)
 
 
@@ -104,7 +103,6 @@ def result(arguments: argparse.Namespace, job, times: dict) -> dict:
 
     pairs = list(zip(times["spare"], times["plain"], strict=True))
     added, added_cpu = ([(spare[i] - plain[i]) / plain[i] for spare, plain in pairs] for i in range(2))
-    whole = [bucket.grad_data for group in replicas.groups_of(job.trainee.chunks) for bucket in group.buckets]
     shard = [part for group in replicas.groups_of(job.trainee.chunks) for part in replicas._parts(group, False)]
     median = {name: statistics.median(wall for wall, _ in each) for name, each in times.items()}
     return {
@@ -117,7 +115,7 @@ def result(arguments: argparse.Namespace, job, times: dict) -> dict:
         "spare_ms": round(1e3 * median["spare"], 3),
         "plain_ms": round(1e3 * median["plain"], 3),
         "owner": {"bytes": _bytes(shard), "ms": _copy_ms(shard), "patch_ms": round(1e3 * median["plain"], 1)},
-        "apart": {"bytes": 2 * _bytes(whole), "ms": 2 * _copy_ms(whole)},
+        "apart": {"bytes": 2 * _bytes(shard), "ms": 2 * _copy_ms(shard)},
         "parameters": count_parameters(job.trainee.chunks),
         "pairs": len(added),
         "cores": os.cpu_count(),

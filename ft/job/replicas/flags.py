@@ -1,18 +1,25 @@
 """Command-line flags of ``ft run`` for replicas (FT-HSDP and SPARe), with their checks."""
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from ft.base.errors import Problem, Problems
+from ft.base.errors import Problem, Problems, UserError
 from ft.base.quantities import argument, duration, size
 from ft.job.quorum.limits import Limits
 from ft.job.replicas.deadlines import LONGEST_S
 
 LR_SCALING = ("none", "linear", "sqrt")
 _DEFAULT_LR_SCALING = "sqrt"
+_LOST_S = 0.4
+"""Seconds that the others wait for a replica whose leader was lost, if it has standbys: another rank of it has to learn
+of the loss first, and to tell the quorum server that the leader is being replaced."""
 MOST_STREAMS, MOST_CHUNKS, MOST_CHUNK_BYTES = 16, 1024, 1 << 30
+
+
+SAVE_INTERVAL = "FT_SPARE_SAVE_INTERVAL"
+"""Environment variable of a worker: steps between two checkpoints, for ``--save-interval auto``."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Replicas:
         lr_scaling: how the learning rate is scaled by the ratio of healthy replicas to all replicas.
         redundancy: number of shard types (parts of the global batch) that each replica hosts as a stack, so that it can
             train the part of a lost replica (SPARe); None: without SPARe.
+        save_interval: steps between two checkpoints by SPARe's plan, for a trainer that asks for it; None: no plan.
         streams: number of connections between two neighbouring ranks in a gradient ring.
         chunk_bytes: size of the chunks in which a gradient ring sends; None: the default of the platform.
         chunks: chunks per rank and partition of a gradient ring.
@@ -39,6 +47,7 @@ class Replicas:
     wait_s: float | None = None
     lr_scaling: str = _DEFAULT_LR_SCALING
     redundancy: int | None = None
+    save_interval: int | None = None
     streams: int = 1
     chunk_bytes: int | None = None
     chunks: int = 2
@@ -54,13 +63,18 @@ class Replicas:
             **({} if self.chunk_bytes is None else {"FT_HSDP_CHUNK": str(self.chunk_bytes)}),
             **({} if self.wait_s is None else {"FT_HSDP_WAIT": f"{self.wait_s:g}"}),
             **({} if self.redundancy is None else {"FT_SPARE_REDUNDANCY": str(self.redundancy)}),
+            **({} if self.save_interval is None else {SAVE_INTERVAL: str(self.save_interval)}),
         }
 
-    def server_options(self, host: str) -> dict[str, Any]:
-        """Return the value of the quorum server's ``--options``. ``host`` is the address on which the server
-        listens.
+    def server_options(self, host: str, has_standbys: bool = False) -> dict[str, Any]:
+        """Return the value of the quorum server's ``--options``.
+
+        Args:
+            host: address on which the server listens.
+            has_standbys: whether standbys replace lost workers of replicas.
         """
         limits = {} if self.wait_s is None else {"wait_s": self.wait_s, "arrive_s": self.wait_s}
+        limits |= {"lost_s": _LOST_S} if has_standbys else {}
         values = {"replicas": self.count, "min_replicas": self.min_count, "limits": limits}
         return {**values, "where": f"tcp://{host}:0"}
 
@@ -114,6 +128,12 @@ def add_flags(flag: Callable[..., None]) -> None:
         metavar="R",
         help="each replica hosts R types of shards: what a lost one would have trained others do, in the same step",
     )
+    flag(
+        "ft-spare-plan",
+        metavar="FILE",
+        help="output of ft plan spare optimize --json: sets --ft-spare-redundancy, and the steps between checkpoints "
+        "for a trainer with --save-interval auto",
+    )
 
 
 def wanted(given: argparse.Namespace) -> bool:
@@ -121,13 +141,24 @@ def wanted(given: argparse.Namespace) -> bool:
     return any(value is not None for name, value in vars(given).items() if name.startswith(("ft_hsdp_", "ft_spare_")))
 
 
-def read(given: argparse.Namespace, place_stacks: Callable[[int, int], object]) -> Replicas:
+class Plan(Protocol):
+    """SPARe's plan of a run; the attributes are those of :class:`Replicas`."""
+
+    redundancy: int
+    save_interval: int
+
+
+def read(
+    given: argparse.Namespace, place_stacks: Callable[[int, int], object], read_plan: Callable[[str, int], Plan]
+) -> Replicas:
     """Check the parsed flags and fill in defaults.
 
     Args:
         given: the parsed flags of ``ft run``.
         place_stacks: called with the number of replicas and the redundancy if SPARe is enabled; raises UserError if the
             shard types cannot be placed on the replicas.
+        read_plan: called with the file of ``--ft-spare-plan`` and the number of replicas; returns the plan, and raises
+            UserError if there is none.
 
     Raises:
         UserError: the flags contradict each other or are out of range.
@@ -141,12 +172,24 @@ def read(given: argparse.Namespace, place_stacks: Callable[[int, int], object]) 
     problems.add(_numbers(count, only, least, wait_s, streams))
     problems.add(_sizes(chunk, chunks))
     problems.add(_contradictions(given))
-    if given.ft_spare_redundancy is not None and count is not None and count >= 1:
-        with problems:
-            place_stacks(count, given.ft_spare_redundancy)
+    redundancy, interval = given.ft_spare_redundancy, None
+    if count is not None and count >= 1:
+        if given.ft_spare_plan is not None:
+            with problems:
+                plan = read_plan(given.ft_spare_plan, count)
+                problems.add(_other_redundancy(redundancy, plan.redundancy))
+                redundancy, interval = plan.redundancy, plan.save_interval
+        if redundancy is not None:
+            with problems:
+                place_stacks(count, redundancy)
     problems.refuse()
     scaling = given.ft_hsdp_lr_scaling or _DEFAULT_LR_SCALING
-    return Replicas(count, only, least, wait_s, scaling, given.ft_spare_redundancy, streams, chunk, chunks)
+    return Replicas(count, only, least, wait_s, scaling, redundancy, interval, streams, chunk, chunks)
+
+
+def _other_redundancy(given: int | None, planned: int) -> Iterator[Problem]:
+    if given is not None and given != planned:
+        yield f"--ft-spare-redundancy {given}, and --ft-spare-plan recommends {planned}", "drop one of the two"
 
 
 def _sizes(chunk: int | None, chunks: int) -> Iterator[Problem]:
@@ -177,16 +220,20 @@ def _numbers(count: int | None, only: int | None, least: int, wait_s: float | No
 
 def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems of flags that cannot be combined with replicas."""
-    for name in ("standby", "standby_nodes"):
-        if getattr(given, name):
-            yield (
-                f"--{name.replace('_', '-')} {getattr(given, name)} and --ft-hsdp-replicas: a replica's workers are "
-                "started from its warm pool, none stands by",
-                "drop one of the two",
-            )
-    if given.ft_spare_redundancy is not None and given.ft_hsdp_lr_scaling not in (None, "none"):
+    is_spare = given.ft_spare_redundancy is not None or given.ft_spare_plan is not None
+    if given.standby_nodes:
         yield (
-            f"--ft-spare-redundancy and --ft-hsdp-lr-scaling {given.ft_hsdp_lr_scaling}: every step trains the whole "
+            f"--standby-nodes {given.standby_nodes} and --ft-hsdp-replicas: the standbys of a replica are on its nodes",
+            "use --standby N: N standbys on each node of every replica",
+        )
+    if given.standby and is_spare:
+        yield (
+            f"--standby {given.standby} and SPARe: a group that loses a worker is rebuilt as a whole",
+            "drop one of the two",
+        )
+    if is_spare and given.ft_hsdp_lr_scaling not in (None, "none"):
+        yield (
+            f"SPARe and --ft-hsdp-lr-scaling {given.ft_hsdp_lr_scaling}: every step trains the whole "
             "batch, so the learning rate stays as it is",
             "drop --ft-hsdp-lr-scaling",
         )
@@ -195,3 +242,20 @@ def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
             "--ft-transport mpi and --ft-hsdp-replica: one MPI job carries all replicas from its start to its end",
             "start all replicas in one job, or drop --ft-transport",
         )
+
+
+def save_interval(environment: Mapping[str, str]) -> int:
+    """Return the steps between two checkpoints for ``--save-interval auto``.
+
+    Args:
+        environment: environment variables of a worker.
+
+    Raises:
+        UserError: the run has no plan.
+    """
+    if SAVE_INTERVAL not in environment:
+        raise UserError(
+            "--save-interval auto, and the run has no plan that says how often to save",
+            "give a number of steps, or give ft run --ft-spare-plan FILE, from ft plan spare optimize --json",
+        )
+    return int(environment[SAVE_INTERVAL])

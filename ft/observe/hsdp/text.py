@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ft.observe.hsdp.effective import Effective
 from ft.observe.hsdp.lanes import STATES
-from ft.observe.hsdp.stacks import has_stacks, stacks_line
+from ft.observe.hsdp.stacks import has_stacks, stacks_line, wipe_outs_line
 from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART, Incident
 from ft.observe.hsdp.story import Story
 from ft.show.text import count, percent, seconds, shortened, table
@@ -47,10 +47,12 @@ def facts(story: Story) -> list[tuple[str, str]]:
     ]
     if has_stacks(story.steps):
         found.insert(1, ("stacks", stacks_line(story.steps)))
+        if line := wipe_outs_line(story.steps):
+            found.insert(2, ("wipe-outs", line))
     compared = [step for step in story.steps if len(step.digests) > 1]
     if compared:
         equal = sum(len(set(step.digests.values())) == 1 for step in compared)
-        found.insert(3, ("replicas", f"equal bit for bit after {equal} of {len(compared)} steps compared"))
+        found.insert(-3, ("replicas", f"equal bit for bit after {equal} of {len(compared)} steps compared"))
     if restarts:
         found.insert(
             -1, ("restarts", f"{len(restarts)} of all replicas, {seconds(sum(one.stall_s for one in restarts))} in all")

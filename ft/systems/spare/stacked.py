@@ -3,8 +3,9 @@
 SPARe calls a replica of the model a group, and divides a global batch into as many parts (shard types) as there are
 groups. Each group hosts several types, in an order that is called its stack. The groups take part in the gradient
 all-reduce after S types of their stacks. When groups are lost, the controller (SPARe, algorithm 2) reorders the stacks
-of the survivors such that every type is still trained in every step. A wipe-out is the loss of all hosts of a type. A
-step is done by a quorum, the groups that are present; if the gradient exchange fails, another attempt repeats the step.
+of the survivors such that every type is still trained in every step. A wipe-out is the loss of all hosts of a type; as
+every group can read all data, other groups then compute the type. A step is done by a quorum, the groups that are
+present; if the gradient exchange fails, another attempt repeats the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +23,11 @@ from ft.systems.spare.controller import Controller
 from ft.systems.spare.ledger import GradientStore
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
-from ft.systems.spare.shares import Shares, divide
+from ft.systems.spare.shares import Shares, divide, rearrange
 from ft.systems.spare.stream import StackStream
 
 KEY = "spare"
 """Key of the controller's state in the trainer's extra state."""
-_WIPED_OUT_S = 0.5
 
 
 class StackLoaders:
@@ -83,9 +83,10 @@ class StackLoaders:
 class StackedWork(Work):
     """Decides what one group computes in each step. All groups take the same decisions, from the state that they share.
 
-    In SPARe, section 3, several groups may compute the same type in a step. Here each type has one owner
-    (:mod:`ft.systems.spare.shares`), so no type is computed twice, and after a loss only the types of the lost group
-    are computed again (:mod:`ft.systems.spare.ledger`).
+    As in SPARe, section 3.2, every group computes the first S types of its stack, and the groups compute a lost type
+    again only if no survivor has computed it (:mod:`ft.systems.spare.shares`). Of the groups that compute a type, one
+    adds its gradients to the sum. The others compute the type in a pass of its own, whose gradients they only keep
+    (:mod:`ft.systems.spare.ledger`).
 
     Args:
         group: number of this group.
@@ -112,8 +113,10 @@ class StackedWork(Work):
         self._loaders, self._per_token, self._reseed = loaders, per_token, reseed
         self._ledger = GradientStore()
         self._of: tuple[int, int] | None = None  # the ledger's step, and the quorum of the step before
-        self._todo: tuple[int, ...] = ()
+        self._passes: list[tuple[int, ...]] = []  # the types of this attempt's passes; the last one is exchanged
+        self._at = 0  # the present pass
         self._read_from: dict[int, int] = {}
+        self._away: tuple[int, ...] = ()  # lost groups that the controller counts as alive, see ``rearrange``
         self._noted: dict[str, Any] | None = None
         self._answers: dict[tuple[int, ...] | None, Shares] = {}  # for the current layout
         self.restart()
@@ -121,39 +124,47 @@ class StackedWork(Work):
     def restart(self) -> None:
         """Reset the stacks to their initial order, at the beginning of a run or after a checkpoint was loaded."""
         self._controller.reset()
+        self._away = ()
         self._note()
 
     def plan(self, quorum: Quorum | None) -> None:
         shares = self._divided(quorum)
         of = (self._position.step, self._position.lineage)
-        if of != self._of:
+        is_first = of != self._of
+        if is_first:
             self._ledger.clear()
             self._read_from.clear()
             self._of = of
-        mine = () if shares.lost else shares.types.get(self._group, ())
-        if not shares.lost and not set(self._ledger.types) <= set(mine):
-            self._ledger.clear()  # other groups now compute some of it, and a sum cannot be split
-        self._todo = tuple(kind for kind in mine if kind not in self._ledger.types)
-        if not mine:
-            self._loaders.rest()
-        self._ledger.begin(self._todo, 1.0 if self._per_token else float(len(self._todo)))
-        positions = self._position.positions
-        self._loaders.read(self._position.assignment, self._todo, [positions.get(kind, 0) for kind in self._todo])
+        adds = shares.adds.get(self._group, ())
+        self._ledger.want(adds)
+        self._passes, self._at = self._in_passes(shares, adds, is_first), 0
+        self._read()
         self.units = float(max(1, shares.most))
+        self._begin_pass()
+
+    def again(self) -> None:
+        self._read()
+        self._begin_pass()
+
+    def next_pass(self) -> None:
+        self._ledger.settle()
+        self._at += 1
+        self._begin_pass()
 
     def share(self, samples: int) -> int:
-        return len(self._todo) * (samples // self._controller.groups)
+        return len(self._passes[self._at]) * (samples // self._controller.groups)
 
     def problem(self, quorum: Quorum, is_planned: bool) -> str:
-        shares = self._divided(quorum)
-        self.pause_s = _WIPED_OUT_S if shares.lost else 0.0
+        shares, planned = self._divided(quorum), self._divided(None)
         if not is_planned:
             self.units = float(max(1, shares.most))
-        if shares.lost:
-            return f"wipe-out: no group that is here hosts the shard types {_listed(shares.lost)}"
-        if is_planned and shares.patch:
-            return f"groups are lost, others compute the shard types {_listed(shares.patch)}"
-        return ""
+            return ""
+        needed = shares.added_to(planned)
+        if not needed:
+            self._ledger.want(shares.adds.get(self._group, ()))
+            return ""
+        said = f"groups are lost, others compute the shard types {_listed(needed)}"
+        return f"{said}; no host is left of {_listed(shares.adopted)}" if shares.adopted else said
 
     def scale(self, quorum: Quorum) -> float:
         return 1.0 / self._controller.groups
@@ -172,23 +183,54 @@ class StackedWork(Work):
 
     def reduced(self, tokens: torch.Tensor | None) -> None:
         self._ledger.take_all()
-        if self._todo and (read_to := self._loaders.position) is not None:
-            self._read_from |= dict.fromkeys(self._todo, read_to - self._loaders.shard)
+        if not self.is_apart and (read_to := self._loaders.position) is not None:
+            types = (kind for each in self._passes for kind in each)
+            self._read_from |= dict.fromkeys(types, read_to - self._loaders.shard)
         if tokens is not None:
             self._ledger.add_tokens(tokens)
 
     def failed(self) -> None:
         self._ledger.settle()
+        self.is_apart = False
 
     def committed(self, quorum: Quorum) -> None:
-        mine = self._ledger.all_types if self._group in quorum.healthy else ()
+        mine = self._ledger.added if self._group in quorum.healthy else ()
         self.computed = {kind: at for kind, at in self._read_from.items() if kind in mine}
         self._ledger.clear()
-        shares = self._divided(quorum)
-        self.stack, self.owners, self.patch = self._controller.stack, shares.owners, shares.patch
-        rearrange(self._controller, quorum.healthy)
+        shares, planned = self._divided(quorum), self._divided(None)
+        self.stack, self.owners, self.adopted = self._controller.stack, shares.owners, shares.adopted
+        self.patch = shares.patch
+        self.covered = tuple(kind for kind in shares.moved_from(planned) if kind not in self.patch)
+        self._away = rearrange(self._controller, quorum.healthy)
         self._note()
         self._reseed(self._position.step + 1)
+
+    def _in_passes(self, shares: Shares, adds: Sequence[int], is_first: bool) -> list[tuple[int, ...]]:
+        """Return the types of each pass of an attempt at a step; the last pass is exchanged, and may have no types.
+
+        In the first attempt, this group computes also the types that it does not add to the sum. Each has a pass of its
+        own, and so has each type without a host, because the loss of further groups may move it to another group.
+        """
+        todo = set(adds) - set(self._ledger.usable(adds))
+        others = [kind for kind in shares.computes.get(self._group, ()) if is_first and kind not in adds]
+        adopted = [kind for kind in adds if kind in todo and kind in shares.adopted]
+        last = tuple(kind for kind in adds if kind in todo and kind not in shares.adopted)
+        if adopted and not last:
+            last = (adopted.pop(),)
+        return [*((kind,) for kind in (*others, *adopted)), last]
+
+    def _read(self) -> None:
+        """Have the loaders read the samples of the present pass and the following ones."""
+        types = [kind for each in self._passes[self._at :] for kind in each]
+        if not types:
+            self._loaders.rest()
+        positions = self._position.positions
+        self._loaders.read(self._position.assignment, types, [positions.get(kind, 0) for kind in types])
+
+    def _begin_pass(self) -> None:
+        types = self._passes[self._at]
+        self.is_apart = self._at < len(self._passes) - 1
+        self._ledger.begin(types, 1.0 if self._per_token else float(len(types)), self.is_apart)
 
     def _divided(self, quorum: Quorum | None) -> Shares:
         """Return the division of the step among the groups of ``quorum`` (None: the planned groups).
@@ -198,9 +240,8 @@ class StackedWork(Work):
         self._follow_state()
         healthy = None if quorum is None else quorum.healthy
         if healthy not in self._answers:
-            planned = numpy.flatnonzero(self._controller.alive).tolist()
-            here = planned if healthy is None else healthy
-            self._answers[healthy] = divide(self._controller.orders.tolist(), self._controller.stack, planned, here)
+            planned = sorted(set(numpy.flatnonzero(self._controller.alive).tolist()) - set(self._away))
+            self._answers[healthy] = divide(self._controller, planned, planned if healthy is None else healthy)
         return self._answers[healthy]
 
     def _follow_state(self) -> None:
@@ -208,10 +249,11 @@ class StackedWork(Work):
         there = self._extra().get(KEY)
         if there is not None and there != self._noted:
             self._controller, self._noted = Controller.restore(there), there
+            self._away = tuple(there.get("away", ()))
             self._answers = {}
 
     def _note(self) -> None:
-        state = self._controller.state()
+        state = {**self._controller.state(), "away": list(self._away)}
         if state != self._noted:
             self._answers = {}
         self._noted = self._extra()[KEY] = state
@@ -232,30 +274,6 @@ def work(
     """
     placement = Placement(place.replicas, ruler(place.replicas, place.redundancy))
     return StackedWork(place.replica, Controller(placement), position, extra, loaders, per_token, reseed)
-
-
-def rearrange(controller: Controller, healthy: Sequence[int]) -> None:
-    """Update the controller after a committed step: remove lost groups, and add groups that have returned.
-
-    The result depends only on the controller's state and ``healthy``, so it is equal on all groups. A group that has
-    returned is added only after it has contributed gradients. Otherwise every step during which it still fetches its
-    state would need two attempts.
-
-    Args:
-        controller: the controller, which is changed.
-        healthy: the groups that contributed gradients to the step.
-
-    Raises:
-        UserError: a member of ``healthy`` is not a group.
-    """
-    planned = set(numpy.flatnonzero(controller.alive).tolist())
-    if len(healthy) == controller.groups and len(planned) < controller.groups:
-        controller.reset()
-        return
-    for group in sorted(set(healthy) - planned):
-        controller.bring_back(group)
-    if lost := sorted(planned - set(healthy)):
-        controller.lose(lost)
 
 
 def _listed(types: Sequence[int]) -> str:

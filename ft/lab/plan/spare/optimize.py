@@ -16,14 +16,15 @@ from ft.lab.plan.spare.simulate import add_flags, asked_for
 from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.study import row
-from ft.show.text import percent, seconds, table
+from ft.show.text import count, percent, seconds, table
 from ft.systems.spare.ruler import largest_redundancy, ruler
 
 _DESCRIPTION = """\
 Recommend the redundancy with which training is fastest: by the rule of thumb (8), by the minimum of formula (7), and by
 the minimum of simulated runs, which include what the formulas neglect (bursts of failures, failures during restarts,
 jitter). The numbers are those of the formulas in the SPARe paper. Checkpoints alone are compared, too, and recommended
-if no redundancy pays off. Times are in seconds, or have a unit, such as 5m."""
+if no redundancy pays off. Times are in seconds, or have a unit, such as 5m. The output of --json is a plan for
+ft run --ft-spare-plan; for this give --stack and --all-reduce as they are in that run."""
 
 _FLAGS = (
     *("groups", "mtbf", "restart", "save", "redundancy", "steps", "stack", "all-reduce", "law", "shape", "trace"),
@@ -104,6 +105,7 @@ def as_values(asked: Scenario, found: Optimum) -> dict[str, Any]:
         "recommended": found.recommended,
         "reason": found.reason,
         "checkpoint_period_s": found.period_s,
+        "checkpoint_interval_steps": found.interval,
         "choices": [_values(one) for one in found.choices],
         "checkpoints_alone": _values(found.without),
     }
@@ -115,6 +117,7 @@ def _values(one: Choice) -> dict[str, Any]:
         "ttt_norm": one.ttt_norm,
         "availability": one.availability,
         "checkpoint_period_s": one.period_s,
+        "checkpoint_interval_steps": one.interval,
     }
     if one.simulated is not None:
         for name, each in one.simulated.found.items():
@@ -138,7 +141,8 @@ def as_text(asked: Scenario, found: Optimum) -> str:
             "",
             f"rule of thumb (8): R = {found.r_star}; least of (7): R = {found.argmin_theory}; "
             f"least of the simulation: R = {simulated}",
-            f"recommended: {_named(found)}, a checkpoint every {seconds(found.period_s)}",
+            f"recommended: {_named(found)}, a checkpoint every {seconds(found.period_s)} "
+            f"({count(found.interval, 'step')})",
             f"because {found.reason}",
         ]
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.study import Row, checkpoint_period, endurance
+from ft.systems.spare.run_plan import steps_between
 
 _ALIKE = 0.01
 """Largest relative difference at which two times to train count as equal."""
@@ -27,6 +28,7 @@ class Choice:
         ttt_norm: time to train relative to a run without failures, by SPARe, formula (7).
         availability: share of the time (0 to 1) that advances the training, by SPARe, formula (2).
         period_s: seconds between checkpoints, by SPARe, formula (1).
+        interval: the same as a number of steps, with the mean number of stacks in a step.
         simulated: result of the simulation; None where nothing was simulated.
     """
 
@@ -34,6 +36,7 @@ class Choice:
     ttt_norm: float
     availability: float
     period_s: float
+    interval: int
     simulated: Row | None
 
 
@@ -63,8 +66,17 @@ class Optimum:
     @property
     def period_s(self) -> float:
         """Return the seconds between checkpoints with the recommended redundancy."""
+        return self._recommended.period_s
+
+    @property
+    def interval(self) -> int:
+        """Return the steps between checkpoints with the recommended redundancy."""
+        return self._recommended.interval
+
+    @property
+    def _recommended(self) -> Choice:
         every = (self.without, *self.choices)
-        return next(choice.period_s for choice in every if choice.redundancy == self.recommended)
+        return next(choice for choice in every if choice.redundancy == self.recommended)
 
 
 def choice(asked: Scenario, redundancy: int, simulated: Row | None) -> Choice:
@@ -76,7 +88,9 @@ def choice(asked: Scenario, redundancy: int, simulated: Row | None) -> Choice:
     interval = endurance(job.groups, scheme, redundancy) * asked.mtbf_s
     share = theory.availability(period, job.save_s, interval, job.restart_s)
     stacks = 1.0 if redundancy == WITHOUT else theory.stack_mean(job.groups, redundancy)
-    return Choice(redundancy, stacks / share, share, period, simulated)
+    computed = stacks if simulated is None else simulated.found["stacks_per_step"].mean
+    steps = steps_between(period, job.save_s, computed * job.stack_s + job.all_reduce_s)
+    return Choice(redundancy, stacks / share, share, period, steps, simulated)
 
 
 def optimum(asked: Scenario, choices: Sequence[Choice], without: Choice) -> Optimum:

@@ -221,6 +221,7 @@ class _Run:
         if kept:
             self._now += reduce
             self._unsaved += 1
+            scheme.committed()
         spent = self._now - began - (found.shrink_s + found.controller_s - aside)
         if kept:
             self._unsaved_s += spent
@@ -241,7 +242,7 @@ class _Run:
             return False
         if patch:
             found.patches += 1
-            self._compute(1)
+            self._compute(patch)
         self._spend("shrink_s", self._jitter.one(job.shrink_s))
         return True
 

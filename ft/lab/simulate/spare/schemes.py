@@ -13,6 +13,7 @@ from scipy import special
 
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.placement import Placement
+from ft.systems.spare.shares import patches, rearrange
 
 
 class Loss(NamedTuple):
@@ -20,11 +21,12 @@ class Loss(NamedTuple):
 
     Attributes:
         wiped: True if a shard type has no group left that holds it, so that all groups restart from the checkpoint.
-        patch: True if a shard type of this step must be computed again by the groups that are left.
+        patch: number of stacks that groups compute in addition, because no group that is left has computed a shard type
+            of this step.
     """
 
     wiped: bool
-    patch: bool
+    patch: int
 
 
 class Scheme(Protocol):
@@ -39,14 +41,17 @@ class Scheme(Protocol):
     reorders: bool
 
     def lose(self, groups: Sequence[int]) -> Loss:
-        """Remove groups that are lost at the same time, and return the effect."""
+        """Remove groups that are lost at the same time during a step, and return the effect."""
+
+    def committed(self) -> None:
+        """End a step: the groups that were lost in it are left out of the next ones."""
 
     def reset(self) -> None:
         """Restore all groups, after a global restart."""
 
 
 class Spare:
-    """SPARe with the production controller.
+    """SPARe with the production controller and the rules by which the trainer divides a step.
 
     Args:
         placement: which group holds which shard types.
@@ -57,15 +62,35 @@ class Spare:
 
     def __init__(self, placement: Placement, accelerate: bool | None = None):
         self._controller = Controller(placement, accelerate)
-        self.reset = self._controller.reset
+        self._begin()
 
     @property
     def stack(self) -> int:
         return self._controller.stack
 
+    def reset(self) -> None:
+        self._controller.reset()
+        self._begin()
+
     def lose(self, groups: Sequence[int]) -> Loss:
-        found = self._controller.lose(groups)
-        return Loss(bool(found.wipe_out), bool(found.patch_types))
+        self._lost.update(groups)
+        self._left.difference_update(groups)
+        if not self._left:
+            return Loss(True, 0)
+        found = patches(self._controller, self._lost, self._left)
+        depth, self._patched = found.depth(self._patched), found.groups
+        return Loss(bool(found.adopted), depth)
+
+    def committed(self) -> None:
+        if self._lost:
+            rearrange(self._controller, self._left)
+            self._lost, self._patched = set(), {}
+
+    def _begin(self) -> None:
+        """Note that all groups are there, and none is lost in the present step."""
+        self._left = set(range(self._controller.groups))
+        self._lost: set[int] = set()
+        self._patched: dict[int, int] = {}
 
 
 class Replication:
@@ -88,7 +113,10 @@ class Replication:
     def lose(self, groups: Sequence[int]) -> Loss:
         for group in groups:
             self._left[group // self.stack] -= 1
-        return Loss(any(not self._left[group // self.stack] for group in groups), False)
+        return Loss(any(not self._left[group // self.stack] for group in groups), 0)
+
+    def committed(self) -> None:
+        """Do nothing: blocks do not depend on the groups that are left."""
 
 
 def block_sizes(groups: int, degree: int) -> list[int]:

@@ -185,7 +185,7 @@ class _Coordinator:
             return False
         if patch:
             seen.patches += 1
-            self._compute(1)
+            self._compute(patch)
         self._world.sleep(self._job.shrink_s)
         return True
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ft.base.errors import UserError
 from ft.systems.spare.controller import core, saved, state
-from ft.systems.spare.controller.cover import covered, wiped_out
+from ft.systems.spare.controller.cover import wiped_out
 from ft.systems.spare.controller.engine import engine, initial, state_of
 from ft.systems.spare.placement import Placement
 
@@ -113,6 +113,18 @@ class Controller:
         """Return to the initial state: every group is alive, with its initial stack, and S is 1."""
         self._engine.start(self._state, initial(self.placement, self._engine))
 
+    def missing(self, groups: Iterable[int]) -> tuple[int, ...]:
+        """Return the types that no survivor has in its first S positions once ``groups`` are lost, ascending.
+
+        The survivors have computed all other types of a step in which these groups are lost; the returned ones need a
+        patch compute. The controller does not change.
+
+        Raises:
+            UserError: a group is out of range, given twice, or already lost.
+        """
+        self._engine.missing(self._state, self._engine.numbers(self._checked(groups, lost=False)))
+        return _as_tuple(self._state.seekers[: self._state.size[state.SEEKERS]])
+
     def lose(self, groups: Iterable[int]) -> Reordering:
         """Remove groups that were lost at the same time, and return the decision.
 
@@ -168,9 +180,8 @@ class Controller:
     def _wipe_out(self, lost: list[int]) -> Reordering:
         alive = self.alive
         alive[lost] = False
-        missing = np.flatnonzero(~covered(self.orders, alive, self.stack))
         gone = wiped_out(self.placement.host_table, alive)
-        return Reordering(self.stack, (), _as_tuple(gone), core.DEEPENED, _as_tuple(missing))
+        return Reordering(self.stack, (), _as_tuple(gone), core.DEEPENED, self.missing(lost))
 
     def _moves(self) -> tuple[Move, ...]:
         numbers = _as_tuple(self._state.moves[: 4 * self._state.size[state.MOVES]])

@@ -143,13 +143,33 @@ def wipes_out(s: State, lost: Numbers) -> bool:
     return wiped
 
 
+def missing(s: State, lost: Numbers) -> None:
+    """List in ``s.seekers`` the types that only the groups ``lost`` have in their first S positions, ascending.
+
+    This is SPARe's rule for patch computes: if these groups are lost during a step, the survivors have computed all
+    other types of the step. Nothing but ``s.seekers`` is changed.
+    """
+    r, stack = s.size[REDUNDANCY], s.size[STACK]
+    s.size[SEEKERS] = 0
+    for w in lost:
+        for i in range(w * r, w * r + stack):
+            s.cover[s.orders[i]] -= 1
+            if s.cover[s.orders[i]] == 0:
+                add_seeker(s, s.orders[i])
+    for w in lost:
+        for i in range(w * r, w * r + stack):
+            s.cover[s.orders[i]] += 1
+
+
 def take_out(s: State, lost: Numbers) -> None:
     """Remove the lost groups from the layout.
 
     Each of their types gets a survivor as owner that has it in its first S positions. Types without such a survivor
     become seekers.
     """
+    missing(s, lost)
     r, stack = s.size[REDUNDANCY], s.size[STACK]
+    orphans = 0
     for w in lost:
         s.alive[w] = 0
         s.reached[w] = FOREVER
@@ -160,14 +180,12 @@ def take_out(s: State, lost: Numbers) -> None:
             s.cover[t] -= 1
             if s.owner[t] == w:
                 s.owner[t] = NONE
-                add_seeker(s, t)
-    left = 0
-    for i in range(s.size[SEEKERS]):
-        t = s.seekers[i]
-        if s.cover[t] == 0 or not settle(s, t, stack):
-            s.seekers[left] = t
-            left += 1
-    s.size[SEEKERS] = left
+                s.queue[orphans] = t
+                orphans += 1
+    sort(s.queue, orphans)
+    for i in range(orphans):
+        if s.cover[s.queue[i]] > 0:
+            settle(s, s.queue[i], stack)
 
 
 def add_seeker(s: State, t: int) -> None:

@@ -22,6 +22,7 @@ class Engine:
     Attributes:
         name: "numba" or "interpreted".
         lose: removes failed groups (``core.lose``).
+        missing: lists the types that only failed groups have computed in a step (``core.missing``).
         bring_back: adds a group that has returned (``core.bring_back``).
         trial: removes groups one by one until a shard type has no host left (``core.trial``).
         start: sets a state to the initial layout (``core.start``).
@@ -30,6 +31,7 @@ class Engine:
 
     name: str
     lose: Callable
+    missing: Callable
     bring_back: Callable
     trial: Callable
     start: Callable
@@ -91,7 +93,7 @@ def _array(numbers: Any) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-INTERPRETED = Engine("interpreted", core.lose, core.bring_back, core.trial, core.start, _list)
+INTERPRETED = Engine("interpreted", core.lose, core.missing, core.bring_back, core.trial, core.start, _list)
 
 _SOURCES = (__file__, core.__file__, search.__file__, state.__file__)
 
@@ -111,7 +113,7 @@ def _compiled() -> Engine:
     # Numba detects changes only in the file of the compiled function, so the cache folder is named by a hash of all
     # source files.
     digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _SOURCES)).hexdigest()[:16]
-    entries = (core.lose, core.bring_back, core.trial, core.start)
+    entries = (core.lose, core.missing, core.bring_back, core.trial, core.start)
     before = numba.config.CACHE_DIR
     try:
         numba.config.CACHE_DIR = str(Path(before or Path.home() / ".cache" / "megatron-ft") / f"spare-{digest}")
