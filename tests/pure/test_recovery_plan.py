@@ -1,6 +1,7 @@
 """Where a recovery's state comes from: copies, CheckFree, checkpoint, each in its turn."""
 
 import random
+import time
 
 import pytest
 
@@ -166,3 +167,13 @@ def test_whatever_is_lost_every_rank_has_one_origin_of_one_step_or_all_restart()
         for rank, beside in plan.rebuilt.items():
             assert all(neighbour in plan.sources for neighbour in beside.there)
             assert {stages.places[n].pp - stages.places[rank].pp for n in beside.there} <= {-1, 1}
+
+
+def test_a_thousand_lost_ranks_of_a_large_job_do_not_delay_the_decision():
+    stages = pipeline(pp=16, dp=64, tp=4)
+    copies = {rank: {rank - 4 if rank % 256 >= 4 else rank + 252: (7, 6)} for rank in stages.places}
+    lost = range(0, 4096, 4)
+    held = memory(stages, all_but(stages, set(lost)), {r: of for r, of in copies.items() if r not in set(lost)})
+    began = time.process_time()
+    plan = decide(held, stages)
+    assert plan.name == RESTART and time.process_time() - began < 2.0

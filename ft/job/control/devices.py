@@ -82,11 +82,17 @@ def released(state: State, report: m.DeviceReleased, out: Decisions) -> None:
 
 
 def heard(agent: Agent, now: float, contact_s: float) -> None:
-    """Extend the wait for devices by the time for which nothing was heard of their agent, if that was long.
+    """Extend the deadlines of an agent's devices by the time since its previous heartbeat, if that is a long time.
 
-    A stopped agent reports no released device. Call it before the agent's ``heard_at`` is set.
+    An agent that was stopped could not report that a device is free. Call this function before ``agent.heard_at`` is
+    updated.
+
+    Args:
+        agent: the agent that has sent a heartbeat.
+        now: present time in seconds.
+        contact_s: time without a heartbeat in seconds from which on an agent counts as silent.
     """
-    if now > agent.heard_at + contact_s:
+    if _is_silent(agent, now, contact_s):
         silent_s = now - agent.heard_at
         agent.held = {worker: replace(hold, since=hold.since + silent_s) for worker, hold in agent.held.items()}
 
@@ -94,11 +100,11 @@ def heard(agent: Agent, now: float, contact_s: float) -> None:
 def overdue(state: State, now: float, out: Decisions) -> None:
     """Count the devices as unusable whose former workers have not released them within ``Timeouts.device_s`` seconds.
 
-    It does not count while nothing is heard of the agent, which would report the release.
+    A device of a silent agent is not counted, because only the agent can report that the device is free.
     """
     limit_s, contact_s = state.options.timeouts.device_s, state.options.timeouts.contact_s
     for agent in state.agents.values():
-        if now > agent.heard_at + contact_s:
+        if _is_silent(agent, now, contact_s):
             continue
         for worker, held in agent.held.items():
             if now > held.since + limit_s and not held.overdue and not agent.gone:
@@ -106,6 +112,10 @@ def overdue(state: State, now: float, out: Decisions) -> None:
                 reason = f"{worker} has not released it within {limit_s:g} s"
                 out.add(f"device {held.device} of {agent.node} cannot be used: {reason}")
                 out.note(events.DEVICE_UNUSABLE, node=agent.node, device=held.device, reason=reason)
+
+
+def _is_silent(agent: Agent, now: float, contact_s: float) -> bool:
+    return now > agent.heard_at + contact_s
 
 
 def crowded(state: State) -> str:

@@ -6,7 +6,7 @@ process groups belong; a seat is one entry of that map. A joiner is a worker tha
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control import devices, history, invariants, membership, recovery_plan
+from ft.job.control import devices, history, invariants, ladder, membership, standing
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.rebuilds import plan_rebuild
@@ -107,6 +107,7 @@ def _fill(state: State, now: float, out: Decisions) -> None:
         for node, count in filling.spawn.items():
             state.spawning.setdefault(node, []).extend([now] * count)
     if filling.lacking:
+        state.recovery.awaited += [rank for rank in filling.lacking if rank not in state.recovery.awaited]
         return
     for rank, (name, local_rank) in filling.moves.items():
         worker = state.workers[name]
@@ -158,10 +159,11 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         out.note(events.RELEASED, epoch=state.epoch - 1, steps=steps)
     if any(not w.assembled for w in seated):
         return
-    chosen = recovery_plan.decide(_memory(state), recovery_plan.Stages(state.checkfree, state.places, state.rebuilt))
-    if chosen.name == recovery_plan.RESTART:
-        ends.restart(state, now, chosen.reason, out)
+    found = ladder.decide(standing.of_memory(state))
+    if found.plan is None:
+        ends.descend(state, now, found, out)
         return
+    chosen = found.plan
     state.returns = history.returned(state.returns, chosen.step, state.recovery, len(state.fired))
     if message := history.going_round(state.returns):
         ends.stop(state, now, 1, message, out)
@@ -186,22 +188,8 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         f"{len(plan.rebuild)} are rebuilt, {len(plan.defer)} deferred, {len(plan.keep)} kept",
         state.repair,
     )
-    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=chosen.step)
+    out.note(events.REPAIR_ORDERED, epoch=state.epoch, step=chosen.step, rung=found.rung)
     state.enter(REPAIRING, now)
-
-
-def _memory(state: State) -> recovery_plan.Memory:
-    """Return which snapshots the seated workers hold, and which of them turned out to be unusable in this recovery."""
-    recovery = state.recovery
-    return recovery_plan.Memory(
-        list(state.seats),
-        {w.rank: w.release.holdings for w in state.seated() if w.release is not None},
-        state.dp_peers,
-        [rank for rank, all_of_it in state.complete.items() if all_of_it],
-        recovery.spoiled,
-        recovery.unusable,
-        recovery.unbuildable,
-    )
 
 
 def _order_resume(state: State, now: float, out: Decisions) -> None:

@@ -62,6 +62,7 @@ def plan_rebuild(reports: Mapping[int, list[GroupReport]], replaced: Iterable[in
 def _reason_against_keeping(ranks: list[int], said: dict[int, GroupReport], replaced: set[int]) -> str:
     if len(ranks) == 1:
         return ""
+    # The members are the same object in most reports (``ft.net.codec.Numbers``); comparing lists takes longer.
     if any(report.ranks is not ranks and report.ranks != ranks for report in said.values()):
         views = "; ".join(f"rank {rank} says {report.ranks}" for rank, report in said.items())
         return f"its members are reported differently: {views}"

@@ -1,19 +1,23 @@
-"""Choice of the source of state for a recovery: in-memory copies first, then CheckFree, then the persistent checkpoint.
+"""Choice of the source of state inside one replica: in-memory copies first, then CheckFree, then the checkpoint.
 
-:func:`decide` is a pure function. CheckFree (section 4.2) rebuilds a pipeline stage whose state is lost from the two
-neighbouring stages. This makes the loss jump once, while a warm restart from the persistent checkpoint repeats every
-step since that checkpoint.
+This is the part of the recovery ladder (:mod:`ft.job.control.ladder`) that looks into the memory of one replica's
+workers. :func:`decide` is a pure function. CheckFree (section 4.2) rebuilds a pipeline stage whose state is lost from
+the two neighbouring stages. This makes the loss jump once, while a warm restart from the persistent checkpoint repeats
+every step since that checkpoint.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ft.job.control import sources
+from ft.job.control import rungs, sources
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 
-COPIES, REBUILD, RESTART = "copies", "rebuild", "restart"
-"""The sources of state, in the order in which they are tried."""
+COPIES, REBUILD, RESTART = rungs.COPY, rungs.CHECKFREE, rungs.CHECKPOINT
+"""The rungs of the ladder whose state comes from own snapshots and peer copies, from the stages beside, and from the
+persistent checkpoint, in the order in which they are tried. Of which rung before COPIES a recovery from copies is, is
+decided by the seats that have to be filled.
+"""
 
 MIDDLE, PLUS = "middle", "plus"
 """The stages that CheckFree may rebuild: MIDDLE means stages with two neighbours; PLUS (CheckFree+) also the first and

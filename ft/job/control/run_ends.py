@@ -3,6 +3,7 @@
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
+from ft.job.control import ladder, rungs, standing
 from ft.job.control.decision import Decisions
 from ft.job.control.membership import place_ranks
 from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, State, Worker
@@ -31,28 +32,24 @@ def stop(state: State, now: float, code: int, message: str, out: Decisions, why:
 
 
 def restart(state: State, now: float, reason: str, out: Decisions) -> None:
-    """Order a warm restart from the last persistent checkpoint, or end the run if no further restart is allowed.
+    """Order a warm restart from the last persistent checkpoint, or end the run if no further restart is possible.
 
     This is the last resort if the run cannot be recovered from the snapshots in memory (the "external fallback" of the
-    paper DEADPOOL).
+    paper DEADPOOL). ``reason`` is why nothing in memory is used.
     """
-    allowed = state.options.max_restarts
-    if state.restarts >= allowed:
-        stop(state, now, 1, f"{reason}\n  The run ends: {allowed} warm restart(s) are allowed and used up", out)
-        return
+    descend(state, now, ladder.decide(standing.without_memory(state, reason)), out)
+
+
+def descend(state: State, now: float, found: ladder.Decision, out: Decisions) -> None:
+    """Carry out a decision of the ladder that gives up the state in memory: all workers start anew, or the run ends."""
     ranks = place_ranks(state.agents.values(), state.options.world_size)
-    if ranks is None:
-        stop(
-            state,
-            now,
-            1,
-            f"{reason}\n  The run ends: the nodes that are left cannot hold {state.options.world_size} workers",
-            out,
-        )
+    if found.rung == rungs.END or ranks is None:
+        stop(state, now, 1, found.reason, out)
         return
+    allowed, reason = state.options.max_restarts, found.reason
     state.restarts += 1
     out.add(f"warm restart {state.restarts} of at most {allowed}: {reason}", m.Restart(state.restarts, reason, ranks))
-    out.note(events.RESTARTED, number=state.restarts, reason=reason)
+    out.note(events.RESTARTED, number=state.restarts, reason=reason, rung=found.rung)
     state.last_recovery = {"outcome": "restart", "reason": reason, "at": now, "seconds": 0.0}
     for agent in state.agents.values():
         agent.places = len(ranks.get(agent.node, ()))

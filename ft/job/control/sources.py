@@ -54,9 +54,10 @@ def of_step(
     """Return (logical rank -> source, sorted ranks without a source) for ``step``. The arguments are those of
     :func:`choose`.
     """
-    sources, lacking = {}, []
+    sources: dict[int, Source] = {}
+    lacking, holders = [], _holders(step, holdings)
     for rank in sorted(ranks):
-        source = _source(rank, step, holdings, dp_peers.get(rank, [rank]), rank in complete)
+        source = _source(rank, step, holdings, holders.get(rank, []), dp_peers.get(rank, [rank]), rank in complete)
         if source is None:
             lacking.append(rank)
         else:
@@ -64,13 +65,27 @@ def of_step(
     return sources, lacking
 
 
+def _holders(step: int, holdings: Mapping[int, Holdings]) -> dict[int, list[int]]:
+    """Return logical rank -> sorted ranks whose workers hold a peer copy of its snapshot of ``step``."""
+    found: dict[int, list[int]] = {}
+    for holder, held in sorted(holdings.items()):
+        for owner, steps in held.copies.items():
+            if step in steps:
+                found.setdefault(int(owner), []).append(holder)
+    return found
+
+
 def _source(
-    rank: int, step: int, holdings: Mapping[int, Holdings], peers: list[int], is_complete: bool
+    rank: int,
+    step: int,
+    holdings: Mapping[int, Holdings],
+    holders: list[int],
+    peers: list[int],
+    is_complete: bool,
 ) -> Source | None:
     own = holdings.get(rank)
     if own is not None and step in own.own:
         return Source(rank, rank)
-    holders = [r for r, held in sorted(holdings.items()) if step in held.copies.get(str(rank), ())]
     if not holders:
         return None
     others = [r for r in peers if r != rank]

@@ -240,6 +240,7 @@ class Recovery:
         spoiled: steps whose snapshots turned out to be unusable.
         unusable: logical rank -> the steps that it found unusable.
         unbuildable: steps at which a pipeline stage could not be rebuilt from its neighbours (CheckFree).
+        awaited: logical ranks for whose empty seat no standby was ready.
     """
 
     at: float
@@ -252,6 +253,7 @@ class Recovery:
     spoiled: list[int] = field(default_factory=list)
     unusable: dict[int, list[int]] = field(default_factory=dict)
     unbuildable: list[int] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)
 
 
 @dataclass

@@ -1,8 +1,7 @@
-"""Implement ``ft plan policy``: show the kinds of recovery in order of preference, and which one follows a failure.
+"""Implement ``ft plan policy``: show the rungs of the recovery ladder, and which one follows the loss of a stage.
 
-The kinds of recovery are: from copies of the lost state in peers' memory; by CheckFree, which rebuilds a lost pipeline
-stage from its neighbours' parameters; and by a restart from a checkpoint. The decisions shown are computed by
-the control plane's own code.
+The decisions shown are computed by the control plane's own code (:mod:`ft.job.control.ladder`). The subcommand
+``ladder`` (:mod:`ft.lab.plan.policy.ladder`) answers for any set of losses.
 """
 
 import argparse
@@ -10,22 +9,35 @@ import json
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.job.control.recovery_plan import AGAINST, COPIES, MIDDLE, PLUS, REBUILD, RESTART, RecoveryPlan, decide
+from ft.job.control import rungs
+from ft.job.control.ladder import Decision, decide
+from ft.job.control.recovery_plan import AGAINST, MIDDLE, PLUS
+from ft.lab.plan.policy import ladder
 from ft.lab.plan.policy.failure import failure
 from ft.show.text import table
 
 _DESCRIPTION = """\
-Show the kinds of recovery in order of preference, and which one follows which failure, as the control plane decides.
-With --lost, show the decision for one failure."""
+Show the rungs of the recovery ladder, and which one follows which loss of pipeline stages, as the control plane
+decides. With --lost, show the decision for one failure. The subcommand "ladder" takes any layout, protections and
+losses."""
 
 OFF = "off"
 _MOST_STAGES = 1024
 
-_COLUMNS = ("recovery", "flag", "needs", "loses")
+_COLUMNS = ("rung", "flag", "needs", "loses")
 _KINDS = {
-    COPIES: ("--ft-hot-swap", "own snapshots and peer copies of one step", "at most one step"),
-    REBUILD: ("--ft-checkfree[-plus]", "the neighbours of each lost stage", "no step; the stage is an estimate"),
-    RESTART: ("--save", "a persistent checkpoint, a warm restart", "the steps since it was written"),
+    rungs.IN_PLACE: ("--ft-hot-swap", "every worker, with its own snapshot", "the step under way"),
+    rungs.STANDBY: ("--standby", "ready standbys, and peer copies", "the step under way, seldom one more"),
+    rungs.COPY: ("--ft-hot-swap", "room to start workers, and peer copies", "the same, and the time to start them"),
+    rungs.REPLICA: ("--ft-hsdp-replicas", "another replica", "no step; a part of the batches comes later"),
+    rungs.REORDER: ("--ft-spare-redundancy", "another replica", "no step, and no part of a batch"),
+    rungs.CHECKFREE: (
+        "--ft-checkfree[-plus]",
+        "the neighbours of each lost stage",
+        "no step; the stage is an estimate",
+    ),
+    rungs.CHECKPOINT: ("--save", "a persistent checkpoint, a warm restart", "the steps since it was written"),
+    rungs.END: ("", "", "the run, until somebody starts it again"),
 }
 
 
@@ -49,6 +61,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--checkfree", choices=(OFF, MIDDLE, PLUS), help=f"with --lost; default: {OFF}")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(main=run)
+    ladder.add_parser(parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND"))
 
 
 def run(given: argparse.Namespace) -> int:
@@ -62,8 +75,8 @@ def run(given: argparse.Namespace) -> int:
         failures = _typical(blocks, given)
         print(json.dumps(_all_values(failures)) if given.json else _all_text(failures))
         return 0
-    plan = decide(*failure(blocks, _lost(given.lost, len(blocks)), _asked(given.checkfree)))
-    print(json.dumps(_values(plan)) if given.json else f"{plan.name}: {plan.reason}")
+    found = decide(failure(blocks, _lost(given.lost, len(blocks)), _asked(given.checkfree)))
+    print(json.dumps(_values(found)) if given.json else f"{found.rung}: {found.reason}")
     return 0
 
 
@@ -98,42 +111,43 @@ def _numbers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, RecoveryPlan]]:
+def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, Decision]]:
     """Return (description of the failure, CheckFree mode, decision) for typical failures."""
     last, middle = len(blocks) - 1, len(blocks) // 2
-    losses = {"ranks die, peer copies exist": frozenset()}
+    losses = {"an operation fails, nobody dies": frozenset()}
     losses |= {f"stage {stage} lost everywhere": frozenset({stage}) for stage in (middle, 0, last)}
     if last > 0:
         losses[f"stages {middle - 1} and {middle} lost"] = frozenset({middle - 1, middle})
     modes = (OFF, MIDDLE, PLUS) if given.checkfree is None else (given.checkfree,)
     return [
-        (name, mode, decide(*failure(blocks, lost, _asked(mode)))) for name, lost in losses.items() for mode in modes
+        (name, mode, decide(failure(blocks, lost, _asked(mode)))) for name, lost in losses.items() for mode in modes
     ]
 
 
-def _all_text(failures: list[tuple[str, str, RecoveryPlan]]) -> str:
+def _all_text(failures: list[tuple[str, str, Decision]]) -> str:
     kinds = [(str(number), name, *row) for number, (name, row) in enumerate(_KINDS.items(), 1)]
-    rows = [(name, mode, plan.name, _why(plan)) for name, mode, plan in failures]
+    rows = [(name, mode, found.rung, _why(found)) for name, mode, found in failures]
     return "\n\n".join(
         (
             table(("", *_COLUMNS), kinds),
-            table(("what happened", "CheckFree", "recovery", "because"), rows),
+            table(("what happened", "CheckFree", "rung", "because"), rows),
         )
     )
 
 
-def _why(plan: RecoveryPlan) -> str:
-    """Return the reason of a decision; for a restart, why the preferred kinds of recovery cannot be used."""
-    _, found, against = plan.reason.partition(f"{AGAINST}: ")
-    return against.split(";")[0] if found else plan.reason
+def _why(decision: Decision) -> str:
+    """Return the reason of a decision; for a restart, why the rungs before it cannot be used."""
+    _, found, against = decision.reason.partition(f"{AGAINST}: ")
+    return against.split(";")[0] if found else decision.reason
 
 
-def _all_values(failures: list[tuple[str, str, RecoveryPlan]]) -> dict[str, Any]:
+def _all_values(failures: list[tuple[str, str, Decision]]) -> dict[str, Any]:
     kinds = [dict(zip(_COLUMNS, (name, *row), strict=True)) for name, row in _KINDS.items()]
-    cases = [{"what": name, "checkfree": mode, **_values(plan)} for name, mode, plan in failures]
-    return {"recoveries": kinds, "cases": cases}
+    cases = [{"what": name, "checkfree": mode, **_values(found)} for name, mode, found in failures]
+    return {"rungs": kinds, "cases": cases}
 
 
-def _values(plan: RecoveryPlan) -> dict[str, Any]:
-    rebuilt = {str(rank): beside.there for rank, beside in plan.rebuilt.items()}
-    return {"recovery": plan.name, "reason": plan.reason, "rebuilt": rebuilt}
+def _values(decision: Decision) -> dict[str, Any]:
+    rebuilt = {} if decision.plan is None else decision.plan.rebuilt
+    beside = {str(rank): neighbours.there for rank, neighbours in rebuilt.items()}
+    return {"rung": decision.rung, "reason": decision.reason, "rebuilt": beside}

@@ -7,14 +7,15 @@ stage's state, except for the stages whose state is lost.
 from collections.abc import Collection, Sequence
 
 from ft.job.control.recovery_plan import Memory, Stages
+from ft.job.control.situation import Seats, Situation
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings
 
 STEP = 0
 
 
-def failure(blocks: Sequence[int], lost: Collection[int], checkfree: str) -> tuple[Memory, Stages]:
-    """Return the arguments of ``ft.job.control.recovery_plan.decide`` for a failure after which some states are lost.
+def failure(blocks: Sequence[int], lost: Collection[int], checkfree: str) -> Situation:
+    """Return the situation in which the workers of some stages are lost with all copies of their state.
 
     Args:
         blocks: number of transformer blocks of each stage.
@@ -25,4 +26,5 @@ def failure(blocks: Sequence[int], lost: Collection[int], checkfree: str) -> tup
     stages = range(len(blocks))
     holdings = {stage: Holdings([STEP], {}) for stage in stages if stage not in lost}
     places = {stage: GridPosition(stage, 0, 0, 0, blocks[stage]) for stage in stages}
-    return Memory(stages, holdings, {stage: [stage] for stage in stages}), Stages(checkfree, places)
+    memory = Memory(stages, holdings, {stage: [stage] for stage in stages})
+    return Situation(STEP, memory, Stages(checkfree, places), Seats(sorted(lost), standbys=len(lost)))

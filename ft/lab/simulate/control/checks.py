@@ -11,7 +11,9 @@ the beginning or after a warm restart of all workers.
 
 from typing import TYPE_CHECKING, Any
 
+from ft.base import events
 from ft.job import messages as m
+from ft.job.control import rungs
 from ft.job.control.recovery_plan import LOST, PLUS
 from ft.job.control.state import ENDED
 from ft.lab.simulate.control.restart_oracle import Legitimacy
@@ -79,6 +81,10 @@ class Checks:
         """Check that a call of ``decide`` without a decision has not changed the state, and log the decisions."""
         if self._before is not None and not decisions and to_json(self._cluster.plane.state) != self._before:
             self.fail("time passed, nothing was decided, and yet the state changed")
+        for decision in decisions:
+            for note in decision.events:
+                if note.name == events.REPAIR_ORDERED:
+                    self._check_rung(note.values["rung"], decision.orders[0])
         if self._cluster.history is not None and (decisions or not isinstance(report, m.AgentBeat | None)):
             said = "time passes" if report is None else m.encode(report)
             self._cluster.note("{}", said if len(said) < 300 else said[:297] + "...")
@@ -282,6 +288,19 @@ class Checks:
         self._check_kept(order, seated)
         self.redone += self.committed - order.step
         self.committed = order.step
+
+    def _check_rung(self, rung: str, order: m.Repair) -> None:
+        """Check that a repair is of the rung of the recovery ladder that the control plane names."""
+        joiners = self._opens[order.epoch].joiners
+        taken_over = [r for r, source in order.sources.items() if int(r) not in joiners and source.owned != int(r)]
+        if order.rebuilt:
+            right = (rungs.CHECKFREE,)
+        elif taken_over:
+            right = (rungs.COPY,)
+        else:
+            right = (rungs.STANDBY, rungs.COPY) if joiners else (rungs.IN_PLACE,)
+        if rung not in right:
+            self.fail(f"the repair of epoch {order.epoch} is called {rung!r}, it is {' or '.join(right)}: {order}")
 
     def _check_rebuilt(self, order: m.Repair, seated: "dict[int, Worker]", best: int | None) -> None:
         """Check a rebuild of lost pipeline stages from adjacent stages (CheckFree, section 4): only whole stages are

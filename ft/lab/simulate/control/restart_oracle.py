@@ -74,10 +74,11 @@ class Legitimacy:
         return news or self._cluster.time.now < self._cluster.calm_at + _AFTERMATH_S
 
     def _room(self) -> int:
-        """Return how many workers fit on the nodes that the control plane has not declared lost."""
+        """Return how many workers fit on the usable devices of nodes that the control plane has not declared lost."""
         here = [a for a in self._cluster.plane.state.agents.values() if not a.gone]
         devices = self._cluster.shape.devices or self._cluster.shape.world_size
-        return sum(min(agent.seats + agent.standbys, devices) for agent in here)
+        overdue = [sum(hold.overdue for hold in agent.held.values()) for agent in here]
+        return sum(min(agent.seats + agent.standbys, devices - lost) for agent, lost in zip(here, overdue, strict=True))
 
     def _gone(self) -> list[str]:
         """Return the nodes that the control plane counts as lost."""

@@ -18,7 +18,8 @@ from ft.net.codec import Numbers, from_json, to_json
 from ft.state.groups.sparse import connections
 
 _READS = 9
-"""How often a report is parsed to measure the time of it."""
+"""Number of times that a report is parsed to measure how long that takes."""
+
 USED = frozenset(
     {
         WORLD,
@@ -188,7 +189,7 @@ def _reports(
 
 
 def _sent_and_read(groups: list[GroupReport]) -> tuple[int, float]:
-    """Return the size of a survivor's report in bytes, and the median of the seconds to parse it."""
+    """Return the size of a surviving rank's report in bytes, and the median time to parse it in seconds."""
     text = json.dumps(to_json(WorkerReleased("n0.w0", 0, 0, groups)), separators=(",", ":"))
     took = []
     for _ in range(_READS):

@@ -81,13 +81,15 @@ class GroupSpec:
 
 
 class _Recorder:
-    """Creates process groups without connections, and records them. It is the ``Maker`` of ``ft.state.groups.seam``.
+    """Records each process group that megatron-core creates, and creates a group without connections for it.
+
+    Implements ``ft.state.groups.seam.Maker``.
 
     Args:
         rank: global rank of this process.
 
     Attributes:
-        found: the groups so far, in the order of creation.
+        found: the recorded groups, in the order of their creation.
     """
 
     def __init__(self, rank: int):
@@ -95,33 +97,37 @@ class _Recorder:
         self.found: list[GroupSpec] = []
 
     def default(self, options) -> dist.ProcessGroup:
-        """Create the default group from torch's description of it."""
+        """Record and return the default group, whose members are all ranks.
+
+        Args:
+            options: torch's description of the group: its name and its size.
+        """
         return self.new_group(list(range(options.group_size)), None, options.group_id, WORLD, BACKEND)
 
     def new_group(self, ranks, timeout, name, desc, backend):
-        """Create a group, as ``ft.state.groups.seam.Maker`` says."""
+        """Record a group. Return it, or None if this process is not a member. See ``Maker.new_group``."""
         self.found.append(GroupSpec(name, desc, ranks))
-        return _Recorded(name, desc, ranks, self) if self._rank in ranks else None
-
-    def rank_in(self, ranks: list[int]) -> int:
-        """Return this process's rank among ``ranks``."""
-        return ranks.index(self._rank)
+        if self._rank not in ranks:
+            return None
+        return _Recorded(name, desc, ranks.index(self._rank), len(ranks), self)
 
 
 class _Recorded(dist.ProcessGroup):
-    """A process group without connections.
+    """A process group without connections, on which no operation can run.
 
-    It has no method ``new_group``: torch would call that with other arguments than a ``Maker`` takes.
+    The class has no method ``new_group``, because torch would call it with other arguments than ``Maker.new_group``
+    takes.
 
     Args:
         name: name of the group.
         purpose: description of the group.
-        ranks: global ranks of the members.
-        maker: creates the groups that the program asks for later.
+        rank: rank of this process in the group.
+        size: number of members.
+        maker: creates the groups that the program creates later.
     """
 
-    def __init__(self, name: str, purpose: str, ranks: list[int], maker: _Recorder):
-        super().__init__(maker.rank_in(ranks), len(ranks))
+    def __init__(self, name: str, purpose: str, rank: int, size: int, maker: _Recorder):
+        super().__init__(rank, size)
         self._name, self._purpose, self.maker = name, purpose, maker
 
     @property

@@ -1,0 +1,219 @@
+"""The recovery ladder: which kind of recovery follows a fault, why, and what it loses.
+
+The control plane decides with :func:`decide`, and ``ft plan policy ladder`` shows the same decisions. The function is
+pure and total: it does no I/O, reads no clock, and answers every situation. The kinds of recovery are the rungs of
+:mod:`ft.job.control.rungs`. Every rung that is possible in a situation makes an offer, which says what it loses. The
+first rung of the ladder is taken whose offer is not worse in any respect than another one: a snapshot of an earlier
+step in this replica, for example, gives way to the newest step in another replica.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from ft.job.control import recovery_plan, sources
+from ft.job.control.recovery_plan import Memory, RecoveryPlan
+from ft.job.control.rungs import (
+    APPROXIMATE,
+    CHECKFREE,
+    CHECKPOINT,
+    COPY,
+    END,
+    EVERY_SAMPLE,
+    IN_PLACE,
+    LADDER,
+    REORDER,
+    REPLICA,
+    STANDBY,
+    Lost,
+    too_few,
+    waits,
+    waits_of_others,
+    waits_of_restart,
+)
+from ft.job.control.situation import Situation
+from ft.job.messages import Holdings
+
+_IN_MEMORY = (IN_PLACE, STANDBY, COPY, REPLICA, CHECKFREE)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A recovery that is possible.
+
+    Attributes:
+        rung: one of ``LADDER``.
+        reason: why it is possible, for people.
+        lost: what it loses.
+        waits: the limits of all waits that it can lead to, one after the other, as ``table.field``; see
+            :func:`ft.job.control.rungs.waits`.
+        plan: the step and the source of each rank, if the state comes from memory.
+        fetched: logical rank -> number of the replica that it fetches its state from.
+    """
+
+    rung: str
+    reason: str
+    lost: Lost
+    waits: tuple[str, ...] = ()
+    plan: RecoveryPlan | None = None
+    fetched: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decision(Offer):
+    """The recovery that is taken. ``refused``: every other rung before it -> why that one is not taken."""
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def decide(situation: Situation) -> Decision:
+    """Return the first rung that is possible and that no other possible rung betters in what it loses."""
+    refused: dict[str, str] = {}
+    offers = [
+        *_from_memory(situation, refused),
+        *_without_this_replica(situation, refused),
+        *_anew(situation, refused),
+    ]
+    for offer in offers:
+        better = next((other for other in offers if other.lost.is_less_than(offer.lost)), None)
+        if better is not None:
+            refused[offer.rung] = f"{better.rung} loses less: {better.reason}"
+    best = [offer for offer in offers if not any(other.lost.is_less_than(offer.lost) for other in offers)]
+    chosen = min(best, key=lambda offer: LADDER.index(offer.rung)) if best else _end(situation, refused)
+    before = LADDER[: LADDER.index(chosen.rung)]
+    return Decision(**vars(chosen), refused={rung: refused[rung] for rung in before if rung in refused})
+
+
+def _from_memory(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
+    """Yield the offers that keep this replica's workers and fill its empty seats."""
+    rung, vacant = situation.seats.rung, situation.seats.vacant
+    against = situation.barred or _no_memory(situation)
+    if against or rung is None:
+        refused |= dict.fromkeys(_IN_MEMORY, against)
+        return
+    memory = situation.verified()
+    plan = recovery_plan.decide(memory, situation.stages)
+    if plan.name == recovery_plan.COPIES:
+        yield _from_copies(situation, rung, plan, refused)
+    else:
+        *_, why = sources.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
+        refused |= dict.fromkeys((IN_PLACE, STANDBY, COPY), why or plan.reason)
+    if vacant:
+        refused[IN_PLACE] = f"logical rank(s) {_list(vacant)} have lost their worker"
+    if situation.others.holdings:
+        pooled = recovery_plan.decide(_pooled(memory, situation), situation.stages)
+        plan, fetched = _fetching(pooled, memory, situation)
+        if plan.name == recovery_plan.COPIES and fetched:
+            where = ", ".join(f"{rank} from replica {replica}" for rank, replica in sorted(fetched.items()))
+            reason = f"of step {plan.step}, the other replicas have what this one lacks: logical rank(s) {where}"
+            lost = Lost(steps=_since(situation, plan))
+            yield Offer(REPLICA, reason, lost, waits(rung), plan, fetched)
+    else:
+        fetched = {}
+    if plan.name == recovery_plan.REBUILD:
+        lost = Lost(steps=_since(situation, plan), exactness=APPROXIMATE)
+        yield Offer(CHECKFREE, plan.reason, lost, waits(rung), plan, fetched)
+    else:
+        refused[CHECKFREE] = plan.reason
+
+
+def _no_memory(situation: Situation) -> str:
+    if not situation.hot_swap:
+        return "hot-swap is off"
+    if situation.seats.rung is None:
+        seats, standbys = len(situation.seats.vacant), situation.seats.standbys
+        return f"{seats} seat(s) are empty, {standbys} standby(s) are ready, and no node has room for another worker"
+    return ""
+
+
+def _from_copies(situation: Situation, seats: str, plan: RecoveryPlan, refused: dict[str, str]) -> Offer:
+    """Return the offer of IN_PLACE, STANDBY or COPY, and note why those before it are not possible."""
+    vacant = frozenset(situation.seats.vacant)
+    taken_over = sorted(rank for rank, source in plan.sources.items() if rank not in vacant and source.owned != rank)
+    rung = COPY if taken_over else seats
+    if seats == COPY:
+        refused[STANDBY] = f"{situation.seats.standbys} standby(s) are ready for {len(vacant)} seat(s)"
+    if taken_over:
+        why = f"logical rank(s) {_list(taken_over)} have no usable snapshot of step {plan.step} of their own"
+        refused |= {IN_PLACE: why, STANDBY: why}
+    return Offer(rung, plan.reason, Lost(steps=_since(situation, plan)), waits(seats), plan)
+
+
+def _pooled(memory: Memory, situation: Situation) -> Memory:
+    """Return the memory as if each rank had every state of it that this replica or another one has a source of."""
+    there = situation.others.holdings.values()
+    own = {rank: {step for held in there for step in held.get(rank, ())} for rank in memory.ranks}
+    for step in sources.steps_held(memory.holdings):
+        inside, _ = sources.of_step(step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
+        for rank in inside:
+            own[rank].add(step)
+    return replace(memory, holdings={rank: Holdings(sorted(steps)) for rank, steps in own.items()})
+
+
+def _fetching(plan: RecoveryPlan, memory: Memory, situation: Situation) -> tuple[RecoveryPlan, dict[int, int]]:
+    """Return the plan with sources inside this replica wherever it has them, and rank -> replica for all others."""
+    if plan.step is None:
+        return plan, {}
+    inside, _ = sources.of_step(plan.step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
+    fetched = {}
+    for rank in plan.sources.keys() - inside.keys():
+        having = (r for r, held in situation.others.holdings.items() if plan.step in held.get(rank, ()))
+        if (nearest := next(having, None)) is not None:
+            fetched[rank] = nearest
+    kept = {rank: inside.get(rank, source) for rank, source in plan.sources.items() if rank not in fetched}
+    return replace(plan, sources=kept), fetched
+
+
+def _without_this_replica(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
+    """Yield the offer that the other replicas train on, or wait for this one, while it starts anew."""
+    others = situation.others
+    if others.replicas <= 1:
+        refused |= {REPLICA: "the job has one replica", REORDER: "the job has one replica"}
+        return
+    if not others.reorders:
+        refused[REORDER] = "SPARe is off"
+    against = situation.restarts.against
+    short = too_few(len(others.whole), others.replicas, others.least)
+    if short and (not others.whole or against):
+        back = f", and this one cannot come back: {against}" if others.whole else ""
+        refused |= {REORDER: refused.get(REORDER, short), REPLICA: refused.get(REPLICA) or f"{short}{back}"}
+        return
+    if short:
+        reason = f"{short}: they wait for this one, which fetches its state from them"
+        yield Offer(REPLICA, reason, Lost(exactness=EVERY_SAMPLE), waits_of_others(is_awaited=True))
+    elif others.reorders:
+        types = f"; no replica hosts the shard types {_list(others.unhosted)} any more, whoever is free computes them"
+        reason = f"replica(s) {_list(others.whole)} compute this one's part{types if others.unhosted else ''}"
+        yield Offer(REORDER, reason, Lost(exactness=EVERY_SAMPLE), waits_of_others(is_awaited=False))
+    else:
+        back = f"cannot come back: {against}" if against else "fetches its state from them when it is back"
+        reason = f"replica(s) {_list(others.whole)} train on, and this one {back}"
+        lost = Lost(exactness=EVERY_SAMPLE, late=1.0 / others.replicas)
+        yield Offer(REPLICA, reason, lost, waits_of_others(is_awaited=False))
+
+
+def _anew(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
+    """Yield the offer of a warm restart."""
+    if against := situation.restarts.against:
+        refused[CHECKPOINT] = against
+        return
+    lost = Lost(steps=situation.restarts.steps_since(situation.step), starts_anew=True)
+    yield Offer(CHECKPOINT, _cause(situation, refused), lost, waits_of_restart())
+
+
+def _end(situation: Situation, refused: dict[str, str]) -> Offer:
+    lost = Lost(steps=situation.restarts.steps_since(situation.step), starts_anew=True, ended=True)
+    reason = f"{_cause(situation, refused)}\n  The run ends: {refused[CHECKPOINT]}"
+    return Offer(END, reason, lost)
+
+
+def _cause(situation: Situation, refused: Mapping[str, str]) -> str:
+    """Return why no state in memory is used."""
+    return refused.get(CHECKFREE, "") or situation.barred
+
+
+def _since(situation: Situation, plan: RecoveryPlan) -> int:
+    return max(0, situation.step - (plan.step or 0))
+
+
+def _list(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

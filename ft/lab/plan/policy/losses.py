@@ -1,0 +1,126 @@
+"""Build the situation of each damaged replica of a scenario, as its control plane would see it."""
+
+from collections.abc import Iterator
+
+from ft.job.control import sources
+from ft.job.control.recovery_plan import Memory, Stages
+from ft.job.control.situation import Others, Restarts, Seats, Situation
+from ft.job.control.state import GridPosition
+from ft.job.messages import Holdings
+from ft.lab.plan.policy.scenario import HOT_SWAP, Scenario
+from ft.state.placement.assign import ring_of
+
+Held = dict[int, list[int]]
+"""Logical rank -> steps of its state."""
+
+
+def situations(scenario: Scenario) -> dict[int, Situation]:
+    """Return the situation of each replica that has lost workers or states; that of replica 0 if none has.
+
+    Logical ranks are numbered as in Megatron: tensor parallel first, then data parallel, then the pipeline stages. A
+    rank's peer copies lie with the next ranks of its data-parallel group, as hot-swap places them on nodes that are all
+    alike.
+    """
+    damaged = sorted({*scenario.lost, *(replica for replica, _, _ in scenario.unverified)}) or [0]
+    memories = {replica: _memory(scenario, replica) for replica in damaged}
+    intact = memories | {-1: _memory(scenario, -1)}
+    held = {replica: _held(scenario, memory) for replica, memory in intact.items()}
+    everywhere = {replica: held.get(replica, held[-1]) for replica in range(scenario.replicas)}
+    unhosted = tuple(_unhosted(scenario))
+    found = {}
+    for replica in damaged:
+        there = {number: steps for number, steps in everywhere.items() if number != replica}
+        found[replica] = _situation(scenario, replica, memories[replica], there, unhosted)
+    return found
+
+
+def _held(scenario: Scenario, memory: Memory) -> Held:
+    """Return logical rank -> steps of which the replica with this memory has all of the rank's state."""
+    by_step = {
+        step: sources.of_step(step, memory.ranks, memory.holdings, memory.dp_peers)[0] for step in _steps(scenario)
+    }
+    return {rank: [step for step, found in by_step.items() if rank in found] for rank in memory.ranks}
+
+
+def _situation(
+    scenario: Scenario, replica: int, memory: Memory, there: dict[int, Held], unhosted: tuple[int, ...]
+) -> Situation:
+    """Return the situation of one replica.
+
+    Args:
+        scenario: the job.
+        replica: number of the replica.
+        memory: what its live workers hold.
+        there: number of another replica -> what it holds.
+        unhosted: the shard types that no whole replica hosts (SPARe).
+    """
+    lost = scenario.lost.get(replica, frozenset())
+    room = len(lost) if scenario.room is None else scenario.room
+    return Situation(
+        scenario.step,
+        memory,
+        Stages(scenario.checkfree, {rank: _place(scenario, rank) for rank in range(scenario.world)}),
+        Seats(sorted(lost), scenario.standbys, room),
+        Others(
+            scenario.replicas,
+            scenario.min_replicas,
+            [r for r in there if not scenario.lost.get(r)],
+            there,
+            scenario.spare_redundancy > 0,
+            unhosted,
+        ),
+        Restarts(
+            scenario.restarts_left,
+            workers=scenario.world,
+            has_room=len(lost) <= scenario.standbys + room,
+            checkpoints=[] if scenario.checkpoint is None else [scenario.checkpoint],
+        ),
+        hot_swap=HOT_SWAP in scenario.protect,
+    )
+
+
+def _steps(scenario: Scenario) -> list[int]:
+    """Return the steps whose snapshots are in memory, the newest first."""
+    return [step for step in (scenario.step, scenario.step - 1) if step >= 0]
+
+
+def _memory(scenario: Scenario, replica: int) -> Memory:
+    """Return what the live workers of a replica hold; replica -1 is one that has lost nothing."""
+    ranks, lost = range(scenario.world), scenario.lost.get(replica, frozenset())
+    peers = {rank: _peers(scenario, rank) for rank in ranks}
+    usable = {
+        rank: [step for step in _steps(scenario) if (replica, rank, step) not in scenario.unverified] for rank in ranks
+    }
+    copies: dict[int, dict[str, list[int]]] = {rank: {} for rank in ranks}
+    for rank in ranks:
+        for holder in ring_of(rank, peers[rank], scenario.peers, scenario.world) if scenario.peers else ():
+            copies[holder][str(rank)] = usable[rank]
+    return Memory(ranks, {r: Holdings(usable[r], copies[r]) for r in ranks if r not in lost}, peers)
+
+
+def _peers(scenario: Scenario, rank: int) -> list[int]:
+    """Return the ranks that hold the same part of the model."""
+    tp, stage = rank % scenario.tp, rank // (scenario.tp * scenario.dp)
+    first = stage * scenario.tp * scenario.dp + tp
+    return list(range(first, first + scenario.tp * scenario.dp, scenario.tp))
+
+
+def _place(scenario: Scenario, rank: int) -> GridPosition:
+    stage = rank // (scenario.tp * scenario.dp)
+    blocks = scenario.blocks[stage] if scenario.blocks else 1
+    return GridPosition(stage, rank % scenario.tp, rank // scenario.tp % scenario.dp, 0, blocks)
+
+
+def _unhosted(scenario: Scenario) -> Iterator[int]:
+    """Yield the shard types of SPARe that no whole replica hosts."""
+    if not scenario.spare_redundancy:
+        return
+    import numpy
+
+    from ft.systems.spare.controller.cover import wiped_out
+    from ft.systems.spare.placement import Placement
+    from ft.systems.spare.ruler import ruler
+
+    placement = Placement(scenario.replicas, ruler(scenario.replicas, scenario.spare_redundancy))
+    alive = numpy.array([not scenario.lost.get(replica) for replica in range(scenario.replicas)])
+    yield from map(int, wiped_out(placement.host_table, alive))

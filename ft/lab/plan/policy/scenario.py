@@ -1,0 +1,211 @@
+"""Read the question of ``ft plan policy ladder``: the layout of a job, its protections, and what a fault took.
+
+Each key is a flag of the command and a key of its JSON file; a flag overrides the file.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft.base import structured_file
+from ft.base.errors import Problems, UserError
+from ft.job.control.recovery_plan import MIDDLE, PLUS
+
+HOT_SWAP, CHECKFREE, CHECKFREE_PLUS = "hot-swap", "checkfree", "checkfree-plus"
+PROTECTIONS = (HOT_SWAP, CHECKFREE, CHECKFREE_PLUS)
+NONE = "none"
+_MOST_RANKS, _MOST_REPLICAS, _MOST = 4096, 1024, 10**9
+
+Lost = dict[int, frozenset[int]]
+"""Number of a replica -> logical ranks."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job after a fault.
+
+    Attributes:
+        tp: tensor-parallel size.
+        dp: data-parallel size of a replica.
+        pp: number of pipeline stages.
+        blocks: number of transformer layers of each stage.
+        peers: number of peer copies of each snapshot.
+        replicas: number of replicas of the model; 1: the job has no FT-HSDP.
+        min_replicas: number of replicas that a step needs.
+        spare_redundancy: number of shard types that a group hosts (SPARe); 0: off.
+        protect: the protections of ``PROTECTIONS`` that are on.
+        step: the newest committed step. Every worker holds snapshots and peer copies of this step and the one before.
+        checkpoint: step of the newest verified checkpoint, or None.
+        restarts_left: number of warm restarts that are still allowed.
+        lost: the workers that are lost, and all that they held in memory.
+        unverified: (replica, logical rank, step) of states that are unusable in that replica wherever they lie.
+        standbys: ready standbys of each replica.
+        room: further workers that each replica has devices for; None: as many as it has lost.
+    """
+
+    tp: int = 1
+    dp: int = 2
+    pp: int = 4
+    blocks: tuple[int, ...] = ()
+    peers: int = 1
+    replicas: int = 1
+    min_replicas: int = 1
+    spare_redundancy: int = 0
+    protect: tuple[str, ...] = (HOT_SWAP,)
+    step: int = 100
+    checkpoint: int | None = None
+    restarts_left: int = 3
+    lost: Lost = field(default_factory=dict)
+    unverified: frozenset[tuple[int, int, int]] = frozenset()
+    standbys: int = 0
+    room: int | None = None
+
+    @property
+    def world(self) -> int:
+        """Return the number of logical ranks of a replica."""
+        return self.tp * self.dp * self.pp
+
+    @property
+    def checkfree(self) -> str:
+        """Return the stages that CheckFree may rebuild: MIDDLE, PLUS or "" for none."""
+        return PLUS if CHECKFREE_PLUS in self.protect else MIDDLE if CHECKFREE in self.protect else ""
+
+
+FLAGS = {
+    "tp": ("T", "tensor-parallel size"),
+    "dp": ("D", "data-parallel size of a replica"),
+    "pp": ("P", "number of pipeline stages"),
+    "blocks": ("N,N,...", "transformer layers of each stage; default: all the same"),
+    "peers": ("K", "peer copies of each snapshot; 0: none"),
+    "replicas": ("N", "replicas of the model (FT-HSDP)"),
+    "min_replicas": ("N", "replicas that a step needs"),
+    "spare_redundancy": ("R", "shard types that a group hosts (SPARe); 0: off"),
+    "protect": ("NAME,...", f"of {', '.join(PROTECTIONS)}, or {NONE}"),
+    "step": ("S", "newest committed step; snapshots are of this step and the one before"),
+    "checkpoint": ("S", f"step of the newest verified checkpoint, or {NONE}"),
+    "restarts_left": ("N", "warm restarts that are still allowed"),
+    "lost": ("[REPLICA:]RANK,...", "logical ranks whose workers are lost, such as 3 or 1:4-7; may be repeated"),
+    "unverified": ("[REPLICA:]RANK@STEP", "a state that is unusable wherever it lies; may be repeated"),
+    "standbys": ("N", "ready standbys of each replica"),
+    "room": ("N", "further workers that a replica has devices for; default: as many as it has lost"),
+}
+"""Key -> metavar and help of its flag."""
+REPEATED = ("lost", "unverified")
+_RANGES = {
+    **dict.fromkeys(("tp", "dp", "pp"), (1, _MOST_RANKS)),
+    "replicas": (1, _MOST_REPLICAS),
+    "min_replicas": (1, _MOST_REPLICAS),
+    **dict.fromkeys(("peers", "spare_redundancy", "step", "checkpoint", "restarts_left"), (0, _MOST)),
+    **dict.fromkeys(("standbys", "room"), (0, _MOST)),
+}
+
+
+def read(flags: Mapping[str, Any], path: str | None) -> Scenario:
+    """Return the scenario of a file, if there is one, and of the flags that are given.
+
+    Args:
+        flags: key -> text, or list of texts for keys of ``REPEATED``; None: not given.
+        path: a JSON file of the same keys, or None.
+
+    Raises:
+        UserError: a value is wrong; the message names all of them.
+    """
+    given = {} if path is None else structured_file.read(path, "the file of the situation")
+    if not isinstance(given, dict):
+        raise UserError(f"{path} holds no mapping", "give an object with keys such as pp and lost")
+    given = given | {key: value for key, value in flags.items() if value is not None}
+    problems = Problems()
+    if unknown := sorted(map(str, given.keys() - FLAGS.keys())):
+        problems.add([(f"unknown key(s) {', '.join(unknown)}", f"the keys are {', '.join(FLAGS)}")])
+    values: dict[str, Any] = {}
+    for key in FLAGS.keys() & given.keys():
+        with problems:
+            values[key] = _value(key, given[key])
+    problems.refuse()
+    found = Scenario(**values)
+    problems.add(_problems(found))
+    problems.refuse()
+    return found
+
+
+def _value(key: str, given: Any) -> Any:
+    if key == "lost":
+        return _lost(_texts(key, given))
+    if key == "unverified":
+        return frozenset(_unverified(text) for text in _texts(key, given))
+    if key == "protect":
+        names = given.split(",") if isinstance(given, str) else given
+        if not isinstance(names, list) or any(name not in (*PROTECTIONS, NONE) for name in names):
+            raise UserError(f"protect {given!r}", f"give some of {', '.join(PROTECTIONS)}, or {NONE}")
+        return tuple(name for name in names if name != NONE)
+    if key == "blocks":
+        parts = given.split(",") if isinstance(given, str) else given
+        return tuple(_number(key, part, 1, _MOST) for part in (parts if isinstance(parts, list) else [parts]))
+    if key == "checkpoint" and given in (NONE, None):
+        return None
+    return _number(key, given, *_RANGES[key])
+
+
+def _number(key: str, given: Any, least: int, most: int) -> int:
+    is_number = isinstance(given, int) and not isinstance(given, bool)
+    if not is_number and not (isinstance(given, str) and re.fullmatch(r"\d{1,12}", given.strip())):
+        raise UserError(f"{key} {given!r} is no whole number", f"give {least} to {most}")
+    if not least <= int(given) <= most:
+        raise UserError(f"{key} {given}", f"give {least} to {most}")
+    return int(given)
+
+
+def _texts(key: str, given: Any) -> list[str]:
+    if isinstance(given, list) and all(isinstance(text, str) for text in given):
+        return given
+    raise UserError(f"{key} {given!r} is no list of texts", f"give {FLAGS[key][0]}, such as {_EXAMPLES[key]}")
+
+
+_EXAMPLES = {"lost": '["0:1,5", "1:4-7"]', "unverified": '["0:1@100"]'}
+
+
+def _lost(texts: list[str]) -> Lost:
+    found: dict[int, set[int]] = {}
+    for text in texts:
+        match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*)", text.replace(" ", ""))
+        if match is None:
+            raise UserError(f"lost {text!r}", "give logical ranks, such as 3, or with a replica, such as 1:4-7,9")
+        for part in match[2].split(","):
+            first, _, last = part.partition("-")
+            if last and int(last) < int(first):
+                raise UserError(f"lost {text!r}: {part} goes backwards", "give logical ranks as FIRST-LAST")
+            found.setdefault(int(match[1] or 0), set()).update(range(int(first), int(last or first) + 1))
+    return {replica: frozenset(ranks) for replica, ranks in found.items()}
+
+
+def _unverified(text: str) -> tuple[int, int, int]:
+    match = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})@(\d{1,9})", text.replace(" ", ""))
+    if match is None:
+        raise UserError(f"unverified {text!r}", "give a logical rank and a step, such as 3@100, or 1:3@100")
+    return int(match[1] or 0), int(match[2]), int(match[3])
+
+
+def _problems(given: Scenario) -> list[tuple[str, str]]:
+    found = []
+    if given.world > _MOST_RANKS:
+        found.append((f"a replica of {given.world} ranks", f"give tp x dp x pp of at most {_MOST_RANKS}"))
+    if given.blocks and len(given.blocks) != given.pp:
+        found.append((f"{len(given.blocks)} numbers of blocks for {given.pp} stages", "give one for each stage"))
+    if given.checkfree and HOT_SWAP not in given.protect:
+        found.append(("CheckFree without hot-swap", f"add {HOT_SWAP} to --protect: it works under hot-swap"))
+    if given.min_replicas > given.replicas:
+        found.append((f"{given.min_replicas} of {given.replicas} replicas needed", "lower --min-replicas"))
+    if given.spare_redundancy and not 2 <= given.spare_redundancy <= given.replicas:
+        fix = "give a redundancy from 2 to the number of replicas"
+        found.append((f"redundancy {given.spare_redundancy} with {given.replicas} replicas", fix))
+    if given.checkpoint is not None and given.checkpoint > given.step:
+        found.append((f"a checkpoint of step {given.checkpoint}, after step {given.step}", "lower --checkpoint"))
+    places = [("lost", replica, rank) for replica, ranks in given.lost.items() for rank in ranks]
+    places += [("unverified", replica, rank) for replica, rank, _ in given.unverified]
+    for key, replica, rank in sorted(places):
+        if replica >= given.replicas or rank >= given.world:
+            fix = f"replicas are 0 to {given.replicas - 1}, logical ranks 0 to {given.world - 1}"
+            found.append((f"{key}: rank {rank} of replica {replica} does not exist", fix))
+            break
+    return found

@@ -1,0 +1,283 @@
+"""Random situations for the recovery ladder, and an oracle that says by brute force what may follow each of them.
+
+The oracle shares no code with the ladder, except the rule of CheckFree that says which stages can be rebuilt.
+"""
+
+import math
+import random
+from dataclasses import dataclass, fields, replace
+from unittest import mock
+
+from ft.job.control import ladder, recovery_plan, rungs
+from ft.job.control.ladder import Decision, decide
+from ft.job.control.recovery_plan import MIDDLE, PLUS, Memory, Stages
+from ft.job.control.situation import Others, Restarts, Seats, Situation
+from ft.job.control.state import GridPosition
+from ft.job.control.timeouts import Timeouts
+from ft.job.messages import Holdings
+from ft.job.quorum.limits import Limits
+
+LADDER = "in place", "standby", "copy elsewhere", "another replica", "reorder", "CheckFree", "checkpoint", "end"
+_EXACT, _EVERY_SAMPLE, _APPROXIMATE = range(3)
+_WORDS = "bit for bit", "every sample once", "approximate"
+_LIMITS = {
+    f"{name}.{each.name}": [getattr(table.calibrated(step_s), each.name) for step_s in (None, 0.1, 60.0)]
+    for name, table in (("control", Timeouts()), ("quorum", Limits()))
+    for each in fields(table)
+}
+
+
+def situation(number: int) -> Situation:
+    """Return the random situation of this number."""
+    rng = random.Random(number)
+    tp, dp, pp = rng.choice((1, 1, 2)), rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 3, 4, 5))
+    ranks, step = range(tp * dp * pp), rng.choice((0, 1, 7, 100))
+    blocks = [rng.choice((2, 2, 2, 3))] * pp if rng.random() < 0.9 else [rng.choice((2, 3)) for _ in range(pp)]
+    places = {
+        rank: GridPosition(rank // (tp * dp), rank % tp, rank // tp % dp, 0, blocks[rank // (tp * dp)])
+        for rank in ranks
+    }
+    peers = {r: [o for o in ranks if (places[o].pp, places[o].tp) == (places[r].pp, places[r].tp)] for r in ranks}
+    harm = rng.choice((0.0, 0.05, 0.2, 0.5))
+    lost = {rank for rank in ranks if rng.random() < harm}
+    if rng.random() < 0.4:
+        stages = rng.sample(range(pp), min(pp, rng.choice((1, 1, 2))))
+        lost |= {rank for rank in ranks if places[rank].pp in stages}
+    steps = [at for at in (step, step - 1, step - 2)[: rng.choice((1, 2, 2, 3))] if at >= 0]
+    torn = rng.choice((0.0, 0.0, 0.1, 0.4))
+    holdings = {rank: _holds(rng, rank, ranks, peers, steps, torn) for rank in ranks if rank not in lost}
+    unverified = {
+        (holder, owner, at)
+        for holder, held in holdings.items()
+        for owner, of in ((holder, held.own), *((int(o), s) for o, s in held.copies.items()))
+        for at in of
+        if torn and rng.random() < torn / 2
+    }
+    checkfree = rng.choice(("", MIDDLE, PLUS, PLUS))
+    rebuilt = {rng.randrange(pp): rng.choice(steps)} if steps and checkfree == MIDDLE and rng.random() < 0.2 else {}
+    memory = Memory(
+        ranks,
+        holdings,
+        peers,
+        spoiled=[at for at in steps if rng.random() < torn / 2],
+        complete=[rank for rank in ranks if rng.random() < 0.5] if rng.random() < 0.3 else (),
+        unusable={rank: [step] for rank in ranks if rng.random() < torn / 8},
+        unbuildable=[at for at in steps if rng.random() < torn / 4],
+    )
+    return Situation(
+        step,
+        memory,
+        Stages(checkfree, places, rebuilt),
+        Seats(sorted(lost), rng.choice((0, 0, 1, 2, len(lost), len(ranks))), rng.choice((0, 0, 1, len(lost)))),
+        _others(rng, ranks, steps),
+        Restarts(
+            rng.choice((0, 1, 3, 3, 3)),
+            rng.choice((0, 0, 0, 1, 3)),
+            len(ranks),
+            rng.random() < 0.85,
+            rng.choice((None, (), (0,), (max(0, step - 5),), (step, step + 3), range(0, step + 1, 2))),
+        ),
+        hot_swap=rng.random() < 0.85,
+        barred=rng.choice(("", "", "", "", "", "the program has raised an error")),
+        unverified=frozenset(unverified),
+    )
+
+
+def _holds(rng, rank, ranks, peers, steps, torn) -> Holdings:
+    """Return what a worker holds: its own snapshots, and the peer copies of the rank before it, each with gaps."""
+    own = [at for at in steps if rng.random() >= torn]
+    ring = peers[rank] if len(peers[rank]) > 1 else list(ranks)
+    before = ring[ring.index(rank) - 1]
+    copies = {} if before == rank or rng.random() < 0.2 else {str(before): [s for s in steps if rng.random() >= torn]}
+    return Holdings(own, copies)
+
+
+def _others(rng, ranks, steps) -> Others:
+    replicas = rng.choice((1, 1, 2, 3, 4))
+    if replicas == 1:
+        return Others()
+    gone = rng.choice((0.0, 0.3, 0.8))
+    there = {
+        other: {rank: [at for at in steps if rng.random() >= gone / 2] for rank in ranks if rng.random() >= gone}
+        for other in range(1, replicas)
+    }
+    whole = [other for other in there if rng.random() >= gone]
+    reorders = rng.random() < 0.4
+    unhosted = [0, 2] if reorders and rng.random() < 0.2 else ()
+    return Others(replicas, rng.randint(1, replicas), whole, there, reorders, unhosted)
+
+
+@dataclass(frozen=True)
+class Possible:
+    """A recovery that the oracle finds possible: ``loses`` is what it loses, in the order of :func:`_loses`."""
+
+    rung: str
+    loses: tuple[float, ...]
+    step: int | None = None
+
+
+def _loses(*, steps=0.0, exactness=_EXACT, late=0.0, anew=False, ended=False) -> tuple[float, ...]:
+    return float(ended), float(anew), float(exactness), late, float(steps)
+
+
+class Oracle:
+    """What is possible in a situation, found by looking at every snapshot."""
+
+    def __init__(self, given: Situation):
+        self.given, self.memory = given, given.memory
+        self.held = {(h, h, s) for h, held in self.memory.holdings.items() for s in held.own}
+        self.held |= {
+            (h, int(o), s) for h, held in self.memory.holdings.items() for o, of in held.copies.items() for s in of
+        }
+        self.held -= set(given.unverified)
+        self.steps = sorted(
+            {s for _, _, s in self.held}
+            | {s for there in given.others.holdings.values() for of in there.values() for s in of},
+            reverse=True,
+        )
+
+    def inside(self, rank: int, step: int) -> bool:
+        """Return whether this replica has a verified source of all of a rank's state."""
+        if (rank, rank, step) in self.held:
+            return True
+        peers = [peer for peer in self.memory.dp_peers[rank] if peer != rank]
+        copied = any((holder, rank, step) in self.held for holder in self.memory.ranks)
+        alone = not peers or rank in self.memory.complete
+        return copied and (alone or any((peer, peer, step) in self.held for peer in peers))
+
+    def elsewhere(self, rank: int, step: int) -> bool:
+        """Return whether another replica has a rank's state."""
+        return any(step in there.get(rank, ()) for there in self.given.others.holdings.values())
+
+    def newest(self, *, pooled: bool) -> int | None:
+        """Return the newest step of which all ranks have a source here, or ``pooled``: in any replica."""
+        for step in self.steps:
+            if step not in self.memory.spoiled and all(
+                self.inside(rank, step) or (pooled and self.elsewhere(rank, step)) for rank in self.memory.ranks
+            ):
+                return step
+        return None
+
+    def can_use_memory(self) -> bool:
+        seats = self.given.seats
+        filled = len(seats.vacant) <= seats.standbys + seats.room
+        return self.given.hot_swap and not self.given.barred and filled
+
+    def can_rebuild(self) -> int | None:
+        """Return the newest step at which CheckFree can rebuild what no replica has, or None."""
+        holdings = {
+            rank: Holdings([s for s in self.steps if self.inside(rank, s) or self.elsewhere(rank, s)])
+            for rank in self.memory.ranks
+        }
+        plan = recovery_plan.decide(replace(self.memory, holdings=holdings), self.given.stages)
+        return plan.step if plan.name == "CheckFree" else None
+
+    def possible(self) -> list[Possible]:
+        """Return all recoveries that are possible."""
+        given, found = self.given, []
+        if self.can_use_memory():
+            here, anywhere = self.newest(pooled=False), self.newest(pooled=True)
+            if here is not None:
+                found.append(Possible(self._rung(here), _loses(steps=given.step - here), here))
+            if anywhere is not None and not all(self.inside(rank, anywhere) for rank in self.memory.ranks):
+                found.append(Possible("another replica", _loses(steps=given.step - anywhere), anywhere))
+            if anywhere is None and (at := self.can_rebuild()) is not None:
+                loses = _loses(steps=given.step - at, exactness=_APPROXIMATE)
+                found.append(Possible("CheckFree", loses, at))
+        restarts, others = given.restarts, given.others
+        can_restart = restarts.used < restarts.allowed and restarts.has_room
+        if others.replicas > 1 and others.whole and (len(others.whole) >= others.least or can_restart):
+            waits = len(others.whole) < others.least
+            late = 0.0 if waits or others.reorders else 1.0 / others.replicas
+            rung = "reorder" if others.reorders and not waits else "another replica"
+            found.append(Possible(rung, _loses(exactness=_EVERY_SAMPLE, late=late)))
+        if can_restart:
+            found.append(Possible("checkpoint", _loses(steps=self.since_checkpoint(), anew=True)))
+        return found or [Possible("end", _loses(steps=self.since_checkpoint(), anew=True, ended=True))]
+
+    def _rung(self, step: int) -> str:
+        seats = self.given.seats
+        keeps = [rank for rank in self.memory.ranks if rank not in seats.vacant]
+        if len(seats.vacant) > seats.standbys or any((rank, rank, step) not in self.held for rank in keeps):
+            return "copy elsewhere"
+        return "standby" if seats.vacant else "in place"
+
+    def since_checkpoint(self) -> float:
+        saved = self.given.restarts.checkpoints
+        if saved is None:
+            return math.inf
+        return self.given.step - max([0, *(step for step in saved if step <= self.given.step)])
+
+
+def broken(given: Situation, decision: Decision | None = None) -> list[str]:
+    """Return which properties the ladder's decision on a situation does not have; none is right."""
+    found = decide(given) if decision is None else decision
+    oracle, said = Oracle(given), []
+    lost = found.lost
+    steps = math.inf if lost.steps is None else lost.steps
+    exactness = _WORDS.index(lost.exactness)
+    loses = _loses(steps=steps, exactness=exactness, late=lost.late, anew=lost.starts_anew, ended=lost.ended)
+    possible = oracle.possible()
+    match = [one for one in possible if (one.rung, one.loses) == (found.rung, loses)]
+    if not match or match[0].step != (found.plan.step if found.plan else None):
+        said.append(f"{found.rung} that loses {loses} is not possible: {possible}")
+    for one in possible:
+        less = one.loses != loses and all(a <= b for a, b in zip(one.loses, loses, strict=True))
+        if less:
+            said.append(f"{one.rung} would have lost less: {one.loses}, not {loses}")
+        elif LADDER.index(one.rung) < LADDER.index(found.rung) and not any(
+            other.loses != one.loses and all(a <= b for a, b in zip(other.loses, one.loses, strict=True))
+            for other in possible
+        ):
+            said.append(f"{one.rung} is skipped")
+    said += _unverified(oracle, found) + _unlimited(found)
+    return said if found.reason else [*said, "no reason"]
+
+
+def _unverified(oracle: Oracle, found: Decision) -> list[str]:
+    """Return what of the restored state is not verified, or comes from nowhere."""
+    if found.plan is None:
+        return []
+    plan, said = found.plan, []
+    for rank, source in plan.sources.items():
+        if (source.owned, rank, plan.step) not in oracle.held:
+            said.append(f"rank {rank} takes an unverified state of step {plan.step} from {source.owned}")
+        whole = (source.replicated, source.replicated, plan.step) in oracle.held
+        if not whole and (source.replicated != source.owned or source.owned == rank):
+            said.append(f"rank {rank} takes an unverified replicated state from {source.replicated}")
+    for rank, replica in found.fetched.items():
+        if plan.step not in oracle.given.others.holdings[replica].get(rank, ()):
+            said.append(f"rank {rank} fetches a state that replica {replica} does not have")
+    for beside in plan.rebuilt.values():
+        if any(rank not in plan.sources and rank not in found.fetched for rank in beside.there):
+            said.append(f"a stage is rebuilt from ranks {beside.there}, of which one has no state")
+    if sorted([*plan.sources, *found.fetched, *plan.rebuilt]) != list(oracle.memory.ranks):
+        said.append("not every rank has one origin")
+    return said
+
+
+def _unlimited(found: Decision) -> list[str]:
+    """Return which waits have no limit in the tables of timeouts."""
+    if not found.waits and found.rung != "end":
+        return ["it waits for nothing"]
+    limits = [limit for name in found.waits for limit in _LIMITS.get(name, [math.inf])]
+    return [] if all(0 < limit < math.inf for limit in limits) else [f"no limit for one of {found.waits}"]
+
+
+def _nothing(*_, **__):
+    return iter(())
+
+
+PLANTED = {
+    "unverified snapshots are used": mock.patch.object(Situation, "verified", lambda self: self.memory),
+    "what a rung loses is not compared": mock.patch.object(rungs.Lost, "is_less_than", lambda self, other: False),
+    "the other replicas are forgotten": mock.patch.object(ladder, "_without_this_replica", _nothing),
+    "too few replicas train on": mock.patch.object(ladder, "too_few", lambda *_: ""),
+    "there is no warm restart": mock.patch.object(
+        ladder, "_anew", lambda _, refused: refused.setdefault("checkpoint", "") and ()
+    ),
+    "seats are always filled": mock.patch.object(Seats, "rung", rungs.STANDBY),
+    "a limit has no name": mock.patch.object(ladder, "waits", lambda seats: ("control.patience_s",)),
+    "a checkpoint is newer than it is": mock.patch.object(Restarts, "steps_since", lambda self, step: 0),
+}
+"""Bugs of the ladder that the properties have to find: title -> how to plant it, as a context manager."""

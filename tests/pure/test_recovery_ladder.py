@@ -1,0 +1,141 @@
+"""The recovery ladder: every rung in its turn, and on random situations no state that is not verified, no rung skipped
+that would have lost less, no wait without a limit."""
+
+import copy
+import os
+import random
+from collections import Counter
+from dataclasses import replace
+
+import ladder_situations
+import pytest
+from control_world import LIMITS, World
+
+from ft.job import messages as m
+from ft.job.control import rungs
+from ft.job.control.ladder import decide
+from ft.job.control.recovery_plan import MIDDLE, Memory, Stages
+from ft.job.control.situation import Others, Restarts, Seats, Situation
+from ft.job.control.state import GridPosition
+from ft.job.messages import Holdings, Neighbours, Source
+
+SITUATIONS = 20_000
+
+
+def job(lost=(), steps=(7, 6), copies=True, **more) -> Situation:
+    """Return a pipeline of four stages, each a rank whose copy is at the next rank, after the loss of some."""
+    ranks = range(4)
+    holdings = {
+        rank: Holdings(list(steps), {str((rank - 1) % 4): list(steps)} if copies else {})
+        for rank in ranks
+        if rank not in lost
+    }
+    stages = Stages(more.pop("checkfree", ""), {rank: GridPosition(rank, 0, 0, 0, 2) for rank in ranks})
+    more = {"seats": Seats(lost, len(lost)), "restarts": Restarts(checkpoints=[2]), **more}
+    return Situation(7, Memory(ranks, holdings, {rank: [rank] for rank in ranks}), stages, **more)
+
+
+def others(reorders=False, least=1, whole=(1, 2), lacking=(), steps=(7,)) -> Others:
+    there = {1: {rank: list(steps) for rank in range(4) if rank not in lacking}}
+    return Others(3, least, whole, there, reorders)
+
+
+FEW, NO_RESTART = Seats((1,), 0, 0), Restarts(0, 0, 4, checkpoints=[2])
+CASES = [
+    (rungs.IN_PLACE, job(), 0),
+    (rungs.STANDBY, job([1]), 0),
+    (rungs.COPY, job([1], seats=Seats((1,), 0, 1)), 0),
+    (rungs.COPY, job(unverified={(1, 1, 7)}), 0),
+    (rungs.STANDBY, job([1], unverified={(2, 1, 7)}), 1),
+    (rungs.REPLICA, job([1], unverified={(2, 1, 7)}, others=others()), 0),
+    (rungs.REPLICA, job([1, 2], others=others()), 0),
+    (rungs.REPLICA, job([1], seats=FEW, others=others()), 0),
+    (rungs.REORDER, job([1], seats=FEW, others=others(reorders=True)), 0),
+    (rungs.STANDBY, job([1], others=others(reorders=True)), 0),
+    (rungs.REPLICA, job([1], seats=FEW, others=others(reorders=True, least=3)), 0),
+    (rungs.CHECKFREE, job([1], copies=False, checkfree=MIDDLE), 0),
+    (rungs.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=others(whole=(), lacking=[1])), 0),
+    (rungs.REPLICA, job([1], copies=False, checkfree=MIDDLE, others=others()), 0),
+    (rungs.CHECKPOINT, job([1], copies=False), 5),
+    (rungs.CHECKPOINT, job([1], hot_swap=False), 5),
+    (rungs.CHECKPOINT, job(barred="an error"), 5),
+    (rungs.REPLICA, job(barred="an error", others=others()), 0),
+    (rungs.END, job(barred="an error", restarts=NO_RESTART), 5),
+    (rungs.END, job([1], seats=FEW, restarts=replace(NO_RESTART, allowed=3, has_room=False)), 5),
+]
+
+
+@pytest.mark.parametrize(("rung", "situation", "steps"), CASES)
+def test_a_situation_leads_to_its_rung(rung, situation, steps):
+    found = decide(situation)
+    assert (found.rung, found.lost.steps) == (rung, steps), found
+    assert not ladder_situations.broken(situation)
+
+
+def test_a_decision_names_sources_and_what_spoke_against_the_rungs_before():
+    found = decide(job([1, 2], copies=True, others=others()))
+    assert found.fetched == {1: 1} and found.plan.sources[2] == Source(3, 3)
+    assert found.refused[rungs.IN_PLACE] == "logical rank(s) 1, 2 have lost their worker"
+    assert found.refused[rungs.STANDBY] == "of step 7, nobody has all that logical rank(s) 1 need"
+    found = decide(job([1, 2], copies=False, checkfree=MIDDLE, others=others(lacking=[1], whole=())))
+    assert found.plan.rebuilt == {1: Neighbours(0, 2)} and found.fetched == {2: 1}
+
+
+def test_the_end_says_what_the_last_resort_was_and_why_it_fails():
+    found = decide(job(barred="an error", restarts=NO_RESTART))
+    assert found.reason == "an error\n  The run ends: 0 warm restart(s) are allowed and used up"
+
+
+def test_the_decision_on_no_random_situation_breaks_a_property():
+    first = int(os.environ.get("FT_TESTS_SEED", random.randrange(10**9)))
+    print(f"FT_TESTS_SEED={first}")
+    seen = Counter()
+    for number in range(first, first + SITUATIONS):
+        situation = ladder_situations.situation(number)
+        found = decide(situation)
+        seen[found.rung] += 1
+        assert not (said := ladder_situations.broken(situation, found)), f"FT_TESTS_SEED={number}: {said}"
+    assert set(seen) == set(rungs.LADDER), "a rung was never taken"
+
+
+def within(world, *names: str) -> bool:
+    """Return whether the control plane acts within the limits if nobody answers it, apart from the agents' beats."""
+    orders = copy.deepcopy(world).wait(1 + sum(getattr(LIMITS, name.removeprefix("control.")) for name in names))
+    return any(isinstance(order, m.Kill | m.Close | m.Restart | m.Stop) for order in orders)
+
+
+def test_the_control_plane_waits_for_no_answer_longer_than_the_rung_says():
+    world = World(standbys=1).run()
+    world.kill(1)
+    answers = (world.release, world.arrive, world.repair, world.resume)
+    for name, answer in zip(rungs.waits(rungs.STANDBY), answers, strict=True):
+        assert within(world, name), name
+        answer()
+    assert world.state.phase == "running"
+    world = World(standbys=0).run()
+    world.kill(1)
+    assert within(world, "control.ready_s", "control.drain_s") and "control.ready_s" in rungs.waits(rungs.COPY)
+    world = World(standbys=0).run()
+    world.fail(1, "RuntimeError")
+    assert world.state.restarts == 1 and within(world, *rungs.waits_of_restart())
+
+
+def test_the_control_plane_names_the_rung_of_a_repair():
+    world = World(standbys=1).run()
+    world.fail(0, "RecoverableError")
+    world.recover()
+    world.kill(1)
+    world.recover()
+    world.exit(world.state.standbys()[0].name)
+    world.kill(2)
+    spawned = [order for order in world.orders if isinstance(order, m.Spawn)][-1]
+    for name in world.start_spawned([spawned]):
+        world.ready(name)
+    world.recover()
+    assert [note["rung"] for note in world.events("repair_ordered")] == ["in place", "standby", "copy elsewhere"]
+
+
+@pytest.mark.parametrize("planted", ladder_situations.PLANTED)
+def test_a_planted_bug_is_found(planted):
+    with ladder_situations.PLANTED[planted]:
+        assert any(ladder_situations.broken(ladder_situations.situation(number)) for number in range(2000))
