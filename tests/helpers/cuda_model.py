@@ -17,6 +17,8 @@ What is imitated, in PyTorch's sources (2.13):
   behavior" of the CUDA runtime).
 - `torch._foreach_copy_` between host and device is a loop over `copy_` (ForeachBinaryOpList.cu,
   foreach_tensor_copy_list_kernel_cuda_, the slow path).
+- `torch.nonzero` waits for the stream, because the size of its result depends on the values (ATen/native/cuda/
+  Nonzero.cu, nonzero_cuda_out_impl).
 - A wait for an event that was never recorded waits for nothing (ATen/cuda/CUDAEvent.h, block, query, synchronize:
   `if (is_created_)`).
 - NCCL runs on a stream of its own, which waits for the current stream of the caller. `Work.wait` makes only the
@@ -38,6 +40,7 @@ from unittest import mock
 
 import numpy
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 Clock = dict[object, int]
@@ -206,21 +209,31 @@ class DeviceTensor(torch.Tensor):
         made.inner, made.cuda_model = inner, cuda
         return made
 
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func == torch.Tensor.device.__get__:
-            return args[0].cuda_model.device
-        if func == torch.Tensor.is_cuda.__get__:
-            return True
-        if func is torch.Tensor.data_ptr:
-            return args[0].inner.data_ptr()
-        if func is torch.Tensor.numpy:
-            raise TypeError("can't convert cuda device type tensor to numpy")
-        if func is torch.Tensor.cpu:
-            return args[0].cuda_model.to_host(args[0])
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+    # Properties and methods of the class, and not of `__torch_function__`, hold within modes of the dispatcher as well.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self) -> torch.device:
+        return self.cuda_model.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def numpy(self, **kwargs):
+        raise TypeError("can't convert cuda device type tensor to numpy")
+
+    def cpu(self) -> torch.Tensor:
+        return self.cuda_model.to_host(self)
+
+    def tolist(self) -> list:
+        return self.cpu().tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -378,7 +391,8 @@ class Cuda:
             ]
             if not able:
                 return False
-            self.random.choice(able).queue.popleft().run()
+            with _disable_current_modes():  # what runs on the device is no operator of the thread that lets it run
+                self.random.choice(able).queue.popleft().run()
             return True
 
     def touch(self, what: str) -> None:
@@ -432,8 +446,10 @@ class Cuda:
                 overlaps = other.first < access.end and access.first < other.end
                 if overlaps and (other.writes or access.writes) and clock.get(other.agent, 0) < other.time:
                     raise Race(f"{access.what} ({_verb(access)}) is not ordered after {other.what} ({_verb(other)})")
-                if not (access.writes and access.first <= other.first and other.end <= access.end):
-                    kept.append(other)  # whatever comes after this write and is not ordered after it is a race anyway
+                # What is not ordered after the other access is not ordered after this one either, and a race anyway.
+                is_implied = access.writes or (other.agent is access.agent and not other.writes)
+                if not (is_implied and access.first <= other.first and other.end <= access.end):
+                    kept.append(other)
             self._log[page] = [*kept, access]
 
     # --- tensors -----------------------------------------------------------------------------------------------------
@@ -450,6 +466,8 @@ class Cuda:
         if name in ("_local_scalar_dense", "_to_copy") and (name[0:3] == "_lo" or _is_host(kwargs.get("device"))):
             host = self.to_host(args[0])
             return host.item() if name == "_local_scalar_dense" else host.to(kwargs.get("dtype") or host.dtype)
+        if name == "nonzero":  # its result's size is known on the host when it returns
+            return self._wrap(func(self.to_host(args[0])))
         if _is_host(kwargs.get("device")):  # made on the host, like a tensor of the GPU
             return func(*tree_map(_meta, args), **{**kwargs, "device": "cpu"})
         plain, plain_kwargs = tree_map(_inner, (args, kwargs))
