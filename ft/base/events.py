@@ -46,6 +46,7 @@ CONTROL_BACK = "control_back"
 REPLICA_OFFLINE = "replica_offline"
 REPLICA_ONLINE = "replica_online"
 CAUGHT_UP = "caught_up"
+TYPES_ADOPTED = "types_adopted"
 QUORUM_FORMED = "quorum_formed"
 BIT_FLIPPED = "bit_flipped"
 DMR_COVERED = "dmr_covered"
@@ -86,7 +87,8 @@ SCHEMA: Mapping[str, Needs] = {
     # a new epoch begins; seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
     EPOCH_OPENED: Needs(("epoch",), ("seats", "joiners")),
     JOINER_ARRIVED: Needs(("epoch", "worker", "rank")),
-    # the workers were ordered to rebuild groups and restore their state; step: the step to restore
+    # the workers were ordered to rebuild groups and restore their state; step: the step to restore; also rung, the rung
+    # of the recovery ladder (ft.job.control.rungs)
     REPAIR_ORDERED: Needs(("epoch", "step")),
     # the process groups are connected; rebuilt, kept, deferred: numbers of groups, each counted once and not per
     # worker; seconds: duration on the slowest worker
@@ -103,7 +105,8 @@ SCHEMA: Mapping[str, Needs] = {
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
     # a device (GPU) of the node gets no further worker; device: its index on the node
     DEVICE_UNUSABLE: Needs(("node",), ("device", "reason")),
-    # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far
+    # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far; also
+    # rung, as in REPAIR_ORDERED
     RESTARTED: Needs((), ("number", "reason")),
     CHECKPOINT_SAVED: Needs(("step",)),
     # the recovery was checked; violations: sentences, empty if invariants I1 to I4 hold (DEADPOOL, section V-C)
@@ -126,6 +129,9 @@ SCHEMA: Mapping[str, Needs] = {
     # a rank of a replica that was behind has received the state; step: the step in which it caught up; bytes: number of
     # bytes fetched in fetch_s seconds
     CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
+    # SPARe: a change in the shard types (parts of the batch) of which no host is present, so that the replica computes
+    # types that it does not host; step: the first step with the change; types: those of all replicas, empty at the end
+    TYPES_ADOPTED: Needs(("step",), ("replica", "types")),
     # a new quorum (set of replicas that compute a step together): its members differ from the last quorum's, or the
     # step is retried; step: number of committed steps; wait_s: seconds since the first report
     QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),

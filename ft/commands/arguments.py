@@ -95,7 +95,7 @@ def _add_fault_tolerance_flags(group) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="number of standbys (warm spare workers) on this node (default: 0)",
+        help="number of standbys (warm spare workers) on this node; with replicas, of each replica here (default: 0)",
     )
     flag(
         "standby-nodes",

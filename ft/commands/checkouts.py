@@ -237,6 +237,14 @@ def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Proble
         for entry in asked
         if entry.name not in _SUPPORTED
     ]
+    if {table.HOT_SWAP, table.REPLICAS} <= {entry.name for entry in asked}:
+        found.append(
+            (
+                "hot-swap (--ft-hot-swap) cannot be combined with replicas (--ft-hsdp-replicas) in a checkout of "
+                "Megatron-LM: it has not been tried there",
+                "use only one of the two",
+            )
+        )
     if not asked:
         found.append(("these --ft flags ask for no protection", "add --ft-hot-swap"))
     return found

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 HOT_SWAP, REPLICAS, NOTHING, UNKNOWN = "hot-swap", "replicas", "nothing", "unknown"
 
+_IN_GROUPS = (
+    "hot-swap (--ft-hot-swap) cannot be combined with stacked shards (--ft-spare-redundancy): a group that has lost a "
+    "worker is rebuilt as a whole",
+    "use only one of the two",
+)
 TRAINER = CHECKOUT / "pretrain_gpt.py"
 
 
@@ -40,12 +45,14 @@ class Asked:
         flags: the given flags that have an effect only in a protected run, such as "--standby 1", as the user wrote
             them.
         replicas: number of FT-HSDP replicas; 0 for a run without replicas.
+        stacks: whether the replicas host stacked shards (SPARe).
     """
 
     world_size: int
     nodes: int
     flags: Sequence[str] = ()
     replicas: int = 0
+    stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,10 @@ def _protection(
 ) -> tuple[Protection, list[Problem]]:
     """Return how a run is protected, and ``problems`` with those of its faults."""
     if asked.replicas:
+        if not options.fault_tolerance.ft_hot_swap:
+            problems = problems + _no_use_of_standbys(asked.flags)
+        elif asked.stacks:
+            problems = [*problems, _IN_GROUPS]
         return Protection(REPLICAS, asked.replicas - 1), problems + _useless(faults, options)
     if not options.fault_tolerance.ft_hot_swap:
         return Protection(NOTHING), problems + _never_act(asked.flags)
@@ -159,6 +170,11 @@ def _never_act(flags: Sequence[str]) -> list[Problem]:
     problem = f"{', '.join(flags)} has no effect: nothing protects a run of pretrain_gpt.py without --ft-hot-swap"
     names = ", ".join(dict.fromkeys(flag.split()[0] for flag in flags))
     return [(problem, f"add --ft-hot-swap after pretrain_gpt.py, or remove {names}")]
+
+
+def _no_use_of_standbys(flags: Sequence[str]) -> list[Problem]:
+    problem = "has no effect: standbys replace workers of a replica only with --ft-hot-swap"
+    return [(f"{flag} {problem}", "add --ft-hot-swap after pretrain_gpt.py, or remove the flag") for flag in flags]
 
 
 def _cannot_act(fault: Fault, options: "Options") -> list[Problem]:

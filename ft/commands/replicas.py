@@ -34,6 +34,7 @@ from ft.platform import allocation, election, network
 from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
 from ft.platform.supervisor import Supervisor
+from ft.systems.spare import run_plan
 from ft.systems.spare.ruler import ruler
 
 __all__ = ["main", "wanted"]
@@ -68,7 +69,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     console.say(_announcement(whole, asked, parts))
     console.say(protection.announcement(protected, whole.cluster.nnodes))
     name, turn = _name(asked, whole)
-    server = asked.server_options(_host(whole))
+    server = asked.server_options(_host(whole), whole.standby > 0)
     host = QuorumHost(supervisor, whole.run_dir, name, turn, server, console.complain, whole.timeouts)
     code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count).run()
     is_first_lost = asked.only is None and host.first_is_lost()
@@ -92,7 +93,7 @@ def prepare(
     problems, asked, whole, parts, specs, seed = Problems(), None, None, [], [], 0
     planned, protected = {}, Protection(protection.REPLICAS)
     with problems:
-        asked = flags.read(given, ruler)
+        asked = flags.read(given, ruler, run_plan.read)
     with problems:
         whole = options.resolve(given, os.environ, job, lease=FOLDER)
     with problems:
@@ -103,7 +104,9 @@ def prepare(
             parts = parts_here(whole, asked)
             planned = faults.plan(specs, asked.count, parts[0], seed)
     if given.script is not None:
-        shape = Asked(parts[0].world_size, whole.cluster.nnodes, replicas=asked.count) if parts else None
+        standbys = [f"--standby {whole.standby}"] if whole is not None and whole.standby else []
+        stacks = asked is not None and asked.redundancy is not None
+        shape = Asked(parts[0].world_size, whole.cluster.nnodes, standbys, asked.count, stacks) if parts else None
         with problems:
             every = [fault for of_one in planned.values() for fault in of_one]
             protected, found = protection.examine(options.script_of(given), shape, every)
@@ -153,7 +156,7 @@ def replica_options(part: Part, whole: RunOptions) -> RunOptions:
         inject=[],
         scenario=None,
         local_addr=_host(whole),
-        hot_swap=False,
+        hot_swap=whole.standby > 0,
     )
 
 
@@ -188,6 +191,8 @@ def _environment(part: Part, whole: RunOptions, asked: Replicas, present: Mappin
         "FT_HSDP_REPLICA": str(part.replica),
         "FT_HSDP_RUN_DIR": str(whole.run_dir),
     }
+    if whole.standby:
+        values["FT_HSDP_IN_PLACE"] = "1"
     if part.shared:
         devices = devices_of(part, present.get("CUDA_VISIBLE_DEVICES"), options.count_gpus())
         values |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}

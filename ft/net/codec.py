@@ -19,7 +19,7 @@ _Reader = Callable[[Any], Any]
 _SHORT = 8
 """Up to this length, numbers are encoded one by one."""
 _MOST_NUMBERS = 1 << 20
-"""Most numbers that are decoded from runs: a message of a few bytes must not take all of the memory."""
+"""Maximum length of a list that is decoded from runs, because a few bytes could otherwise ask for all of the memory."""
 
 
 class BadMessage(FtError):
@@ -47,16 +47,16 @@ class Numbers(list[int]):
     """
 
     def to_json(self) -> Any:
-        """Return the encoding of these numbers."""
+        """Return the JSON value that represents these numbers; ``from_json`` converts it back."""
         runs = _runs(self) if len(self) > _SHORT else []
         return {"runs": runs} if 0 < 4 * len(runs) < len(self) else list(self)
 
     @classmethod
     def from_json(cls, value: Any) -> "Numbers":
-        """Return the numbers that ``to_json`` has encoded.
+        """Convert a JSON value that ``to_json`` has returned back to the numbers.
 
         Raises:
-            BadMessage: the value is no such encoding, or there would be more than ``_MOST_NUMBERS`` numbers.
+            BadMessage: the value does not represent whole numbers, or it represents more than ``_MOST_NUMBERS``.
         """
         if isinstance(value, list | tuple):
             return cls(_reader(list[int])(value))
@@ -69,7 +69,11 @@ class Numbers(list[int]):
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Return the first number, the distance and the length of each run of equal distances."""
+    """Split numbers into runs in which neighbours have equal distances.
+
+    Returns:
+        [first number, distance, count] of each run, in order.
+    """
     runs, begin = [], 0
     while begin < len(numbers):
         end = begin + 1

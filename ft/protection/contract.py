@@ -14,9 +14,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ft.base.errors import Problem
+from ft.base.errors import Problem, RecoverableError
 from ft.protection.position import Position
 from ft.worker.session import Session
+
+
+class StepUndone(RecoverableError):
+    """A layer has restored the state from before the step, and other worlds have this world's gradients already.
+
+    This world must not run the step again by itself; a layer that divides steps among worlds decides what follows.
+    """
 
 
 class Update(Protocol):
@@ -156,7 +163,12 @@ class Layer:
     The order of the calls: ``run_with_recovery`` once; inside it for each step ``begins``, ``compute`` (around forward,
     backward and update: ``share``, ``reduce``, ``update``), if due ``at("evaluate")``, ``saves`` and ``at("save")``,
     and finally ``committed``.
+
+    Attributes:
+        verifies: the layer verifies what this world computes, so no gradient may leave this world before ``verify``.
     """
+
+    verifies = False
 
     def run_with_recovery(self, work: Callable[[], Any]) -> Any:
         """Run the training loop and return its result.
@@ -193,6 +205,23 @@ class Layer:
     def reduce(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the step's [loss sum, number of tokens] tensors, summed over all that have computed a part of it."""
         return reported
+
+    def verify(self) -> None:
+        """Verify what this world has computed in the step so far. Called before its gradients go to other worlds.
+
+        All ranks of the world have to call it.
+
+        Raises:
+            FtError: something was computed wrongly. ``compute`` of the same layer handles the error: it restores the
+                state from before the step and runs the step again.
+        """
+
+    def digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a digest of ``tensors`` as int64 [2], equal in all worlds whose tensors are equal bit for bit.
+
+        Called only if the layer ``verifies``.
+        """
+        raise NotImplementedError
 
     def update(self, step: Callable[[], Any]) -> Any:
         """Run the optimizer's ``step`` when all gradients are ready, and return its result.

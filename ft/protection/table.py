@@ -149,14 +149,12 @@ TABLE: list[Entry] = [
 CONFLICTS: list[Conflict] = [
     Conflict(
         HOT_SWAP,
-        REPLICAS,
-        "a replica that has lost a worker is rebuilt as a whole from the state of the other replicas",
+        STACKS,
+        "a group that has lost a worker is rebuilt as a whole",
     ),
     Conflict(STAGES, REPLICAS, "a replica that has lost a stage fetches an exact copy from the other replicas"),
-    Conflict(DOUBLE, REPLICAS, "while one replica repeats a step, the others would wait in the gradient exchange"),
     Conflict(PROFILE, REPLICAS, "a profile describes one world, and replicas wait for one another"),
-    Conflict(DOUBLE, SWAPPED, "DMR follows megatron-core's own schedules, and swapped ends need another schedule"),
-    Conflict(PROFILE, SWAPPED, "DMR follows megatron-core's own schedules, and swapped ends need another schedule"),
+    Conflict(PROFILE, SWAPPED, "a profile describes megatron-core's own schedules, and swapped ends need another one"),
     Conflict(DOUBLE, PROFILE, "a profile measures a run without double execution"),
 ]
 

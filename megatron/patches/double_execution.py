@@ -30,14 +30,28 @@ class Listener(Protocol):
 
     is_active: bool
 
-    def forward_step(self, step: Callable[[], Any], chunk: int, inputs: Any, outputs_of: Callable[[Any], Any]) -> Any:
-        """Run ``step``, the forward pass of a model chunk's next microbatch, and return its result.
+    def follow(self, ways: Sequence[Sequence[int]]) -> None:
+        """Note for each microbatch of this iteration the stages in the order in which it passes them.
+
+        Not called if the microbatches pass the stages in the order of their numbers.
+        """
+
+    def forward_step(
+        self,
+        step: Callable[[], Any],
+        chunk: int,
+        inputs: Any,
+        outputs_of: Callable[[Any], Any],
+        number: int | None = None,
+    ) -> Any:
+        """Run ``step``, the forward pass of a microbatch on a model chunk, and return its result.
 
         Args:
             step: core's forward step without arguments.
             chunk: index of the model chunk on this rank.
             inputs: the activations that the chunk gets.
             outputs_of: returns the output activations, given the result of ``step``.
+            number: number of the microbatch; None: the next one of the chunk.
         """
 
     def backward_step(self, step: Callable[[], Any], output: Any, gradients: Any) -> Any:
@@ -84,6 +98,13 @@ def listen(listener: Listener | None) -> None:
     """Make the hooks call ``listener`` from now on; None: the hooks do nothing."""
     global _listener
     _listener = listener
+
+
+def follow(ways: Sequence[Sequence[int]]) -> None:
+    """Announce the routes of the microbatches of an iteration that is about to begin; see :meth:`Listener.follow`."""
+    listener = _active()
+    if listener is not None:
+        listener.follow(ways)
 
 
 def apply() -> None:
@@ -137,7 +158,9 @@ def _forward_step(
         )
 
     listener = _active()
-    return step() if listener is None else listener.forward_step(step, vp_stage or 0, input_tensor, _outputs)
+    if listener is None:
+        return step()
+    return listener.forward_step(step, vp_stage or 0, input_tensor, _outputs, current_microbatch)
 
 
 def _outputs(result: tuple) -> Any:
@@ -269,4 +292,4 @@ class _ReportingHandle:
         return getattr(self._work, name)
 
 
-__all__: Sequence[str] = ("Listener", "apply", "listen")
+__all__: Sequence[str] = ("Listener", "apply", "follow", "listen")

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ft.base.errors import UserError
+from ft.job.replicas.flags import save_interval
 from ft.protection.stack import Protections
 from megatron import patches
 from megatron.core.config import set_experimental_flag
 from megatron.training import determinism
 from megatron.training.arguments import Layout, Options, check
-from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.training.arguments.checkpoint import AUTO, CheckpointOptions
 from megatron.training.checkpointing import naming, verify
 from megatron.training.config import transformer_config
 from megatron.training.failure import FailureNotice, report
@@ -32,6 +33,8 @@ def launch(options: Options) -> int:
         place = launch_from(os.environ)
         has_te = patches.platform().offers("transformer_engine")
         has_gpu, replicas = patches.platform().name == "cuda", replicas_of(os.environ)
+        if options.checkpoint.save_interval == AUTO:
+            options.checkpoint.save_interval = save_interval(os.environ)
         layout = check(options, place.world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas)
         if options.training.enable_experimental:
             set_experimental_flag(True)

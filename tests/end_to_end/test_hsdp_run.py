@@ -219,6 +219,7 @@ def test_what_replicas_cannot_train_with_is_refused_by_name(extra, batch, says, 
     ("extra", "says"),
     [
         ("--rampup-batch-size 4 4 40", "--rampup-batch-size does not go with replicas"),
+        ("--qk-clip", "--qk-clip does not go with replicas: each would clip by its own attention logits"),
         (
             "--num-experts 4 --moe-router-enable-expert-bias",
             "--moe-router-enable-expert-bias does not go with replicas",
@@ -232,7 +233,6 @@ def test_what_replicas_cannot_train_with_is_refused_by_name(extra, batch, says, 
             "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
             "global_aux_loss does not go with replicas",
         ),
-        ("--ft-dmr piggyback", "double execution .* cannot be combined with replicas|replicas .*double execution"),
         ("--ft-checkfree", "stage rebuild .* cannot be combined with replicas"),
     ],
 )
@@ -245,7 +245,12 @@ def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp
         check(options, 1, has_te=False, replicas=2)
 
 
-def test_hot_swap_inside_replicas_is_refused(corpus, tmp_path):
-    flags = replica_runs.flags(corpus, "--ft-hot-swap", 4)
-    done = train(tmp_path / "run", flags, replicas=2, nproc=2)
-    assert done.code == 2 and "hot-swap (--ft-hot-swap) cannot be combined with replicas" in done.output, done.explain()
+def test_standbys_of_replicas_without_hot_swap_are_refused(corpus, tmp_path):
+    done = train(tmp_path / "run", replica_runs.flags(corpus, "", 4), replicas=2, nproc=2, options="--standby 1")
+    assert done.code == 2 and "only with --ft-hot-swap" in done.output, done.explain()
+
+
+def test_hot_swap_inside_spares_groups_is_refused(corpus, tmp_path):
+    flags = replica_runs.flags(corpus, "--ft-hot-swap", 4, 16)
+    done = train(tmp_path / "run", flags, replicas=4, nproc=8, options="--ft-spare-redundancy 2")
+    assert done.code == 2 and "cannot be combined with stacked shards" in done.output, done.explain()

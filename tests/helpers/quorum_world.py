@@ -84,6 +84,12 @@ class World:
     def aside(self, replica):
         reactions.aside(self.state, self.now, replica)
 
+    def mends(self, replica, life=0):
+        self.notes += reactions.mends(self.state, self.now, replica, life)
+
+    def mended(self, replica):
+        reactions.mended(self.state, replica)
+
     def give_up(self, replica, life=0, reason="its input cannot work"):
         self.notes += reactions.given_up(self.state, self.now, replica, life, reason)
 

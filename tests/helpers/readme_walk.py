@@ -176,6 +176,13 @@ BENCHES = (
     only_help("fault-campaign", "python tools/experiments/fault_campaign.py *"),
     only_help("hsdp-campaign", "python tools/experiments/hsdp_campaign.py *"),
     only_help("convergence", "python tools/experiments/checkfree_convergence.py *"),
+    Walk(
+        "ladder-campaign",
+        "python tools/experiments/recovery_ladder.py *",
+        {"ladder.py": "ladder.py --situations 2000"},
+        ("2000 situations", "0 broken"),
+        makes=("ladder.png",),
+    ),
     only_help("network-faults", "python tools/experiments/network_faults.py"),
     only_help("torch-releases", "python tools/experiments/torch_releases.py *"),
 )
@@ -188,6 +195,14 @@ REPLICAS = (
         {"kill@replica=1:step=10:rank=1": "kill@replica=1:step=4:rank=0"},
         ("replica 1",),
         makes=("runs/h/replica-0/commits.jsonl",),
+    ),
+    training(
+        "hsdp-standby",
+        "ft run * --ft-hsdp-replicas 3 --standby 1 * pretrain_gpt.py <Megatron flags> --ft-hot-swap",
+        "6 -> 6",
+        {"kill@replica=1:step=10:rank=1": "kill@replica=1:step=4:rank=1"},
+        ("replica 1",),
+        long=True,
     ),
     Walk(
         "hsdp-report",
@@ -314,7 +329,18 @@ CHECKFREE = (
         makes=("s.png",),
         long=True,
     ),
-    Walk("policy", "ft plan policy", says=("recovery", "--ft-checkfree")),
+    Walk("policy", "ft plan policy", says=("rung", "--ft-checkfree")),
+    training(
+        "composed",
+        "ft run * --ft-hsdp-replicas 2 --standby 1 pretrain_gpt.py <flags> --ft-hot-swap --ft-dmr piggyback",
+        "4 -> 4",
+        {"--global-batch-size 12": "--global-batch-size 8"},
+        ("the run has finished",),
+        long=True,
+    ),
+    Walk("ladder", "ft plan policy ladder --pp 4 *", says=("standby", "control.assemble_s")),
+    Walk("ladder-stage", "ft plan policy ladder --lost 2,3 *", says=("CheckFree", "approximate")),
+    Walk("ladder-replicas", "ft plan policy ladder --lost 0:2,3 *", says=('"rung": "another replica"', '"late"')),
     Walk("churn", "ft simulate churn *", says=("6 stages that can fail", "paper"), long=True),
 )
 

@@ -124,7 +124,7 @@ class Training:
         exchange.begin()
         if self.keeps:
             store.begin((0,), 1.0)
-            take = SimpleNamespace(kept=store.entering, reduced=lambda tokens: store.take_all())
+            take = SimpleNamespace(kept=store.entering, reduced=lambda tokens: store.take_all(), is_apart=False)
             exchange.work = take
         expected, opens = [], self.draw.randrange(4)
         self.driver.breaks = fails

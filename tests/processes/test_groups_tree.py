@@ -107,7 +107,8 @@ class Leader:
 def agreed_and_voted():
     rank = dist.get_rank()
     leader = Leader() if rank == 0 else None
-    agreement = Agreement(Tree("AGREEMENT", 2), {"ring": f"r{rank}", "fetch": f"f{rank}"}, leader)
+    agreement = Agreement(Tree("AGREEMENT", 2), {"ring": f"r{rank}", "fetch": f"f{rank}"})
+    agreement.begin(leader)
     agreement.ask(Question(Report(0, 1, 20, 6), False, 60.0), lambda question, agreed: None)
     agreed = agreement.wait()
     agreement.close()

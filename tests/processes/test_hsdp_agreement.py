@@ -42,7 +42,8 @@ def alone(monkeypatch):
 
 def test_the_answer_to_a_question_is_never_that_to_the_one_before(alone):
     leader = Leader()
-    both = Agreement(None, {}, leader)
+    both = Agreement(None, {})
+    both.begin(leader)
     question, answers = Question(Report(0, 1, 20, 6), False, 60.0), []
 
     def then(_, agreed):  # what waits for the first quorum goes on with its step, and has failed it already

@@ -57,7 +57,7 @@ class Made:
         self.parts.state.whole.return_value = ({}, {})
         self.parts.server.withdraw.return_value = []
         self.parts.catch_up.wait.return_value = ""
-        self.parts.exchange = MagicMock(problem="", suspect=None, waited_s=0.0)
+        self.parts.exchange = MagicMock(problem="", suspect=None, waited_s=0.0, is_stale=False, is_repeated=False)
         self.parts.optimizer = SimpleNamespace(param_groups=[], step=lambda: self.note("update") or (applied, None, 0))
         for part, name in (
             ("subject", "abandon_step"),

@@ -6,9 +6,10 @@ import threading
 import pytest
 import torch
 
-from ft.base.errors import UserError
+from ft.base.errors import FtError, UserError
 from ft.job.quorum import Quorum
 from ft.job.replicas.deadlines import LONGEST_S, fetch_wait
+from ft.protection.contract import Layer
 from ft.protection.position import StepCounter
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.initial_assignment import initial_assignment
@@ -17,6 +18,7 @@ from ft.systems.hsdp.position import KEY, ReplicaPosition
 from ft.systems.hsdp.ring import Ring
 from ft.systems.hsdp.rings import is_same_ring
 from ft.systems.hsdp.samples import SampleAssignment
+from ft.systems.hsdp.work import OwnStream
 
 TOKEN = "of the test"
 LIMIT_S = 20.0
@@ -130,6 +132,73 @@ def test_sums_of_integers_are_exact_and_keep_their_type(rings):
 
     in_threads(lambda: work(0), lambda: work(1))
     assert [int(each) for each in tokens] == [66666, 66666] and tokens[0].dtype == torch.int
+
+
+class Verifier(Layer):
+    """Finds the gradients wrong as often as it is told to, and notes what had been sent by then."""
+
+    verifies = True
+
+    def __init__(self, ring, wrong=0):
+        self.ring, self.wrong, self.sent = ring, wrong, []
+        send = ring.all_reduce
+        ring.all_reduce = lambda *args, **options: (self.sent.append(args), send(*args, **options))[1]
+
+    def verify(self):
+        assert not self.sent, "gradients were sent before they were verified"
+        self.wrong -= 1
+        if self.wrong >= 0:
+            raise FtError("wrong")
+
+    def digest(self, tensors):
+        return torch.tensor([int(sum(each.sum().item() for each in tensors)), len(tensors)])
+
+
+def test_verified_gradients_are_sent_after_the_verification_and_wrong_ones_never(rings):
+    tensors, models = [torch.full((4,), 1.0), torch.full((4,), 2.0)], [torch.ones(3), torch.ones(3)]
+    found, names = [], ["a", "b"]
+
+    def work(me):
+        exchange = Exchange(
+            rings[me], names, contextlib.nullcontext, Verifier(rings[me], wrong=2 * me), lambda: [models[me]]
+        )
+        exchange.work = OwnStream(None)
+        exchange.open(1.0, (me, 2))
+        for attempt in range(3):
+            exchange.is_repeated = False
+            for name, part in zip(names, tensors[me].split(2), strict=True):
+                part.fill_(me + 1.0 if attempt == 2 * me else float("nan"))
+                exchange.started(name, [part], None)
+            try:
+                for name in names:
+                    exchange.finished(name)
+                break
+            except FtError:
+                assert exchange.is_repeated
+        found.append((exchange.problem, exchange.is_stale))
+
+    in_threads(lambda: work(0), lambda: work(1))
+    assert found == [("", False)] * 2
+    assert tensors[0].tolist() == tensors[1].tolist() == [3.0] * 4
+
+
+def test_replicas_whose_models_differ_give_the_step_up(rings):
+    found = []
+
+    def work(me):
+        exchange = Exchange(
+            rings[me], ["a"], contextlib.nullcontext, Verifier(rings[me]), lambda: [torch.full((3,), float(me))]
+        )
+        exchange.work = OwnStream(None)
+        exchange.open(1.0, (me, 2))
+        exchange.started("a", [torch.ones(2)], None)
+        exchange.finished("a")
+        found.append((exchange.problem, exchange.is_stale))
+        exchange.begin()
+        assert not exchange.is_stale
+
+    in_threads(lambda: work(0), lambda: work(1))
+    assert all("no majority" in problem and is_stale for problem, is_stale in found) and len(found) == 2
 
 
 LAST = Quorum(7, 20, 6, (0, 1), (2,), {0: 1, 1: 1, 2: 5})

@@ -57,10 +57,10 @@ def test_the_trainers_own_flags_are_refused_before_it_starts():
 
 
 def test_what_does_not_go_with_replicas_is_refused_before_it_starts():
-    _, problems = examined("--ft-dmr piggyback", asked=Asked(1, 1, replicas=3))
+    _, problems = examined("--ft-dmr-profile p.json", asked=Asked(1, 1, replicas=3))
     assert [problem for problem, _ in problems] == [
-        "double execution (--ft-dmr, --ft-dmr-plan) cannot be combined with replicas (--ft-hsdp-replicas): while "
-        "one replica repeats a step, the others would wait in the gradient exchange",
+        "profile (--ft-dmr-profile) cannot be combined with replicas (--ft-hsdp-replicas): a profile describes one "
+        "world, and replicas wait for one another",
         "global batch 8 is not a multiple of 3 replicas x micro batch 2 x DP 1 of a replica = 6",
     ]
 

@@ -235,3 +235,11 @@ def test_the_batch_ramps_up_as_megatron_cores_does():
         consumed += global_batch_size(t, consumed)
         steps += 1
     assert steps - train_steps(t) in (0, 1)  # an incomplete last batch is not a step
+
+
+def test_gloo_between_stages_on_gpus_is_refused_before_anything_is_sent():
+    options = parse(f"{GOOD} --pipeline-model-parallel-size 2 --distributed-backend gloo")
+    with pytest.raises(UserError, match="gloo cannot send tensors of a GPU"):
+        check(options, 4, has_te=False, has_gpu=True)
+    check(options, 4, has_te=False, has_gpu=False)
+    check(parse(f"{GOOD} --distributed-backend gloo"), 4, has_te=False, has_gpu=True)

@@ -18,7 +18,12 @@ from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
 from ft.platform import election
 from ft.systems.hsdp.place import ReplicaContext
+from ft.systems.spare import run_plan
 from ft.systems.spare.ruler import ruler
+
+
+def read(words: argparse.Namespace) -> flags.Replicas:
+    return flags.read(words, ruler, run_plan.read)
 
 
 def given(*words: str) -> argparse.Namespace:
@@ -116,14 +121,14 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
             ["--ft-hsdp-replicas", "3", "--ft-spare-redundancy", "2", "--ft-hsdp-lr-scaling", "sqrt"],
             "--ft-hsdp-lr-scaling sqrt",
         ),
-        (["--ft-hsdp-replicas", "2", "--standby", "1"], "--standby 1"),
+        (["--ft-hsdp-replicas", "4", "--ft-spare-redundancy", "2", "--standby", "1"], "--standby 1"),
         (["--ft-hsdp-replicas", "2", "--standby-nodes", "1"], "--standby-nodes 1"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-replica", "1", "--ft-transport", "mpi"], "one MPI job"),
     ],
 )
 def test_bad_flags_are_refused(words, says):
     with pytest.raises(UserError, match=says) as caught:
-        flags.read(given(*words), ruler)
+        read(given(*words))
     assert caught.value.fix
 
 
@@ -137,7 +142,7 @@ def test_a_wait_that_is_no_time_is_refused_with_the_units(wait, capsys):
 def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
     assert not flags.wanted(given("--nproc-per-node", "2"))
     words = ("--ft_hsdp_replicas", "3", "--ft-hsdp-min-replicas", "2", "--ft-hsdp-wait", "500ms")
-    asked = flags.read(given(*words), ruler)
+    asked = read(given(*words))
     assert asked.environment() == {
         "FT_HSDP_REPLICAS": "3",
         "FT_HSDP_MIN_REPLICAS": "2",
@@ -146,12 +151,12 @@ def test_what_was_asked_for_reaches_workers_and_the_quorum_server():
         "FT_HSDP_CHUNKS": "2",
         "FT_HSDP_WAIT": "0.5",
     }
-    sizes = flags.read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-chunk", "8MiB", "--ft-hsdp-chunks", "4"), ruler)
+    sizes = read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-chunk", "8MiB", "--ft-hsdp-chunks", "4"))
     place = ReplicaContext.from_environment(
         sizes.environment() | {"FT_HSDP_REPLICA": "0", "FT_HSDP_RUN_DIR": "/tmp", "FT_HSDP_REPLICAS": "2"}
     )
     assert (place.chunk_bytes, place.chunks) == (8 << 20, 4)
-    never = flags.read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "0"), ruler)
+    never = read(given("--ft-hsdp-replicas", "2", "--ft-hsdp-wait", "0"))
     assert never.environment()["FT_HSDP_WAIT"] == "0"
     limits = Limits(**never.server_options("127.0.0.1")["limits"]).check()
     assert limits.wait_s == limits.arrive_s == 0.0

@@ -284,6 +284,24 @@ def test_a_further_replica_is_waited_for_though_it_was_left_out_of_the_last_quor
     assert decision.quorum is None and "replica 1 is further than all others, and may live" in decision.reason
 
 
+def test_a_replica_that_has_caught_up_in_the_last_quorum_may_be_further():
+    """The server does not know whether the replica has committed the step, which nobody else has any more."""
+    world = World(2)
+    quorum = world.start()
+    world.leave(1)
+    quorum = world.commits(quorum, 0).quorum
+    world.hello(1, life=1)
+    world.report(1, life=1)
+    quorum = world.commits(quorum, 0).quorum
+    assert (quorum.healthy, quorum.behind) == ((0,), (1,))
+    world.leave(0)
+    world.wait(1.0)
+    world.hello(0, life=1)
+    decision = world.report(0, life=1)
+    assert decision.quorum is None and "replica 1 is further than all others, and lives" in decision.reason
+    assert world.wait(20.0, beating=False).quorum.load
+
+
 def test_every_further_replica_is_waited_for():
     world = World(3)
     world.commits(world.start(), 0, 1, 2)

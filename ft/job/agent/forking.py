@@ -73,7 +73,7 @@ def check(name: str, before: set[str], probes: bool) -> None:
 def _has_cuda() -> bool:
     """Return whether CUDA is initialised in this process, by torch or by anything else."""
     torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
+    if hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return True
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

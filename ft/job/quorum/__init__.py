@@ -6,8 +6,8 @@ function, without I/O, clocks or randomness. ``server`` is the process around th
 leader's end of the protocol.
 """
 
-from ft.job.quorum.client import FailureNotice, QuorumClient
+from ft.job.quorum.client import FailureNotice, MendNotice, QuorumClient
 from ft.job.quorum.limits import Limits
-from ft.job.quorum.values import NoQuorum, Quorum, Report
+from ft.job.quorum.values import EPOCHS, NoQuorum, Quorum, Report
 
-__all__ = ["FailureNotice", "Limits", "NoQuorum", "Quorum", "QuorumClient", "Report"]
+__all__ = ["EPOCHS", "FailureNotice", "Limits", "MendNotice", "NoQuorum", "Quorum", "QuorumClient", "Report"]

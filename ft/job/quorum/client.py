@@ -126,6 +126,10 @@ class QuorumClient:
         self._fail(RecoverableError(f"this replica has left: {reason}"))
         self._link.send(self._left)
 
+    def abandon(self, reason: str) -> None:
+        """Let a pending ``ask`` fail; the server is told nothing."""
+        self._fail(RecoverableError(reason))
+
     def close(self) -> None:
         """Close the connection after sending what the network accepts within a second. A pending ``ask`` fails."""
         self._link.close()
@@ -197,6 +201,28 @@ class FailureNotice:
 
     def close(self) -> None:
         """End the connection."""
+        self._link.close()
+
+
+class MendNotice:
+    """Tells the quorum server that a replica replaces a lost worker, so that the others wait for it.
+
+    The server waits as long as such a notice is open, for ``Limits.mend_s`` at most.
+
+    Args:
+        run_dir: directory of the whole run.
+        replica: number of the replica.
+        life: the life that has lost the worker.
+        token: secret of the run.
+    """
+
+    def __init__(self, run_dir: str | Path, replica: int, life: int, token: str):
+        notice = _notice(replica, what="mends", life=life)
+        self._link = Link(Path(run_dir), token, Limits(), lambda: [notice], _ignore, _ignore)
+        self._link.start()
+
+    def close(self) -> None:
+        """End the notice: the replica has reported again."""
         self._link.close()
 
 

@@ -134,6 +134,8 @@ def _began(state: State, candidates: Mapping[int, Report]) -> float:
 
 def _await(round_: _Round, number: int, one: Replica) -> Awaited | None:
     state, limits = round_.state, round_.limits
+    if one.mends_since is not None:
+        return Awaited(number, one.mends_since + limits.mend_s, "is replacing a lost worker")
     is_expected = number < state.options.replicas and not one.is_given_up
     if round_.is_first and (is_expected or one.phase in (HERE, ARRIVING)):
         return Awaited(number, state.began_at + limits.start_s, f"is {one.phase} and the run begins with all")
@@ -176,13 +178,13 @@ def _await_member(round_: _Round, number: int, one: Replica) -> Awaited | None:
 
 
 def _further(state: State, candidates: Mapping[int, Report]) -> Iterator[Awaited]:
-    """Yield the wait for each replica that is or may be alive and has committed more steps than any replica that
-    reported.
+    """Yield the wait for each replica that is or may be alive and has, or may have, committed more steps than any
+    replica that reported.
     """
     limits = state.options.limits
     furthest = max(report.next_step for report in candidates.values())
     for number, one in sorted(state.replicas.items()):
-        if one.report is not None or one.has_finished or one.steps <= furthest:
+        if one.report is not None or one.has_finished or _most_steps(state, number) <= furthest:
             continue
         if one.phase in (LOST, EXPECTED) or (one.phase == OFFLINE and one.is_cut_off):
             since = max(one.since, state.began_at)
@@ -190,6 +192,14 @@ def _further(state: State, candidates: Mapping[int, Report]) -> Iterator[Awaited
         elif one.phase == HERE:
             until = min(one.heard_at + limits.regress_s, _began(state, candidates) + limits.stall_s)
             yield Awaited(number, until, "is further than all others, and lives")
+
+
+def _most_steps(state: State, number: int) -> int:
+    """Return how many steps the state of a replica may contain: more than known if it was behind in the last quorum."""
+    known, last = state.of(number).steps, state.last
+    if last is None or number not in last.behind or not state.is_member(number):
+        return known
+    return max(known, last.step)
 
 
 def _repeated(state: State, pending: Mapping[int, Report]) -> Decision | None:

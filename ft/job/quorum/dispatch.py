@@ -30,12 +30,14 @@ class Peer:
         replica: number of the replica if the peer is its leader, else None.
         life: life of that replica.
         rows: replica -> life whose rows (addresses of its ranks) were sent to this peer.
+        mends: replica for which the peer has announced that a lost worker is being replaced, else None.
         refused: why this leader gets no quorum, or "" if it may get one.
     """
 
     replica: int | None = None
     life: int = -1
     rows: dict[int, int] = field(default_factory=dict)
+    mends: int | None = None
     refused: str = ""
 
 
@@ -122,6 +124,7 @@ class Dispatch:
         self.state = State.begin(options, term, now, end)
         self._leaders: dict[int, Peer] = {}
         self._rows: dict[int, tuple[int, bytes]] = {}
+        self._menders: dict[int, set[Peer]] = {}
         self._checked_at = float("-inf")
 
     # --- incoming messages ------------------------------------------------------------------------------------------
@@ -138,7 +141,7 @@ class Dispatch:
         elif kind == "hello":
             yield from self._welcome(now, peer, message)
         elif kind == "notice":
-            yield from self._noted(now, message)
+            yield from self._noted(now, peer, message)
         elif peer.refused:
             yield _refusal(peer, peer.refused)
         elif peer.replica is None:
@@ -157,6 +160,11 @@ class Dispatch:
 
     def gone(self, now: float, peer: Peer) -> Acts[None]:
         """Note that the connection of ``peer`` has ended."""
+        if peer.mends is not None:
+            menders = self._menders[peer.mends]
+            menders.discard(peer)
+            if not menders:
+                reactions.mended(self.state, peer.mends)
         if peer.replica is not None and self._leaders.get(peer.replica) is peer:
             del self._leaders[peer.replica]
             yield from _logged(reactions.lost(self.state, now, peer.replica, peer.life))
@@ -190,13 +198,17 @@ class Dispatch:
         except NoQuorum as error:
             yield _refusal(peer, str(error))
 
-    def _noted(self, now: float, message: Mapping[str, Any]) -> Acts[None]:
+    def _noted(self, now: float, peer: Peer, message: Mapping[str, Any]) -> Acts[None]:
         replica, life, what = (message.get(name) for name in ("replica", "life", "what"))
         if not is_count(replica) or not (is_count(life) or life == -1):
             raise BadMessage("a notice without replica or life")
         if what == "given up":
             reason = str(message.get("reason", ""))[:200]
             yield from _logged(reactions.given_up(self.state, now, replica, int(life), reason))
+        elif what == "mends" and is_count(life):
+            peer.mends = replica
+            self._menders.setdefault(replica, set()).add(peer)
+            yield from _logged(reactions.mends(self.state, now, replica, life))
         elif what != "arriving" or not is_count(life):
             raise BadMessage("a notice without what, or without life")
         else:

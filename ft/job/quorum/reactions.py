@@ -84,6 +84,19 @@ def aside(state: State, now: float, replica: int) -> None:
     one.heard_at, one.is_aside = now, True
 
 
+def mends(state: State, now: float, replica: int, life: int) -> list[Note]:
+    """Note that life ``life`` of ``replica`` has lost a worker, and returns as a later life with its own state."""
+    one = state.of(replica)
+    if life == one.life and not one.has_finished and one.mends_since is None:
+        one.mends_since = now
+    return []
+
+
+def mended(state: State, replica: int) -> None:
+    """Note that ``replica`` has replaced its lost worker, or can no longer do so."""
+    state.of(replica).mends_since = None
+
+
 def beat(state: State, now: float, replica: int) -> None:
     """Note a heartbeat of a leader's client."""
     state.of(replica).heard_at = now

@@ -15,6 +15,11 @@ NO_STATE = (0, -1)
 """(next_step, lineage) of a replica that has neither loaded nor initialised any state."""
 
 
+EPOCHS = 10**6
+"""Lives of a replica between two restarts of all its workers, if standbys replace lost ones: restart r begins with life
+r * EPOCHS, and each replacement with the life that follows."""
+
+
 class NoQuorum(FtError):
     """The server refuses this replica: too few replicas for too long, or this life of the replica is over."""
 

@@ -1,4 +1,4 @@
-"""Timeouts of a replica: for its gradient rings, for replicas that fetch state, and between failing attempts at a step.
+"""Timeouts of a replica: for its gradient rings, and for replicas that fetch state.
 
 A replica is a full copy of the model. The members of a step are connected in all-reduce rings; a replica that returns
 after a failure fetches its state from the others during a step.
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 LONGEST_S = 60.0
 """Upper bound, in seconds, for doubling the wait for a fetch; a longer ``--ft-hsdp-wait`` is kept from the start."""
 
-_LONGEST_PAUSE_S = 1800.0
-"""Limit in seconds for attempts that keep failing."""
 _STEPS_REMEMBERED = 20
 
 
@@ -59,30 +57,6 @@ class RingLimits:
         if is_aside:
             return self.aside_s
         return self.unknown_s if step_s is None else self.least_s + 2.5 * step_s
-
-
-class Pause:
-    """Attempts at a step that cannot succeed yet, and how long they have failed."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def in_vain_s(self, now: float, seconds: float) -> float | None:
-        """Note that another attempt begins after a pause of ``seconds``; 0: it can succeed, so the count begins anew.
-
-        Args:
-            now: time of a monotonic clock in seconds.
-            seconds: length of the pause.
-
-        Returns:
-            None; or, once attempts have failed for more than 1800 s, the number of seconds for which they have failed.
-        """
-        if not seconds:
-            self._since = None
-            return None
-        self._since = now if self._since is None else self._since
-        failed_s = now - self._since
-        return failed_s if failed_s > _LONGEST_PAUSE_S else None
 
 
 def fetch_wait(wait_s: float, first_s: float, *, is_wanted: bool, was_cut: bool) -> float:

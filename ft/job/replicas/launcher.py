@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ft.base import token
-from ft.job.quorum import FailureNotice
+from ft.job.quorum import EPOCHS, FailureNotice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.console import MergedConsole
 from ft.job.replicas.host import QuorumHost
@@ -130,6 +130,8 @@ class Launcher:
     def _notify(self, member: Member, reason: str) -> FailureNotice:
         """Notify the quorum server that this replica is given up, so that the other replicas stop waiting for it."""
         life = next_life(member.setup.folder, 0) - 1
+        if member.setup.options.hot_swap:  # each epoch of its workers was a life
+            life = (life + 1) * EPOCHS - 1
         return FailureNotice(self._run_dir, member.replica, life, reason, token.find(self._run_dir, 0.0))
 
     def _mark(self, replica: int, mark: str) -> None:

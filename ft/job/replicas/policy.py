@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft.base.errors import UserError
+from ft.job.control.rungs import too_few
 from ft.net.backoff import doubled
 
 AGAIN, DONE, GIVE_UP = "again", "done", "give up"
@@ -127,9 +128,8 @@ def judge(
         if ended:
             return Verdict(END, "the run has finished")
         return Verdict(TELL, "the others have finished", late) if late else Verdict(WAIT)
-    if replicas - len(lost) < least:
-        left = f"{replicas - len(lost)} of {replicas} replicas are left, at least {least} must be"
-        return Verdict(END, left, code=_worst(views))
+    if short := too_few(replicas - len(lost), replicas, least):
+        return Verdict(END, short, code=_worst(views))
     if ended:
         return Verdict(END, "no replica is left here", code=_worst(views))
     return Verdict(WAIT)

@@ -55,7 +55,7 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, name: str, desc: str, ranks: list[int], rank: int, state: EpochState, registry):
         super().__init__(rank, len(ranks))
-        self._name, self._desc, self.ranks, self.state = name, desc, ranks, state
+        self._name, self._desc, self.ranks, self.state = name, desc, Numbers(ranks), state
         self._rank, self._size, self._registry = rank, len(ranks), registry
         self.maker = registry
         self.connectors: dict[str, GlooConnector | NcclConnector] = {}
@@ -269,7 +269,7 @@ class Group(dist.ProcessGroup):
         in_flight = self.interrupted or not self.is_connected
         return GroupReport(
             name=self._name,
-            ranks=Numbers(self.ranks),
+            ranks=self.ranks,
             used=self._used,
             in_flight=in_flight,
             collectives=self._collectives[0],

@@ -17,7 +17,7 @@ from ft.state.groups.backends import Connection, GlooConnection, GlooConnector, 
 from ft.state.groups.tree import FAN_OUT
 
 MOST_IN_MESH = 2 * FAN_OUT + 1
-"""Maximum number of members of a group whose pairs are all connected at once. A group of a tree always is such one.
+"""Maximum number of members of a group whose pairs are all connected at once. The groups of a tree are smaller.
 
 32 connections take less time than the lazy initialization with its barrier (measured with ``tools/bench/rebuild.py``).
 """

@@ -17,6 +17,9 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
         return
     if asked.ft_dmr is not None and asked.ft_dmr_plan is not None:
         yield f"--ft-dmr {asked.ft_dmr} and --ft-dmr-plan contradict each other", "remove one of them"
+    if asked.ft_dmr_plan is not None and asked.ft_checkfree_plus:
+        problem = "--ft-dmr-plan describes megatron-core's own schedules, and --ft-checkfree-plus needs another one"
+        yield problem, "replace the plan by --ft-dmr piggyback"
     if asked.ft_dmr_profile is not None and asked.ft_dmr_inject:
         yield "--ft-dmr-profile measures a run, and --ft-dmr-inject flips bits to be found in one", "remove one of them"
     if asked.ft_dmr_retries < 0:

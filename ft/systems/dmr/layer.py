@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ft.base.errors import UserError
 from ft.protection.contract import Layer, Protection, Trainer, Update
+from ft.systems.dmr.digest import digest, digest_many
 from ft.systems.dmr.profile import install as profiler
 from ft.systems.dmr.profile.session import ITERATIONS, Profiling
 from ft.systems.dmr.runtime import install as runtime
@@ -13,6 +16,9 @@ from ft.systems.dmr.runtime.protection import IterationVerifier
 from ft.systems.dmr.runtime.settings import Settings
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_DMR
+
+_SEED = 0
+"""Seed of the digests by which worlds compare their tensors; their runs may have different fingerprints."""
 
 
 class DoubleExecution(Protection):
@@ -24,6 +30,11 @@ class DoubleExecution(Protection):
 
     def connected(self, session: Session | None) -> None:
         self._session = session
+
+    @property
+    def _worlds(self) -> int:
+        """Return among how many replicas of the model a step is divided."""
+        return int(self.asked.environment.get("FT_HSDP_REPLICAS", "1"))
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         """Return the layer that verifies the operators of each step.
@@ -40,10 +51,10 @@ class DoubleExecution(Protection):
             trainer.optimizer,
             trainer.scheduler,
             trainer.position,
-            fingerprint=trainer.fingerprint(),
+            fingerprint={**trainer.fingerprint(), "microbatches": trainer.microbatches(trainer.batch // self._worlds)},
             session=self._session,
         )
-        return InterceptedStep(trainer, verification)
+        return VerifiedStep(trainer, verification)
 
 
 class Profile(Protection):
@@ -93,6 +104,20 @@ class InterceptedStep(Layer):
     def update(self, step: Callable[[], Any]) -> Any:
         self.runner.before_update()
         return step()
+
+
+class VerifiedStep(InterceptedStep):
+    """The layer of double execution, which verifies a step also before its gradients go to other worlds."""
+
+    runner: IterationVerifier
+    verifies = True
+
+    def verify(self) -> None:
+        self.runner.verify()
+
+    def digest(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        with self.runner.engine.unwatched():
+            return digest(digest_many(tensors, _SEED), _SEED)
 
 
 def _path(name: str | None) -> Path | None:

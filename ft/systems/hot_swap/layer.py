@@ -20,15 +20,18 @@ class HotSwap(Protection):
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         flags = self.asked.flags
+        inside = next((layer for layer in inner if getattr(layer, "is_inside", False)), None)
         return build(
             self._session,
             trainer.chunks,
             trainer.optimizer,
             trainer.scheduler,
-            trainer.position,
+            trainer.position if inside is None else inside.position,
             peers=flags.ft_snapshot_peers,
             strict=flags.ft_snapshot_strict,
             newest_checkpoint=trainer.newest_checkpoint,
+            injector=None if inside is None else inside.injector,
+            close=None if inside is None else inside.close,
             rebuilder=next((layer.rebuilder for layer in inner if isinstance(layer, RebuildsStages)), None),
         )
 

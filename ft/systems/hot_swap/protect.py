@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft.protection.injection import make_injector
+from ft.faults.worker import Injector
+from ft.protection.injection import make_injector, plant_phases
 from ft.protection.position import Position
 from ft.protection.stack import Stack
 from ft.protection.training_state import TrainingState
@@ -41,6 +42,8 @@ def build(
     strict: bool = False,
     newest_checkpoint: Callable[[], Path | None] = lambda: None,
     rebuilder: Callable[[Session, TrainingState], StageRebuilder] | None = None,
+    injector: Injector | None = None,
+    close: Callable[[], None] | None = None,
 ) -> RecoveryManager:
     """Return the layer that recovers a training run from faults.
 
@@ -59,6 +62,8 @@ def build(
             None.
         rebuilder: factory of the object that rebuilds a pipeline stage lost with all copies (CheckFree); None: no
             stage is rebuilt.
+        injector: planned faults, if a layer inside this one has them; its phases are in place already.
+        close: called when all workers have done the last step.
 
     Raises:
         UserError: ``strict`` is set and peer copies cannot be placed as requested; or the model's stages cannot be
@@ -79,5 +84,7 @@ def build(
         replicas=subject.dp_peers,
         on_failure=session.suspect,
     )
-    injector = make_injector(session, Breakage(session, snapshots, subject, position, newest_checkpoint))
-    return RecoveryManager(session, subject, position, snapshots, injector, placing, stage_rebuilder)
+    if injector is None:
+        injector = make_injector(session, Breakage(session, snapshots, subject, position, newest_checkpoint))
+        plant_phases(injector, subject, lambda: position.get()["step"] + 1)
+    return RecoveryManager(session, subject, position, snapshots, injector, placing, stage_rebuilder, close)

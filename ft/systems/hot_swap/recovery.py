@@ -74,6 +74,10 @@ class Recovery:
         self._untouched = False
         operations.inject("optimizer")
 
+    def replaces_state(self) -> None:
+        """Note that a layer inside this one is about to replace the live state by that of another replica."""
+        self._untouched = False
+
     async def committed(self) -> None:
         """Take the snapshot of the step that the trainer's position has reached. All work of that step has to be done.
 

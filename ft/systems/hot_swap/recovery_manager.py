@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ft.faults.worker import Injector
 from ft.job.messages import GroupReport, Holdings, Neighbours, Repair, Source
 from ft.protection.contract import Layer
-from ft.protection.injection import plant_phases
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.groups.tree import Operation, Tree
@@ -40,6 +39,7 @@ class RecoveryManager(Layer, Operations):
         injector: planned faults.
         placing: placement of the peer copies.
         keeper: rebuilds pipeline stages that are lost with all their copies (CheckFree), or None.
+        close: called when all workers have done the last step, or None.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class RecoveryManager(Layer, Operations):
         injector: Injector,
         placing: Placing,
         keeper: StageRebuilder | None = None,
+        close: Callable[[], None] | None = None,
     ):
         self.session, self.snapshots, self.shards = session, snapshots, subject.shards
         self._subject, self._position, self._injector, self._placing = subject, position, injector, placing
-        self._keeper = keeper
+        self._keeper, self._close = keeper, close
         self._recovery = Recovery(session, self)
         self._work: Callable[[], Any] = lambda: None
         self._committed = 0
         self._fence_tree = Tree("FENCE")
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
-        plant_phases(injector, subject, lambda: self._committed + 1)
         session.progress.lag = lambda: snapshots.lag
         session.when_closed(snapshots.interrupt)
 
@@ -71,7 +71,12 @@ class RecoveryManager(Layer, Operations):
         self._work = work
         result = protocol.run(self._recovery.run())
         self.snapshots.close()
+        if self._close is not None:
+            self._close()
         return result
+
+    def catching_up(self) -> None:
+        self._recovery.replaces_state()
 
     def update(self, step: Callable[[], Any]) -> Any:
         protocol.run(self._recovery.before_update())

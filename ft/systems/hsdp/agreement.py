@@ -27,25 +27,34 @@ _ROW_BYTES = 512
 class Agreement:
     """The agreement thread of one rank: it obtains and broadcasts quorums while the training thread computes.
 
-    All ranks of ``tree`` have to construct it at the same time.
-
     Args:
         tree: tree over all ranks of this replica, not used for anything else.
         row: addresses of this rank, {"ring": "host:port", "fetch": "host:port"}.
-        client: quorum client on the leader, which is rank 0 of the tree; None on other ranks.
     """
 
-    def __init__(self, tree: Tree, row: dict[str, str], client: QuorumClient | None):
-        self._tree, self._client = tree, client
-        self._asked: queue.SimpleQueue = queue.SimpleQueue()
+    def __init__(self, tree: Tree, row: dict[str, str]):
+        self._tree, self._row = tree, row
+        self._client: QuorumClient | None = None
         self._told = threading.Condition()
         self._number = 0
         self._answer: Agreed | None = None  # answer to the last question
+        self._asked: queue.SimpleQueue = queue.SimpleQueue()
         self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life number of its workers, rows)
-        rows = _gather(tree, row)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, client: QuorumClient | None) -> None:
+        """Begin a life of the replica: tell the quorum server the addresses of its ranks, and start the thread.
+
+        All ranks of the tree have to call it at the same time; after :meth:`end`, they can call it again.
+
+        Args:
+            client: quorum client of this life on the leader, which is rank 0 of the tree; None on other ranks.
+        """
+        self._client, self._rows, self._asked = client, {}, queue.SimpleQueue()
+        rows = _gather(self._tree, self._row)
         if client is not None:
             client.hello(rows)
-        self._thread = threading.Thread(target=self._run, name="ft-hsdp-agreement", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._asked,), name="ft-hsdp-agreement", daemon=True)
         self._thread.start()
 
     def ask(self, question: Question, then: Callable[[Question, Agreed], None]) -> None:
@@ -68,8 +77,15 @@ class Agreement:
     def close(self) -> None:
         self._asked.put(None)
 
-    def _run(self) -> None:
-        while (item := self._asked.get()) is not None:
+    def end(self) -> None:
+        """End the thread, and return when it has ended. Its operations must have failed, or be about to."""
+        self.close()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, asked: queue.SimpleQueue) -> None:
+        while (item := asked.get()) is not None:
             number, question, then = item
             try:
                 agreed = self._agree(question.report)

@@ -82,6 +82,11 @@ class CatchUp:
         self._thread.join()
         return "" if self._fetched is not None else self._problem or "the thread of the fetch has failed"
 
+    def end(self) -> None:
+        """Wait for the end of a fetch that is under way, so that it no longer writes into tensors."""
+        if self._thread is not None:
+            self._thread.join()
+
     def adopt(self) -> None:
         """Replace the live state by the fetched one. Must be called on all ranks of the replica."""
         if self._staging is not None:

@@ -18,6 +18,7 @@ from ft.base.lines import Lines
 from ft.systems.hsdp.samples import SampleAssignment
 
 NAME = "commits.jsonl"
+_OF_TYPES = ("patch", "covered", "adopted")
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,14 @@ class Commit:
             none.
         stack: SPARe's S, the number of shard types after which a group takes part in the all-reduce; None without
             SPARe. With SPARe, every step trains every shard type, whichever groups take part.
-        owners: the group that has computed each shard type; empty without SPARe.
-        patch: shard types that other groups than planned have computed, because the planned groups were lost; empty
-            without SPARe.
+        owners: the group that has added the gradients of each shard type; empty without SPARe.
+        patch: shard types that groups have computed in addition to their first S, because others were lost and no
+            present group had them among its first S; empty without SPARe.
+        covered: shard types of groups that were lost in the step, which another group had computed among its first S;
+            empty without SPARe.
+        adopted: shard types in ``patch`` of which no host was present; empty without SPARe.
         computed: shard type -> position in the stream of that type from which the writer read its samples, for the
-            types that the writer has computed; None without SPARe.
+            types whose gradients the writer has added; None without SPARe.
     """
 
     step: int
@@ -73,6 +77,8 @@ class Commit:
     stack: int | None = None
     owners: tuple[int, ...] = ()
     patch: tuple[int, ...] = ()
+    covered: tuple[int, ...] = ()
+    adopted: tuple[int, ...] = ()
     computed: Mapping[int, int] | None = None
 
     @property
@@ -107,7 +113,7 @@ class Commit:
             "parameters": self.parameters,
             "stack": self.stack,
             "owners": list(self.owners) or None,
-            "patch": list(self.patch) or None,
+            **{name: list(getattr(self, name)) or None for name in _OF_TYPES},
             "computed": None
             if self.computed is None
             else {str(kind): at for kind, at in sorted(self.computed.items())},
@@ -169,7 +175,7 @@ def _parse(line: bytes, assignments: dict[str, SampleAssignment]) -> Commit | No
             healthy=tuple(_whole(replica) for replica in values["healthy"]),
             behind=tuple(_whole(replica) for replica in values["behind"]),
             computed=_places(values.get("computed")),
-            **{name: tuple(_whole(one) for one in values.get(name, ())) for name in ("owners", "patch")},
+            **{name: tuple(_whole(one) for one in values.get(name, ())) for name in ("owners", *_OF_TYPES)},
             **{name: _whole(values[name]) for name in ("step", "quorum", "before", "batch")},
             **{
                 name: _whole(values[name])

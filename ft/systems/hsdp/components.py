@@ -13,6 +13,7 @@ from ft.base.errors import FtError
 from ft.faults.worker import Injector
 from ft.job.quorum import QuorumClient, Report
 from ft.net.choice import network_of
+from ft.protection.contract import Layer
 from ft.protection.injection import make_injector, plant_phases
 from ft.protection.training_state import TrainingState
 from ft.state.fetch import StateServer
@@ -120,6 +121,7 @@ def build(
     work: Work,
     batch: int,
     save_interval: int | None = None,
+    verifier: Layer | None = None,
 ) -> Components:
     """Build the objects of one rank, after model and optimizer are built. All ranks of the replica have to call it.
 
@@ -134,6 +136,7 @@ def build(
         work: the part of each step that this replica computes.
         batch: samples that a replica takes in a step.
         save_interval: steps between checkpoints.
+        verifier: layer that verifies gradients before they leave the replica, if there is one.
     """
     subject = TrainingState(chunks, optimizer, scheduler)
     state = ReplicaState(subject, position)
@@ -141,7 +144,11 @@ def build(
     ring = Ring(network_of(), place.token, RingOptions(chunk_bytes, place.chunks, streams=place.streams))
     server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
     exchange = Exchange(
-        ring, replicas.groups_of(subject.chunks), lambda: session.progress.at("aside", "the other replicas")
+        ring,
+        replicas.groups_of(subject.chunks),
+        lambda: session.progress.at("aside", "the other replicas"),
+        verifier,
+        lambda: list(state.parameters().values()),
     )
     replicas.exchange_through(subject.chunks, exchange)
     per_token = _exchange_tokens(subject.chunks[0].config, exchange)
@@ -161,7 +168,7 @@ def build(
         work=work,
         server=server,
         client=client,
-        agreement=Agreement(Tree("AGREEMENT"), row, client),
+        agreement=Agreement(Tree("AGREEMENT"), row),
         catch_up=CatchUp(session, place, state),
         records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
         if is_leader

@@ -6,6 +6,9 @@ the end of its backward pass, the others during it. The all-reduce is done by a 
 quorum, the set of replicas that take part in the step. A failure of the exchange raises no exception in this module.
 Instead, the ranks of the replica vote after the backward pass, and the vote discards the step on all of them (FT-HSDP,
 section 4.1).
+
+If a layer verifies what this replica computes (DMR), nothing is sent before the verification at the end of the backward
+pass. After the exchange, the replicas then also compare digests of their models and of the sums.
 """
 
 import threading
@@ -16,6 +19,8 @@ from typing import Any
 
 import torch
 
+from ft.protection.contract import Layer
+from ft.systems.hsdp import equality
 from ft.systems.hsdp.ring import Pending, Ring
 from ft.systems.hsdp.work import Work
 
@@ -30,6 +35,8 @@ class Exchange:
         groups: bucket groups, in the order common to all replicas.
         aside: returns a context that is entered while the training thread waits for other replicas, so that the
             watchdog does not take the wait for a hang.
+        verifier: layer that verifies the gradients before they are sent; None: they are sent when they are complete.
+        model: returns the model's parameters, for the verifier's digest.
 
     Attributes:
         problem: why the exchange of this step has failed, "" as long as it has not.
@@ -39,10 +46,19 @@ class Exchange:
             megatron-core does not divide by tokens.
         work: division of the step, which may add gradients kept from earlier attempts; None for a replica that
             contributes no gradients.
+        is_repeated: whether the verifier has found the gradients wrong, so that they are computed again.
+        is_stale: whether the model of this replica differs from that of the other replicas.
     """
 
-    def __init__(self, ring: Ring, groups: Sequence[Any], aside: Callable[[], AbstractContextManager]):
-        self._ring, self._aside = ring, aside
+    def __init__(
+        self,
+        ring: Ring,
+        groups: Sequence[Any],
+        aside: Callable[[], AbstractContextManager],
+        verifier: Layer | None = None,
+        model: Callable[[], Sequence[torch.Tensor]] = list,
+    ):
+        self._ring, self._aside, self._verifier, self._model = ring, aside, verifier, model
         self._order = {id(group): place for place, group in enumerate(groups)}
         self._lock = threading.Lock()
         self._known = threading.Condition(self._lock)
@@ -60,15 +76,20 @@ class Exchange:
             self.tokens = None
             self.work: Work | None = None
             self.waited_s = 0.0
+            self.is_repeated = self.is_stale = False
+            self._is_verified = self._verifier is None
+            self._parts: list[torch.Tensor] = []
+            self._member = (0, 1)
 
-    def open(self, scale: float) -> None:
+    def open(self, scale: float, member: tuple[int, int] = (0, 1)) -> None:
         """Start the exchange; the ring must have been reconfigured for the step's quorum before.
 
         Args:
             scale: factor by which the sums are multiplied.
+            member: index of this replica in the quorum, and number of its members.
         """
         with self._known:
-            self._scale = scale
+            self._scale, self._member = scale, member
             self._known.notify_all()
             self._go_on()
 
@@ -92,6 +113,8 @@ class Exchange:
         place = self._order[id(group)]
         if self.work is not None:
             reduced = self.work.kept(place, parts, reduced)
+            if self.work.is_apart:
+                return
         with self._known:
             self._ready[place] = (parts, reduced)
             self._go_on()
@@ -108,7 +131,16 @@ class Exchange:
             self._unfinished.remove(id(group))
             if self._unfinished:
                 return
+        if self._verifier is not None:
+            self._verify(self._verifier)
+        if self.work is not None and self.work.is_apart:
+            self.work.reduced(self.tokens)
+            self._unfinished, self.tokens = set(self._order), None
+            self._is_verified = self._verifier is None
+            return
         self._wait_for_all()
+        if self._verifier is not None:
+            self._compare(self._verifier)
         if self.work is not None:
             self.work.reduced(self.tokens)
         if self.tokens is not None:
@@ -118,9 +150,10 @@ class Exchange:
         """Replace ``tensor`` by its sum over the contributing replicas.
 
         The sum is computed in fp32, so it is exact for integers up to 2**24. All replicas must call this method equally
-        often, after the bucket groups. If the exchange fails, the tensor is left unchanged.
+        often, after the bucket groups. If the exchange fails, the tensor is left unchanged; and also in a pass whose
+        gradients are not exchanged.
         """
-        if self.problem:
+        if self.problem or (self.work is not None and self.work.is_apart):
             return
         carried = tensor.detach().to(torch.float32).reshape(-1).cpu()
         with self._lock:
@@ -139,10 +172,38 @@ class Exchange:
         self.open(1.0)
         self.add_up(torch.zeros(1, device="cpu"))
 
+    def _verify(self, verifier: Layer) -> None:
+        """Have the gradients verified, and start to send them. If they are wrong, forget them."""
+        try:
+            verifier.verify()
+        except BaseException:
+            with self._lock:
+                self._ready.clear()
+                self._unfinished = set(self._order)
+                self.tokens, self.is_repeated = None, True
+            raise
+        with self._known:
+            self._is_verified = True
+            self._go_on()
+
+    def _compare(self, verifier: Layer) -> None:
+        """Compare the models and the sums of all replicas of the step; if they differ, the exchange has failed."""
+        if self.problem:
+            return
+        place, count = self._member
+        model = None if self.work is None else verifier.digest(self._model())
+        rows = equality.table(count, place, model, verifier.digest(self._parts))
+        self.add_up(rows)
+        if not self.problem:
+            found = equality.compare(rows, place)
+            self.problem, self.is_stale = found.problem, found.is_stale
+
     def _go_on(self) -> None:
-        while self._scale is not None and not self.problem and self._next in self._ready:
+        while self._is_verified and self._scale is not None and not self.problem and self._next in self._ready:
             parts, reduced = self._ready.pop(self._next)
             self._next += 1
+            if self._verifier is not None:
+                self._parts += parts
             for part in parts:
                 self._pending.append(self._ring.all_reduce(part, scale=self._scale, after=reduced))
 

@@ -15,7 +15,11 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
         return
     training = options.training
     if training.rampup_batch_size is not None:
-        yield "--rampup-batch-size does not go with replicas", "drop it, or --ft-hsdp-replicas"
+        yield (
+            "--rampup-batch-size does not go with replicas: the samples of the run are divided among them in steps of "
+            "one size",
+            "drop it, or --ft-hsdp-replicas",
+        )
     if options.core.moe_router_enable_expert_bias:
         yield (
             "--moe-router-enable-expert-bias does not go with replicas: each would move the bias by its own tokens",
@@ -26,6 +30,12 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
             "--moe-router-load-balancing-type global_aux_loss does not go with replicas: each would balance its own "
             "tokens only, because megatron-core sums over the ranks of one replica",
             "use aux_loss or seq_aux_loss, or drop --ft-hsdp-replicas",
+        )
+    if getattr(options.core, "qk_clip", False):
+        yield (
+            "--qk-clip does not go with replicas: each would clip by its own attention logits, because megatron-core "
+            "takes the largest over the ranks of one replica",
+            "drop it, or --ft-hsdp-replicas",
         )
     if getattr(options.core, _FP32_GRADIENTS, None):
         yield (

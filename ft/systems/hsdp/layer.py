@@ -55,7 +55,7 @@ class Replicas(Protection):
 
     def connected(self, session: Session | None) -> None:
         self._session = session
-        if session.rank == 0:
+        if session.rank == 0 and not self.asked.flags.ft_hot_swap:
             self._client = self._place.announce()
 
     def share(self, extra: dict[str, Any], step: int, samples: int, block: int) -> Share:
@@ -88,6 +88,7 @@ class Replicas(Protection):
             batch=batch,
             client=self._client,
             save_interval=trainer.save_interval,
+            verifier=next((layer for layer in inner if layer.verifies), None),
         )
 
         def load_last() -> bool:
@@ -101,4 +102,5 @@ class Replicas(Protection):
             return is_loaded
 
         last_save = LastSave(trainer.is_saved, trainer.save) if trainer.saves else None
-        return ReplicaManager(components, load_last, lambda: trainer.rehearse(batch), last_save)
+        is_inside = bool(self.asked.flags.ft_hot_swap)
+        return ReplicaManager(components, load_last, lambda: trainer.rehearse(batch), last_save, is_inside)

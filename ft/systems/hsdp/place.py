@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ft.base import token
 from ft.base.errors import UserError
-from ft.job.quorum import QuorumClient
+from ft.job.quorum import EPOCHS, QuorumClient
 from ft.systems.hsdp.lr import MODES
 
 REPLICA = "FT_HSDP_REPLICA"
@@ -31,6 +31,8 @@ class ReplicaContext:
             (:func:`ft.job.replicas.deadlines.fetch_wait`).
         comes_back: whether the replica was restarted or joins late, so that it fetches its state from the others.
         life: number of the replica's present incarnation; it grows with every restart of its workers.
+        in_place: whether standbys replace lost workers of the replica. Each epoch is then a life of its own, because
+            the addresses of the replaced ranks change.
         redundancy: with SPARe, the number of parts of a global batch (shard types) that each replica can compute; None
             without SPARe: each replica trains its own part.
         streams: number of TCP connections that carry gradients between two ranks.
@@ -47,6 +49,7 @@ class ReplicaContext:
     wait_s: float = 1.0
     comes_back: bool = False
     life: int = 0
+    in_place: bool = False
     redundancy: int | None = None
     streams: int = 1
     chunk_bytes: int | None = None
@@ -60,6 +63,10 @@ class ReplicaContext:
         Within one replica, the processes use another secret.
         """
         return token.find(self.run_dir, 0.0)
+
+    def life_in(self, epoch: int) -> int:
+        """Return the number of the replica's life in the epoch ``epoch`` of its workers."""
+        return self.life * EPOCHS + epoch if self.in_place else self.life
 
     def announce(self) -> QuorumClient:
         """Create the leader's quorum client. If this replica comes back, announce its arrival to the other replicas."""
@@ -91,6 +98,7 @@ class ReplicaContext:
                 chunk_bytes=int(environment["FT_HSDP_CHUNK"]) if "FT_HSDP_CHUNK" in environment else None,
                 chunks=int(environment.get("FT_HSDP_CHUNKS", "2")),
                 life=int(environment.get("FT_RESTART", "0")),
+                in_place=bool(environment.get("FT_HSDP_IN_PLACE")),
                 comes_back=any(int(environment.get(name, "0")) > 0 for name in ("FT_HSDP_LIFE", "FT_RESTART")),
             )
         except (KeyError, ValueError) as error:

@@ -84,12 +84,12 @@ class Rank(Protocol):
         """Amount of work of this attempt; see :class:`ft.systems.hsdp.work.Work`."""
 
     @property
-    def pause_s(self) -> float:
-        """Seconds to wait after a failed attempt."""
-
-    @property
     def failure(self) -> tuple[str, int | None]:
         """Why the exchange of gradients has failed, "" if it has not, and the index of the suspected member."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the model of this rank was found to differ from that of the other replicas in this attempt."""
 
     def now(self) -> float:
         """Return the time of a monotonic clock, in seconds."""
@@ -145,6 +145,9 @@ class Rank(Protocol):
     def adopt_rng_and_buffers(self) -> None:
         """Apply what :meth:`fetch_rng_and_buffers` has fetched."""
 
+    def drop(self) -> None:
+        """Give up the state, which must not be used again, and stop offering it."""
+
     def abandon(self) -> None:
         """Discard what the trainer has computed of the step."""
 
@@ -159,9 +162,6 @@ class Rank(Protocol):
 
     def goes_aside(self) -> None:
         """Announce that this replica is busy with something other than a step."""
-
-    async def pause(self, seconds: float) -> None:
-        """Do nothing for ``seconds``."""
 
     def say(self, line: str, *, on_leader: bool = True, on_others: bool = False) -> None:
         """Print a line on these ranks of the replica."""

@@ -11,6 +11,7 @@ from ft.protection.position import Position
 from ft.systems.hsdp.samples import SampleAssignment
 
 KEY = "replicas"
+_OWN = ("lineage", "has_state")
 
 
 class Follow(Protocol):
@@ -42,6 +43,7 @@ class ReplicaPosition:
         positions: replica -> number of samples that it has taken.
         lineage: number of the quorum (set of participating replicas) that committed the last step, 0 before the first.
             States with equal step and lineage are equal.
+        has_state: whether the position belongs to a training state, and not to the start of a process that fetches it.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class ReplicaPosition:
     ):
         self._trainer, self._extra, self._replica, self._follow = trainer, extra, replica, follow
         self.assignment, self.positions, self.lineage = assignment, dict(positions), 0
+        self.has_state = True
         self._note()
 
     @property
@@ -83,11 +86,15 @@ class ReplicaPosition:
         self._note()
 
     def get(self) -> dict[str, Any]:
-        return {**self._trainer.get(), "lineage": self.lineage}
+        return {**self._trainer.get(), "lineage": self.lineage, "has_state": self.has_state}
 
     def set(self, position: dict[str, Any]) -> None:
-        self._trainer.set({name: value for name, value in position.items() if name != "lineage"})
-        self.lineage = position["lineage"]
+        self._trainer.set({name: value for name, value in position.items() if name not in _OWN})
+        self.lineage, self.has_state = position["lineage"], position["has_state"]
+        self.follow()
+
+    def follow(self) -> None:
+        """Follow the trainer's position, which was set: adopt its extra state, and have the loaders read on there."""
         self.assignment, self.positions = parse(self._extra()[KEY])
         self._follow(self.assignment, self.mine)
 

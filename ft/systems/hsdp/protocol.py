@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from ft.job.quorum import Quorum, Report
-from ft.job.replicas.deadlines import Pause, RingLimits, StepTimes, fetch_wait
+from ft.job.replicas.deadlines import RingLimits, StepTimes, fetch_wait
 from ft.systems.hsdp.last_save import Turns
 from ft.systems.hsdp.ports import Agreed, Gradients, Question, Rank
 from ft.systems.hsdp.retry import Retry, RunIsOver
@@ -97,8 +97,9 @@ class Steps:
         # _aside: in this step a replica may be busy with something else, or slow, so the ring gets a longer time limit.
         self._aside = True  # the first step may take long on every replica
         self._suspects: tuple[int, ...] = ()
+        self._is_offered = False  # whether other replicas can fetch the state of this one
         self._first_wait_s = self._wait_s = wait_s
-        self._limits, self._times, self._pause = limits or RingLimits(), StepTimes(), Pause()
+        self._limits, self._times = limits or RingLimits(), StepTimes()
         self._began, self._said = rank.now(), ""
 
     @property
@@ -115,7 +116,7 @@ class Steps:
             The result of ``work``; None if the other replicas have finished the run.
         """
         if self.has_state:
-            self._rank.offer()
+            self._offer()
         failed: Retry | None = None
         while True:
             try:
@@ -177,6 +178,7 @@ class Steps:
             Retry: not all ranks of the replica could fetch their state. A state that was kept is unchanged.
         """
         await self._rank.withdraw(0.0)  # this replica's older state, which is about to be overwritten
+        self._is_offered = False
         problem = await self._rank.fetched()
         if not await self._rank.all_agree(not problem):
             raise Retry(problem or "another rank of this replica could not fetch its state")
@@ -218,7 +220,7 @@ class Steps:
             await self._take_over_rng_and_buffers()
         self.has_state, self._suspects = True, ()
         self._is_sure = not self.is_catching_up
-        rank.offer()
+        self._offer()
         seconds = rank.now() - self._began
         rank.committed(quorum, seconds, self.is_catching_up)
         if not self.is_catching_up:
@@ -300,7 +302,11 @@ class Steps:
         if not await self._rank.load() and not self._is_untouched:
             raise SystemExit("no replica has a state, there is no checkpoint: this worker starts anew to begin the run")
         self.has_state = True
+        self._offer()
+
+    def _offer(self) -> None:
         self._rank.offer()
+        self._is_offered = True
 
     async def _end_offer(self) -> None:
         """Stop offering the state. If a replica is fetching it, wait for that, for a limited time; if that was too
@@ -309,6 +315,7 @@ class Steps:
         if is_wanted:
             self.goes_aside()
         was_cut = await self._rank.withdraw(self._wait_s if is_wanted else 0.0)
+        self._is_offered = False
         self._wait_s = fetch_wait(self._wait_s, self._first_wait_s, is_wanted=is_wanted, was_cut=was_cut)
         self._aside = is_wanted  # in the next step, other members of the ring may still be waiting for a fetch
 
@@ -323,11 +330,7 @@ class Steps:
         self._rank.say(f"step {step} goes on with this replica's own generators and buffers: {reason}", on_others=True)
 
     async def _begin_anew(self, retry: Retry) -> None:
-        """Discard the failed attempt at a step and restore the state before it. Called on all ranks of the replica.
-
-        Raises:
-            SystemExit: attempts have failed for so long (1800 s) that only a restart from a checkpoint can help.
-        """
+        """Discard the failed attempt at a step and restore the state before it. Called on all ranks of the replica."""
         rank, quorum = self._rank, self.agreed.quorum
         self._is_sure = False
         self._suspects = await rank.suspects(rank.failure[1], () if quorum is None else quorum.members)
@@ -341,14 +344,13 @@ class Steps:
         was_catching_up, self.is_catching_up = self.is_catching_up, False
         if self._times.of(rank.units) is not None:
             self._aside = False  # the quorum has waited for who was busy, so the ring of the next attempt need not
+        if not await rank.all_agree(not rank.is_stale):
+            rank.say(f"replica {self._replica} drops its state, which is not that of the others")
+            rank.drop()
+            self.has_state = self._is_untouched = self._is_offered = False
         if self.has_state:
             if was_catching_up:
                 rank.publish()
             rank.restore()
-            if was_catching_up:
-                rank.offer()
-        in_vain_s = self._pause.in_vain_s(rank.now(), rank.pause_s)
-        if in_vain_s is not None:  # the restarted workers load a checkpoint
-            raise SystemExit(f"{said}, for {in_vain_s:.0f} s")
-        if rank.pause_s:
-            await rank.pause(rank.pause_s)
+            if was_catching_up or not self._is_offered:
+                self._offer()

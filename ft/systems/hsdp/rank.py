@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
+from ft.base import events
+from ft.base.errors import EpochClosed
 from ft.job.quorum import Quorum
 from ft.systems.hsdp.components import Components
 from ft.systems.hsdp.digest import digest
 from ft.systems.hsdp.ports import Agreed, Question
 from ft.systems.hsdp.protocol import Membership
 from ft.systems.hsdp.votes import Votes
+from megatron.patches.step_state import clear_aux_losses_tracker
 
 
 class RingGradients:
@@ -43,7 +46,9 @@ class RingGradients:
         return self._parts.work.problem(quorum, is_sure)
 
     def open(self, quorum: Quorum) -> None:
-        self._exchange.open(1.0 if self._parts.per_token else self._parts.work.scale(quorum))
+        members = quorum.members
+        member = members.index(self._parts.place.replica), len(members)
+        self._exchange.open(1.0 if self._parts.per_token else self._parts.work.scale(quorum), member)
 
 
 class TrainingRank:
@@ -63,15 +68,12 @@ class TrainingRank:
         # For the record of a step: (lineage, position in the sample stream) before it, digest of its parameters.
         self._before: tuple[int, int | None] = (0, None)
         self._computed_with: int | None = None
+        self._adopted: tuple[int, ...] = ()
 
     # --- time and talk ------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
         return time.monotonic()
-
-    async def pause(self, seconds: float) -> None:
-        with self._aside("another attempt"):
-            time.sleep(seconds)
 
     def at(self, phase: str, step: int) -> None:
         self._parts.injector.at(phase, step)
@@ -94,7 +96,15 @@ class TrainingRank:
 
     async def answer(self, why: str) -> Agreed:
         with self._aside(why):
-            return self._parts.agreement.wait()
+            agreed = self._parts.agreement.wait()
+        session = self._parts.session
+        if agreed.quorum is None and session.closed:
+            raise EpochClosed(session.closed_epoch, agreed.problem)
+        return agreed
+
+    def is_uniform(self) -> bool:
+        """Return whether all ranks of the replica have the state of the same step; collective."""
+        return self._votes.are_equal((*self.state, int(self._position.has_state)))
 
     async def all_agree(self, is_so: bool) -> bool:
         return self._votes.all(is_so)
@@ -113,12 +123,12 @@ class TrainingRank:
         return self._work.units
 
     @property
-    def pause_s(self) -> float:
-        return self._work.pause_s
-
-    @property
     def failure(self) -> tuple[str, int | None]:
         return (self._exchange.problem, self._exchange.suspect)
+
+    @property
+    def is_stale(self) -> bool:
+        return self._exchange.is_stale
 
     def begin_exchange(self) -> None:
         self._exchange.begin()
@@ -129,6 +139,18 @@ class TrainingRank:
     def plan(self, quorum: Quorum | None) -> None:
         self._work.plan(quorum)
         self._exchange.work = self._work
+
+    def computes(self) -> None:
+        """Prepare for forward and backward passes; if they are repeated, with the same samples."""
+        if self._exchange.is_repeated:
+            self._exchange.is_repeated = False
+            self._position.follow()
+            self._work.again()
+
+    def next_pass(self) -> None:
+        """Begin the next pass of an attempt, after one whose gradients are only kept."""
+        clear_aux_losses_tracker()
+        self._work.next_pass()
 
     def failed(self) -> None:
         self._work.failed()
@@ -155,7 +177,16 @@ class TrainingRank:
             *(position, quorum, self._work, *self._before, seconds, self._exchange.waited_s, proof),
             self._computed_with,
         )
+        self._log_adopted()
         self._parts.session.progress.committed(position.step)
+
+    def _log_adopted(self) -> None:
+        """Log the event that other shard types than before have no host, on the leader."""
+        session, types = self._parts.session, self._work.adopted
+        if types != self._adopted and session.rank == 0:
+            place = self._parts.place
+            session.observe(events.TYPES_ADOPTED, replica=place.replica, step=self._position.step, types=list(types))
+        self._adopted = types
 
     def _digest(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> int | None:
         return digest(tensors(), self._parts.votes) if self._parts.place.digests else None
@@ -191,6 +222,10 @@ class TrainingRank:
 
     def adopt_rng_and_buffers(self) -> None:
         self._parts.catch_up.adopt_rng_and_buffers()
+
+    def drop(self) -> None:
+        self._parts.server.withdraw()
+        self._position.has_state = False
 
     def abandon(self) -> None:
         self._parts.subject.abandon_step()

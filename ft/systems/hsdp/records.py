@@ -76,6 +76,8 @@ class Records:
                 stack=work.stack,
                 owners=work.owners,
                 patch=work.patch,
+                covered=work.covered,
+                adopted=work.adopted,
             )
         )
         if self._replica == quorum.healthy[0]:

@@ -15,14 +15,22 @@ from typing import Any
 import torch
 
 from ft.base.errors import UserError
+from ft.faults.worker import Injector
 from ft.job.messages import WorkerResumed
-from ft.protection.contract import Layer
+from ft.job.quorum import MendNotice, QuorumClient
+from ft.protection.contract import Layer, StepUndone, Update
 from ft.systems.hsdp import lr
 from ft.systems.hsdp.components import Components
 from ft.systems.hsdp.last_save import LastSave
+from ft.systems.hsdp.position import ReplicaPosition
 from ft.systems.hsdp.protocol import Steps
 from ft.systems.hsdp.rank import TrainingRank
+from ft.systems.hsdp.retry import PassIsOver, Retry
 from ft.worker import protocol
+
+_TELLERS = (0, 1)
+"""Ranks that tell the quorum server that a lost worker is being replaced: two, because one of them may be the lost
+one."""
 
 
 class ReplicaManager(Layer):
@@ -35,6 +43,8 @@ class ReplicaManager(Layer):
             checkpoint; the run then starts from the beginning.
         rehearse: computes the forward and backward pass of one step and discards the result.
         last_save: functions that write the final checkpoint of the run; None: no final checkpoint is written here.
+        is_inside: hot-swap is the layer around this one: it reports failures, restores the state from copies, and runs
+            the loop again in the next epoch.
     """
 
     def __init__(
@@ -43,29 +53,37 @@ class ReplicaManager(Layer):
         load: Callable[[], bool],
         rehearse: Callable[[], None],
         last_save: LastSave | None = None,
+        is_inside: bool = False,
     ):
-        self._parts, self._rehearse, self._last_save = parts, rehearse, last_save
+        self._parts, self._load, self._rehearse, self._last_save = parts, load, rehearse, last_save
         self.session, self._position, place = parts.session, parts.position, parts.place
-        self._rank = TrainingRank(parts, load)
-        self._steps = Steps(place.replica, place.life, not place.comes_back, self._rank, place.wait_s)
+        self.is_inside = is_inside
+        self._notice: MendNotice | None = None
+        self._position.has_state = not place.comes_back
+        self._make_life(place.life)
         self.session.when_closed(self._on_close)
 
     def run_with_recovery(self, work: Callable[[], Any]) -> Any:
         """Run ``work``, the training loop, to its end and return its result. Call it again after every failed step."""
         session = self.session
-        session.link.send(WorkerResumed(session.worker, session.epoch, self._position.step))
+        if not self.is_inside:
+            session.link.send(WorkerResumed(session.worker, session.epoch, self._position.step))
 
         async def attempt() -> Any:
             session.progress.begins(self._position.step)
             return work()
 
         session.progress.begins(self._position.step)
-        if not self._steps.has_state:
-            self._warm_up()
         try:
+            self._begin_life()
+            if not self._steps.has_state:
+                self._warm_up()
             result = protocol.run(self._steps.attempts(attempt))
             self._leaves()
         except Exception as error:
+            if self.is_inside:
+                self._end_life(str(error))
+                raise
             protocol.run(protocol.report_failure(session, self._position.step, error))
             raise SystemExit(1) from error
         self._finish()
@@ -82,7 +100,11 @@ class ReplicaManager(Layer):
             SystemExit: there is no quorum for this replica.
         """
         self.at("between")
-        return protocol.run(self._steps.begins())
+        computes = protocol.run(self._steps.begins())
+        if self._notice is not None:
+            self._notice.close()
+            self._notice = None
+        return computes
 
     def catching_up(self) -> None:
         """Begin a catch-up step: start to fetch the state. The trainer then contributes zero gradients meanwhile."""
@@ -96,8 +118,28 @@ class ReplicaManager(Layer):
         """
         protocol.run(self._steps.caught_up())
 
+    def compute(self, work: Callable[[], Update]) -> Update:
+        """Run the step, first the passes whose gradients are only kept (:attr:`ft.systems.hsdp.work.Work.is_apart`).
+
+        Raises:
+            Retry: a layer has found that the step was computed wrongly, when the other replicas had its gradients. They
+                may have committed the step; then this replica takes their state.
+        """
+        try:
+            while self._is_apart():
+                with contextlib.suppress(PassIsOver):
+                    work()
+                self._rank.next_pass()
+            return work()
+        except StepUndone as undone:
+            raise Retry(str(undone)) from undone
+
+    def _is_apart(self) -> bool:
+        return self._parts.work.is_apart and not self._steps.is_catching_up
+
     def share(self, samples: int) -> int:
-        """Return how many of the ``samples`` of the global batch this replica computes in this attempt at the step."""
+        """Return how many of the ``samples`` of the global batch this replica computes in the present pass."""
+        self._rank.computes()
         return self._parts.work.share(samples)
 
     def reduce(self, reported: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -123,7 +165,10 @@ class ReplicaManager(Layer):
 
         Raises:
             Retry: a rank of this replica does not have all gradients; the step is repeated.
+            PassIsOver: the gradients of this pass are only kept. Caught by :meth:`compute`.
         """
+        if self._is_apart():
+            raise PassIsOver
         self._vote()
         self._rank.about_to_update(computed=not self._steps.is_catching_up)
         with lr.scaled(self._parts.optimizer.param_groups, self._parts.work.lr_factor(self._steps.quorum)):
@@ -153,12 +198,71 @@ class ReplicaManager(Layer):
         if phase in ("evaluate", "save"):
             self.session.progress.aside(phase)
             self._steps.goes_aside()
+        if self.is_inside:
+            return  # hot-swap injects them
         self._parts.injector.at(phase, self._position.step + 1)
 
     def committed(self) -> None:
         """End a committed step, after the trainer has evaluated and saved: offer the new state to replicas that are
         behind, and write the record of the step."""
         protocol.run(self._steps.committed())
+        self._position.has_state = True
+
+    # --- a life -------------------------------------------------------------------------------------------------------
+
+    def _make_life(self, number: int) -> None:
+        place = self._parts.place
+        self._rank = TrainingRank(self._parts, self._load)
+        self._steps = Steps(place.replica, number, self._position.has_state, self._rank, place.wait_s)
+
+    def _begin_life(self) -> None:
+        """Begin the life of this epoch: a replacement of a worker changes addresses that other replicas know.
+
+        Raises:
+            SystemExit: the ranks have restored the states of different quorums.
+        """
+        parts = self._parts
+        if self.is_inside:
+            life = parts.place.life_in(self.session.epoch)
+            self._make_life(life)
+            if not self._rank.is_uniform():
+                raise SystemExit(f"replica {parts.place.replica}: the copies of its ranks are of different quorums")
+            if self.session.rank == 0:
+                parts.client = QuorumClient(parts.place.run_dir, parts.place.replica, life, parts.place.token)
+        parts.agreement.begin(parts.client)
+
+    def _end_life(self, reason: str) -> None:
+        """Let go of the other replicas before the state of this one is restored."""
+        parts = self._parts
+        self._interrupt(reason)
+        parts.server.withdraw()
+        parts.agreement.end()
+        if parts.client is not None:
+            parts.client.close()
+            parts.client = None
+        parts.catch_up.end()
+
+    def _interrupt(self, reason: str) -> None:
+        place = self._parts.place
+        if place.in_place and self._notice is None and self.session.rank in _TELLERS:
+            life = place.life_in(self.session.epoch)
+            self._notice = MendNotice(place.run_dir, place.replica, life, place.token)
+        client = self._parts.client
+        if client is not None:
+            client.abandon(reason)
+        self._parts.exchange.give_up(reason)
+
+    @property
+    def position(self) -> ReplicaPosition:
+        return self._position
+
+    @property
+    def injector(self) -> Injector:
+        return self._parts.injector
+
+    def close(self) -> None:
+        """Close the connections to other replicas, and the records, at the end of the run."""
+        self._parts.close()
 
     def _warm_up(self) -> None:
         """Compute a step and discard it, before this replica joins a quorum. The first step of a process takes longer
@@ -173,6 +277,9 @@ class ReplicaManager(Layer):
 
     def _on_close(self, epoch: int, reason: str) -> None:
         """Leave the quorum and the ring, because a worker of this replica was lost. Peers detect this at once."""
+        if self.is_inside:
+            self._interrupt(reason)
+            return
         if self._parts.client is not None:
             self._parts.client.leave(reason)
         self._parts.exchange.give_up(reason)
@@ -193,5 +300,7 @@ class ReplicaManager(Layer):
         session = self.session
         session.progress.idles("done")
         self._parts.finish(self._steps.report())
+        if self.is_inside:
+            return
         protocol.run(protocol.finish(session, self._position.step))
         self._parts.close()

@@ -9,3 +9,7 @@ class Retry(RecoverableError):
 
 class RunIsOver(RecoverableError):
     """The other replicas have done the last step of the run, so this replica has nothing left to do."""
+
+
+class PassIsOver(RecoverableError):
+    """A forward and backward pass of a step is complete whose gradients this replica only keeps; the step goes on."""

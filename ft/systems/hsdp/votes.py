@@ -27,6 +27,13 @@ class Votes:
         self._tree.all_reduce(self._word, dist.ReduceOp.MIN)
         return bool(self._word.item())
 
+    def are_equal(self, values: Sequence[int]) -> bool:
+        """Return whether all ranks have called this method with the same values."""
+        word = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
+        self._tree.all_reduce(word, dist.ReduceOp.MIN)
+        least = word.tolist()
+        return all(low == -high for low, high in zip(least, least[len(values) :], strict=False))
+
     def suspects(self, own: int | None, members: Sequence[int]) -> tuple[int, ...]:
         """Return the replicas that any rank suspects to have broken the all-reduce between the replicas.
 

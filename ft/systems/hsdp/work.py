@@ -24,19 +24,26 @@ class Work(ABC):
     Attributes:
         units: amount of work of the slowest replica in this attempt, in shards of the global batch; the duration of the
             attempt is proportional to it.
-        pause_s: seconds to wait after a failed attempt before another one can succeed.
+        is_apart: whether the gradients of the present pass (forward and backward) are only kept by this object, and the
+            attempt goes on with another pass. The gradients of the last pass are exchanged.
         stack: SPARe's S, for the commit log (:class:`ft.systems.hsdp.commits.Commit`); None without SPARe.
         owners: the replica that has computed each shard type, for the commit log; empty without SPARe.
-        patch: shard types that other replicas than planned have computed, for the commit log; empty without SPARe.
+        patch: shard types that replicas have computed in addition to their first S, because others were lost, for the
+            commit log; empty without SPARe.
+        covered: shard types of replicas that were lost in the step, which another one had computed among its first S,
+            for the commit log; empty without SPARe.
+        adopted: shard types in ``patch`` of which no host was present, for the commit log; empty without SPARe.
         computed: shard type -> position of the samples that this replica has computed of it, for the commit log; None
             without SPARe.
     """
 
     units: float = 1.0
-    pause_s: float = 0.0
+    is_apart: bool = False
     stack: int | None = None
     owners: tuple[int, ...] = ()
     patch: tuple[int, ...] = ()
+    covered: tuple[int, ...] = ()
+    adopted: tuple[int, ...] = ()
     computed: Mapping[int, int] | None = None
 
     @abstractmethod
@@ -48,9 +55,20 @@ class Work(ABC):
                 the last committed step.
         """
 
+    def next_pass(self) -> None:
+        """Begin the next pass of the attempt. Called only if the present one ``is_apart``."""
+        raise RuntimeError("the attempt has no other pass")
+
+    @abstractmethod
+    def again(self) -> None:
+        """Begin the present pass again, because its gradients were wrong.
+
+        The data loaders read this replica's own stream from the beginning of the step; another stream has to be set.
+        """
+
     @abstractmethod
     def share(self, samples: int) -> int:
-        """Return how many of the ``samples`` of a global batch this replica computes in this attempt."""
+        """Return how many of the ``samples`` of a global batch this replica computes in the present pass."""
 
     @abstractmethod
     def problem(self, quorum: Quorum, is_planned: bool) -> str:
@@ -89,21 +107,21 @@ class Work(ABC):
 
     @abstractmethod
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return [loss sum, tokens] of everything that this replica has computed in all attempts at the step.
+        """Return [loss sum, tokens] of everything that this replica adds to the step, of this pass and of earlier ones.
 
         Args:
-            sums: [loss sum, tokens] of this attempt.
+            sums: [loss sum, tokens] of this pass.
         """
 
     @abstractmethod
     def reduced(self, tokens: torch.Tensor | None) -> None:
-        """Complete the gradients of the attempt, exchanged or not, before core uses them.
+        """Complete the gradients of the pass, exchanged or not, before core uses them.
 
         Called when all gradients are reduced inside the replica.
 
         Args:
             tokens: number of tokens by which core divides the gradients, or None if core does not. It is set in place
-                to the number of tokens that this replica has computed in all attempts at the step.
+                to the number of tokens of everything that this replica adds to the step.
         """
 
     @abstractmethod
@@ -133,6 +151,9 @@ class OwnStream(Work):
 
     def plan(self, quorum: Quorum | None) -> None:
         """Do nothing: restoring the state already positions the data loaders."""
+
+    def again(self) -> None:
+        """Do nothing: the data loaders already read the stream again."""
 
     def share(self, samples: int) -> int:
         return samples // self._place.replicas

@@ -85,8 +85,16 @@ def examine(
     if options.fault_tolerance.intercepts_operators:  # then _check_operators has refused what needs Transformer Engine
         wanted = [need for need in wanted if need.requirement != TE]
     if not assumes_machine:
+        found += _check_transport(options, grid, has_gpu=here[GPU])
         found += unmet(wanted, lambda name: here[name] if name in here else is_installed(name))
     return grid, found
+
+
+def _check_transport(options, grid: Layout, *, has_gpu: bool) -> Iterator[Problem]:
+    if has_gpu and options.core.distributed_backend == "gloo" and grid.pp > 1:
+        # ProcessGroupGloo::send (torch) hands the tensor's address to a socket, whatever memory it is in.
+        problem = "--distributed-backend gloo cannot send tensors of a GPU between pipeline stages"
+        yield problem, "use nccl, or one stage"
 
 
 def _fill_defaults(options, grid: Layout) -> None:

@@ -7,6 +7,13 @@ from typing import Literal
 from ft.base.errors import UserError
 from megatron.training.arguments.schema import flag
 
+AUTO: Literal["auto"] = "auto"
+"""Value of ``save_interval`` until the plan of the run is known."""
+
+
+def _steps_or_auto(word: str) -> int | Literal["auto"]:
+    return AUTO if word == AUTO else int(word)
+
 
 @dataclass
 class CheckpointOptions:
@@ -15,8 +22,10 @@ class CheckpointOptions:
     save: str | None = None
     """Folder in which checkpoints are written."""
 
-    save_interval: int | None = flag(None, on=["--save-interval", "--persistent-save-interval"])
-    """Steps between checkpoints."""
+    save_interval: int | Literal["auto"] | None = flag(
+        None, on=["--save-interval", "--persistent-save-interval"], parse=_steps_or_auto
+    )
+    """Steps between checkpoints; auto: as the plan of a SPARe run says (ft run --ft-spare-plan)."""
 
     save_retain_interval: int | None = None
     """Keep only the checkpoints of steps that this divides, and the newest one."""
@@ -95,7 +104,7 @@ class CheckpointOptions:
     """Gather the optimizer state of a data-parallel group on its first rank only, which then writes it all."""
 
     def __post_init__(self):
-        if self.save_interval is not None and self.save_interval < 1:
+        if self.save_interval not in (None, AUTO) and self.save_interval < 1:
             raise UserError(f"--save-interval is {self.save_interval}", "give at least 1")
         if self.keep_last is not None and self.keep_last < 1:
             raise UserError(f"--keep-last is {self.keep_last}", "keep at least 1 checkpoint")

@@ -105,7 +105,7 @@ def _value_kind(annotation) -> dict[str, Any]:
     """Return ``add_argument`` keywords (type, nargs, choices) for a field's annotation."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
-        (inner,) = [a for a in args if a is not type(None)]
+        inner = next(a for a in args if a is not type(None))
         return _value_kind(inner)
     if origin is list:
         return {**_value_kind(args[0]), "nargs": "+"}

@@ -20,7 +20,12 @@ _DRIVER_S = 20.0
 
 
 def versions(context: Context) -> tuple[str, Measured]:
-    """Collect versions and settings; refuse packages that are missing or do not fit, and nodes that differ."""
+    """Collect the versions of the installed packages and the settings of the environment.
+
+    Raises:
+        Failed: torch or megatron-core is not installed, or this node differs from node 0.
+        UserError: this project's patches do not fit the installed megatron-core.
+    """
     found = _packages()
     if context.planted:
         del found["megatron-core"]
@@ -39,7 +44,7 @@ def versions(context: Context) -> tuple[str, Measured]:
 
     from megatron import patches
 
-    patches.apply()  # raises UserError if the installed core does not fit
+    patches.apply()
     here = patches.platform()
     found.update(python=machine.python_version(), platform=here.name, **_of_devices(torch, here.name))
     _compare(context, {**found, **settings})

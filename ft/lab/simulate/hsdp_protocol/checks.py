@@ -173,12 +173,14 @@ class Checks:
         """Check that a rank that is about to train holds the state named in the quorum, equal to that of the others."""
         if rank.held.name != (quorum.step, quorum.lineage):
             self.fail(f"{_who(rank)} trains step {quorum.step} of lineage {quorum.lineage} with {rank.held.name}")
-        if rank.model != rank.held.chain:
+        if rank.model != rank.held.chain and not rank.is_wrong:
             self.fail(f"{_who(rank)} trains step {quorum.step} with another model than its state")
         self._check_name(rank)
 
     def about_to_commit(self, rank: "Rank", quorum: Quorum) -> None:
         """Check that a rank that is about to commit a step holds the state named in the quorum."""
+        if rank.is_wrong and len(quorum.healthy) > 1:  # alone, it has nobody to compare with
+            self.fail(f"{_who(rank)} commits step {quorum.step} with a wrong model")
         if rank.held.name != (quorum.step, quorum.lineage):
             self.fail(f"{_who(rank)} commits step {quorum.step} of lineage {quorum.lineage} on {rank.held.name}")
 

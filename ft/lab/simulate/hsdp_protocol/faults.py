@@ -226,6 +226,19 @@ def _end_with_server(rank: "Rank") -> None:
     rank.world.time.after(rank.world.rng.uniform(0.0, 1.0), _kill_server_now, rank)
 
 
+def _undo(rank: "Rank") -> None:
+    """Have all ranks of a replica find its next step wrong after the update, when the others may have committed it."""
+    step = rank.held.step + 2
+    rank.life.undone.add(step)
+    rank.world.note("replica {}: step {} will be undone", rank.replica, step)
+
+
+def _corrupt(rank: "Rank") -> None:
+    """Change the model of a rank."""
+    rank.is_wrong = True
+    rank.world.note("replica {} rank {}: its model changes", rank.replica, rank.index)
+
+
 KINDS = (
     Kind("kill", 10, _kills(1)),
     Kind("kill a leader", 3, _kills(1, index=0)),
@@ -249,6 +262,8 @@ KINDS = (
     Kind("kill a source of catch-up", 4, _aimed("fetch", _kill_source, most=1)),
     Kind("kill the server at a vote", 3, _aimed("decided", _kill_server_now)),
     Kind("kill after the last step", 2, _aimed("last", lambda rank: kill(rank, "killed after the last step"))),
+    Kind("undo a step", 4, _aimed("decided", _undo)),
+    Kind("change a model", 2, _aimed("begins", _corrupt)),
     Kind("kill the server after the last step", 2, _aimed("last", _end_with_server)),
 )
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -12,7 +12,7 @@ from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
 from ft.lab.simulate.hsdp_protocol import server_mutants
 from ft.lab.simulate.mutation import Replaced, find_in
-from ft.systems.hsdp import protocol
+from ft.systems.hsdp import equality, protocol
 from ft.systems.hsdp.protocol import Membership, Steps
 from ft.systems.hsdp.retry import Retry
 
@@ -179,6 +179,10 @@ def _sure_after_a_failure(right):
     return begin_anew
 
 
+def _nobody_is_stale(right):
+    return lambda rows, place: replace(right(rows, place), is_stale=False)
+
+
 def _leaves_at_once(right):
     async def leaves(self, is_saved):
         return False
@@ -213,6 +217,8 @@ PLANTS = (
     Replaced("waits in a ring without a deadline", RingLimits, "wait", lambda right: lambda *_, **__: 1e9),
     Replaced("does not offer a new state", Steps, "committed", _old_offer_stays),
     Replaced("computes at once after a failed step", Steps, "_begin_anew", _sure_after_a_failure),
+    Replaced("keeps a state that differs", equality, "compare", _nobody_is_stale),
+    Replaced("forgets those who have caught up", decide, "_most_steps", lambda right: lambda s, n: s.of(n).steps),
     *server_mutants.PLANTS,
 )
 

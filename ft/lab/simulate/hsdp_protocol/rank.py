@@ -13,8 +13,10 @@ from ft.job.quorum.values import Quorum
 from ft.lab.simulate.hsdp_protocol.held import NOTHING, Contribution, Held, after, first, spoiled
 from ft.lab.simulate.hsdp_protocol.shape import RING_LIMITS
 from ft.lab.simulate.hsdp_protocol.tasks import Signal, Sleep, Task
+from ft.systems.hsdp.equality import Comparison
 from ft.systems.hsdp.ports import Agreed, Question
 from ft.systems.hsdp.protocol import Membership, Steps, sources
+from ft.systems.hsdp.retry import Retry
 
 if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.replica import Life
@@ -32,6 +34,7 @@ class Rank:
         index: number of the rank within its replica.
         held: the optimizer's state and the position of the rank.
         model: content of the state that the model's parameters were made of.
+        is_wrong: whether the model was changed by anything but a step.
         is_alive: False once the process has ended.
         awake_at: virtual time in seconds until which the process is paused.
         attempt: number of attempts at steps.
@@ -45,10 +48,12 @@ class Rank:
         comes_back = life.number > 0
         self.held = NOTHING if comes_back else first(self.world.shape)
         self.model, self.is_alive, self.awake_at, self.attempt = self.held.chain, True, 0.0, 0
+        self.is_wrong = False
         self.offered: Held | None = None
         self.fetchers: set[Rank] = set()
         self.ring: Ring | None = None
         self._loader, self._start = 0, self.held
+        self._undid: set[int] = set()
         self._fetched: Held | None = None
         self._fetch_done = Signal()
         self._is_closing = False
@@ -100,6 +105,7 @@ class Rank:
         steps, shape = self.steps, self.world.shape
         while self.world.last_step is None or self.held.step < self.world.last_step:
             if await steps.begins():
+                self.world.at("begins", self)
                 block, self._loader = self._loader, self._loader + 1
                 await Sleep(self.world.compute_s(self.replica))
                 await self._reduce((self.replica, block))
@@ -110,12 +116,23 @@ class Rank:
             await steps.vote()
             self.world.at("decided", self)
             await Sleep(0.0)
+            before = self.held, self.model
             self._update()
+            if self._finds_wrong():
+                self.held, self.model = before
+                raise Retry(f"step {self.held.step + 1} was computed wrongly after its gradients were sent")
             is_due = shape.save_steps > 0 and self.held.step % shape.save_steps == 0
             if is_due and steps.saves(self.held.step, shape.save_steps, ends=False):
                 await self._save()
             await steps.committed()
             self.world.checks.at_rest(self)
+
+    def _finds_wrong(self) -> bool:
+        """Return whether this replica finds the present step wrong, as all of its ranks do, once."""
+        step = self.held.step
+        is_wrong = step in self.life.undone - self._undid and not self.steps.is_catching_up
+        self._undid.add(step)
+        return is_wrong
 
     def _update(self) -> None:
         """Make the optimizer's update. It skips some, as for an overflow; the step is committed all the same."""
@@ -145,7 +162,7 @@ class Rank:
     def state(self) -> tuple[int, int]:
         return self.held.name
 
-    units, pause_s = 1.0, 0.0
+    units = 1.0
 
     @property
     def failure(self) -> tuple[str, int | None]:
@@ -153,9 +170,6 @@ class Rank:
 
     def now(self) -> float:
         return self.world.time.now
-
-    async def pause(self, seconds: float) -> None:
-        await Sleep(seconds)
 
     def at(self, phase: str, step: int) -> None:
         """Do nothing: the faults are scheduled by the world."""
@@ -190,6 +204,7 @@ class Rank:
         self._given: Contribution | None = None
         self._total: tuple[Contribution, ...] = ()
         self._exchanged = Signal()
+        self.is_stale = False
 
     async def take_leave(self, limit_s: float) -> None:
         await Sleep(min(limit_s, 0.05))
@@ -213,7 +228,7 @@ class Rank:
 
     async def load(self) -> bool:
         await Sleep(self.world.rng.uniform(*_LOAD_S))
-        self.held = self.world.checkpoint
+        self.held, self.is_wrong = self.world.checkpoint, False
         self.model, self._loader = self.held.chain, self.held.positions[self.replica]
         self.world.note("replica {} rank {}: loads {}", self.replica, self.index, self.held.name)
         return self.held.step > 0
@@ -271,6 +286,7 @@ class Rank:
 
     def adopt(self) -> None:
         self.held = self._start = self._fetched
+        self.is_wrong = False
         self._loader = self.held.positions[self.replica]
         self.world.checks.adopted(self)
 
@@ -279,6 +295,10 @@ class Rank:
 
     def adopt_rng_and_buffers(self) -> None:
         """Do nothing: the model has no forward pass that changes the state."""
+
+    def drop(self) -> None:
+        self.held, self.is_wrong, self.offered = NOTHING, False, None
+        self.fetchers.clear()
 
     def abandon(self) -> None:
         """Do nothing: gradients of the next attempt replace those of this one."""
@@ -324,6 +344,12 @@ class Rank:
     def _go_on(self) -> None:
         if self._is_open and self._is_ready and not self._problem:
             self.ring.all_reduce(self, self._given, self._limit_s)
+
+    def models_differ(self, attempt: int, found: Comparison) -> None:
+        """Note that the members of an all-reduce have different models."""
+        if attempt == self.attempt and not self._exchanged.is_set:
+            self._problem, self.is_stale = found.problem, found.is_stale
+            self._exchanged.set()
 
     def ring_ended(self, attempt: int, total: tuple[Contribution, ...] | None, suspect: int | None) -> None:
         """Note the outcome of an all-reduce.

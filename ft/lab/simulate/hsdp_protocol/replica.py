@@ -90,6 +90,7 @@ class Life:
         quorum: the last quorum that the leader received.
         aside_since: virtual time in seconds at which the replica began to write a checkpoint, None while it executes
             steps.
+        undone: steps that all ranks find wrong after the update.
         client: the production client of the quorum server.
         votes: the votes of the training threads.
         answers: the broadcasts of the agreement threads.
@@ -100,6 +101,7 @@ class Life:
         self.is_closing = self.is_over = False
         self.quorum: Quorum | None = None
         self.aside_since: float | None = None
+        self.undone: set[int] = set()
         ranks = self.world.shape.ranks
         self.votes, self.answers = Group(self.world, ranks), Group(self.world, ranks)
         self.ranks = [Rank(self, index) for index in range(ranks)]

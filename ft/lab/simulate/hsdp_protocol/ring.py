@@ -10,14 +10,21 @@ therefore see different outcomes (FT-HSDP, section 4.1).
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from ft.job.quorum.values import Quorum
 from ft.lab.simulate.hsdp_protocol.held import Contribution
+from ft.systems.hsdp import equality
+from ft.systems.hsdp.equality import Comparison
 
 if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.rank import Rank
     from ft.lab.simulate.hsdp_protocol.world import World
 
 _LATENCY_S, _SPREAD_S, _NOTICE_S = (0.002, 0.02), (0.0, 0.03), (0.0005, 0.03)
+
+_EQUAL = torch.zeros(2, dtype=torch.int64)
+"""Digest of the sums, which all members have received."""
 
 
 def address_row(replica: int, life: int, index: int) -> dict[str, str]:
@@ -31,10 +38,12 @@ class Operation:
 
     Attributes:
         joined: replica -> (its rank, its attempt at a step, its contribution; None: zeros).
+        wrong: replicas whose model was changed.
         through: replicas that have completed it.
     """
 
     joined: "dict[int, tuple[Rank, int, Contribution | None]]" = field(default_factory=dict)
+    wrong: set[int] = field(default_factory=set)
     through: set[int] = field(default_factory=set)
 
 
@@ -62,6 +71,7 @@ class Ring:
             self._operations.append(Operation())
         operation = self._operations[call]
         operation.joined[rank.replica] = (rank, rank.attempt, contribution)
+        operation.wrong |= {rank.replica} if rank.is_wrong else set()
         if self._is_broken:
             self._tell_failure(operation, rank.replica)
             return
@@ -103,9 +113,24 @@ class Ring:
         if self._is_broken or not rank.is_alive:
             return
         operation.through.add(replica)
+        found = self._compared(operation, replica)
+        if found.problem:
+            rank.do(0.0, rank.models_differ, attempt, found)
+            return
         total = tuple(sorted(given for _, _, given in operation.joined.values() if given is not None))
         rank.do(0.0, rank.ring_ended, attempt, total, None)
         self.world.at("ring", rank)
+
+    def _compared(self, operation: Operation, replica: int) -> Comparison:
+        """Return what a member learns of the others' models, by the production code."""
+        if not operation.wrong:
+            return Comparison()
+        members, rows = self.quorum.members, []
+        for at, each in enumerate(members):
+            model = torch.tensor([1 + each if each in operation.wrong else 0, 0])
+            has_computed = operation.joined[each][2] is not None
+            rows.append(equality.table(len(members), at, model if has_computed else None, _EQUAL))
+        return equality.compare(torch.stack(rows).sum(dim=0), members.index(replica))
 
     def _deadline(self, operation: Operation, rank: "Rank") -> None:
         if self._is_broken or rank.replica in operation.through:

@@ -20,6 +20,7 @@ from ft.systems.schedule.program import Program
 from ft.systems.schedule.units import Unit
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, get_model_type
+from megatron.patches import double_execution
 from megatron.patches.releases import backward_step
 
 
@@ -77,6 +78,7 @@ class Iteration:
     def run(self) -> None:
         """Execute all units of this stage, and reduce the gradients."""
         config = self._config
+        double_execution.follow([[place.stage for place in way] for way in self._program.routes.ways])
         # Gradients are reduced after all microbatches, because the last microbatch that uses a parameter differs
         # between parameters.
         held_back = contextlib.nullcontext() if config.no_sync_func is None else config.no_sync_func()

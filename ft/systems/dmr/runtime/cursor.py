@@ -95,9 +95,9 @@ class ExecutionCursor:
         self.executed += 1
         return unit, index
 
-    def forward(self, chunk: int) -> int:
-        """Begin the forward pass of the next microbatch of ``chunk``; return the number of the microbatch."""
-        microbatch = self._forwards.get(chunk, 0)
+    def forward(self, chunk: int, number: int | None = None) -> int:
+        """Begin the forward pass of microbatch ``number`` of ``chunk``; None: of the next one. Return its number."""
+        microbatch = self._forwards.get(chunk, 0) if number is None else number
         self._forwards[chunk] = microbatch + 1
         self.unit, self.layer = self._of(FORWARD, chunk, microbatch), NO_LAYER
         return microbatch

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ft.systems.dmr.runtime import streams
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
 from ft.systems.dmr.runtime.operators import OperatorProperties, tensors_in
@@ -51,6 +52,7 @@ class Entry:
         due: number of planned operators that precede its window; negative for a dynamic window, one whose duration
             differs in every iteration.
         cost: expected cost of verifying and keeping it.
+        stream: CUDA stream of its execution; None on a CPU.
     """
 
     at: OperatorCall
@@ -64,6 +66,7 @@ class Entry:
     state: torch.Tensor | None
     due: int
     cost: Cost
+    stream: "torch.cuda.Stream | None"
 
 
 def entry(
@@ -92,7 +95,8 @@ def entry(
     kept = tensors_in((kept_args, kept_kwargs, outs))
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
     versions = [tensor._version for tensor in kept]
-    return Entry(at, kind, func, kept_args, kept_kwargs, outs, versions, storages, state, due, cost)
+    stream = streams.current(kept)
+    return Entry(at, kind, func, kept_args, kept_kwargs, outs, versions, storages, state, due, cost, stream)
 
 
 def _handles(value: Any) -> Any:
@@ -185,8 +189,9 @@ def verify(one: Entry, findings: Findings, disturb: Disturb | None = None) -> No
     if versions != one.versions:
         findings.note(Mismatch(one.at, WINDOW, note="its tensors were changed unseen by torch's dispatcher"))
         return
-    again = execute_again(one.func, one.args, one.kwargs, one.state)
-    theirs = results(one.kind, one.args, one.kwargs, again)
-    if disturb is not None:
-        disturb(one.at, theirs)
-    findings.pair(one.at, WINDOW, one.outs, theirs)
+    with streams.joined([one.stream]):
+        again = execute_again(one.func, one.args, one.kwargs, one.state)
+        theirs = results(one.kind, one.args, one.kwargs, again)
+        if disturb is not None:
+            disturb(one.at, theirs)
+        findings.pair(one.at, WINDOW, one.outs, theirs)

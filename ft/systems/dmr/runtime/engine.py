@@ -73,7 +73,7 @@ class Engine:
     def before_update(self) -> None:
         """Execute all deferred verifications, because the optimizer is about to change the parameters that they
         read."""
-        with self._unwatched():
+        with self.unwatched():
             self.queue.drain()
             self._reductions.finish()
         self.course.update()
@@ -97,6 +97,12 @@ class Engine:
         self._messages.compare()
         self._reductions.compare()
         return self.findings.flag()
+
+    def passed(self) -> None:
+        """Forget what was compared so far and found equal on all ranks; the next ``flag`` covers the rest alone."""
+        self.findings.passed()
+        self._reductions.restart()
+        self._messages.restart(1)
 
     def settle(self) -> list[Mismatch]:
         """Return the mismatches of this rank. If ``flag`` is 1 on any rank, all ranks have to call this method."""
@@ -138,22 +144,34 @@ class Engine:
 
             tensor.register_hook(enter)
 
-    def forward_step(self, step: Callable[[], Any], chunk: int, inputs: Any, outputs_of: Callable[[Any], Any]) -> Any:
-        """Run ``step``, the forward pass of the next microbatch of ``chunk``, and return its result.
+    def follow(self, ways: Sequence[Sequence[int]]) -> None:
+        """Note for each microbatch of this iteration the stages in the order in which it passes them."""
+        self._messages.follow(ways)
+
+    def forward_step(
+        self,
+        step: Callable[[], Any],
+        chunk: int,
+        inputs: Any,
+        outputs_of: Callable[[Any], Any],
+        number: int | None = None,
+    ) -> Any:
+        """Run ``step``, the forward pass of a microbatch of ``chunk``, and return its result.
 
         Args:
             step: runs the forward pass.
             chunk: number of the model chunk.
             inputs: what the chunk has received from the stage before; tensors may be nested.
             outputs_of: takes the result of ``step`` and returns what is sent to the next stage.
+            number: number of the microbatch; None: the next one of the chunk.
         """
-        microbatch = self.course.forward(chunk)
-        with self._unwatched():
+        microbatch = self.course.forward(chunk, number)
+        with self.unwatched():
             self._falsify_received(tensors_in(inputs))
             self._messages.forward_begins(chunk, microbatch, tensors_in(inputs))
         result = step()
         made = outputs_of(result)
-        with self._unwatched():
+        with self.unwatched():
             self._messages.forward_ends(chunk, microbatch, tensors_in(made))
         for tensor in tensors_in(made):
             self.course.made(tensor, chunk, microbatch)
@@ -164,11 +182,11 @@ class Engine:
         """Run ``step``, the backward pass from ``output``, and return its result."""
         first = next(iter(tensors_in(output)), output)
         chunk, microbatch = self.course.backward(first)
-        with self._unwatched():
+        with self.unwatched():
             self._falsify_received(tensors_in(gradients))
             self._messages.backward_begins(chunk, microbatch, tensors_in(gradients))
         result = step()
-        with self._unwatched():
+        with self.unwatched():
             self._messages.backward_ends(chunk, microbatch, tensors_in(result))
         self.course.outside()
         return result
@@ -199,7 +217,7 @@ class Engine:
         """Execute the verifications that are due in this window: communication is in flight, and this rank is about to
         wait for it. ``kind``: kind of the window, see ``ft.systems.dmr.plan.trace``."""
         if self.is_active and self.queue:
-            with self._unwatched():
+            with self.unwatched():
                 self.queue.window(self.mode.position)
 
     def waited(self) -> None:
@@ -215,7 +233,7 @@ class Engine:
         """
         if not self.is_active or tensor.device.type != self.findings.device.type:
             return
-        with self._unwatched():
+        with self.unwatched():
             at = self.course.at("all_reduce", self.course.unit.index)
             (self._reductions.done if is_over else self._reductions.begun)(group, tensor, at)
 
@@ -223,7 +241,7 @@ class Engine:
         """Execute deferred verifications until ``is_over`` returns True. Called while communication is in flight whose
         duration differs in every iteration (a dynamic window)."""
         if self.is_active:
-            with self._unwatched():
+            with self.unwatched():
                 self.queue.window(self.mode.position)
                 self.queue.dynamic_window(is_over)
 
@@ -254,11 +272,11 @@ class Engine:
             self.course.back(unit)
             self.course.layer = layer
             if segment is not None:
-                with self._unwatched():
+                with self.unwatched():
                     segment.end_again()
 
     @contextlib.contextmanager
-    def _unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> Iterator[None]:
         """Return a context in which operators are not verified, for DMR's own computations."""
         with torch._C._DisableTorchDispatch():
             yield

@@ -108,12 +108,16 @@ class Findings:
 
     def restart(self) -> None:
         """Begin an iteration."""
+        self.passed()
+        self.unverified = 0
+
+    def passed(self) -> None:
+        """Forget all comparisons, because they were found equal on all ranks."""
         self._known: list[Mismatch] = []
         self._pending: list[tuple[list[tuple[OperatorCall, str]], torch.Tensor, torch.Tensor]] = []
         self._hints: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pairs: list[tuple[OperatorCall, str]] = []
         self._ours = self._theirs = None
-        self.unverified = 0
 
     def rows(self) -> Rows:
         """Return an empty table of digests on this device with the seed of the run."""

@@ -4,10 +4,10 @@ DMR (dual modular redundancy, SpareTrain) finds computation errors by executing 
 transfer errors by *digests*, 128-bit hashes of a tensor's bits. A stage computes the digest of what it receives and of
 what it sends. All digests of an iteration are exchanged together at its end, because an additional message for each
 digest would cost more than computing it. With P stages, model chunk c of stage s is number c * P + s in the order in
-which a microbatch passes through the chunks (its global stage).
+which a microbatch passes through the chunks (its global stage). In CheckFree+ microbatches have other orders (routes).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,15 @@ class Messages:
         """Begin an iteration with ``microbatches`` microbatches."""
         size = (4, self._chunks, max(microbatches, 1), 2)
         self._table = torch.zeros(size, dtype=torch.int64, device=self._findings.device)
+        self._ways: Sequence[Sequence[int]] = ()
+
+    def follow(self, ways: Sequence[Sequence[int]]) -> None:
+        """Note the routes of the microbatches in this iteration, where stages have one model chunk each.
+
+        Args:
+            ways: for each microbatch, the stages in the order in which it passes them.
+        """
+        self._ways = ways
 
     def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
         """Record the activations that a chunk has received for a microbatch."""
@@ -66,24 +75,41 @@ class Messages:
         tables = [torch.empty_like(self._table) for _ in range(self._stages)]
         dist.all_gather(tables, self._table, group=self._group)
         for chunk in range(self._chunks):
-            stage = self.stage + self._stages * chunk
-            self._compare_with(tables, stage - 1, chunk, FORWARD)
-            self._compare_with(tables, stage + 1, chunk, BACKWARD)
+            for microbatches, before, after in self._neighbours(chunk):
+                self._compare_with(tables, before, chunk, microbatches, FORWARD)
+                self._compare_with(tables, after, chunk, microbatches, BACKWARD)
 
-    def _compare_with(self, tables: list[torch.Tensor], sender: int, chunk: int, phase: str) -> None:
-        """Compare the messages that ``chunk`` received from global stage ``sender`` in ``phase``.
+    def _neighbours(self, chunk: int) -> Iterator[tuple[list[int], int, int]]:
+        """Yield (microbatches, global stage before, global stage after) of a chunk; -1: there is none."""
+        count, stages = self._table.shape[2], self._stages * self._chunks
+        if not self._ways:
+            here = self.stage + self._stages * chunk
+            yield list(range(count)), here - 1, here + 1 if here + 1 < stages else -1
+            return
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, way in enumerate(self._ways[:count]):
+            at = list(way).index(self.stage)
+            around = (way[at - 1] if at else -1, way[at + 1] if at + 1 < len(way) else -1)
+            found.setdefault(around, []).append(number)
+        for (before, after), microbatches in found.items():
+            yield microbatches, before, after
 
-        Beyond the ends of the pipeline there is no sender, and nothing is compared.
+    def _compare_with(
+        self, tables: list[torch.Tensor], sender: int, chunk: int, microbatches: list[int], phase: str
+    ) -> None:
+        """Compare the messages that ``chunk`` received for ``microbatches`` from global stage ``sender`` in ``phase``.
+
+        Beyond the ends of the pipeline there is no sender (-1), and nothing is compared.
         """
-        if not 0 <= sender < self._stages * self._chunks:
+        if sender < 0:
             return
         if phase == FORWARD:
             name, sent, received = "recv_forward", _SENT_FORWARD, _RECEIVED_FORWARD
         else:
             name, sent, received = "recv_backward", _SENT_BACKWARD, _RECEIVED_BACKWARD
-        expected = tables[sender % self._stages][sent, sender // self._stages]
-        found = self._table[received, chunk]
-        places = [(OperatorCall(name, phase, chunk, number, NO_LAYER, 0), MESSAGE) for number in range(found.shape[0])]
+        expected = tables[sender % self._stages][sent, sender // self._stages][microbatches]
+        found = self._table[received, chunk][microbatches]
+        places = [(OperatorCall(name, phase, chunk, number, NO_LAYER, 0), MESSAGE) for number in microbatches]
         self._findings.tables(places, expected, found)
 
     def _put(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:

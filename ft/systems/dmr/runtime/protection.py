@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import FtError, RecoverableError, ReplaceNodeError, UserError
+from ft.protection.contract import StepUndone
 from ft.protection.undo import Undo
 from ft.systems.dmr.runtime import suspects
 from ft.systems.dmr.runtime.engine import Engine
@@ -34,6 +35,19 @@ class SuspectError(ReplaceNodeError):
 
 class InterruptedStepError(RecoverableError):
     """An iteration ended with an exception that corrupted values may have caused. The step can be repeated."""
+
+
+class _WrongSoFar(FtError):
+    """What was computed before the gradients leave this world is wrong.
+
+    Args:
+        reports: the mismatches of all ranks.
+        earlier: logical rank -> its wrong attempts in earlier iterations.
+    """
+
+    def __init__(self, reports: Reports, earlier: dict[int, suspects.Wrong]):
+        self.reports, self.earlier = reports, earlier
+        super().__init__("operators were computed wrongly")
 
 
 _OF_WRONG_NUMBERS = (IndexError, ValueError)
@@ -78,6 +92,24 @@ class IterationVerifier:
         self.engine, self._undo, self._witness, self._limits = engine, undo, witness, limits
         self._strategy: str | None = strategy
         self._memory = suspects.Memory(limits.memory)
+        self._step, self._has_shared = 0, False
+
+    def verify(self) -> None:
+        """Verify everything that the ranks of this world have computed so far, before other worlds get its gradients.
+
+        All ranks have to call it. Outside of an iteration it does nothing.
+
+        Raises:
+            FtError: a rank has found a mismatch. ``run_iteration`` handles it.
+        """
+        if not self.engine.is_active:
+            return
+        with self.engine.unwatched():
+            reports, earlier = self._agree(self.engine.flag(), self._step)
+        if reports:
+            raise _WrongSoFar(reports, earlier)
+        self.engine.passed()
+        self._has_shared = True
 
     def before_update(self) -> None:
         """Finish the deferred verifications and the copy of the state. Called before the optimizer step."""
@@ -100,15 +132,21 @@ class IterationVerifier:
             SuspectError: on a rank that is at fault, if a standby can replace it.
             CorruptionError: on all ranks, if no standby can replace the rank at fault, or if no rank is known to be at
                 fault (UnstableError if an operator is more likely at fault).
+            StepUndone: a mismatch was found after other worlds had got this world's gradients; the state is restored.
             InterruptedStepError: ``work`` raised an exception that corrupted values may have caused, and a standby can
                 replace ranks.
         """
         attempts: list[Reports] = []
+        self._step = step
         while True:
             self._undo.begin()
-            with self.engine.iteration(microbatches):
-                result = self._attempt(step, work)
-            reports, earlier = self._agree(self.engine.flag(), step)
+            self._has_shared = False
+            try:
+                with self.engine.iteration(microbatches):
+                    result = self._attempt(step, work)
+                reports, earlier = self._agree(self.engine.flag(), step)
+            except _WrongSoFar as wrong:
+                reports, earlier = wrong.reports, wrong.earlier
             if not reports:
                 self._end(step, attempts)
                 return result
@@ -117,6 +155,9 @@ class IterationVerifier:
             self._witness.mismatch(step, len(attempts), reports, outcome)
             self._answer(outcome, step)
             self._undo.roll_back()
+            if self._has_shared:
+                self._remember(step, attempts)
+                raise StepUndone(f"step {step} was computed wrongly after its gradients were sent")
 
     def _attempt(self, step: int, work: Callable[[], Result]) -> Result:
         """Run ``work`` once.
@@ -159,9 +200,12 @@ class IterationVerifier:
             self._strategy = None
         if not attempts:
             return
+        self._remember(step, attempts)
+        self._witness.clean(step, len(attempts) + 1)
+
+    def _remember(self, step: int, attempts: list[Reports]) -> None:
         rank = dist.get_rank()
         self._memory.note(step, [reports.get(rank, ()) for reports in attempts])
-        self._witness.clean(step, len(attempts) + 1)
 
     def _answer(self, outcome: Outcome, step: int) -> None:
         if outcome.action == GIVE_UP and outcome.fix:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ft.systems.dmr.runtime import streams
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.deferred import Disturb
 from ft.systems.dmr.runtime.findings import WINDOW, Findings
@@ -76,6 +77,7 @@ class Replay:
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
         self._expected = findings.rows()
         self._places: list[tuple[OperatorCall, str]] = []
+        self._streams: set[torch.cuda.Stream | None] = set()
 
     @property
     def is_whole(self) -> bool:
@@ -103,6 +105,7 @@ class Replay:
             compares: False if the operator is verified by other means and replayed only to produce its outputs.
         """
         func, args, kwargs = call
+        self._streams.add(streams.current(tensors_in((args, kwargs, out))))
         self._steps.append(_Step(at, kind, func, self._refer(args), self._refer(kwargs), state, compares))
         for number, tensor in enumerate(tensors_in(out)):
             storage = tensor.untyped_storage()
@@ -130,6 +133,11 @@ class Replay:
         if any(tensor._version != version for tensor, version in self._kept.values()):
             self._findings.unverified += compared
             return 0
+        with streams.joined(self._streams):
+            self._execute(disturb)
+        return compared
+
+    def _execute(self, disturb: Disturb | None) -> None:
         last = self._last_uses()
         made: dict[int, list[torch.Tensor]] = {}
         found = self._findings.rows()
@@ -146,7 +154,6 @@ class Replay:
         expected, got = self._expected.table(), found.table()
         if got.device.type != "cpu" or not torch.equal(expected, got):
             self._findings.tables(self._places, expected, got)
-        return compared
 
     def _last_uses(self) -> dict[int, list[int]]:
         """Return number of a step -> numbers of the steps whose results are used by this step and by no later step."""

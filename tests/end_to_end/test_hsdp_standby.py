@@ -1,0 +1,74 @@
+"""Hot-swap inside replicas: a standby takes the place of a lost worker, and its replica does not leave the quorum."""
+
+import pytest
+import replica_runs
+from replica_runs import Done, train
+
+from ft.base import events
+
+DISTRIBUTED = "--use-distributed-optimizer"
+STEPS = 12
+ALL = frozenset(range(3))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory) -> list[float]:
+    """The losses of a run without a fault."""
+    flags = replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap", STEPS)
+    done = train(tmp_path_factory.mktemp("undisturbed") / "run", flags, replicas=3, nproc=6, options="--standby 1")
+    assert done.code == 0, done.explain()
+    return done.losses_of(0)
+
+
+def recovered(corpus, folder, faults: str) -> Done:
+    flags = replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap", STEPS)
+    options = f"--standby 1 --inject {faults}"
+    return train(folder / "run", flags, replicas=3, nproc=6, options=options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", ["forward", "reduce"])
+def test_a_standby_replaces_a_worker_of_a_replica_and_no_step_is_done_without_the_replica(
+    rank, phase, corpus, undisturbed, tmp_path
+):
+    done = recovered(corpus, tmp_path, f"kill@replica=1:step=5:rank={rank}:phase={phase}")
+    problems = done.proof.problems(STEPS, 0)
+    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    assert len(done.injected()) == 1 and not done.of(1, events.RESTARTED), done.explain()
+    assert len(done.of(1, events.RESUMED)) == 2, done.explain()
+    assert all(frozenset(step.commit.healthy) == ALL for step in done.proof.lineage.steps), done.explain()
+    for replica in (0, 2):
+        assert done.losses_of(replica) == undisturbed, done.explain()
+
+
+def test_a_hung_worker_is_replaced_as_a_dead_one(corpus, undisturbed, tmp_path):
+    done = recovered(corpus, tmp_path, "hang@replica=2:step=6:rank=1:phase=backward")
+    problems = done.proof.problems(STEPS, 0)
+    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    assert len(done.injected()) == 1 and not done.of(2, events.RESTARTED), done.explain()
+    assert all(frozenset(step.commit.healthy) == ALL for step in done.proof.lineage.steps), done.explain()
+    assert done.losses_of(0) == undisturbed, done.explain()
+
+
+def test_a_replica_whose_copies_are_a_step_older_catches_up_without_a_restart(corpus, tmp_path):
+    done = recovered(corpus, tmp_path, "kill@replica=1:step=5:rank=0:phase=optimizer")  # the others commit the step
+    problems = done.proof.problems(STEPS, 1)
+    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    assert len(done.injected()) == 1 and not done.of(1, events.RESTARTED), done.explain()
+
+
+def test_a_replica_that_has_lost_all_copies_is_restarted_and_comes_back(corpus, tmp_path):
+    faults = "kill@replica=1:step=5:rank=0:phase=forward,kill@replica=1:step=5:rank=1:phase=forward"
+    done = recovered(corpus, tmp_path, f"{faults},slow@replica=0:step=2:rank=0:factor=2:for=300s")
+    problems = done.proof.problems(STEPS, 2)
+    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    assert done.injected() and done.of(1, events.RESTARTED), done.explain()
+
+
+def test_without_a_standby_a_replica_with_hot_swap_is_restarted_as_a_whole(corpus, tmp_path):
+    faults = "kill@replica=1:step=5:rank=1:phase=forward,slow@replica=0:step=2:rank=0:factor=2:for=300s"
+    flags = replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap", STEPS)
+    done = train(tmp_path / "run", flags, replicas=3, nproc=6, options=f"--inject {faults}")
+    problems = done.proof.problems(STEPS, 1)
+    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    assert done.of(1, events.RESTARTED), done.explain()
