@@ -93,6 +93,7 @@ class Stream:
         self.clock: Clock = {}
         self.is_frozen = False
         self.cuda.streams.append(self)
+        self.cuda_stream = len(self.cuda.streams)  # torch gives the address of the driver's stream
 
     def wait_event(self, event: "Event") -> None:
         if self.cuda.waits("wait_event") and event.mark is not None:
