@@ -150,6 +150,11 @@ def announcement(protection: Protection, nodes: int) -> str:
         lone = "with one replica, nothing protects this run"
         text = "protected by replicas: if one replica loses a worker, the others continue training"
         text = lone if protection.copies == 0 else text
+    elif protection.copies == 0:
+        text = (
+            "protected by hot-swap without copies: a lost worker's state is made from data-parallel peers or from the "
+            "stages beside it (--ft-checkfree)"
+        )
     else:
         text = f"protected by hot-swap: {protection.copies} other worker(s) hold a copy of each worker's state"
     return text + _where(nodes) if protection.copies else text

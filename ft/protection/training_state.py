@@ -1,8 +1,9 @@
 """The state that is protected: megatron-core's model chunks, optimizer and learning-rate schedule of one rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ft.state.grid import groups_like
@@ -65,9 +66,39 @@ class TrainingState:
         """Continue at the step of another pipeline stage, with a fresh optimizer state; return the position."""
         return self._capture.adopt(envelope)
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the live parameters and learnt buffers of the model, by name."""
+        return {
+            f"{number}/{name}": held.detach()
+            for number, chunk in enumerate(self.chunks)
+            for name, held in (*chunk.named_parameters(), *learnt_buffers(chunk))
+        }
+
+    def unsharded(self) -> dict[str, torch.Tensor]:
+        """Return the live optimizer tensors that all ranks with the same parameters have bit for bit, by name."""
+        return self._capture.unsharded()
+
+    def take_over(self, envelope: dict[str, Any], unsharded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Continue as a data-parallel peer with that envelope and :meth:`unsharded` tensors; return the position.
+
+        The sharded optimizer state begins anew.
+        """
+        return self._capture.take_over(envelope, unsharded)
+
     def abandon_step(self) -> None:
         step_state.abandon_step(self.chunks, self.optimizer)
 
     def publish_parameters(self) -> None:
         """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
         step_state.publish_parameters(self.chunks, self.optimizer)
+
+
+def learnt_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the state of a model that training changes without a gradient: persistent floating-point buffers, such as a
+    router's expert bias.
+    """
+    for prefix, part in module.named_modules():
+        for name, held in part.named_buffers(prefix, recurse=False):
+            own = name.rpartition(".")[2]
+            if held.is_floating_point() and own not in part._non_persistent_buffers_set:
+                yield name, held

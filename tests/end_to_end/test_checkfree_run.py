@@ -91,3 +91,52 @@ def test_a_fault_during_a_rebuild_has_it_begun_again(phase, corpus, tmp_path):
     check_went_on(done, 16)
     assert len(done.named("fault_injected")) == 3, done.explain()
     assert done.named("stage_rebuilt") and {e.step for e in done.named("stage_rebuilt")} == {5}
+
+
+WITHOUT_COPIES = "--ft-checkfree --ft-snapshot-peers 0"
+
+
+@pytest.mark.parametrize(
+    ("layout", "exact"),
+    [
+        (f"{ZERO} --bf16", False),
+        ("", True),
+        pytest.param(f"{ZERO} --tensor-model-parallel-size 2", False, marks=pytest.mark.long),
+        pytest.param(f"{ZERO} --pipeline-model-parallel-size 2", False, marks=pytest.mark.long),
+        pytest.param(f"{ZERO} --num-experts 4 --expert-model-parallel-size 2", False, marks=pytest.mark.long),
+    ],
+    ids=["sharded bf16", "not sharded", "TP", "PP", "experts"],
+)
+def test_without_copies_a_lost_rank_takes_the_exact_weights_of_its_data_parallel_peer(
+    layout, exact, corpus, reference, tmp_path
+):
+    nproc = 4 if "size 2" in layout else 2
+    given = flags(corpus, f"{layout} {WITHOUT_COPIES}", 12)
+    done = ft_run(tmp_path / "run", given, nproc=nproc, options=f"--inject {kill(6, 1)}")
+    check_went_on(done, 12)
+    (taken,) = done.named("stage_rebuilt")
+    (peer,) = taken.detail["neighbours"]
+    assert taken.detail["strategy"] == f"weights of rank {peer}" and taken.step == 5
+    assert done.named("state_restored")[-1].detail["sources"]["1"] == f"rebuilt:{peer}"
+    of_reference = reference(nproc, layout, 12)
+    upto = 12 if exact else 6  # the loss of step 6 is computed before its update, which has new moments
+    assert done.losses[:upto] == of_reference[:upto]
+    assert done.losses == pytest.approx(of_reference, abs=0.2)
+
+
+def test_without_copies_a_lost_pipeline_stage_is_rebuilt(corpus, tmp_path):
+    layout = f"{ZERO} --pipeline-model-parallel-size 3 --num-layers 3 {WITHOUT_COPIES}"
+    done = ft_run(tmp_path / "run", flags(corpus, layout, 16), nproc=3, options=f"--inject {kill(6, 1)}")
+    check_went_on(done, 16)
+    assert lost_stage(done, 1).detail["neighbours"] == [0, 2]
+    assert "hot-swap without copies" in done.output
+
+
+@pytest.mark.long
+def test_a_rank_lost_while_its_peers_update_has_its_stage_rebuilt(corpus, tmp_path):
+    """Rank 2 dies when rank 3 may have updated: nobody has the weights of the last committed step any more."""
+    layout = f"{ZERO} --pipeline-model-parallel-size 3 --num-layers 3 {WITHOUT_COPIES}"
+    fault = "--inject kill@step=6:rank=2:phase=optimizer"
+    done = ft_run(tmp_path / "run", flags(corpus, layout, 16), nproc=6, options=fault)
+    check_went_on(done, 16)
+    assert {event.detail["stage"] for event in done.named("stage_rebuilt")} == {1}

@@ -1,6 +1,7 @@
 """DMR together with other protections: in replicas, with SPARe's stacks, and with CheckFree+."""
 
 import ft_runs
+import pytest
 from replica_runs import flags, train
 from test_hsdp_run import DISTRIBUTED, check
 
@@ -92,7 +93,8 @@ def test_a_flip_and_a_lost_group_in_one_step_of_spare_cost_no_sample(corpus, tmp
         **how,
     )
     check(done, 12, 0)
-    assert done.losses_of(0) == plain.losses_of(0), done.explain()
+    # While the group is away, the sums have another order, and how many steps that takes is not fixed.
+    assert done.losses_of(0) == pytest.approx(plain.losses_of(0), rel=1e-5), done.explain()
     assert any(event.step == 5 for event in done.of(1, events.DMR_MISMATCH)), done.explain()
 
 

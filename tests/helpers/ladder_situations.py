@@ -33,8 +33,9 @@ def situation(number: int) -> Situation:
     tp, dp, pp = rng.choice((1, 1, 2)), rng.choice((1, 2, 2, 3)), rng.choice((1, 2, 3, 4, 5))
     ranks, step = range(tp * dp * pp), rng.choice((0, 1, 7, 100))
     blocks = [rng.choice((2, 2, 2, 3))] * pp if rng.random() < 0.9 else [rng.choice((2, 3)) for _ in range(pp)]
+    lends = rng.random() < 0.8
     places = {
-        rank: GridPosition(rank // (tp * dp), rank % tp, rank // tp % dp, 0, blocks[rank // (tp * dp)])
+        rank: GridPosition(rank // (tp * dp), rank % tp, rank // tp % dp, 0, blocks[rank // (tp * dp)], lends=lends)
         for rank in ranks
     }
     peers = {r: [o for o in ranks if (places[o].pp, places[o].tp) == (places[r].pp, places[r].tp)] for r in ranks}
@@ -89,7 +90,7 @@ def _holds(rng, rank, ranks, peers, steps, torn) -> Holdings:
     ring = peers[rank] if len(peers[rank]) > 1 else list(ranks)
     before = ring[ring.index(rank) - 1]
     copies = {} if before == rank or rng.random() < 0.2 else {str(before): [s for s in steps if rng.random() >= torn]}
-    return Holdings(own, copies)
+    return Holdings(own, copies, rng.choice((None, *own, *own)))
 
 
 def _others(rng, ranks, steps) -> Others:
@@ -130,6 +131,8 @@ class Oracle:
             (h, int(o), s) for h, held in self.memory.holdings.items() for o, of in held.copies.items() for s in of
         }
         self.held -= set(given.unverified)
+        live = {rank: held.live for rank, held in self.memory.holdings.items()}
+        self.live = {r: live.get(r) if (r, r, live.get(r)) in self.held else None for r in self.memory.ranks}
         self.steps = sorted(
             {s for _, _, s in self.held}
             | {s for there in given.others.holdings.values() for of in there.values() for s in of},
@@ -166,8 +169,8 @@ class Oracle:
     def can_rebuild(self) -> int | None:
         """Return the newest step at which CheckFree can rebuild what no replica has, or None."""
         holdings = {
-            rank: Holdings([s for s in self.steps if self.inside(rank, s) or self.elsewhere(rank, s)])
-            for rank in self.memory.ranks
+            rank: Holdings([s for s in self.steps if self.inside(rank, s) or self.elsewhere(rank, s)], {}, live)
+            for rank, live in self.live.items()
         }
         plan = recovery_plan.decide(replace(self.memory, holdings=holdings), self.given.stages)
         return plan.step if plan.name == "CheckFree" else None
@@ -249,9 +252,15 @@ def _unverified(oracle: Oracle, found: Decision) -> list[str]:
         if plan.step not in oracle.given.others.holdings[replica].get(rank, ()):
             said.append(f"rank {rank} fetches a state that replica {replica} does not have")
     for beside in plan.rebuilt.values():
-        if any(rank not in plan.sources and rank not in found.fetched for rank in beside.there):
+        if any(rank not in {*plan.sources, *plan.lent, *found.fetched} for rank in beside.there):
             said.append(f"a stage is rebuilt from ranks {beside.there}, of which one has no state")
-    if sorted([*plan.sources, *found.fetched, *plan.rebuilt]) != list(oracle.memory.ranks):
+    places = oracle.given.stages.places
+    for rank, peer in plan.lent.items():
+        if oracle.live[peer] != plan.step or peer not in plan.sources or not places[peer].lends:
+            said.append(f"rank {rank} takes weights from rank {peer}, which has none of step {plan.step}")
+        if peer not in oracle.memory.dp_peers[rank]:
+            said.append(f"rank {rank} takes weights from rank {peer}, which holds another part of the model")
+    if sorted([*plan.sources, *found.fetched, *plan.rebuilt, *plan.lent]) != list(oracle.memory.ranks):
         said.append("not every rank has one origin")
     return said
 

@@ -323,6 +323,14 @@ CHECKFREE = (
         long=True,
     ),
     Walk(
+        "checkfree-without-copies",
+        "ft run ... --ft-hot-swap --ft-checkfree --ft-snapshot-peers 0",
+        {"...": f"--nproc-per-node 3 pretrain_gpt.py {MEGATRON} --pipeline-model-parallel-size 3 --num-layers 3"},
+        (LAST_STEP,),
+        after=("preprocess",),
+        long=True,
+    ),
+    Walk(
         "schedule",
         "ft plan schedule *",
         says=("6 stages, 24 microbatches", "bubbles 17.2 %"),

@@ -97,6 +97,7 @@ LAYOUTS = {
     "float32": (3, "--ft-checkfree-lr-factor 1.5"),
     "tensor parallel": (6, "--use-distributed-optimizer --bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
     "data parallel": (6, "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather"),
+    "interleaved": (3, "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 12"),
     "experts": (
         6,
         "--use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear "

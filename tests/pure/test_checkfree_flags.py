@@ -33,9 +33,12 @@ def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_
     ("change", "world", "problem"),
     [
         (("--ft-hot-swap", ""), 4, "--ft-checkfree needs hot-swap"),
-        (("size 4", "size 2"), 2, "with 2 pipeline stage(s): none has two neighbours"),
-        (("size 4", "size 4 --num-layers-per-virtual-pipeline-stage 1"), 4, "the interleaved schedule"),
-        (("size 4", "size 4 --decoder-first-pipeline-num-layers 2"), 4, "the same number of layers"),
+        (("size 4", "size 2"), 2, "with 2 pipeline stage(s) of the same number of layers: none has two such"),
+        (("size 4", "size 3 --decoder-first-pipeline-num-layers 2"), 3, "with 2 pipeline stage(s) of the same number"),
+        (("size 4", f"size 4 {PLUS} --num-layers-per-virtual-pipeline-stage 1"), 4, "no interleaved schedule"),
+        (("size 4", f"size 4 {PLUS} --decoder-first-pipeline-num-layers 2"), 4, "the same number of layers"),
+        (("--ft-checkfree", "--ft-snapshot-peers 0"), 4, "--ft-snapshot-peers is 0"),
+        (("size 4", "size 4 --ft-snapshot-peers -1"), 4, "--ft-snapshot-peers is -1"),
         (("size 4", "size 4 --ft-checkfree-lr-factor 0"), 4, "--ft-checkfree-lr-factor is 0"),
         (("size 4", "size 4 --ft-checkfree-lr-decay-iters -1"), 4, "--ft-checkfree-lr-decay-iters is -1"),
         (("size 4", "size 4 --ft-checkfree-most-in-flight 4"), 4, "the schedule of --ft-checkfree-plus"),
@@ -47,3 +50,17 @@ def test_what_cannot_work_is_refused(change, world, problem):
     with pytest.raises(UserError) as error:
         check(parse(GOOD.replace(*change)), world, has_te=False)
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "world"),
+    [
+        (("size 4", "size 4 --ft-snapshot-peers 0"), 4),
+        (("size 4", "size 2 --ft-snapshot-peers 0"), 4),
+        (("size 4", "size 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8"), 4),
+        (("size 4", "size 4 --decoder-first-pipeline-num-layers 2"), 4),
+    ],
+    ids=["no copies", "two stages with data parallelism", "interleaved", "a first stage with fewer layers"],
+)
+def test_what_can_work_is_not_refused(change, world):
+    check(parse(GOOD.replace(*change)), world, has_te=False)

@@ -10,21 +10,23 @@ from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 
 
-def pipeline(pp=4, dp=1, tp=1, blocks=None, checkfree=MIDDLE, rebuilt=None):
+def pipeline(pp=4, dp=1, tp=1, blocks=None, checkfree=MIDDLE, rebuilt=None, lends=True):
     """Ranks in the order tp, dp, pp; ``blocks``: layers of each stage."""
     blocks = blocks or [2] * pp
     places = {}
     for rank in range(pp * dp * tp):
         stage = rank // (dp * tp)
-        places[rank] = GridPosition(stage, rank % tp, rank // tp % dp, 0, blocks[stage])
+        places[rank] = GridPosition(stage, rank % tp, rank // tp % dp, 0, blocks[stage], lends=lends)
     return Stages(checkfree, places, rebuilt or {})
 
 
-def memory(stages, held, copies=None, **more):
-    """``held``: rank -> steps of its own; ``copies``: holder -> owner -> steps."""
-    copies = copies or {}
+def memory(stages, held, copies=None, live=None, **more):
+    """``held``: rank -> steps of its own; ``copies``: holder -> owner -> steps; ``live``: rank -> step of its model."""
+    copies, live = copies or {}, live or {}
     holdings = {
-        rank: Holdings(list(steps), {str(owner): list(of) for owner, of in copies.get(rank, {}).items()})
+        rank: Holdings(
+            list(steps), {str(owner): list(of) for owner, of in copies.get(rank, {}).items()}, live.get(rank)
+        )
         for rank, steps in held.items()
     }
     peers: dict[tuple, list[int]] = {}
@@ -81,7 +83,6 @@ def test_two_stages_that_are_not_adjacent_are_rebuilt_at_once():
         (pipeline(), [1, 2], "the adjacent stages 1 and 2 are both lost"),
         (pipeline(), [0], "stage 0 is lost, the first one, which only CheckFree+ rebuilds"),
         (pipeline(), [3], "stage 3 is lost, the last one, which only CheckFree+ rebuilds"),
-        (pipeline(dp=2), [2], "stage 1 is not lost whole: logical rank(s) 3 have their part"),
         (pipeline(blocks=[2, 3, 2, 2]), [1], "(stage 0: 2, stage 1: 3, stage 2: 2)"),
     ],
 )
@@ -90,6 +91,32 @@ def test_what_cannot_be_rebuilt_is_named_with_what_is_left(stages, lost, why):
     assert (plan.name, plan.step) == (RESTART, None)
     assert plan.reason.startswith("both copies lost: of step 7, nobody has all that logical rank(s) ")
     assert why in plan.reason and plan.reason.endswith("what is left is the last persistent checkpoint")
+
+
+def test_a_rank_whose_peer_has_its_weights_takes_them_and_its_stage_is_not_rebuilt():
+    stages = pipeline(dp=2, tp=2)
+    plan = decide(memory(stages, all_but(stages, [5]), live={7: 7}), stages)
+    assert (plan.name, plan.step, plan.lent, plan.rebuilt) == (REBUILD, 7, {5: 7}, {})
+    assert plan.sources == {rank: Source(rank, rank) for rank in stages.places if rank != 5}
+    assert "logical rank 5 takes the weights of its data-parallel peer 7" in plan.reason
+    plan = decide(memory(stages, all_but(stages, [0, 5, 8, 9, 10, 11]), live={7: 7, 2: 7}), stages)
+    assert (plan.lent, sorted(plan.rebuilt)) == ({0: 2, 5: 7}, [8, 9, 10, 11]), "even at an end of the pipeline"
+
+
+@pytest.mark.parametrize(
+    ("stages", "lost", "live"),
+    [
+        (pipeline(dp=2), 2, {}),
+        (pipeline(dp=2), 2, {3: 8}),
+        (pipeline(dp=2, lends=False), 2, {3: 7}),
+        (pipeline(dp=2, tp=2), 5, {4: 7, 6: 7, 3: 7}),
+    ],
+    ids=["updated", "another step", "no lender", "another part"],
+)
+def test_a_stage_lost_in_part_is_rebuilt_whole_if_no_peer_has_the_weights(stages, lost, live):
+    plan = decide(memory(stages, all_but(stages, [lost]), live=live), stages)
+    whole = [rank for rank, place in stages.places.items() if place.pp == 1]
+    assert (plan.name, plan.lent, sorted(plan.rebuilt)) == (REBUILD, {}, whole)
 
 
 def test_without_checkfree_a_lost_stage_means_a_restart_as_ever():
@@ -111,7 +138,6 @@ def test_what_an_interrupted_rebuild_left_in_part_is_rebuilt_whole_at_the_same_s
     assert decide(memory(stages, held), stages).rebuilt == {2: Neighbours(0, 4), 3: Neighbours(1, 5)}
     stages = pipeline(dp=2, rebuilt={1: 5})
     assert decide(memory(stages, held), stages).name == REBUILD, "step 6, of which rank 3 has nothing"
-    assert decide(memory(stages, all_but(stages, [2])), stages).name == RESTART
 
 
 def test_with_checkfree_plus_a_rebuild_of_the_very_step_is_begun_anew_and_not_mixed_with_snapshots():
@@ -154,19 +180,23 @@ def test_whatever_is_lost_every_rank_has_one_origin_of_one_step_or_all_restart()
         alive = [rank for rank in ranks if rng.random() < 0.75]
         held = {rank: sorted(rng.sample((5, 6, 7), rng.randint(1, 2)), reverse=True) for rank in alive}
         copies = {rank: {rng.choice([r for r in ranks if r != rank]): [rng.choice((6, 7))]} for rank in alive}
-        found = memory(stages, held, copies)
+        live = {rank: rng.choice((5, 6, 7, None)) for rank in alive}
+        found = memory(stages, held, copies, live)
         plan = decide(found, stages)
         if plan.name == RESTART:
             assert not plan.sources and not plan.rebuilt and plan.reason
             continue
-        assert sorted([*plan.sources, *plan.rebuilt]) == ranks
-        assert bool(plan.rebuilt) == (plan.name == REBUILD)
+        assert sorted([*plan.sources, *plan.rebuilt, *plan.lent]) == ranks
+        assert bool(plan.rebuilt or plan.lent) == (plan.name == REBUILD)
         for rank, source in plan.sources.items():
             of_rank = held[rank] if source.owned == rank else copies[source.owned][rank]
             assert plan.step in of_rank
         for rank, beside in plan.rebuilt.items():
-            assert all(neighbour in plan.sources for neighbour in beside.there)
+            assert all(neighbour in plan.sources or neighbour in plan.lent for neighbour in beside.there)
             assert {stages.places[n].pp - stages.places[rank].pp for n in beside.there} <= {-1, 1}
+        for rank, peer in plan.lent.items():
+            assert live[peer] == plan.step and plan.sources[peer] == Source(peer, peer)
+            assert stages.places[peer].pp == stages.places[rank].pp and stages.places[peer].tp == stages.places[rank].tp
 
 
 def test_a_thousand_lost_ranks_of_a_large_job_do_not_delay_the_decision():

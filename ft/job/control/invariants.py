@@ -39,9 +39,10 @@ def violations(repair: Repair, reports: Mapping[int, WorkerRepaired], shards: Ma
 def _has_optimizer(rank: int, repair: Repair, how: str) -> bool:
     """Return whether the rank has a source for its optimizer shard.
 
-    Only a rank of a pipeline stage that is rebuilt (CheckFree) may begin with a new optimizer state, and it has to.
+    Only a rank whose state is rebuilt from other ranks' weights (CheckFree) may begin with a new optimizer state, and
+    it has to.
     """
-    if str(rank) in repair.rebuilt:
+    if str(rank) in repair.rebuilt or str(rank) in repair.lent:
         return how.startswith("rebuilt:")
     return str(rank) in repair.sources and bool(how) and not how.startswith("rebuilt:")
 

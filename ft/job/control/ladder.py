@@ -146,7 +146,8 @@ def _pooled(memory: Memory, situation: Situation) -> Memory:
         inside, _ = sources.of_step(step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
         for rank in inside:
             own[rank].add(step)
-    return replace(memory, holdings={rank: Holdings(sorted(steps)) for rank, steps in own.items()})
+    live = {rank: held.live for rank, held in memory.holdings.items() if held.live in held.own}
+    return replace(memory, holdings={rank: Holdings(sorted(own[rank]), live=live.get(rank)) for rank in own})
 
 
 def _fetching(plan: RecoveryPlan, memory: Memory, situation: Situation) -> tuple[RecoveryPlan, dict[int, int]]:

@@ -3,11 +3,12 @@
 This is the part of the recovery ladder (:mod:`ft.job.control.ladder`) that looks into the memory of one replica's
 workers. :func:`decide` is a pure function. CheckFree (section 4.2) rebuilds a pipeline stage whose state is lost from
 the two neighbouring stages. This makes the loss jump once, while a warm restart from the persistent checkpoint repeats
-every step since that checkpoint.
+every step since that checkpoint. Of a stage that is lost in part, the lost ranks take the weights of their
+data-parallel peers, which are exact, and begin with new optimizer moments.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ft.job.control import rungs, sources
 from ft.job.control.state import GridPosition
@@ -81,8 +82,9 @@ class RecoveryPlan:
         name: COPIES, REBUILD or RESTART.
         step: step to restore, or None for a restart.
         reason: why, for people; for a restart, why neither copies nor CheckFree are possible.
-        sources: logical rank -> its source, for all ranks that are not in ``rebuilt``.
+        sources: logical rank -> its source, for all ranks that are neither in ``rebuilt`` nor in ``lent``.
         rebuilt: logical rank -> the neighbours from whose transformer blocks it is rebuilt.
+        lent: logical rank -> the data-parallel peer whose weights it takes.
     """
 
     name: str
@@ -90,6 +92,7 @@ class RecoveryPlan:
     reason: str
     sources: Mapping[int, Source] = field(default_factory=dict)
     rebuilt: Mapping[int, Neighbours] = field(default_factory=dict)
+    lent: Mapping[int, int] = field(default_factory=dict)
 
 
 def decide(memory: Memory, stages: Stages) -> RecoveryPlan:
@@ -135,21 +138,39 @@ def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> Recov
     members: dict[int, list[int]] = {}
     for rank in sorted(memory.ranks):
         members.setdefault(stages.places[rank].pp, []).append(rank)
-    lost = {stages.places[rank].pp for rank in lacking}
+    lenders = _lenders(step, lacking, memory, stages)
+    lost = {stages.places[rank].pp for rank in lacking if rank not in lenders}
     lost |= {stage for stage, at in stages.rebuilt.items() if again and at == step}
-    against = _against(step, sorted(lost), lacking, members, stages)
+    against = _against(step, sorted(lost), members, stages)
     if against:
         return RecoveryPlan(RESTART, None, against)
     at = {place: rank for rank, place in stages.places.items()}
     rebuilt = {rank: _neighbours(stages.places[rank], at) for stage in sorted(lost) for rank in members[stage]}
-    kept = {rank: source for rank, source in found.items() if rank not in rebuilt}
-    reason = f"of step {step}, stage {_list(sorted(lost))} is rebuilt from the stages beside (CheckFree)"
-    return RecoveryPlan(REBUILD, step, reason, kept, rebuilt)
+    lent = {rank: peer for rank, peer in lenders.items() if rank not in rebuilt}
+    kept = {rank: source for rank, source in found.items() if rank not in rebuilt and rank not in lent}
+    taken = ", ".join(f"logical rank {rank} takes the weights of its data-parallel peer {lent[rank]}" for rank in lent)
+    beside = f"stage {_list(sorted(lost))} is rebuilt from the stages beside" if lost else ""
+    reason = f"of step {step}, {'; '.join(filter(None, (beside, taken)))} (CheckFree)"
+    return RecoveryPlan(REBUILD, step, reason, kept, rebuilt, lent)
 
 
-def _against(
-    step: int, lost: list[int], lacking: Collection[int], members: Mapping[int, list[int]], stages: Stages
-) -> str:
+def _lenders(step: int, lacking: Collection[int], memory: Memory, stages: Stages) -> dict[int, int]:
+    """Return logical rank -> a data-parallel peer whose live model has the weights of ``step``, for ``lacking`` ranks.
+
+    The peer restores its own snapshot, so its model is not written before the weights are sent.
+    """
+    by_part: dict[tuple[int, int, int], list[int]] = {}
+    for rank in sorted(memory.ranks):
+        held, place = memory.holdings.get(rank), stages.places[rank]
+        is_whole = rank not in lacking and held is not None and held.live == step and step in held.own
+        if is_whole and place.lends:
+            by_part.setdefault((place.pp, place.tp, place.ep), []).append(rank)
+    places = {rank: stages.places[rank] for rank in lacking}
+    there = {rank: by_part.get((place.pp, place.tp, place.ep), []) for rank, place in places.items()}
+    return {rank: peers[0] for rank, peers in there.items() if peers}
+
+
+def _against(step: int, lost: list[int], members: Mapping[int, list[int]], stages: Stages) -> str:
     """Return why the lost stages cannot be rebuilt, or "" if they can."""
     last = max(members)
     for stage in lost:
@@ -160,9 +181,6 @@ def _against(
         if stage in (0, last) and (stages.checkfree != PLUS or last == 0):
             which = "first" if stage == 0 else "last"
             return f"of step {step}, stage {stage} is lost, the {which} one, which only CheckFree+ rebuilds"
-        left = [rank for rank in members[stage] if rank not in lacking]
-        if left and stages.rebuilt.get(stage) != step:
-            return f"of step {step}, stage {stage} is not lost whole: logical rank(s) {_list(left)} have their part"
         counts = {s: _blocks(members[s], stages) for s in (stage - 1, stage, stage + 1) if s in members}
         if len(set(counts.values())) > 1 or any(len(blocks) > 1 for blocks in counts.values()):
             by_stage = ", ".join(f"stage {s}: {_list(sorted(blocks))}" for s, blocks in sorted(counts.items()))
@@ -175,8 +193,7 @@ def _blocks(ranks: Collection[int], stages: Stages) -> frozenset[int]:
 
 
 def _neighbours(place: GridPosition, at: Mapping[GridPosition, int]) -> Neighbours:
-    beside = (at.get(GridPosition(place.pp + way, place.tp, place.dp, place.cp, place.blocks)) for way in (-1, 1))
-    return Neighbours(*beside)
+    return Neighbours(*(at.get(replace(place, pp=place.pp + way)) for way in (-1, 1)))
 
 
 def _list(numbers: Collection[int]) -> str:

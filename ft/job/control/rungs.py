@@ -19,7 +19,8 @@ LADDER = (IN_PLACE, STANDBY, COPY, REPLICA, REORDER, CHECKFREE, CHECKPOINT, END)
 - another replica: the state of ranks comes from other replicas (hot-swap inside a replica); or, if the seats cannot be
   filled, the other replicas train on, and this one starts anew and fetches its state from them.
 - reorder: as before, and the other groups compute this group's part of each batch (SPARe).
-- CheckFree: a pipeline stage whose state is lost is rebuilt from others.
+- CheckFree: a pipeline stage whose state is lost is rebuilt from others; a rank of a stage that is lost in part takes
+  the weights of a data-parallel peer.
 - checkpoint: all workers start anew from the newest verified checkpoint, or from the beginning if there is none.
 - end: the run ends.
 """

@@ -130,5 +130,5 @@ class Situation:
                 owner: [step for step in steps if (holder, int(owner), step) not in self.unverified]
                 for owner, steps in held.copies.items()
             }
-            kept[holder] = Holdings(own, copies)
+            kept[holder] = Holdings(own, copies, held.live if held.live in own else None)
         return replace(self.memory, holdings=kept)

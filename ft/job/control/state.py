@@ -179,9 +179,11 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class GridPosition:
-    """The position of a logical rank in the parallel grid (pipeline, tensor, data, context), as its worker reported it.
+    """The position of a logical rank in the parallel grid (pipeline, tensor, data, context, expert), as its worker
+    reported it.
 
-    ``blocks`` is the number of transformer layers that the rank holds.
+    ``blocks`` is the number of transformer layers that the rank holds. ``lends``: whether a data-parallel peer may take
+    its weights from the rank's live model.
     """
 
     pp: int
@@ -189,6 +191,8 @@ class GridPosition:
     dp: int
     cp: int
     blocks: int
+    ep: int = 0
+    lends: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ class Repair:
         copies: logical rank (as a string) -> logical ranks that its peer copies have been sent to until now.
         rebuilt: logical rank (as a string) -> neighbours, for the ranks of pipeline stages whose state is lost. These
             ranks have no source; CheckFree (section 4.2) rebuilds them from the neighbouring stages.
+        lent: logical rank (as a string) -> data-parallel peer, for the ranks whose state is lost although their
+            pipeline stage is not. These ranks have no source; they take the weights of the peer's live model.
     """
 
     epoch: int
@@ -65,6 +67,7 @@ class Repair:
     sources: dict[str, Source]
     copies: dict[str, list[int]] = field(default_factory=dict)
     rebuilt: dict[str, Neighbours] = field(default_factory=dict)
+    lent: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,13 @@ class Holdings:
         own: steps of the worker's own snapshots.
         copies: logical rank of the owner (as a string, because it is a JSON key) -> steps of the peer copies that the
             worker holds for that rank.
+        live: committed step of which the model itself still has the weights, or None if a step that began since may
+            have changed them.
     """
 
     own: list[int] = field(default_factory=list)
     copies: dict[str, list[int]] = field(default_factory=dict)
+    live: int | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ Model parameters are not copied if an optimizer has a main copy or a shard of th
 cast and all-gather recompute them bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,44 @@ class Capture:
         for part in self._parts:
             optimizers.forget(part.optimizer)
         return envelope["extra"]
+
+    def unsharded(self) -> dict[str, torch.Tensor]:
+        """Return the live tensors of those optimizers that are not sharded, by name: all ranks with the same parameters
+        have them bit for bit.
+        """
+        if self._storages is None or self._storages != self._find_storages():
+            self._find()
+        live = {**self._owned, **self._replicated}
+        return {
+            name: tensor for name, tensor in live.items() if name not in self._frozen and not self._is_sharded(name)
+        }
+
+    def take_over(self, envelope: dict[str, Any], unsharded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Continue with the state of a data-parallel peer; return ``extra`` of its envelope.
+
+        Sharded optimizers, of which the peer has another shard, begin with new moments and step counts.
+
+        Args:
+            envelope: the peer's envelope.
+            unsharded: the peer's :meth:`unsharded`.
+        """
+        extra = self.adopt(envelope)
+        for part, groups in zip(self._parts, envelope["groups"], strict=True):
+            sharded = isinstance(part, DistributedOptimizer)
+            for group, given in zip(part.optimizer.param_groups, groups, strict=True):
+                optimizers.set_numbers(group, {k: v for k, v in given.items() if not (sharded and k == "step")})
+        with torch.no_grad():
+            for name, tensor in self.unsharded().items():
+                tensor.copy_(unsharded[name])
+        for name, value in envelope["counters"].items():
+            if not self._is_sharded(name) and name in self._counters:
+                state, key = self._counters[name]
+                state[key] = value
+        return extra
+
+    def _is_sharded(self, name: str) -> bool:
+        """Return whether the value of this name belongs to an optimizer of which each rank has a shard."""
+        return isinstance(self._parts[int(name.partition("/")[0])], DistributedOptimizer)
 
     def _find(self) -> None:
         """Classify all tensors as owned or replicated, at the first use and after tensors were replaced (by loading a

@@ -3,11 +3,12 @@ stages.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ft.base.errors import UserError
+from ft.protection.training_state import learnt_buffers
 
 _OF_BLOCK = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.(.+)$")
 
@@ -16,34 +17,30 @@ class StageBlocks:
     """The transformer blocks of one rank.
 
     Args:
-        chunks: the model chunks of the stage. There must be exactly one, because CheckFree averages the layers directly
-            before and after those of the lost stage.
+        chunks: the model chunks of the stage: one, or several with the interleaved schedule. In the middle of the
+            pipeline, the layers of each chunk lie between those of the same chunk of the two neighbour stages.
         whole: whether the stage must consist of blocks only, as a stage in the middle of the pipeline does.
 
     Raises:
-        UserError: there is more than one chunk, or a middle stage has parameters that belong to no block.
+        UserError: a middle stage has parameters that belong to no block.
     """
 
     def __init__(self, chunks: Sequence, *, whole: bool):
-        if len(chunks) != 1:
-            raise UserError(
-                f"{len(chunks)} model chunks on a pipeline stage: its neighbours hold no layers next to each of them",
-                "remove --num-layers-per-virtual-pipeline-stage (the interleaved schedule), or --ft-checkfree",
-            )
-        found: dict[int, dict[str, torch.Tensor]] = {}
+        found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         others = []
-        for name, held in (*chunks[0].named_parameters(), *_learnt_buffers(chunks[0])):
-            place = _OF_BLOCK.search(name)
-            if place is not None:
-                found.setdefault(int(place[1]), {})[place[2]] = held
-            elif isinstance(held, torch.nn.Parameter):
-                others.append(name)
+        for number, chunk in enumerate(chunks):
+            for name, held in (*chunk.named_parameters(), *learnt_buffers(chunk)):
+                place = _OF_BLOCK.search(name)
+                if place is not None:
+                    found.setdefault((number, int(place[1])), {})[place[2]] = held
+                elif isinstance(held, torch.nn.Parameter):
+                    others.append(name)
         if whole and others:
             raise UserError(
                 f"a stage in the middle holds parameters of no transformer block: {', '.join(others[:3])}",
                 "remove --ft-checkfree, because nothing could rebuild these parameters",
             )
-        self._blocks = [found[number] for number in sorted(found)]
+        self._blocks = [found[place] for place in sorted(found)]
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -75,15 +72,6 @@ class StageBlocks:
         for block, new in zip(self._blocks, blocks, strict=True):
             for name, held in block.items():
                 held.data.copy_(new[name])
-
-
-def _learnt_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the state that training changes without a gradient: persistent floating-point buffers."""
-    for prefix, module in chunk.named_modules():
-        for name, held in module.named_buffers(prefix, recurse=False):
-            own = name.rpartition(".")[2]
-            if held.is_floating_point() and own not in module._non_persistent_buffers_set:
-                yield name, held
 
 
 def _shapes(block: dict[str, torch.Tensor]) -> dict[str, torch.Size]:

@@ -1,8 +1,9 @@
 """Checks the flags of CheckFree and CheckFree+.
 
-CheckFree rebuilds a lost pipeline stage as a mean of its two neighbours, so a stage needs two neighbours, and all
-stages need the same number of transformer blocks. CheckFree+ can rebuild the first and the last stage, too: half of the
-microbatches pass the first two stages, and the last two, in swapped order.
+CheckFree rebuilds a lost pipeline stage as a mean of its two neighbours, so a stage needs two neighbours with as many
+transformer blocks as it has. With data parallelism, a stage that is lost in part needs no neighbours. CheckFree+ can
+rebuild the first and the last stage, too: half of the microbatches pass the first two stages, and the last two, in
+swapped order.
 """
 
 from collections.abc import Iterator
@@ -31,23 +32,22 @@ def _check_rebuilds(options: Any, grid: Any) -> Iterator[Problem]:
         return
     if not asked.ft_hot_swap:
         yield "--ft-checkfree needs hot-swap", "add --ft-hot-swap and start with ft run"
-    if grid.pp < 3:
-        yield (
-            f"--ft-checkfree with {grid.pp} pipeline stage(s): none has two neighbours",
-            "give --pipeline-model-parallel-size 3 or more",
-        )
-    if grid.vpp:
-        yield (
-            "--ft-checkfree with the interleaved schedule: a stage's layers do not lie between those of its neighbours",
-            "drop --num-layers-per-virtual-pipeline-stage",
-        )
     uneven = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
-    if (
-        any(layers is not None for layers in uneven)
-        or p.account_for_embedding_in_pipeline_split
-        or p.account_for_loss_in_pipeline_split
-    ):
-        yield "--ft-checkfree needs stages with the same number of layers", "split the layers evenly"
+    counts = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
+    ends = [layers is not None or counted for layers, counted in zip(uneven, counts, strict=True)]
+    alike = grid.pp - sum(ends)  # the stages between the ends have as many layers each
+    if alike < 3 and grid.dp < 2:
+        yield (
+            f"--ft-checkfree with {alike} pipeline stage(s) of the same number of layers: none has two such neighbours",
+            "give --pipeline-model-parallel-size 3 or more, and split the layers evenly",
+        )
+    if asked.ft_checkfree_plus and grid.vpp:
+        yield (
+            "--ft-checkfree-plus has no interleaved schedule with swapped stages",
+            "drop --num-layers-per-virtual-pipeline-stage, or use --ft-checkfree",
+        )
+    if asked.ft_checkfree_plus and any(ends):
+        yield "--ft-checkfree-plus needs stages with the same number of layers", "split the layers evenly"
     yield from _check_numbers(options)
 
 

@@ -24,6 +24,7 @@ from ft.systems.checkfree import rate, rebuild
 from ft.systems.checkfree import transfer as lending
 from ft.systems.checkfree.blocks import StageBlocks
 from ft.systems.checkfree.norms import StageNorms
+from ft.systems.checkfree.peer_weights import PeerWeights
 from ft.systems.checkfree.plus import moments
 from ft.systems.checkfree.settings import Settings
 from megatron.core import parallel_state
@@ -57,6 +58,7 @@ class CheckFreeRebuilder:
         )
         self._blocks = StageBlocks(subject.chunks, whole=not has_end)
         self._pipeline = [str(rank) for rank in dist.get_process_group_ranks(self._group())]
+        self._peer_weights = PeerWeights(session, subject, settings)
         self._norms = StageNorms(stages, self._stage, settings.norm_limit)
         self._device = next(subject.chunks[0].parameters()).device
         stage_norms.listen(self._norms.heard)
@@ -164,6 +166,23 @@ class CheckFreeRebuilder:
         how = f"rebuilt:{'+'.join(map(str, beside.there))}"
         return {**position, "checkfree": self.kept | {"norms": list(norms.values())}}, {"owned": how, "replicated": how}
 
+    def lend_weights(self, order: Repair, envelope: dict[str, Any]) -> None:
+        """Send this rank's weights to data-parallel peers whose state is lost, see :class:`PeerWeights`."""
+        self._peer_weights.lend(order, envelope)
+
+    def take_weights(self, step: int, peer: int) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        """Take the weights of ``step`` from the data-parallel peer with logical rank ``peer``.
+
+        Returns:
+            (the trainer's position, description of the sources, the peer's envelope).
+
+        Raises:
+            FallbackError: the peer's weights cannot be used.
+        """
+        envelope = self._peer_weights.take(step, peer)
+        how = f"rebuilt:{peer}"
+        return envelope["extra"], {"owned": how, "replicated": how}, envelope
+
     def _strategy(self, blocks: list) -> str:
         """Return the strategy of the rebuild.
 
@@ -203,6 +222,8 @@ class CheckFreeRebuilder:
             "dp": parallel_state.get_data_parallel_rank(),
             "cp": parallel_state.get_context_parallel_rank(),
             "blocks": len(self._blocks),
+            "ep": parallel_state.get_expert_model_parallel_rank(),
+            "lends": self._peer_weights.may_lend,
         }
 
     def _group(self):

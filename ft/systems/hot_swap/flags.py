@@ -12,8 +12,9 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     if not options.fault_tolerance.ft_hot_swap:
         return
     others = grid.world_size - 1
-    if wanted < 1:
-        yield f"--ft-snapshot-peers is {wanted}", "at least 1: without a copy a dead worker's state is gone"
+    if wanted < 0 or (wanted == 0 and not options.fault_tolerance.rebuilds_stages):
+        fix = "at least 1, or 0 with --ft-checkfree: without a copy a dead worker's state is gone"
+        yield f"--ft-snapshot-peers is {wanted}", fix
     elif others == 0:
         yield "--ft-hot-swap protects a run by copies at other workers, and there is one worker", "run on 2 or more"
     elif wanted > others:

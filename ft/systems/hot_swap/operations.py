@@ -104,6 +104,22 @@ class Operations(Protocol):
             a pair as ``restore_snapshot`` returns it.
         """
 
+    async def take_weights(self, step: int, peer: int) -> tuple[Any, dict[str, str]]:
+        """Take the weights of ``step`` from the live model of a data-parallel peer, because this rank's state is lost.
+
+        The peer has to call ``lend_weights`` at the same time.
+
+        Args:
+            step: step of the restored state.
+            peer: logical rank of the data-parallel peer.
+
+        Returns:
+            a pair as ``restore_snapshot`` returns it.
+        """
+
+    async def lend_weights(self, order: Repair) -> None:
+        """Send the weights of this rank's live model to the data-parallel peers that take them, if there are any."""
+
     async def publish_parameters(self) -> None:
         """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
 

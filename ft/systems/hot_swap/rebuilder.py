@@ -39,5 +39,27 @@ class StageRebuilder(Protocol):
         step.
         """
 
+    def take_weights(self, step: int, peer: int) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        """Take the weights of ``step`` from the live model of a data-parallel peer, because this rank's state is lost.
+
+        The peer has to call :meth:`lend_weights` at the same time.
+
+        Args:
+            step: step of the restored state.
+            peer: logical rank of the data-parallel peer.
+
+        Returns:
+            (the trainer's position, description of the sources, the peer's envelope).
+
+        Raises:
+            FallbackError: the peer's weights cannot be used.
+        """
+
+    def lend_weights(self, order: Repair, envelope: dict[str, Any]) -> None:
+        """Send this rank's weights to the data-parallel peers that take them.
+
+        They must be the weights of the order's step.
+        """
+
     def learn(self, order: Repair) -> None:
         """Record the end of a recovery. Every rank calls it; ``order`` lists the ranks that were rebuilt."""

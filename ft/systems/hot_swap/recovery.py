@@ -11,6 +11,7 @@ An epoch that is closed in between sends the worker back to the start of this li
 The methods are coroutines, so that ``ft simulate control`` can run this same code (:mod:`ft.worker.protocol`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 from ft.base.errors import EpochClosed
@@ -160,7 +161,8 @@ class Recovery:
             # No operation of the epoch is pending here, so none can have caused the error: this worker may be unfit.
             member.send(protocol.failure(member, operations.step, error))
             raise
-        left = WorkerReleased(member.worker, member.epoch, operations.step, groups, operations.holdings())
+        held = replace(operations.holdings(), live=operations.step if self._untouched else None)
+        left = WorkerReleased(member.worker, member.epoch, operations.step, groups, held)
         await protocol.enter_next_epoch(member, left)
 
     async def _await_repair(self) -> Repair:
@@ -203,7 +205,7 @@ class Recovery:
         From the next snapshot on, copies are sent to the holders that the new seats require.
 
         Returns:
-            the sources of the state: {"owned": "own" | "copy:RANK" | "rebuilt:RANK+RANK", "replicated": ...}.
+            the sources of the state: {"owned": "own" | "copy:RANK" | "rebuilt:RANK[+RANK]", "replicated": ...}.
         """
         operations, rank = self._operations, str(self._member.rank)
         operations.prepare_restore(order)
@@ -213,8 +215,14 @@ class Recovery:
             position, sources = await operations.rebuild_stage(order.step, order.rebuilt[rank])
             await operations.publish_parameters()
         else:
-            keep = self._untouched and operations.step == order.step
-            position, sources = await operations.restore_snapshot(order.step, order.sources[rank], keep)
+            if rank in order.lent:
+                self._untouched = False
+                position, sources = await operations.take_weights(order.step, order.lent[rank])
+            else:
+                keep = self._untouched and operations.step == order.step
+                position, sources = await operations.restore_snapshot(order.step, order.sources[rank], keep)
+                if order.lent:
+                    await operations.lend_weights(order)
             await operations.publish_parameters()
             if order.rebuilt:
                 self._untouched = (

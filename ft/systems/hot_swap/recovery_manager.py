@@ -59,6 +59,7 @@ class RecoveryManager(Layer, Operations):
         self._recovery = Recovery(session, self)
         self._work: Callable[[], Any] = lambda: None
         self._committed = 0
+        self._envelope: dict[str, Any] = {}
         self._fence_tree = Tree("FENCE")
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
         session.progress.lag = lambda: snapshots.lag
@@ -156,17 +157,26 @@ class RecoveryManager(Layer, Operations):
         sources = self.snapshots.restore(
             self._subject.state(self._position.get()), step, source, keep_tensors=keep, epoch=self.session.epoch
         )
+        self._envelope = self.snapshots.restored_envelope.envelope
         return self._subject.apply_envelope(self.snapshots.restored_envelope), sources
 
     async def rebuild_stage(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
         self.snapshots.begin_at(step, self.session.epoch)
         return self._keeper.rebuild(step, beside)
 
+    async def take_weights(self, step: int, peer: int) -> tuple[dict[str, Any], dict[str, str]]:
+        self.snapshots.begin_at(step, self.session.epoch)
+        position, sources, self._envelope = self._keeper.take_weights(step, peer)
+        return position, sources
+
+    async def lend_weights(self, order: Repair) -> None:
+        self._keeper.lend_weights(order, self._envelope)
+
     async def publish_parameters(self) -> None:
         self._subject.publish_parameters()
 
     async def lend_stage(self, order: Repair) -> bool:
-        return self._keeper.lend(order, self.snapshots.restored_envelope.envelope)
+        return self._keeper.lend(order, self._envelope)
 
     def continue_from(self, position: dict[str, Any], order: Repair) -> None:
         self._position.set(position)

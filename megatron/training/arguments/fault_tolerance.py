@@ -15,7 +15,7 @@ class FaultToleranceOptions:
 
     ft_snapshot_peers: int = 1
     """Workers that hold a copy of each optimizer shard, on other nodes and in other failure domains than its own and
-    each other's (ft run --topology): how many nodes may die in one step."""
+    each other's (ft run --topology): how many nodes may die in one step. 0, with --ft-checkfree: no copies."""
 
     ft_snapshot_strict: bool = False
     """End the run at its start, instead of warning, when copies cannot be placed in failure domains of their own."""

@@ -85,7 +85,10 @@ def _steps(scenario: Scenario) -> list[int]:
 
 
 def _memory(scenario: Scenario, replica: int) -> Memory:
-    """Return what the live workers of a replica hold; replica -1 is one that has lost nothing."""
+    """Return what the live workers of a replica hold; replica -1 is one that has lost nothing.
+
+    Workers are taken to be lost before the update of a step, so the models still have the weights of the step before.
+    """
     ranks, lost = range(scenario.world), scenario.lost.get(replica, frozenset())
     peers = {rank: _peers(scenario, rank) for rank in ranks}
     usable = {
@@ -95,7 +98,8 @@ def _memory(scenario: Scenario, replica: int) -> Memory:
     for rank in ranks:
         for holder in ring_of(rank, peers[rank], scenario.peers, scenario.world) if scenario.peers else ():
             copies[holder][str(rank)] = usable[rank]
-    return Memory(ranks, {r: Holdings(usable[r], copies[r]) for r in ranks if r not in lost}, peers)
+    held = {r: Holdings(usable[r], copies[r], max(usable[r], default=None)) for r in ranks if r not in lost}
+    return Memory(ranks, held, peers)
 
 
 def _peers(scenario: Scenario, rank: int) -> list[int]:
@@ -108,7 +112,7 @@ def _peers(scenario: Scenario, rank: int) -> list[int]:
 def _place(scenario: Scenario, rank: int) -> GridPosition:
     stage = rank // (scenario.tp * scenario.dp)
     blocks = scenario.blocks[stage] if scenario.blocks else 1
-    return GridPosition(stage, rank % scenario.tp, rank // scenario.tp % scenario.dp, 0, blocks)
+    return GridPosition(stage, rank % scenario.tp, rank // scenario.tp % scenario.dp, 0, blocks, lends=True)
 
 
 def _unhosted(scenario: Scenario) -> Iterator[int]:

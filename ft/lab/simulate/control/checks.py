@@ -279,7 +279,7 @@ class Checks:
                 self.fail(f"repair of epoch {order.epoch} begins, {worker.name} (rank {rank}) is not assembled")
         spoiled = set(self._cluster.plane.state.recovery.spoiled)
         best = self._best(seated, spoiled)
-        if order.rebuilt:
+        if order.rebuilt or order.lent:
             self._check_rebuilt(order, seated, best)
         elif order.step != best:
             self.fail(f"step {order.step} is restored, the newest that everybody has a source of is {best}")
@@ -293,7 +293,7 @@ class Checks:
         """Check that a repair is of the rung of the recovery ladder that the control plane names."""
         joiners = self._opens[order.epoch].joiners
         taken_over = [r for r, source in order.sources.items() if int(r) not in joiners and source.owned != int(r)]
-        if order.rebuilt:
+        if order.rebuilt or order.lent:
             right = (rungs.CHECKFREE,)
         elif taken_over:
             right = (rungs.COPY,)
@@ -304,7 +304,7 @@ class Checks:
 
     def _check_rebuilt(self, order: m.Repair, seated: "dict[int, Worker]", best: int | None) -> None:
         """Check a rebuild of lost pipeline stages from adjacent stages (CheckFree, section 4): only whole stages are
-        rebuilt, and only if no step can be restored.
+        rebuilt, other ranks take the weights of a peer that has its state, and both only if no step can be restored.
         """
         shape = self._cluster.shape
         rebuilt = {int(rank): beside for rank, beside in order.rebuilt.items()}
@@ -319,8 +319,11 @@ class Checks:
             stages = range(count) if shape.checkfree == PLUS else range(-1, count + 1)
             if parts != [part for part in (shape.part_of(rank) - 1, shape.part_of(rank) + 1) if part in stages]:
                 self.fail(f"rank {rank} is rebuilt from ranks {beside.there}, which are not beside it")
-        if sorted([*rebuilt, *map(int, order.sources)]) != sorted(seated):
-            self.fail(f"not every rank has one origin: rebuilt {rebuilt}, sources {order.sources}")
+        for rank, peer in ((int(rank), peer) for rank, peer in order.lent.items()):
+            if peer not in shape.dp_peers(rank) or str(peer) not in order.sources:
+                self.fail(f"rank {rank} takes the weights of rank {peer}, which has no such weights")
+        if sorted([*rebuilt, *map(int, order.lent), *map(int, order.sources)]) != sorted(seated):
+            self.fail(f"not every rank has one origin: {order}")
         self._rebuilt_at.add(order.step)
         self._take_as_committed(order, seated)
 

@@ -73,7 +73,7 @@ class Shape:
 
     def place_of(self, rank: int) -> GridPosition:
         """Return the rank's position in the parallel layout; each model part is a pipeline stage."""
-        return GridPosition(self.part_of(rank), 0, self.dp_peers(rank).index(rank), 0, 1)
+        return GridPosition(self.part_of(rank), 0, self.dp_peers(rank).index(rank), 0, 1, lends=True)
 
     def dp_peers(self, rank: int) -> list[int]:
         """Return the ranks that hold the same part of the model, ``rank`` included."""
@@ -153,6 +153,8 @@ def draw_shape(rng: random.Random, world_size: int | None = None) -> Shape:
     )
     if world // dp >= 3:
         shape = replace(shape, checkfree=random.Random(repr(shape)).choice(["", MIDDLE, PLUS]))
+    if shape.checkfree and random.Random(f"copies {shape!r}").random() < 0.25:
+        shape = replace(shape, copies=0)
     shape = replace(shape, on_device=random.Random(f"device {shape!r}").random() < 0.5)
     # Drawn apart, so that the rest of the run is the same with and without devices. A node without a free device is
     # full: a standby on it can replace this node's workers only.

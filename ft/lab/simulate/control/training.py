@@ -249,6 +249,20 @@ class Training:
             self.owned, self.replicated = value
         return step, how
 
+    async def take_weights(self, step: int, peer: int) -> tuple[int, dict[str, str]]:
+        self.snapshots.stock.drop_after(step)
+        rank = self._worker.rank
+        lent = await self._collective("weights", ("weights", peer, rank), (None, None), size=2)
+        _, at, history = lent.members[peer][1][1]
+        if at != step:
+            self._cluster.checks.fail(f"rank {rank} takes weights of step {step} from rank {peer}, which is at {at}")
+        self.owned, self.replicated = (rank, step, history), (self._cluster.shape.part_of(rank), step, history)
+        return step, dict.fromkeys(("owned", "replicated"), f"rebuilt:{peer}")
+
+    async def lend_weights(self, order: m.Repair) -> None:
+        for rank in sorted(int(rank) for rank, peer in order.lent.items() if peer == self._worker.rank):
+            await self._collective("weights", ("weights", self._worker.rank, rank), size=2)
+
     async def publish_parameters(self) -> None:
         shape, rank = self._cluster.shape, self._worker.rank
         peers = len(shape.dp_peers(rank))

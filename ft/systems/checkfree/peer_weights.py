@@ -1,0 +1,87 @@
+"""Give a rank whose state is lost the exact weights of a data-parallel peer, if its pipeline stage is not lost whole.
+
+CheckFree (section 4) loses whole stages. With data parallelism, a lost rank has peers whose model has the same weights.
+Until the optimizer of the next step runs, these are the weights of the last committed step. The lost rank takes them
+over, and begins with new moments for the optimizer shard that only it had. Optimizer state that is not sharded comes
+from the peer, too, because it has to be the same on both.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ft.base import events
+from ft.base.errors import FallbackError
+from ft.job.messages import Repair
+from ft.systems.checkfree import transfer
+from megatron.core import parallel_state
+
+if TYPE_CHECKING:
+    from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.settings import Settings
+    from ft.worker.session import Session
+
+
+class PeerWeights:
+    """Lends and takes weights on one rank.
+
+    Args:
+        session: this worker's place in the run.
+        subject: model, optimizer and schedule.
+        settings: settings of CheckFree.
+
+    Attributes:
+        may_lend: whether the model has all weights of a step as soon as the step is committed, and takes them over
+            bit for bit. With ``--overlap-param-gather`` some weights arrive in the next step only. With several
+            distributed optimizer instances, ranks of different instances have the same shard, and a shard with new
+            moments would differ from its twin.
+    """
+
+    def __init__(self, session: "Session", subject: "TrainingState", settings: "Settings"):
+        self._session, self._subject, self._settings = session, subject, settings
+        self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._device = next(subject.chunks[0].parameters()).device
+        configured = [chunk.ddp_config for chunk in subject.chunks]
+        self.may_lend = not any(
+            each.overlap_param_gather or each.num_distributed_optimizer_instances > 1 for each in configured
+        )
+
+    def lend(self, order: Repair, envelope: dict[str, Any]) -> None:
+        """Send this rank's weights to the ranks that take them; these have to call :meth:`take` at the same time."""
+        to = [int(rank) for rank, peer in order.lent.items() if peer == self._session.rank]
+        if to:
+            transfer.lend(sorted(to), self._group, [self._subject.weights(), self._subject.unsharded()], envelope)
+
+    def take(self, step: int, peer: int) -> dict[str, Any]:
+        """Take the weights of ``step`` from logical rank ``peer``; return the peer's envelope.
+
+        Raises:
+            FallbackError: the peer's model or optimizer differs from this rank's.
+        """
+        began = time.monotonic()
+        ((blocks, envelope),) = transfer.borrow([peer], self._group, self._device)
+        own = [self._subject.weights(), self._subject.unsharded()]
+        if [_shapes(block) for block in blocks] != [_shapes(block) for block in own]:
+            raise FallbackError(f"the weights of data-parallel peer {peer} are not those of this rank's model")
+        with torch.no_grad():
+            for name, held in own[0].items():
+                held.copy_(blocks[0][name])
+        self._subject.optimizer.reload_model_params()
+        self._subject.take_over(envelope, blocks[1])
+        self._settings.reseed(step)
+        self._session.observe(
+            events.STAGE_REBUILT,
+            step=step,
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            strategy=f"weights of rank {peer}",
+            weights=[],
+            neighbours=[peer],
+            note="",
+            seconds=round(time.monotonic() - began, 4),
+        )
+        return envelope
+
+
+def _shapes(block: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (held.shape, held.dtype) for name, held in block.items()}
