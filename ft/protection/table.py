@@ -152,7 +152,6 @@ CONFLICTS: list[Conflict] = [
         STACKS,
         "a group that has lost a worker is rebuilt as a whole",
     ),
-    Conflict(STAGES, REPLICAS, "a replica that has lost a stage fetches an exact copy from the other replicas"),
     Conflict(PROFILE, REPLICAS, "a profile describes one world, and replicas wait for one another"),
     Conflict(PROFILE, SWAPPED, "a profile describes megatron-core's own schedules, and swapped ends need another one"),
     Conflict(DOUBLE, PROFILE, "a profile measures a run without double execution"),

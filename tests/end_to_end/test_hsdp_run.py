@@ -233,7 +233,7 @@ def test_what_replicas_cannot_train_with_is_refused_by_name(extra, batch, says, 
             "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
             "global_aux_loss does not go with replicas",
         ),
-        ("--ft-checkfree", "stage rebuild .* cannot be combined with replicas"),
+        ("--ft-checkfree", "--ft-checkfree needs hot-swap"),
     ],
 )
 def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp_path):

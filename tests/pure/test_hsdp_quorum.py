@@ -8,7 +8,8 @@ from ft.job.quorum import Limits, NoQuorum, Quorum, Report
 from ft.job.quorum.blame import judge
 from ft.job.quorum.server import parse_options
 from ft.job.quorum.state import SPAN, Options
-from ft.net.codec import BadMessage, from_json
+from ft.job.quorum.values import committed_in, estimated
+from ft.net.codec import BadMessage, from_json, to_json
 
 # --- forming ---------------------------------------------------------------------------------------------------------
 
@@ -522,6 +523,26 @@ def test_a_report_that_is_sent_twice_is_answered_once():
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
+def test_every_exact_state_of_a_step_goes_before_an_estimate_and_one_estimate_before_another():
+    lineages = [77, estimated(77, 0), estimated(estimated(77, 4), 1), estimated(77, 2)]
+    reports = [Report(0, 0, 5, lineage) for lineage in lineages]
+    older = Report(1, 0, 4, 76)
+    assert sorted([older, *reports], key=lambda report: report.state) == [older, *reversed(reports)]
+    assert [committed_in(lineage) for lineage in lineages] == [77] * 4
+    assert [from_json(Report, to_json(report)) for report in reports] == reports
+
+
+def test_a_replica_with_an_estimate_is_behind_one_with_the_exact_state():
+    world = World(2)
+    quorum = world.commits(world.start(), 0, 1).quorum
+    world.lose(1)
+    world.hello(1, 1, last=quorum)
+    world.report(1, 1, estimated(1, 1), 1)
+    world.report(0, 1, 1, number=quorum.number)
+    found = world.given[0, 0]
+    assert (found.healthy, found.behind, found.lineage) == ((0,), (1,), 1)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -531,6 +552,7 @@ def test_a_report_that_is_sent_twice_is_answered_once():
         {"replica": 0, "life": 0, "next_step": 1},
         {"replica": -1, "life": 0, "next_step": 1, "lineage": 0},
         {"replica": 0, "life": 0, "next_step": 1, "lineage": -1},
+        {"replica": 0, "life": 0, "next_step": 0, "lineage": -2},
         {"replica": 0, "life": 0, "next_step": "1", "lineage": 0},
         {"replica": True, "life": 0, "next_step": 1, "lineage": 0},
         {"replica": 0, "life": 0, "next_step": 1, "lineage": 0, "suspects": "all"},

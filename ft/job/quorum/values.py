@@ -15,9 +15,26 @@ NO_STATE = (0, -1)
 """(next_step, lineage) of a replica that has neither loaded nor initialised any state."""
 
 
+_ESTIMATE = 2**50
+"""Larger than every quorum number. An estimated state has the lineage of the exact one, less a multiple of this."""
+
 EPOCHS = 10**6
 """Lives of a replica between two restarts of all its workers, if standbys replace lost ones: restart r begins with life
 r * EPOCHS, and each replacement with the life that follows."""
+
+
+def estimated(lineage: int, replica: int) -> int:
+    """Return the lineage of a state of ``replica`` of which a part was estimated (CheckFree).
+
+    It differs from the lineage of every other state of the same step. Every exact state of that step counts as further,
+    and so does the estimate of a replica with a smaller number.
+    """
+    return committed_in(lineage) - (replica + 1) * _ESTIMATE
+
+
+def committed_in(lineage: int) -> int:
+    """Return the number of the quorum in which the last step of a state was committed."""
+    return lineage % _ESTIMATE
 
 
 class NoQuorum(FtError):
@@ -33,7 +50,8 @@ class Report:
         life: its life, which is one world of worker processes, numbered by its agent.
         next_step: number of committed steps in its state, hence the index (from 0) of its next step.
         lineage: number of the quorum in which its last step was committed; 0 before the first step; -1, together with
-            next_step 0, when the replica has no state at all.
+            next_step 0, when the replica has no state at all; less if a part of the state was estimated
+            (:func:`estimated`).
         suspects: replicas of the last quorum that this replica could not reach in its gradient rings; contains this
             replica if the fault is its own.
         step_s: usual duration of its steps in seconds, None while unknown.
@@ -58,8 +76,8 @@ class Report:
     def __post_init__(self):
         counts = (self.replica, self.life, self.next_step, self.number, *self.suspects)
         _check(all(map(is_count, counts)), "replica, life, next_step, number and suspects are counts")
-        _check(self.lineage >= -1, "lineage is -1 or more")
-        _check(self.lineage >= 0 or self.next_step == 0, "lineage -1 goes with next_step 0")
+        _check((self.lineage == -1) <= (self.next_step == 0), "lineage -1 goes with next_step 0")
+        _check(self.lineage >= -1 or self.next_step > 0, "an estimate goes with a step")
         _check(self.step_s is None or 0 <= self.step_s < 1e9, "step_s is seconds")
 
 

@@ -32,6 +32,7 @@ class HotSwap(Protection):
             newest_checkpoint=trainer.newest_checkpoint,
             injector=None if inside is None else inside.injector,
             close=None if inside is None else inside.close,
+            estimated=None if inside is None else inside.position.estimate,
             rebuilder=next((layer.rebuilder for layer in inner if isinstance(layer, RebuildsStages)), None),
         )
 

@@ -44,6 +44,7 @@ def build(
     rebuilder: Callable[[Session, TrainingState], StageRebuilder] | None = None,
     injector: Injector | None = None,
     close: Callable[[], None] | None = None,
+    estimated: Callable[[], None] | None = None,
 ) -> RecoveryManager:
     """Return the layer that recovers a training run from faults.
 
@@ -64,6 +65,7 @@ def build(
             stage is rebuilt.
         injector: planned faults, if a layer inside this one has them; its phases are in place already.
         close: called when all workers have done the last step.
+        estimated: called after a recovery in which a part of the state was estimated (CheckFree).
 
     Raises:
         UserError: ``strict`` is set and peer copies cannot be placed as requested; or the model's stages cannot be
@@ -87,4 +89,4 @@ def build(
     if injector is None:
         injector = make_injector(session, Breakage(session, snapshots, subject, position, newest_checkpoint))
         plant_phases(injector, subject, lambda: position.get()["step"] + 1)
-    return RecoveryManager(session, subject, position, snapshots, injector, placing, stage_rebuilder, close)
+    return RecoveryManager(session, subject, position, snapshots, injector, placing, stage_rebuilder, close, estimated)

@@ -40,6 +40,7 @@ class RecoveryManager(Layer, Operations):
         placing: placement of the peer copies.
         keeper: rebuilds pipeline stages that are lost with all their copies (CheckFree), or None.
         close: called when all workers have done the last step, or None.
+        estimated: called after a recovery in which a part of the state was estimated (CheckFree), or None.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class RecoveryManager(Layer, Operations):
         placing: Placing,
         keeper: StageRebuilder | None = None,
         close: Callable[[], None] | None = None,
+        estimated: Callable[[], None] | None = None,
     ):
         self.session, self.snapshots, self.shards = session, snapshots, subject.shards
         self._subject, self._position, self._injector, self._placing = subject, position, injector, placing
-        self._keeper, self._close = keeper, close
+        self._keeper, self._close, self._estimated = keeper, close, estimated
         self._recovery = Recovery(session, self)
         self._work: Callable[[], Any] = lambda: None
         self._committed = 0
@@ -180,6 +182,8 @@ class RecoveryManager(Layer, Operations):
 
     def continue_from(self, position: dict[str, Any], order: Repair) -> None:
         self._position.set(position)
+        if self._estimated is not None and (order.rebuilt or order.lent):
+            self._estimated()
         if self._keeper is not None:
             self._keeper.learn(order)
         self.snapshots.peers = self._placing.renew(order.copies)

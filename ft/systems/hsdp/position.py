@@ -7,6 +7,7 @@ Each replica reads its own stream of samples; an assignment divides the samples 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ft.job.quorum.values import estimated
 from ft.protection.position import Position
 from ft.systems.hsdp.samples import SampleAssignment
 
@@ -42,7 +43,8 @@ class ReplicaPosition:
         assignment: which replica gets which samples.
         positions: replica -> number of samples that it has taken.
         lineage: number of the quorum (set of participating replicas) that committed the last step, 0 before the first.
-            States with equal step and lineage are equal.
+            States with equal step and lineage are equal. Negative if a part of the state was estimated, see
+            :func:`ft.job.quorum.values.estimated`.
         has_state: whether the position belongs to a training state, and not to the start of a process that fetches it.
     """
 
@@ -92,6 +94,14 @@ class ReplicaPosition:
         self._trainer.set({name: value for name, value in position.items() if name not in _OWN})
         self.lineage, self.has_state = position["lineage"], position["has_state"]
         self.follow()
+
+    def estimate(self) -> None:
+        """Note that a part of the state was estimated (CheckFree): every exact state of this step goes before it.
+
+        Before the first step, there is nothing that an estimate could save.
+        """
+        self.lineage = estimated(self.lineage, self._replica)
+        self.has_state = self.has_state and self.step > 0
 
     def follow(self) -> None:
         """Follow the trainer's position, which was set: adopt its extra state, and have the loaders read on there."""

@@ -14,6 +14,7 @@ import torch
 from ft.base import events
 from ft.base.errors import EpochClosed
 from ft.job.quorum import Quorum
+from ft.job.quorum.values import committed_in
 from ft.systems.hsdp.components import Components
 from ft.systems.hsdp.digest import digest
 from ft.systems.hsdp.ports import Agreed, Question
@@ -162,7 +163,7 @@ class TrainingRank:
             computed: this replica has computed gradients in the step.
         """
         at = self._position.began_at(self._parts.batch) if computed else None
-        self._before = self._position.lineage, at
+        self._before = committed_in(self._position.lineage), at
         self._computed_with = self._digest(self._parts.state.parameters) if computed else None
 
     def advance(self, quorum: Quorum) -> None:
