@@ -33,6 +33,7 @@ LIMIT_S = 300.0
 SECOND = 0.35
 """Share of the faults that get a second fault during their recovery."""
 DMR, HOT, FREE, PLUS = "--ft-dmr piggyback", "--ft-hot-swap", "--ft-checkfree", "--ft-checkfree-plus"
+ALONE = f"{HOT} {FREE} --ft-snapshot-peers 0"
 LOSSES = ("kill", "kill", "hang", "drop", "exception:error=recoverable", "exception:error=node")
 FLIPS = (
     "bit-flip:operator=mm:phase=forward",
@@ -90,6 +91,8 @@ COMBINATIONS = (
     Combination("replicas + SPARe + DMR", DMR, OF_REPLICA, replicas=3, redundancy=2),
     Combination("replicas + hot-swap", HOT, OF_REPLICA, replicas=3, standbys=1),
     Combination("replicas + hot-swap + DMR", f"{HOT} {DMR}", OF_REPLICA, replicas=3, standbys=1),
+    Combination("hot-swap + CheckFree, no copies", ALONE, (SHARDED, WORLD[1], FOUR[0]), standbys=2),
+    Combination("replicas + hot-swap + CheckFree, no copies", ALONE, (SHARDED, ""), replicas=3, standbys=1),
 )
 
 
