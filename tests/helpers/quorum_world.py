@@ -14,8 +14,8 @@ class World:
         self.now, self.notes, self.given = now, [], {}
         self.state = State.begin(self.options, term, now)
 
-    def hello(self, replica, life=0, last=None):
-        self.notes += reactions.hello(self.state, self.now, replica, life, last)
+    def hello(self, replica, life=0, last=None, steps=0):
+        self.notes += reactions.hello(self.state, self.now, replica, life, last, steps)
 
     def report(self, replica, next_step=0, lineage=-1, life=0, **values):
         last = self.given.get((replica, life))

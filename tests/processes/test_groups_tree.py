@@ -92,7 +92,7 @@ def test_a_tree_answers_as_one_group(size, fan_out, ranks):
 class Leader:
     """A quorum client that keeps the rows of addresses it is told, and gives every question the same quorum."""
 
-    def hello(self, rows):
+    def hello(self, rows, steps):
         self.told = rows
 
     def ask(self, report):

@@ -19,7 +19,7 @@ class Leader:
     def __init__(self):
         self.asked, self.may_answer = 0, threading.Event()
 
-    def hello(self, rows):
+    def hello(self, rows, steps):
         """Nobody listens."""
 
     def ask(self, report):

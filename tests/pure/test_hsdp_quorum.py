@@ -524,7 +524,7 @@ def test_a_report_that_is_sent_twice_is_answered_once():
 
 
 def test_every_exact_state_of_a_step_goes_before_an_estimate_and_one_estimate_before_another():
-    lineages = [77, estimated(77, 0), estimated(estimated(77, 4), 1), estimated(77, 2)]
+    lineages = [77, estimated(77, 0, 3), estimated(estimated(77, 4, 3), 1, 3), estimated(77, 1, 4)]
     reports = [Report(0, 0, 5, lineage) for lineage in lineages]
     older = Report(1, 0, 4, 76)
     assert sorted([older, *reports], key=lambda report: report.state) == [older, *reversed(reports)]
@@ -537,7 +537,7 @@ def test_a_replica_with_an_estimate_is_behind_one_with_the_exact_state():
     quorum = world.commits(world.start(), 0, 1).quorum
     world.lose(1)
     world.hello(1, 1, last=quorum)
-    world.report(1, 1, estimated(1, 1), 1)
+    world.report(1, 1, estimated(1, 1, 1), 1)
     world.report(0, 1, 1, number=quorum.number)
     found = world.given[0, 0]
     assert (found.healthy, found.behind, found.lineage) == ((0,), (1,), 1)

@@ -60,3 +60,16 @@ def test_a_notice_of_an_earlier_life_makes_nobody_wait():
     for replica in (0, 2):
         decision = world.retries(first, replica)
     assert decision.quorum is not None or "replacing" not in decision.reason
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_replica_that_says_that_its_state_is_further_is_waited_for(steps):
+    world, _ = _at_work()
+    world.lose(1)
+    world.lose(2)
+    world.wait(20.0)
+    world.hello(1, life=1, steps=steps)
+    world.hello(2, life=1)
+    world.lose(0)
+    decision = world.report(2, 1, 1, life=1)
+    assert ("replica 1 is further than all others, and lives" in decision.reason) == (steps > 1)

@@ -53,7 +53,7 @@ class QuorumClient:
         """
         self._link.start()
 
-    def hello(self, rows: Rows) -> None:
+    def hello(self, rows: Rows, steps: int = 0) -> None:
         """Announce that this life is ready, with the addresses of its ranks.
 
         To be called once, before :meth:`ask`; returns at once.
@@ -61,10 +61,12 @@ class QuorumClient:
         Args:
             rows: one dictionary of addresses for each rank of the replica, in rank order, for the other replicas:
                 {"ring": address for the gradient rings, "fetch": address for fetching state}.
+            steps: number of committed steps in the state that this life begins with; 0: it has no state, or the initial
+                one. The server does not go back behind them without asking this replica.
         """
         if self._own_rows is not None:
             raise FtError("hello is said once in a life")
-        self._own_rows = rows
+        self._own_rows, self._steps = rows, steps
         if not self._link.is_started:
             self._link.start()
             return
@@ -145,6 +147,7 @@ class QuorumClient:
             known = {str(replica): life for replica, (life, _) in self._rows.items()}
             asked, said = self._asked, (self._aside, self._left)
         hello = {"kind": "hello", "replica": self.replica, "life": self.life, "rows": self._own_rows}
+        hello["steps"] = self._steps
         frames = [wire.pack(hello | {"last": last, "known": known})]
         if asked is not None:
             frames.append(_report_frame(asked[0]))

@@ -173,9 +173,11 @@ class Dispatch:
         replica, life, rows, known = (message.get(name) for name in ("replica", "life", "rows", "known"))
         if not is_count(replica) or not is_count(life) or not _are_rows(rows) or not isinstance(known, dict):
             raise BadMessage("a hello without replica, life, rows or known")
+        if not is_count(steps := message.get("steps", 0)):
+            raise BadMessage("a hello with steps that are no count")
         last = from_json(Quorum, message["last"]) if message.get("last") is not None else None
         try:
-            notes = reactions.hello(self.state, now, replica, life, last)
+            notes = reactions.hello(self.state, now, replica, life, last, steps)
         except NoQuorum as error:
             peer.refused = str(error)
             yield _refusal(peer, peer.refused)

@@ -29,10 +29,11 @@ own.
 """
 
 
-def hello(state: State, now: float, replica: int, life: int, last: Quorum | None) -> list[Note]:
+def hello(state: State, now: float, replica: int, life: int, last: Quorum | None, steps: int = 0) -> list[Note]:
     """Register a leader that has connected for the first time or again.
 
-    ``last`` is the last quorum that this leader received, or None.
+    ``last`` is the last quorum that this leader received, or None; ``steps`` the number of committed steps in the state
+    that its life began with.
 
     Raises:
         NoQuorum: this life is over: a later life has connected, or the end of this life was reported.
@@ -45,6 +46,7 @@ def hello(state: State, now: float, replica: int, life: int, last: Quorum | None
     notes = _ended(state, replica, f"life {life} takes its place") if life > one.life else []
     if life > one.life:
         started(one, life, now)
+    one.steps = max(one.steps, steps)
     if one.phase == ARRIVING:
         one.waited_s = 0.0
     if one.phase != HERE:

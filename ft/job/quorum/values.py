@@ -15,21 +15,23 @@ NO_STATE = (0, -1)
 """(next_step, lineage) of a replica that has neither loaded nor initialised any state."""
 
 
-_ESTIMATE = 2**50
-"""Larger than every quorum number. An estimated state has the lineage of the exact one, less a multiple of this."""
+_ESTIMATE, _ESTIMATES, _REPLICAS = 2**42, 2**20, 1024
+"""The first is larger than every quorum number. An estimated state has the lineage of the exact one, less a multiple of
+it: one of so many, which are told apart by the life and the number of the replica, below the last.
+"""
 
 EPOCHS = 10**6
 """Lives of a replica between two restarts of all its workers, if standbys replace lost ones: restart r begins with life
 r * EPOCHS, and each replacement with the life that follows."""
 
 
-def estimated(lineage: int, replica: int) -> int:
-    """Return the lineage of a state of ``replica`` of which a part was estimated (CheckFree).
+def estimated(lineage: int, replica: int, life: int) -> int:
+    """Return the lineage of a state of which a part was estimated (CheckFree) when ``life`` of ``replica`` began.
 
-    It differs from the lineage of every other state of the same step. Every exact state of that step counts as further,
-    and so does the estimate of a replica with a smaller number.
+    It differs from the lineage of every other state of the same step, and every exact state of that step counts as
+    further.
     """
-    return committed_in(lineage) - (replica + 1) * _ESTIMATE
+    return committed_in(lineage) - (1 + (life * _REPLICAS + replica) % _ESTIMATES) * _ESTIMATE
 
 
 def committed_in(lineage: int) -> int:

@@ -32,7 +32,7 @@ class HotSwap(Protection):
             newest_checkpoint=trainer.newest_checkpoint,
             injector=None if inside is None else inside.injector,
             close=None if inside is None else inside.close,
-            estimated=None if inside is None else inside.position.estimate,
+            estimated=None if inside is None else inside.estimated,
             rebuilder=next((layer.rebuilder for layer in inner if isinstance(layer, RebuildsStages)), None),
         )
 

@@ -42,18 +42,19 @@ class Agreement:
         self._rows: dict[int, tuple[int, list[dict[str, str]]]] = {}  # replica -> (life number of its workers, rows)
         self._thread: threading.Thread | None = None
 
-    def begin(self, client: QuorumClient | None) -> None:
+    def begin(self, client: QuorumClient | None, steps: int = 0) -> None:
         """Begin a life of the replica: tell the quorum server the addresses of its ranks, and start the thread.
 
         All ranks of the tree have to call it at the same time; after :meth:`end`, they can call it again.
 
         Args:
             client: quorum client of this life on the leader, which is rank 0 of the tree; None on other ranks.
+            steps: number of committed steps in the state of the replica, 0 if it has none.
         """
         self._client, self._rows, self._asked = client, {}, queue.SimpleQueue()
         rows = _gather(self._tree, self._row)
         if client is not None:
-            client.hello(rows)
+            client.hello(rows, steps)
         self._thread = threading.Thread(target=self._run, args=(self._asked,), name="ft-hsdp-agreement", daemon=True)
         self._thread.start()
 

@@ -95,12 +95,15 @@ class ReplicaPosition:
         self.lineage, self.has_state = position["lineage"], position["has_state"]
         self.follow()
 
-    def estimate(self) -> None:
+    def estimate(self, life: int) -> None:
         """Note that a part of the state was estimated (CheckFree): every exact state of this step goes before it.
 
         Before the first step, there is nothing that an estimate could save.
+
+        Args:
+            life: the life of the replica that begins with this state.
         """
-        self.lineage = estimated(self.lineage, self._replica)
+        self.lineage = estimated(self.lineage, self._replica, life)
         self.has_state = self.has_state and self.step > 0
 
     def follow(self) -> None:

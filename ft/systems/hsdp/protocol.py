@@ -79,6 +79,7 @@ class Steps:
         rank: the rank.
         wait_s: seconds that an update waits for replicas that fetch the state.
         limits: time limits of rings.
+        goes_on: whether this life goes on from the state of the one before, which hot-swap has restored.
 
     Attributes:
         has_state: whether the rank has a training state.
@@ -87,13 +88,20 @@ class Steps:
     """
 
     def __init__(
-        self, replica: int, life: int, has_state: bool, rank: Rank, wait_s: float, limits: RingLimits | None = None
+        self,
+        replica: int,
+        life: int,
+        has_state: bool,
+        rank: Rank,
+        wait_s: float,
+        limits: RingLimits | None = None,
+        goes_on: bool = False,
     ):
         self._replica, self._life, self._rank = replica, life, rank
         self.has_state, self.agreed, self.is_catching_up = has_state, Agreed(None, {}), False
         # _is_sure: this replica computes the next step without waiting for its quorum (see ``begins``).
-        # _is_untouched: no fetch has written into the initial state of this process.
-        self._is_sure, self._is_untouched, self._has_joined = False, True, False
+        # _is_untouched: neither a fetch nor a step has written into the initial state of this process.
+        self._is_sure, self._is_untouched, self._has_joined = False, not goes_on, goes_on
         # _aside: in this step a replica may be busy with something else, or slow, so the ring gets a longer time limit.
         self._aside = True  # the first step may take long on every replica
         self._suspects: tuple[int, ...] = ()

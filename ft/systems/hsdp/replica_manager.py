@@ -60,6 +60,7 @@ class ReplicaManager(Layer):
         self.is_inside = is_inside
         self._notice: MendNotice | None = None
         self._position.has_state = not place.comes_back
+        self._goes_on = self.session.joins
         self._make_life(place.life)
         self.session.when_closed(self._on_close)
 
@@ -213,7 +214,9 @@ class ReplicaManager(Layer):
     def _make_life(self, number: int) -> None:
         place = self._parts.place
         self._rank = TrainingRank(self._parts, self._load)
-        self._steps = Steps(place.replica, number, self._position.has_state, self._rank, place.wait_s)
+        self._steps = Steps(
+            place.replica, number, self._position.has_state, self._rank, place.wait_s, goes_on=self._goes_on
+        )
 
     def _begin_life(self) -> None:
         """Begin the life of this epoch: a replacement of a worker changes addresses that other replicas know.
@@ -225,11 +228,12 @@ class ReplicaManager(Layer):
         if self.is_inside:
             life = parts.place.life_in(self.session.epoch)
             self._make_life(life)
+            self._goes_on = True
             if not self._rank.is_uniform():
                 raise SystemExit(f"replica {parts.place.replica}: the copies of its ranks are of different quorums")
             if self.session.rank == 0:
                 parts.client = QuorumClient(parts.place.run_dir, parts.place.replica, life, parts.place.token)
-        parts.agreement.begin(parts.client)
+        parts.agreement.begin(parts.client, self._position.step if self._position.has_state else 0)
 
     def _end_life(self, reason: str) -> None:
         """Let go of the other replicas before the state of this one is restored."""
@@ -251,6 +255,10 @@ class ReplicaManager(Layer):
         if client is not None:
             client.abandon(reason)
         self._parts.exchange.give_up(reason)
+
+    def estimated(self) -> None:
+        """Note that hot-swap has estimated a part of the state that the life of this epoch begins with."""
+        self._position.estimate(self._parts.place.life_in(self.session.epoch))
 
     @property
     def position(self) -> ReplicaPosition:

@@ -102,7 +102,7 @@ class Checks:
         """Check that a quorum loads a checkpoint only if no member has a state."""
         for replica, number in quorum.lives.items():
             life = self._world.agents[replica].life
-            if quorum.load and life is not None and life.number == number and life.ranks[0].held.lineage >= 0:
+            if quorum.load and life is not None and life.number == number and life.ranks[0].held.lineage != -1:
                 self.fail(f"all are to load a checkpoint, and replica {replica} holds {life.ranks[0].held.name}")
 
     def _check_patience(self, server: "Server", quorum: Quorum) -> None:
@@ -183,6 +183,10 @@ class Checks:
             self.fail(f"{_who(rank)} commits step {quorum.step} with a wrong model")
         if rank.held.name != (quorum.step, quorum.lineage):
             self.fail(f"{_who(rank)} commits step {quorum.step} of lineage {quorum.lineage} on {rank.held.name}")
+
+    def estimated(self, exact: Held, estimate: Held) -> None:
+        """Take note that a replica goes on from an estimate of a state: it has consumed the same samples."""
+        self._consumed[estimate.chain] = self._consumed[exact.chain]
 
     def adopted(self, rank: "Rank") -> None:
         """Check the state that a rank has fetched and adopted."""

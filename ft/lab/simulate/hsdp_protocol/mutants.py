@@ -7,7 +7,7 @@ replicas' protocol.
 from dataclasses import replace
 from unittest import mock
 
-from ft.job.quorum import blame, decide, reactions
+from ft.job.quorum import blame, decide, reactions, values
 from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
 from ft.lab.simulate.hsdp_protocol import server_mutants
@@ -192,6 +192,19 @@ def _leaves_at_once(right):
 
 PLANTS = (
     Replaced("ignores the lineage", decide, "_quorum", _steps_alone_count),
+    Replaced(
+        "an estimate has the name of the exact state", values, "estimated", lambda _: lambda lineage, *__: lineage
+    ),
+    Replaced(
+        "two estimates have one name", values, "estimated", lambda right: lambda lineage, *_: right(lineage, 0, 0)
+    ),
+    Replaced("forgets how far a mended replica is", reactions, "hello", lambda right: lambda *given: right(*given[:5])),
+    Replaced(
+        "a mended replica leaves before the last checkpoint",
+        Steps,
+        "__init__",
+        lambda right: lambda self, *given: right(self, *given[:6]),
+    ),
     Replaced("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
     Replaced("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: ()),
     Replaced("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),

@@ -35,6 +35,7 @@ class Rank:
         held: the optimizer's state and the position of the rank.
         model: content of the state that the model's parameters were made of.
         is_wrong: whether the model was changed by anything but a step.
+        snapshots: the last two committed states.
         is_alive: False once the process has ended.
         awake_at: virtual time in seconds until which the process is paused.
         attempt: number of attempts at steps.
@@ -45,14 +46,15 @@ class Rank:
 
     def __init__(self, life: "Life", index: int):
         self.life, self.world, self.index, self.replica = life, life.world, index, life.agent.replica
-        comes_back = life.number > 0
-        self.held = NOTHING if comes_back else first(self.world.shape)
+        comes_back = life.number > 0 and life.restored is None
+        self.held = NOTHING if comes_back else life.restored or first(self.world.shape)
+        self.snapshots: list[Held] = []
         self.model, self.is_alive, self.awake_at, self.attempt = self.held.chain, True, 0.0, 0
         self.is_wrong = False
         self.offered: Held | None = None
         self.fetchers: set[Rank] = set()
         self.ring: Ring | None = None
-        self._loader, self._start = 0, self.held
+        self._loader, self._start = 0 if comes_back else self.held.positions[self.replica], self.held
         self._undid: set[int] = set()
         self._fetched: Held | None = None
         self._fetch_done = Signal()
@@ -61,7 +63,15 @@ class Rank:
         self._asked: list[tuple[Question, Signal]] = []
         self._bell, self._told = Signal(), Signal()
         self.begin_exchange()
-        self.steps = Steps(self.replica, life.number, not comes_back, self, self.world.shape.let_finish_s, RING_LIMITS)
+        self.steps = Steps(
+            self.replica,
+            life.number,
+            not comes_back,
+            self,
+            self.world.shape.let_finish_s,
+            RING_LIMITS,
+            life.restored is not None,
+        )
 
     def start(self) -> None:
         for thread in (self._train(), self._agree()):
@@ -104,7 +114,9 @@ class Rank:
     async def _loop(self) -> None:
         steps, shape = self.steps, self.world.shape
         while self.world.last_step is None or self.held.step < self.world.last_step:
-            if await steps.begins():
+            computes = await steps.begins()
+            self.life.agent.mended(self.life)
+            if computes:
                 self.world.at("begins", self)
                 block, self._loader = self._loader, self._loader + 1
                 await Sleep(self.world.compute_s(self.replica))
@@ -235,6 +247,8 @@ class Rank:
 
     def offer(self) -> None:
         self.offered = self._start = self.held
+        if self.held not in self.snapshots:
+            self.snapshots = [*self.snapshots[-1:], self.held]
         self._is_closing = False
 
     async def withdraw(self, wait_s: float) -> bool:
@@ -298,6 +312,7 @@ class Rank:
 
     def drop(self) -> None:
         self.held, self.is_wrong, self.offered = NOTHING, False, None
+        self.snapshots = []
         self.fetchers.clear()
 
     def abandon(self) -> None:

@@ -13,7 +13,9 @@ from unittest import mock
 
 from ft.base.errors import FtError
 from ft.job.quorum import client as clients
+from ft.job.quorum import values
 from ft.job.quorum.values import Quorum, Report
+from ft.lab.simulate.hsdp_protocol.held import Held
 from ft.lab.simulate.hsdp_protocol.link import Link
 from ft.lab.simulate.hsdp_protocol.rank import Rank
 from ft.lab.simulate.hsdp_protocol.ring import address_row
@@ -27,6 +29,8 @@ _NOTICED_S, _CLOSING_S, _HANDOVER_S = (0.01, 0.05), (0.005, 0.05), 0.0005
 """Durations in virtual seconds, the first two as (least, most): detection of a dead rank, the end of the other ranks,
 and the handover of the quorum from the client to the agreement thread.
 """
+_MENDED = 0.3
+"""Duration of the replacement of a worker in place, as a share of that of a new life."""
 
 
 class Agent:
@@ -40,12 +44,17 @@ class Agent:
         self.world, self.replica = world, replica
         self.life: Life | None = None
         self._number = -1
+        self._notice: clients.MendNotice | None = None
 
-    def build(self, seconds: float) -> None:
-        """Start the next life, which takes ``seconds`` virtual seconds."""
+    def build(self, seconds: float, restored: Held | None = None) -> None:
+        """Start the next life, which takes ``seconds`` virtual seconds.
+
+        ``restored`` is the state with which it begins; None: the initial state, or none if it is not the first life.
+        """
         self._number += 1
-        coming = Life(self, self._number)
-        self.world.time.after(seconds * self.world.rng.random(), coming.client.arriving)
+        coming = Life(self, self._number, restored)
+        if restored is None:
+            self.world.time.after(seconds * self.world.rng.random(), coming.client.arriving)
         self.world.time.after(seconds, self._start, coming)
 
     def _start(self, life: "Life") -> None:
@@ -60,6 +69,10 @@ class Agent:
 
     def _close(self, life: "Life", reason: str) -> None:
         if self.life is life and not life.is_closing:
+            life.is_mending = self.world.mending.random() < self.world.shape.mends
+            if life.is_mending and self._notice is None and any(rank.is_alive for rank in life.ranks[:2]):
+                with _links(self.world, self.replica, None):
+                    self._notice = clients.MendNotice(Path("."), self.replica, life.number, "token")
             life.close(reason)
             self.world.time.after(self.world.rng.uniform(*_CLOSING_S), self._end, life, reason)
 
@@ -69,7 +82,36 @@ class Agent:
         life.end()
         self.life = None
         self.world.note("replica {}: life {} is over: {}", self.replica, life.number, reason)
-        self.build(self.world.shape.build_s * self.world.rng.uniform(0.7, 1.3))
+        restored = self._restored(life) if life.is_mending else None
+        if restored is None:
+            self.mended(None)
+        share = 1.0 if restored is None else _MENDED
+        self.build(share * self.world.shape.build_s * self.world.rng.uniform(0.7, 1.3), restored)
+
+    def _restored(self, life: "Life") -> Held | None:
+        """Return the state that the replica restores after it has replaced a worker, None if it has none.
+
+        It is the newest state of which all ranks have a snapshot, or an estimate of it.
+        """
+        ranks = [set(rank.snapshots) for rank in life.ranks]
+        found = max(set.intersection(*ranks), key=lambda held: held.name, default=None)
+        if found is None or self.world.mending.random() >= self.world.shape.estimates:
+            return found
+        if found.step == 0:
+            return None
+        number = self._number + 1
+        content = hash((found.chain, -8, self.replica, number))
+        lineage = values.estimated(found.lineage, self.replica, number)
+        estimate = Held(found.step, lineage, content, found.positions)
+        self.world.checks.estimated(found, estimate)
+        self.world.note("replica {}: estimates {}", self.replica, estimate.name)
+        return estimate
+
+    def mended(self, life: "Life | None") -> None:
+        """End the notice that a worker is being replaced: ``life`` has reported again, or (None) there is none."""
+        if self._notice is not None and (life is None or life is self.life):
+            self._notice.close()
+            self._notice = None
 
     def finished(self, life: "Life") -> None:
         """End a life that has done its work."""
@@ -84,7 +126,9 @@ class Life:
 
     Attributes:
         number: number of the life, from 0.
+        restored: the state that it begins with, see :meth:`Agent.build`.
         is_closing: whether the agent has told the processes that one of them was lost.
+        is_mending: whether the replica replaces the lost one in place.
         is_over: whether the agent has ended the processes.
         ranks: the worker processes; rank 0 is the leader.
         quorum: the last quorum that the leader received.
@@ -96,9 +140,9 @@ class Life:
         answers: the broadcasts of the agreement threads.
     """
 
-    def __init__(self, agent: Agent, number: int):
-        self.agent, self.world, self.number = agent, agent.world, number
-        self.is_closing = self.is_over = False
+    def __init__(self, agent: Agent, number: int, restored: Held | None = None):
+        self.agent, self.world, self.number, self.restored = agent, agent.world, number, restored
+        self.is_closing = self.is_over = self.is_mending = False
         self.quorum: Quorum | None = None
         self.aside_since: float | None = None
         self.undone: set[int] = set()
@@ -110,7 +154,8 @@ class Life:
             self.client = clients.QuorumClient(Path("."), agent.replica, number, "token", self.world.limits)
 
     def start(self) -> None:
-        self.client.hello([address_row(self.agent.replica, self.number, rank.index) for rank in self.ranks])
+        rows = [address_row(self.agent.replica, self.number, rank.index) for rank in self.ranks]
+        self.client.hello(rows, self.ranks[0].held.step)
         for rank in self.ranks:
             rank.start()
 
@@ -119,7 +164,9 @@ class Life:
         self.is_closing = True
         for rank in self.ranks:
             if rank.is_alive and rank.awake_at <= self.world.time.now:
-                if rank.index == 0:
+                if rank.index == 0 and self.is_mending:
+                    self.client.abandon(reason)
+                elif rank.index == 0:
                     self.client.leave(reason)
                 rank.give_up(reason)
 

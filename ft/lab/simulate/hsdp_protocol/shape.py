@@ -5,7 +5,7 @@ the replicas. A replica that is behind fetches the state of another one.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ft.job.quorum.limits import Limits
 from ft.job.quorum.state import SPAN
@@ -50,6 +50,8 @@ class Shape:
         hang_s: time until an agent (the supervisor of a replica) kills a rank that makes no progress.
         build_s: time to start the processes of a replica again after a failure.
         begins_at: (step, lineage) of the initial state; (0, 0) unless the run continues an earlier one.
+        mends: probability that a replica replaces a lost worker in place (hot-swap), and goes on from its snapshots.
+        estimates: probability that a part of the state is lost with all copies then, and is estimated (CheckFree).
     """
 
     replicas: int
@@ -63,6 +65,8 @@ class Shape:
     hang_s: float
     build_s: float
     begins_at: tuple[int, int] = (0, 0)
+    mends: float = 0.0
+    estimates: float = 0.0
 
 
 def draw_shape(rng: random.Random) -> Shape:
@@ -70,7 +74,7 @@ def draw_shape(rng: random.Random) -> Shape:
     replicas = rng.choice((2, 3, 3, 4))
     step_s = rng.uniform(0.1, 0.4)
     fetch_s = step_s * rng.uniform(0.2, 1.5)
-    return Shape(
+    shape = Shape(
         replicas=replicas,
         ranks=rng.choice((1, 2, 2, 3)),
         minimum=1 if rng.random() < 0.8 else 2,
@@ -83,3 +87,5 @@ def draw_shape(rng: random.Random) -> Shape:
         build_s=rng.uniform(0.3, 1.5),
         begins_at=_EARLIER_RUN if rng.random() < 0.2 else (0, 0),
     )
+    own = random.Random(f"mends {shape!r}")  # drawn apart: the rest of a history is the same with and without them
+    return replace(shape, mends=own.choice((0.0, 0.0, 0.8)), estimates=own.choice((0.0, 0.3)))

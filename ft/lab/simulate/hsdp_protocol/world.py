@@ -27,7 +27,8 @@ class World:
     """The state of one simulated run.
 
     Args:
-        rng: source of all randomness.
+        rng: source of all randomness but one.
+        mending: source of what is decided about lost workers, so that the rest of a history does not depend on it.
         shape: parameters of the run.
         lines: event log to append to, None if no log is needed.
 
@@ -48,6 +49,7 @@ class World:
 
     def __init__(self, rng: random.Random, shape: Shape, lines: list[str] | None):
         self.rng, self.shape, self.limits, self.lines = rng, shape, LIMITS, lines
+        self.mending = random.Random(f"mending {shape!r}")
         self.time, self.checks = Timeline(), Checks(self)
         self.standing: Server
         self.lease_term, self._lease_end = -1, None
