@@ -1,0 +1,166 @@
+"""One run in which the recovery ladder is used from its first rung to its last, and a picture of it.
+
+    python tools/experiments/every_rung.py --into FOLDER --plot tools/experiments/results/every_rung.png \\
+        > tools/experiments/results/every_rung.txt
+
+Two replicas of four data-parallel workers, with a standby each, hot-swap and CheckFree; a few minutes on 2 cores. Each
+planned loss needs a rung that the earlier ones do not. Reordering (SPARe) takes the place of "another replica" in a run
+with SPARe, which has no such rung, and is in no run beside it.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).parent)]
+
+import replica_runs  # noqa: E402
+from fault_campaign import corpus  # noqa: E402
+
+from ft.base import events  # noqa: E402
+from ft.job.control import rungs  # noqa: E402
+from ft.show import axes, palette  # noqa: E402
+from ft.show.text import table  # noqa: E402
+
+STEPS, REPLICAS, WORKERS = 64, 2, 4
+FLAGS = "--use-distributed-optimizer --ft-hot-swap --ft-checkfree"
+SAVE_INTERVAL = 6
+LIMIT_S = 420.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A planned loss: its step, its fault, {replica: ranks} that it strikes, and the rung that has to follow."""
+
+    step: int
+    fault: str
+    struck: dict[int, tuple[int, ...]]
+    rung: str
+
+    @property
+    def committed(self) -> int:
+        """Return the last committed step when the fault strikes, as events have it."""
+        return self.step - 1
+
+    @property
+    def specs(self) -> list[str]:
+        kind, _, how = self.fault.partition(":")
+        place = [(replica, rank) for replica, ranks in self.struck.items() for rank in ranks]
+        return [f"{kind}@replica={a}:step={self.step}:rank={b}{how and ':' + how}" for a, b in place]
+
+
+ALL = tuple(range(WORKERS))
+LOSSES = (
+    Loss(4, "exception:error=recoverable", {0: (1,)}, rungs.IN_PLACE),
+    Loss(8, "kill", {0: (1,)}, rungs.STANDBY),
+    Loss(12, "kill", {0: (0, 2)}, rungs.COPY),
+    Loss(16, "kill", {1: ALL}, rungs.REPLICA),
+    Loss(40, "kill", {0: (0, 1), 1: (0, 1)}, rungs.CHECKFREE),
+    Loss(46, "kill", {0: ALL, 1: ALL}, rungs.CHECKPOINT),
+    Loss(58, "exception:error=user", {0: (0,), 1: (0,)}, rungs.END),
+)
+"""A worker's copy is at the worker after it. So two workers that are not neighbours leave a copy of each, two that are
+do not; the first of them then takes the weights of a data-parallel peer, in both replicas."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path, required=True, help="folder for what the run writes")
+    parser.add_argument("--again", action="store_true", help="run nothing, and show the run that is there")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture of the losses and the rungs, as PNG")
+    given = parser.parse_args(argv)
+    done = replica_runs.Done(0, "", given.into / "run") if given.again else _run(given.into)
+    found = [(loss, _rung(done, loss)) for loss in LOSSES]
+    rows = [
+        (str(loss.step), loss.fault, _struck(loss), loss.rung, seen or "another rung", _seconds(done, loss))
+        for loss, seen in found
+    ]
+    print("$ python tools/experiments/every_rung.py")
+    print(table(("step", "fault", "strikes", "rung", "seen", "seconds"), rows))
+    if given.plot:
+        _plot(done, given.plot)
+    return 0 if all(seen == loss.rung for loss, seen in found) else 1
+
+
+def _run(into: Path) -> replica_runs.Done:
+    into.mkdir(parents=True, exist_ok=True)
+    for name in ("run", "save"):
+        shutil.rmtree(into / name, ignore_errors=True)
+    saves = f"--save {into / 'save'} --save-interval {SAVE_INTERVAL}"
+    flags = replica_runs.flags(corpus(into), f"{FLAGS} {saves}", STEPS, batch=16)
+    specs = ",".join(spec for loss in LOSSES for spec in loss.specs)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    options = f"--standby 1 --inject {specs}"
+    return replica_runs.train(
+        into / "run", flags, limit_s=LIMIT_S, replicas=REPLICAS, nproc=REPLICAS * WORKERS, options=options
+    )
+
+
+def _events(done: replica_runs.Done, replica: int) -> list[events.Event]:
+    return events.read(done.folder / f"replica-{replica}" / "events.jsonl")
+
+
+def _rung(done: replica_runs.Done, loss: Loss) -> str:
+    """Return the rung that followed the loss on the replicas that it struck, "" if they took different ones."""
+    taken = {_rung_of(done, loss, replica) for replica in loss.struck}
+    return taken.pop() if len(taken) == 1 else ""
+
+
+def _rung_of(done: replica_runs.Done, loss: Loss, replica: int) -> str:
+    after = iter(_events(done, replica))
+    for event in after:
+        if event.name == events.FAULT_INJECTED and event.step == loss.committed:
+            break
+    for event in after:
+        if event.name == events.REPAIR_ORDERED:
+            return event.detail["rung"]
+        if event.name == events.RESTARTED:  # its own state is lost; the others' is not, unless they were struck as well
+            return rungs.REPLICA if len(loss.struck) < REPLICAS else event.detail["rung"]
+        if event.name == events.STOPPED:
+            return rungs.END
+    return ""
+
+
+def _seconds(done: replica_runs.Done, loss: Loss) -> str:
+    """Return how long it took from the fault to the commit of the step that it interrupted."""
+    faults = [e.wall for e in done.injected() if e.step == loss.committed]
+    commits = [step.when for step in done.proof.lineage.steps if step.number == loss.step and faults]
+    return f"{commits[0] - min(faults):.2f}" if commits and commits[0] > min(faults) else "-"
+
+
+def _struck(loss: Loss) -> str:
+    return ", ".join(f"replica {a}: {len(ranks)} of {WORKERS}" for a, ranks in loss.struck.items())
+
+
+def _committed(done: replica_runs.Done) -> tuple[list, list]:
+    """Return the steps of the surviving state, and the committed steps that were done again."""
+    return done.proof.lineage.steps, done.proof.lineage.superseded
+
+
+def _plot(done: replica_runs.Done, file: str) -> None:
+    told = {line["step"]: line["loss"] for replica in range(REPLICAS) for line in done.metrics_of(replica)}
+    steps, again = ([s for s in some if s.number in told] for some in _committed(done))
+    began = steps[0].when
+    kept = [(step.when - began, told[step.number]) for step in steps]
+    redone = [(step.when - began, told[step.number]) for step in again]
+    figure, place = axes.rows("One run, every rung of the recovery ladder", [3.6])
+    axes.plain(place, "loss by the time of the commit; crosses are steps that were done again", pad=60)
+    place.plot(*zip(*kept, strict=True), color=palette.LOSS, linewidth=1.2, marker=".", markersize=4)
+    if redone:
+        place.plot(*zip(*redone, strict=True), color=palette.QUIET, linestyle="", marker="x", markersize=5)
+    top = max(loss for _, loss in kept)
+    for loss in LOSSES:
+        at = min((e.wall - began for e in done.injected() if e.step == loss.committed), default=None)
+        if at is not None:
+            place.axvline(at, color=palette.FAULT, linewidth=0.8, linestyle="--")
+            place.text(at, top, f" {loss.rung}", rotation=45, va="bottom", ha="left", **axes.STYLE)
+    place.set_xlabel("seconds", **axes.STYLE)
+    figure.savefig(file, format="png")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
