@@ -25,9 +25,9 @@ def abandon_step(chunks: Iterable, optimizer) -> None:
     for chunk in chunks:
         chunk.zero_grad_buffer()
         for group in bucket_groups(chunk):
-            _set(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
-            _set(group, is_first_batch=True, is_last_microbatch=True)
-            _set(group, golden_per_param_grad_ready_counts={}, per_param_grad_ready_counts={})
+            set_known(group, grad_reduce_handle=None, param_gather_handle=None, param_gather_dispatched=False)
+            set_known(group, is_first_batch=True, is_last_microbatch=True)
+            set_known(group, golden_per_param_grad_ready_counts={}, per_param_grad_ready_counts={})
         for param in chunk.module.parameters():
             param.grad = None
     optimizer.zero_grad()
@@ -47,7 +47,7 @@ def expect_no_backward(chunks: Iterable) -> None:
     """
     for chunk in chunks:
         for group in bucket_groups(chunk):
-            _set(group, is_first_batch=True, golden_per_param_grad_ready_counts={})
+            set_known(group, is_first_batch=True, golden_per_param_grad_ready_counts={})
 
 
 def publish_parameters(chunks: Iterable, optimizer) -> None:
@@ -71,11 +71,16 @@ def bucket_groups(chunk) -> list:
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
-def _set(target, **values) -> None:
+def set_known(target, **values) -> None:
+    """Set attributes of an object of core.
+
+    Raises:
+        UserError: the installed core's object lacks an attribute.
+    """
     for name, value in values.items():
         if not hasattr(target, name):
             raise UserError(
-                f"{type(target).__name__} of megatron-core {core.__version__} has no {name}, which recovery resets",
+                f"{type(target).__name__} of megatron-core {core.__version__} has no {name}, which ft sets",
                 "use a supported version of megatron-core (python -m megatron.patches)",
             )
         setattr(target, name, value)

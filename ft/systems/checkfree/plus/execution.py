@@ -3,6 +3,11 @@
 The schedule is a :class:`ft.systems.schedule.program.Program`: for each stage, a sequence of units (the forward or
 backward of one microbatch) and batches of point-to-point messages. The route of a microbatch is the order in which it
 passes through the stages.
+
+Messages overlap with computation: a stage goes on while a batch of messages is in flight, and waits for the batch when
+it needs a tensor from it, or before it posts the next batch. The order of batches and units is that of the program, and
+a stage only waits later than the program does. Therefore a program that cannot deadlock with immediate waits cannot
+deadlock here, with NCCL, which has no tags and executes a group's batches in the order of their calls, as with gloo.
 """
 
 from typing import Any, Protocol
@@ -23,10 +28,13 @@ class Work(Protocol):
         ``given`` is None if the microbatch's route begins on this stage.
         """
 
-    def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
-        """Run the backward of a unit, and return the gradient of its input.
+    def backward(
+        self, unit: Unit, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+    ) -> Any:
+        """Run the backward of ``unit``, and return the gradient of its input.
 
         Args:
+            unit: the backward.
             taken: input of the forward; None if the microbatch's route begins on this stage.
             output: output of the forward.
             gradient: gradient of ``output``; None if the microbatch's route ends on this stage.
@@ -54,6 +62,10 @@ class Execution:
         self._arrived: dict[Unit, torch.Tensor] = {}
         self._made: dict[Unit, torch.Tensor] = {}
         self._open: dict[int, tuple[Any, Any]] = {}
+        self._requests: list[dist.Work] = []
+        self._awaited: set[Unit] = set()
+        self._in_flight: list[dist.P2POp] = []
+        self._outputs: list[torch.Tensor] = []
 
     def run(self) -> None:
         """Execute all steps of this stage."""
@@ -63,37 +75,52 @@ class Execution:
             elif step:
                 self._exchange(step)
             else:
+                self._wait()
                 dist.barrier(self._group)
+        self._wait()
 
     def _execute(self, unit: Unit) -> None:
         routes = self._program.routes
         source = routes.needs(unit)
-        given = None if source is None or source.stage == unit.stage else self._arrived.pop(source)
+        given = None if source is None or source.stage == unit.stage else self._received(source)
         if not unit.backward:
             output = self._work.forward(unit, given)
             self._open[unit.microbatch] = given, output
             result = output
         else:
             taken, output = self._open.pop(unit.microbatch)
-            result = self._work.backward(taken, output, given)
+            result = self._work.backward(unit, taken, output, given)
         target = routes.receiver(unit)
         if target is not None and target.stage != unit.stage:
             self._made[unit] = result
 
+    def _received(self, unit: Unit) -> torch.Tensor:
+        """Return the result of ``unit``, which another stage has sent; wait for it if it is in flight."""
+        if unit in self._awaited:
+            self._wait()
+        return self._arrived.pop(unit)
+
     def _exchange(self, batch: Batch) -> None:
-        operations, sent = [], []
+        """Post the messages of ``batch`` without waiting for them."""
+        self._wait()
         for source, target, unit in batch:
             outgoing = source == self._stage
             tensor = self._made.pop(unit) if outgoing else self._work.empty()
             peer = dist.get_global_rank(self._group, target if outgoing else source)
-            if outgoing:
-                if not unit.backward:
-                    sent.append(tensor)
-                operations.append(dist.P2POp(dist.isend, tensor.detach().contiguous(), peer, self._group))
-            else:
+            call = dist.isend if outgoing else dist.irecv
+            self._in_flight.append(dist.P2POp(call, tensor.detach().contiguous(), peer, self._group))
+            if not outgoing:
                 self._arrived[unit] = tensor
-                operations.append(dist.P2POp(dist.irecv, tensor.detach(), peer, self._group))
-        for request in dist.batch_isend_irecv(operations):
+                self._awaited.add(unit)
+            elif not unit.backward:
+                self._outputs.append(tensor)
+        self._requests = dist.batch_isend_irecv(self._in_flight)
+
+    def _wait(self) -> None:
+        """Wait for the batch that is in flight, if any, and only then release the memory of what it has sent."""
+        for request in self._requests:
             request.wait()
-        for tensor in sent:
+        for tensor in self._outputs:
             self._work.release(tensor)
+        self._requests, self._in_flight, self._outputs = [], [], []
+        self._awaited.clear()

@@ -10,7 +10,7 @@ from ft.systems.checkfree.plus.pipeline import forward_backward
 from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
 from ft.systems.checkfree.plus.stage_ends import in_place
 from ft.systems.schedule.program import Program
-from megatron.patches import instances, step_state, swapped_pipeline
+from megatron.patches import instances, swapped_pipeline
 
 
 def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], Program]) -> None:
@@ -28,8 +28,6 @@ def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], 
         finalize: Callable, model: Any, tokens: torch.Tensor | None = None, **groups: Any
     ) -> None:
         ends.sum_tokens(tokens)
-        if config.no_sync_func is not None:
-            step_state.expect_no_backward([chunk])
         finalize(model, tokens, **groups)
         ends.sum_gradients(chunk)
 

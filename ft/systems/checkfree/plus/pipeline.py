@@ -7,7 +7,6 @@ stages are swapped. A schedule is a :class:`ft.systems.schedule.program.Program`
 so its model is configured before each forward.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from ft.systems.checkfree.plus.execution import Execution
+from ft.systems.checkfree.plus.reduction import EarlyReduction
 from ft.systems.checkfree.plus.stage_ends import StageEnds
 from ft.systems.schedule.program import Program
 from ft.systems.schedule.units import Unit
@@ -72,6 +72,7 @@ class Iteration:
             cp_group=groups.cp,
         )[0]
         self._is_begun = False
+        self._reduction: EarlyReduction | None = None
         self.losses: list[torch.Tensor] = []
         self.tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
@@ -79,12 +80,11 @@ class Iteration:
         """Execute all units of this stage, and reduce the gradients."""
         config = self._config
         double_execution.follow([[place.stage for place in way] for way in self._program.routes.ways])
-        # Gradients are reduced after all microbatches, because the last microbatch that uses a parameter differs
-        # between parameters.
-        held_back = contextlib.nullcontext() if config.no_sync_func is None else config.no_sync_func()
+        if config.no_sync_func is not None:
+            order = self._program.order(self._groups.pp.rank())
+            self._reduction = EarlyReduction(self._chunk, self._program.routes, order)
         try:
-            with held_back:
-                Execution(self._program, self._groups.pp, self).run()
+            Execution(self._program, self._groups.pp, self).run()
         finally:
             self._ends.rest()
         if config.finalize_model_grads_func is not None:
@@ -124,8 +124,12 @@ class Iteration:
         self.tokens.add_(counted)
         return output
 
-    def backward(self, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None) -> Any:
+    def backward(
+        self, unit: Unit, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+    ) -> Any:
         """Run the backward of a unit and return the gradient of its input; see ``Work.backward``."""
+        if self._reduction is not None:
+            self._reduction.before(unit)
         return backward_step(taken, output, gradient, self._kind, self._config)
 
     def empty(self) -> torch.Tensor:

@@ -51,10 +51,7 @@ class ReplicatedEnds:
 
     def params(self, chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield this stage's parameters of embedding and head, originals or copies, including tied weights."""
-        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        for name, param in model.named_parameters():
-            if name.startswith(_PARTS):
-                yield name, param
+        yield from end_parameters(chunk)
 
     def tied(self, chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return the embedding's weight in a list if it is also the weight of the output layer (tied), else [].
@@ -114,6 +111,17 @@ class ReplicatedEnds:
         """
         if tokens is not None and self.roles.heads:
             dist.all_reduce(tokens, group=self.group)
+
+
+def end_parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield (name, parameter) of embedding and head in a stage's model ``chunk``, wrapped (for example in DDP) or not.
+
+    A stage has at most one of the two.
+    """
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    for name, param in model.named_parameters():
+        if name.startswith(_PARTS):
+            yield name, param
 
 
 def _all_pairs(pipeline: dist.ProcessGroup, stages: tuple[int, int]) -> list[list[int]]:

@@ -1,0 +1,64 @@
+"""CheckFree+ reduces gradients during the backward passes, and computes the same bits as if it did so after them."""
+
+import pytest
+import small_runs as runs
+from test_checkfree_plus import PP4, SHAPE, TIED, UNTIED, assemble
+
+
+def reduced(flags: str, at_end: bool) -> list[tuple]:
+    """After each step: its loss and gradient norm, the parameters' bits, and the share of bucket groups that began to
+    reduce in the backward passes. ``at_end``: none of them may begin there."""
+    import torch
+
+    from ft.systems.checkfree.plus import reduction
+    from megatron.patches import early_reduction, instances
+    from megatron.patches.step_state import bucket_groups
+    from megatron.training.step import train_step
+
+    job, _ = assemble(flags)
+    chunk, started, found = job.trainee.chunks[0], [], []
+    if at_end:
+        reduction.EarlyReduction.before = lambda *_: None
+        begin = reduction.EarlyReduction.__init__
+
+        def none(self, *given) -> None:
+            begin(self, *given)
+            for group in bucket_groups(chunk):
+                early_reduction.start_at_end(group)
+
+        reduction.EarlyReduction.__init__ = none
+
+    def look(finalize, *given, **groups) -> None:
+        all_groups = bucket_groups(chunk)
+        started.append(sum(group.grad_reduce_handle is not None for group in all_groups) / len(all_groups))
+        finalize(*given, **groups)
+
+    instances.around(chunk.config, "finalize_model_grads_func", look)
+    torch.manual_seed(1)
+    for _ in range(3):
+        report = train_step(job)
+        bits = b"".join(p.detach().float().numpy().tobytes() for p in chunk.parameters())
+        found.append((repr(report.loss), report.grad_norm, bits))
+    return [(found, started)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.make_corpus(tmp_path_factory.mktemp("overlap"))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(UNTIED + "--use-distributed-optimizer --ddp-num-buckets 4", id="sharded optimizer"),
+        pytest.param(TIED + "--ddp-num-buckets 3 --bf16", id="tied, replicated optimizer"),
+        pytest.param(UNTIED + "--use-distributed-optimizer --ddp-bucket-size 100000000", id="one bucket"),
+    ],
+)
+def test_early_reductions_give_the_same_bits(extra, ranks, corpus):
+    flags = f"{SHAPE} {PP4} {extra} --overlap-grad-reduce --data-path {corpus}"
+    late = ranks(reduced, 8, flags, True, timeout=120)
+    early = ranks(reduced, 8, flags, False, timeout=120)
+    for ((was, none),), ((now, started),) in zip(late, early, strict=True):
+        assert none == [0, 0, 0] and started == [0, 1, 1], "core learns in its first batch what a bucket waits for"
+        assert was == now
