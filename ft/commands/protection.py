@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
 HOT_SWAP, REPLICAS, NOTHING, UNKNOWN = "hot-swap", "replicas", "nothing", "unknown"
 
-_IN_GROUPS = (
-    "hot-swap (--ft-hot-swap) cannot be combined with stacked shards (--ft-spare-redundancy): a group that has lost a "
-    "worker is rebuilt as a whole",
-    "use only one of the two",
-)
 TRAINER = CHECKOUT / "pretrain_gpt.py"
 
 
@@ -45,14 +40,12 @@ class Asked:
         flags: the given flags that have an effect only in a protected run, such as "--standby 1", as the user wrote
             them.
         replicas: number of FT-HSDP replicas; 0 for a run without replicas.
-        stacks: whether the replicas host stacked shards (SPARe).
     """
 
     world_size: int
     nodes: int
     flags: Sequence[str] = ()
     replicas: int = 0
-    stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,8 +115,6 @@ def _protection(
     if asked.replicas:
         if not options.fault_tolerance.ft_hot_swap:
             problems = problems + _no_use_of_standbys(asked.flags)
-        elif asked.stacks:
-            problems = [*problems, _IN_GROUPS]
         return Protection(REPLICAS, asked.replicas - 1), problems + _useless(faults, options)
     if not options.fault_tolerance.ft_hot_swap:
         return Protection(NOTHING), problems + _never_act(asked.flags)

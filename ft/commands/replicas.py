@@ -105,8 +105,7 @@ def prepare(
             planned = faults.plan(specs, asked.count, parts[0], seed)
     if given.script is not None:
         standbys = [f"--standby {whole.standby}"] if whole is not None and whole.standby else []
-        stacks = asked is not None and asked.redundancy is not None
-        shape = Asked(parts[0].world_size, whole.cluster.nnodes, standbys, asked.count, stacks) if parts else None
+        shape = Asked(parts[0].world_size, whole.cluster.nnodes, standbys, asked.count) if parts else None
         with problems:
             every = [fault for of_one in planned.values() for fault in of_one]
             protected, found = protection.examine(options.script_of(given), shape, every)

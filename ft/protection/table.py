@@ -147,11 +147,6 @@ TABLE: list[Entry] = [
 """All protections, the outermost first: each wraps what those below it do in a step."""
 
 CONFLICTS: list[Conflict] = [
-    Conflict(
-        HOT_SWAP,
-        STACKS,
-        "a group that has lost a worker is rebuilt as a whole",
-    ),
     Conflict(PROFILE, REPLICAS, "a profile describes one world, and replicas wait for one another"),
     Conflict(PROFILE, SWAPPED, "a profile describes megatron-core's own schedules, and swapped ends need another one"),
     Conflict(DOUBLE, PROFILE, "a profile measures a run without double execution"),

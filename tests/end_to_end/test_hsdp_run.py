@@ -248,9 +248,3 @@ def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp
 def test_standbys_of_replicas_without_hot_swap_are_refused(corpus, tmp_path):
     done = train(tmp_path / "run", replica_runs.flags(corpus, "", 4), replicas=2, nproc=2, options="--standby 1")
     assert done.code == 2 and "only with --ft-hot-swap" in done.output, done.explain()
-
-
-def test_hot_swap_inside_spares_groups_is_refused(corpus, tmp_path):
-    flags = replica_runs.flags(corpus, "--ft-hot-swap", 4, 16)
-    done = train(tmp_path / "run", flags, replicas=4, nproc=8, options="--ft-spare-redundancy 2")
-    assert done.code == 2 and "cannot be combined with stacked shards" in done.output, done.explain()

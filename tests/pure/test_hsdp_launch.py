@@ -121,7 +121,6 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
             ["--ft-hsdp-replicas", "3", "--ft-spare-redundancy", "2", "--ft-hsdp-lr-scaling", "sqrt"],
             "--ft-hsdp-lr-scaling sqrt",
         ),
-        (["--ft-hsdp-replicas", "4", "--ft-spare-redundancy", "2", "--standby", "1"], "--standby 1"),
         (["--ft-hsdp-replicas", "2", "--standby-nodes", "1"], "--standby-nodes 1"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-replica", "1", "--ft-transport", "mpi"], "one MPI job"),
     ],

@@ -93,6 +93,8 @@ COMBINATIONS = (
     Combination("replicas + hot-swap + DMR", f"{HOT} {DMR}", OF_REPLICA, replicas=3, standbys=1),
     Combination("hot-swap + CheckFree, no copies", ALONE, (SHARDED, WORLD[1], FOUR[0]), standbys=2),
     Combination("replicas + hot-swap + CheckFree, no copies", ALONE, (SHARDED, ""), replicas=3, standbys=1),
+    Combination("replicas + SPARe + hot-swap", HOT, OF_REPLICA, replicas=3, redundancy=2, standbys=1),
+    Combination("replicas + SPARe + hot-swap + DMR", f"{HOT} {DMR}", OF_REPLICA, replicas=3, redundancy=2, standbys=1),
 )
 
 

@@ -226,11 +226,6 @@ def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
             f"--standby-nodes {given.standby_nodes} and --ft-hsdp-replicas: the standbys of a replica are on its nodes",
             "use --standby N: N standbys on each node of every replica",
         )
-    if given.standby and is_spare:
-        yield (
-            f"--standby {given.standby} and SPARe: a group that loses a worker is rebuilt as a whole",
-            "drop one of the two",
-        )
     if is_spare and given.ft_hsdp_lr_scaling not in (None, "none"):
         yield (
             f"SPARe and --ft-hsdp-lr-scaling {given.ft_hsdp_lr_scaling}: every step trains the whole "
