@@ -102,6 +102,7 @@ class Trainer(Protocol):
         batch: global batch size in samples, at the end of a batch-size ramp.
         batch_now: global batch size of the next step, in samples.
         seed: random seed of the run.
+        draws_apart: whether data-parallel ranks draw different random numbers (``--data-parallel-random-init``).
         clip_grad: upper bound of the gradient norm; 0: no clipping.
         save_interval: steps between two checkpoints; None: at most the last step's checkpoint is written.
         saves: whether the run writes checkpoints at all.
@@ -119,6 +120,7 @@ class Trainer(Protocol):
     batch: int
     batch_now: int
     seed: int
+    draws_apart: bool
     clip_grad: float
     save_interval: int | None
     saves: bool

@@ -26,6 +26,7 @@ class JobTrainer:
         self._job, self.position = job, JobPosition(job)
         options = job.options
         self.seed, self.clip_grad = options.training.seed, options.core.clip_grad
+        self.draws_apart = options.training.data_parallel_random_init
         self.steps, self.batch = train_steps(options.training), options.training.global_batch_size
         self.saves = options.checkpoint.save is not None
         self.save_interval = options.checkpoint.save_interval if self.saves else None

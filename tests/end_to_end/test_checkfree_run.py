@@ -101,11 +101,12 @@ WITHOUT_COPIES = "--ft-checkfree --ft-snapshot-peers 0"
     [
         (f"{ZERO} --bf16", False),
         ("", True),
+        ("--tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0.1", True),
         pytest.param(f"{ZERO} --tensor-model-parallel-size 2", False, marks=pytest.mark.long),
         pytest.param(f"{ZERO} --pipeline-model-parallel-size 2", False, marks=pytest.mark.long),
         pytest.param(f"{ZERO} --num-experts 4 --expert-model-parallel-size 2", False, marks=pytest.mark.long),
     ],
-    ids=["sharded bf16", "not sharded", "TP", "PP", "experts"],
+    ids=["sharded bf16", "not sharded", "TP, dropout, not sharded", "TP", "PP", "experts"],
 )
 def test_without_copies_a_lost_rank_takes_the_exact_weights_of_its_data_parallel_peer(
     layout, exact, corpus, reference, tmp_path

@@ -19,7 +19,7 @@ def test_by_default_the_neighbours_are_weighted_by_their_raw_norms_and_the_rate_
     def settings(extra: str):
         options = parse(f"{GOOD} {extra}")
         check(options, 4, has_te=False)
-        trainer = SimpleNamespace(clip_grad=options.core.clip_grad, reseed=None, seed=1, extra={})
+        trainer = SimpleNamespace(clip_grad=options.core.clip_grad, reseed=None, seed=1, extra={}, draws_apart=False)
         return settings_of(options.fault_tolerance, trainer)
 
     by_default = settings("")

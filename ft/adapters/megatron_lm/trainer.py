@@ -24,7 +24,7 @@ class CheckoutTrainer:
     def __init__(self, run: Run):
         self._run, self.position = run, CheckoutPosition(run)
         args = run.args
-        self.seed, self.clip_grad = args.seed, args.clip_grad
+        self.seed, self.clip_grad, self.draws_apart = args.seed, args.clip_grad, args.data_parallel_random_init
         self.steps, self.batch = args.train_iters, args.global_batch_size
         self.saves = args.save is not None
         self.save_interval = args.save_interval if self.saves else None

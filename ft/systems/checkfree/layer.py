@@ -94,6 +94,7 @@ def settings_of(flags: Any, trainer: Trainer, ends: ReplicatedEnds | None = None
         trainer.seed,
         lambda: _rebuilt_stages(trainer.extra, parallel_state.get_pipeline_model_parallel_world_size()),
         ends,
+        trainer.draws_apart,
     )
 
 

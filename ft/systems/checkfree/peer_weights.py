@@ -2,8 +2,8 @@
 
 CheckFree (section 4) loses whole stages. With data parallelism, a lost rank has peers whose model has the same weights.
 Until the optimizer of the next step runs, these are the weights of the last committed step. The lost rank takes them
-over, and begins with new moments for the optimizer shard that only it had. Optimizer state that is not sharded comes
-from the peer, too, because it has to be the same on both.
+over, and begins with new moments for the optimizer shard that only it had. Optimizer state that is not sharded and the
+states of the random number generators come from the peer, too, because they have to be the same on both.
 """
 
 import time
@@ -14,6 +14,7 @@ import torch
 from ft.base import events
 from ft.base.errors import FallbackError
 from ft.job.messages import Repair
+from ft.state.snapshot import rng
 from ft.systems.checkfree import transfer
 from megatron.core import parallel_state
 
@@ -32,10 +33,10 @@ class PeerWeights:
         settings: settings of CheckFree.
 
     Attributes:
-        may_lend: whether the model has all weights of a step as soon as the step is committed, and takes them over
-            bit for bit. With ``--overlap-param-gather`` some weights arrive in the next step only. With several
-            distributed optimizer instances, ranks of different instances have the same shard, and a shard with new
-            moments would differ from its twin.
+        may_lend: whether a peer can go on with this rank's weights. With ``--overlap-param-gather`` some weights of a
+            step arrive in the next one only. With several distributed optimizer instances, ranks of different instances
+            have the same shard, and one with new moments would differ from its twin. With
+            ``--data-parallel-random-init``, peers draw different random numbers.
     """
 
     def __init__(self, session: "Session", subject: "TrainingState", settings: "Settings"):
@@ -43,7 +44,7 @@ class PeerWeights:
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._device = next(subject.chunks[0].parameters()).device
         configured = [chunk.ddp_config for chunk in subject.chunks]
-        self.may_lend = not any(
+        self.may_lend = not settings.draws_apart and not any(
             each.overlap_param_gather or each.num_distributed_optimizer_instances > 1 for each in configured
         )
 
@@ -51,7 +52,7 @@ class PeerWeights:
         """Send this rank's weights to the ranks that take them; these have to call :meth:`take` at the same time."""
         to = [int(rank) for rank, peer in order.lent.items() if peer == self._session.rank]
         if to:
-            transfer.lend(sorted(to), self._group, [self._subject.weights(), self._subject.unsharded()], envelope)
+            transfer.lend(sorted(to), self._group, self._state(), envelope)
 
     def take(self, step: int, peer: int) -> dict[str, Any]:
         """Take the weights of ``step`` from logical rank ``peer``; return the peer's envelope.
@@ -61,7 +62,7 @@ class PeerWeights:
         """
         began = time.monotonic()
         ((blocks, envelope),) = transfer.borrow([peer], self._group, self._device)
-        own = [self._subject.weights(), self._subject.unsharded()]
+        own = self._state()
         if [_shapes(block) for block in blocks] != [_shapes(block) for block in own]:
             raise FallbackError(f"the weights of data-parallel peer {peer} are not those of this rank's model")
         with torch.no_grad():
@@ -69,7 +70,7 @@ class PeerWeights:
                 held.copy_(blocks[0][name])
         self._subject.optimizer.reload_model_params()
         self._subject.take_over(envelope, blocks[1])
-        self._settings.reseed(step)
+        rng.restore({name: held.cpu().numpy().tobytes() for name, held in blocks[2].items()})
         self._session.observe(
             events.STAGE_REBUILT,
             step=step,
@@ -81,6 +82,12 @@ class PeerWeights:
             seconds=round(time.monotonic() - began, 4),
         )
         return envelope
+
+    def _state(self) -> transfer.Blocks:
+        """Return the model's weights, the optimizer state that is not sharded, and the generators' states as bytes."""
+        states = {name: torch.frombuffer(bytearray(blob), dtype=torch.uint8) for name, blob in rng.blobs().items()}
+        on_device = {name: held.to(self._device) for name, held in states.items()}
+        return [self._subject.weights(), self._subject.unsharded(), on_device]
 
 
 def _shapes(block: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

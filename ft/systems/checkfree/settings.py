@@ -29,6 +29,7 @@ class Settings:
         seed: seed of the run, for the strategy "random".
         rebuilt_at: returns a mutable mapping from pipeline stage, as text, to the step at which it was last rebuilt.
             The trainer stores it with its position and in checkpoints.
+        draws_apart: whether data-parallel ranks draw different random numbers.
         replicated_ends: the replicas of embedding and output layer (CheckFree+), with which the first and the last
             stage can be rebuilt; None without CheckFree+.
     """
@@ -40,3 +41,4 @@ class Settings:
     seed: int = 0
     rebuilt_at: Callable[[], dict[str, int]] = field(default_factory=_own_mapping)
     replicated_ends: "ReplicatedEnds | None" = None
+    draws_apart: bool = False
