@@ -2,7 +2,7 @@
 
 import pytest
 import replica_runs
-from replica_runs import Done, train
+from replica_runs import Done, skip_if_a_step_behind, train
 
 from ft.base import events
 
@@ -24,13 +24,6 @@ def recovered(corpus, folder, faults: str) -> Done:
     flags = replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap", STEPS)
     options = f"--standby 1 --inject {faults}"
     return train(folder / "run", flags, replicas=3, nproc=6, options=options)
-
-
-def skip_if_a_step_behind(done: Done, replica: int, step: int) -> None:
-    """On a busy machine, the copy of the last step may still be on its way when the worker is lost."""
-    (restored,) = done.of(replica, events.STATE_RESTORED)
-    if restored.step == step - 1:
-        pytest.skip(f"the copy of step {step} was late, so the replica was a step behind, as another test has it")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
