@@ -102,7 +102,8 @@ def _add_fault_tolerance_flags(group) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="number of nodes that run only standbys: the last N nodes (default: 0)",
+        help="number of nodes that run only standbys: the last N nodes; with replicas, the first is of replica 0, the "
+        "next of replica 1, and so on (default: 0)",
     )
     flag(
         "devices-per-node",

@@ -69,7 +69,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     console.say(_announcement(whole, asked, parts))
     console.say(protection.announcement(protected, whole.cluster.nnodes))
     name, turn = _name(asked, whole)
-    server = asked.server_options(_host(whole), whole.standby > 0)
+    server = asked.server_options(_host(whole), whole.has_standbys)
     host = QuorumHost(supervisor, whole.run_dir, name, turn, server, console.complain, whole.timeouts)
     code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count).run()
     is_first_lost = asked.only is None and host.first_is_lost()
@@ -104,8 +104,7 @@ def prepare(
             parts = parts_here(whole, asked)
             planned = faults.plan(specs, asked.count, parts[0], seed)
     if given.script is not None:
-        standbys = [f"--standby {whole.standby}"] if whole is not None and whole.standby else []
-        shape = Asked(parts[0].world_size, whole.cluster.nnodes, standbys, asked.count) if parts else None
+        shape = Asked(parts[0].world_size, whole.cluster.nnodes, _standby_flags(whole), asked.count) if parts else None
         with problems:
             every = [fault for of_one in planned.values() for fault in of_one]
             protected, found = protection.examine(options.script_of(given), shape, every)
@@ -136,8 +135,13 @@ def parts_here(whole: RunOptions, asked: Replicas) -> list[Part]:
     """
     cluster = whole.cluster
     if asked.only is not None:
-        return [Part(asked.only, cluster.nnodes, cluster.node_rank, whole.nproc)]
-    return parts_of(cluster.node_rank, cluster.nnodes, whole.nproc, asked.count)
+        return [Part(asked.only, cluster.nnodes, cluster.node_rank, whole.nproc, standby_nodes=cluster.standby_nodes)]
+    return parts_of(cluster.node_rank, cluster.nnodes, whole.nproc, asked.count, cluster.standby_nodes)
+
+
+def _standby_flags(whole: RunOptions) -> list[str]:
+    given = {"--standby": whole.standby, "--standby-nodes": whole.cluster.standby_nodes}
+    return [f"{flag} {number}" for flag, number in given.items() if number]
 
 
 def replica_options(part: Part, whole: RunOptions) -> RunOptions:
@@ -148,14 +152,14 @@ def replica_options(part: Part, whole: RunOptions) -> RunOptions:
     folder = whole.run_dir / f"replica-{part.replica}"
     return replace(
         whole,
-        cluster=Cluster(part.nodes, part.node_rank, 0, host, port, in_folder=True),
+        cluster=Cluster(part.nodes, part.node_rank, part.standby_nodes, host, port, in_folder=True),
         nproc=part.nproc,
         run_dir=folder,
         run_id=f"{whole.run_id}-{folder.name}",
         inject=[],
         scenario=None,
         local_addr=_host(whole),
-        hot_swap=whole.standby > 0,
+        hot_swap=whole.has_standbys,
     )
 
 
@@ -190,7 +194,7 @@ def _environment(part: Part, whole: RunOptions, asked: Replicas, present: Mappin
         "FT_HSDP_REPLICA": str(part.replica),
         "FT_HSDP_RUN_DIR": str(whole.run_dir),
     }
-    if whole.standby:
+    if whole.has_standbys:
         values["FT_HSDP_IN_PLACE"] = "1"
     if part.shared:
         devices = devices_of(part, present.get("CUDA_VISIBLE_DEVICES"), options.count_gpus())
@@ -207,6 +211,7 @@ def _make_folder(run_dir: Path, folders: list[Path]) -> None:
 
 
 def _announcement(whole: RunOptions, asked: Replicas, parts: list[Part]) -> str:
-    each = f"{parts[0].world_size} logical ranks on {parts[0].nodes} node(s) each"
-    here = ", ".join(str(part.replica) for part in parts)
+    each = f"{parts[0].world_size} logical ranks on {parts[0].training_nodes} node(s) each"
+    numbers = ", ".join(str(part.replica) for part in parts)
+    here = f"standbys of {numbers}" if parts[0].is_standby else numbers
     return f"run {whole.run_dir}: {asked.count} replica(s), {each}; here: {here}"

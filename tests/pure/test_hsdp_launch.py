@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from itertools import product
 
 import pytest
 
@@ -64,16 +65,40 @@ def test_a_world_that_cannot_be_divided_is_refused_with_the_numbers(nnodes, npro
 
 
 def test_every_worker_of_every_node_belongs_to_exactly_one_replica():
-    for nnodes in range(1, 7):
-        for nproc in range(1, 9):
-            for replicas in range(1, 13):
-                try:
-                    parts = [part for node in range(nnodes) for part in parts_of(node, nnodes, nproc, replicas)]
-                except UserError:
-                    continue
-                assert {part.replica for part in parts} == set(range(replicas))
-                assert sum(part.nproc for part in parts) == nnodes * nproc
-                assert {part.world_size for part in parts} == {nnodes * nproc // replicas}
+    for nnodes, nproc, replicas, spare in product(range(1, 7), range(1, 9), range(1, 13), range(3)):
+        nodes = range(nnodes + spare)
+        try:
+            parts = [part for node in nodes for part in parts_of(node, nnodes + spare, nproc, replicas, spare)]
+        except UserError:
+            continue
+        training = [part for part in parts if not part.is_standby]
+        assert {part.replica for part in training} == set(range(replicas))
+        assert sum(part.nproc for part in training) == nnodes * nproc
+        assert sum(part.nproc for part in parts) == (nnodes + spare) * nproc
+        assert {part.world_size for part in parts} == {nnodes * nproc // replicas}
+        places = [(part.replica, part.node_rank) for part in parts]
+        assert len(set(places)) == len(places)
+        assert all(part.node_rank < part.nodes == places_of(part.replica, parts) for part in parts)
+
+
+def places_of(replica: int, parts: list[Part]) -> int:
+    return sum(part.replica == replica for part in parts)
+
+
+def test_standby_nodes_are_dealt_out_to_replicas_in_turn():
+    found = [parts_of(node_rank, 9, 8, 2, standby_nodes=3)[0] for node_rank in range(9)]
+    assert [(part.replica, part.node_rank) for part in found[:6]] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [(part.replica, part.node_rank) for part in found[6:]] == [(0, 3), (1, 3), (0, 4)]
+    assert [part.is_standby for part in found] == [False] * 6 + [True] * 3
+    assert {part.world_size for part in found} == {24}
+    assert [part.nodes for part in found] == [5, 5, 5, 4, 4, 4, 5, 4, 5]
+
+
+def test_a_standby_node_has_a_part_of_each_replica_of_the_node_that_it_stands_for():
+    first, second = parts_of(2, 3, 4, 4, standby_nodes=1), parts_of(0, 3, 4, 4, standby_nodes=1)
+    assert [(part.replica, part.first, part.nproc, part.node_rank) for part in first] == [(0, 0, 2, 1), (1, 2, 2, 1)]
+    assert [part.nodes for part in second] == [2, 2] and [part.is_standby for part in second] == [False, False]
+    assert [part.nodes for part in parts_of(1, 3, 4, 4, standby_nodes=1)] == [1, 1]
 
 
 def test_each_replica_of_a_node_sees_its_own_devices():
@@ -121,7 +146,6 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
             ["--ft-hsdp-replicas", "3", "--ft-spare-redundancy", "2", "--ft-hsdp-lr-scaling", "sqrt"],
             "--ft-hsdp-lr-scaling sqrt",
         ),
-        (["--ft-hsdp-replicas", "2", "--standby-nodes", "1"], "--standby-nodes 1"),
         (["--ft-hsdp-replicas", "2", "--ft-hsdp-replica", "1", "--ft-transport", "mpi"], "one MPI job"),
     ],
 )

@@ -132,6 +132,11 @@ class RunOptions:
         return self.nproc * self.cluster.training_nodes
 
     @property
+    def has_standbys(self) -> bool:
+        """Return whether any node of the run has a standby from the start."""
+        return self.standby > 0 or self.cluster.standby_nodes > 0
+
+    @property
     def standbys_here(self) -> int:
         """Return the number of standbys on this node. A standby node has at least as many as a training node has
         workers.

@@ -41,7 +41,7 @@ def plan(specs: Sequence[FaultSpec], replicas: int, shape: Part, seed: int) -> d
 
 
 def _of_one(spec: FaultSpec, replicas: int, shape: Part, seed: int) -> list[tuple[int, Fault]]:
-    nodes = [f"n{i}" for i in range(shape.nodes)]
+    nodes = [f"n{i}" for i in range(shape.training_nodes)]
     one = replace(spec, replica=None)
     if (
         spec.replica is None

@@ -221,11 +221,6 @@ def _numbers(count: int | None, only: int | None, least: int, wait_s: float | No
 def _contradictions(given: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems of flags that cannot be combined with replicas."""
     is_spare = given.ft_spare_redundancy is not None or given.ft_spare_plan is not None
-    if given.standby_nodes:
-        yield (
-            f"--standby-nodes {given.standby_nodes} and --ft-hsdp-replicas: the standbys of a replica are on its nodes",
-            "use --standby N: N standbys on each node of every replica",
-        )
     if is_spare and given.ft_hsdp_lr_scaling not in (None, "none"):
         yield (
             f"SPARe and --ft-hsdp-lr-scaling {given.ft_hsdp_lr_scaling}: every step trains the whole "

@@ -122,6 +122,8 @@ class Launcher:
         elif answer.action == policy.AGAIN:
             when = f" in {answer.pause_s:g} s" if answer.pause_s else ""
             self._console.complain(f"{name}: {answer.reason}; another one is started{when}, the others train on")
+        elif member.setup.part.is_standby:
+            self._console.complain(f"{name} loses the standbys of this node: {answer.reason}")
         else:
             self._console.complain(f"{name} is given up: {answer.reason}; {self._way_back(member.replica)}")
             self._mark(member.replica, marks.GIVEN_UP)

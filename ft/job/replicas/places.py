@@ -13,11 +13,12 @@ class Part:
 
     Attributes:
         replica: number of the replica.
-        nodes: number of nodes that the replica is on.
-        node_rank: index of this node among them.
+        nodes: number of nodes that the replica is on, its standby nodes included.
+        node_rank: index of this node among them; the standby nodes have the highest.
         nproc: number of workers of the replica on each of them.
         first: index on this node of the replica's first worker, and of its first device.
         shared: whether other replicas have workers on this node, too.
+        standby_nodes: number of its nodes that run standbys only.
     """
 
     replica: int
@@ -26,41 +27,60 @@ class Part:
     nproc: int
     first: int = 0
     shared: bool = False
+    standby_nodes: int = 0
+
+    @property
+    def training_nodes(self) -> int:
+        return self.nodes - self.standby_nodes
+
+    @property
+    def is_standby(self) -> bool:
+        """Return whether this node has no workers of the replica that hold logical ranks from the start."""
+        return self.node_rank >= self.training_nodes
 
     @property
     def world_size(self) -> int:
-        return self.nodes * self.nproc
+        return self.training_nodes * self.nproc
 
 
-def parts_of(node_rank: int, nnodes: int, nproc: int, replicas: int) -> list[Part]:
+def parts_of(node_rank: int, nnodes: int, nproc: int, replicas: int, standby_nodes: int = 0) -> list[Part]:
     """Return the parts of the node ``node_rank``, in the order of replicas.
 
+    The nodes that train form groups of equal size: the nodes of one replica, or one node that several replicas share.
+    The standby nodes are dealt out to the groups in turn, and each can replace any node of its group.
+
     Args:
-        node_rank: index of the node in the run.
+        node_rank: index of the node in the run; the last ``standby_nodes`` nodes run standbys only.
         nnodes: number of nodes of the run.
         nproc: workers on each node.
         replicas: number of replicas of the run.
+        standby_nodes: number of nodes that run standbys only.
 
     Raises:
         UserError: the workers cannot be divided so that each replica has whole nodes, or an equal part of one.
     """
-    workers = nnodes * nproc
-    if workers % replicas:
+    training = nnodes - standby_nodes
+    groups = min(training, replicas)
+    size, sharing = training // groups, replicas // groups
+    if training * nproc % replicas:
         raise UserError(
-            f"{workers} workers ({nnodes} node(s) x {nproc}) cannot be {replicas} replicas of equal size",
+            f"{training * nproc} workers ({training} node(s) x {nproc}) cannot be {replicas} replicas of equal size",
             "choose --nproc-per-node or --nnodes such that --ft-hsdp-replicas divides their product",
         )
-    if nnodes % replicas == 0:
-        nodes = nnodes // replicas
-        return [Part(node_rank // nodes, nodes, node_rank % nodes, nproc)]
-    if replicas % nnodes == 0 and nproc % (replicas // nnodes) == 0:
-        here = replicas // nnodes
-        each = nproc // here
-        return [Part(node_rank * here + i, 1, 0, each, i * each, here > 1) for i in range(here)]
-    raise UserError(
-        f"{replicas} replicas on {nnodes} nodes of {nproc} workers: a node would have pieces of several replicas",
-        "make one of --nnodes and --ft-hsdp-replicas a multiple of the other",
-    )
+    if training % groups or replicas % groups or nproc % sharing:
+        raise UserError(
+            f"{replicas} replicas on {training} nodes of {nproc} workers: a node would have pieces of several replicas",
+            "make one of --nnodes and --ft-hsdp-replicas a multiple of the other",
+        )
+    if node_rank < training:
+        group, index = divmod(node_rank, size)
+    else:
+        turn, group = divmod(node_rank - training, groups)
+        index = size + turn
+    standbys, each = len(range(group, standby_nodes, groups)), nproc // sharing
+    return [
+        Part(group * sharing + i, size + standbys, index, each, i * each, sharing > 1, standbys) for i in range(sharing)
+    ]
 
 
 def devices_of(part: Part, visible: str | None, count: int) -> str | None:
