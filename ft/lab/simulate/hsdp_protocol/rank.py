@@ -70,7 +70,7 @@ class Rank:
             self,
             self.world.shape.let_finish_s,
             RING_LIMITS,
-            life.restored is not None,
+            life.in_place,
         )
 
     def start(self) -> None:
@@ -80,6 +80,7 @@ class Rank:
     def _ends_itself(self, reason: str) -> None:
         self.world.note("replica {} rank {}: ends: {}", self.replica, self.index, reason)
         self.world.checks.ends_itself(self, reason)
+        self.life.has_given_up = True
         self.life.agent.lost(self.life, reason)
 
     def do(self, seconds: float, action: Callable[..., None], *arguments: Any) -> None:

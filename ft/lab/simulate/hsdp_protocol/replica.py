@@ -46,14 +46,17 @@ class Agent:
         self._number = -1
         self._notice: clients.MendNotice | None = None
 
-    def build(self, seconds: float, restored: Held | None = None) -> None:
-        """Start the next life, which takes ``seconds`` virtual seconds.
+    def build(self, seconds: float, restored: Held | None = None, *, in_place: bool = False) -> None:
+        """Start the next life.
 
-        ``restored`` is the state with which it begins; None: the initial state, or none if it is not the first life.
+        Args:
+            seconds: virtual seconds that this takes.
+            restored: the state with which it begins; None: the initial state, or none if it is not the first life.
+            in_place: whether only lost workers are replaced.
         """
         self._number += 1
-        coming = Life(self, self._number, restored)
-        if restored is None:
+        coming = Life(self, self._number, restored, in_place=in_place)
+        if not in_place:
             self.world.time.after(seconds * self.world.rng.random(), coming.client.arriving)
         self.world.time.after(seconds, self._start, coming)
 
@@ -69,7 +72,7 @@ class Agent:
 
     def _close(self, life: "Life", reason: str) -> None:
         if self.life is life and not life.is_closing:
-            life.is_mending = self.world.mending.random() < self.world.shape.mends
+            life.is_mending = self.world.mending.random() < self.world.shape.mends and not life.has_given_up
             if life.is_mending and self._notice is None and any(rank.is_alive for rank in life.ranks[:2]):
                 with _links(self.world, self.replica, None):
                     self._notice = clients.MendNotice(Path("."), self.replica, life.number, "token")
@@ -83,10 +86,15 @@ class Agent:
         self.life = None
         self.world.note("replica {}: life {} is over: {}", self.replica, life.number, reason)
         restored = self._restored(life) if life.is_mending else None
-        if restored is None:
+        in_place = restored is not None
+        if in_place and self.world.fetching.random() < self.world.shape.fetches:
+            self.world.note("replica {}: has lost a part of {}", self.replica, restored.name)
+            restored = None
+        if not in_place:
             self.mended(None)
-        share = 1.0 if restored is None else _MENDED
-        self.build(share * self.world.shape.build_s * self.world.rng.uniform(0.7, 1.3), restored)
+        share = _MENDED if in_place else 1.0
+        seconds = share * self.world.shape.build_s * self.world.rng.uniform(0.7, 1.3)
+        self.build(seconds, restored, in_place=in_place)
 
     def _restored(self, life: "Life") -> Held | None:
         """Return the state that the replica restores after it has replaced a worker, None if it has none.
@@ -127,6 +135,8 @@ class Life:
     Attributes:
         number: number of the life, from 0.
         restored: the state that it begins with, see :meth:`Agent.build`.
+        in_place: whether it goes on with the processes of the life before, but for the lost ones.
+        has_given_up: whether a rank has ended itself, because there is neither a state nor a checkpoint.
         is_closing: whether the agent has told the processes that one of them was lost.
         is_mending: whether the replica replaces the lost one in place.
         is_over: whether the agent has ended the processes.
@@ -140,9 +150,10 @@ class Life:
         answers: the broadcasts of the agreement threads.
     """
 
-    def __init__(self, agent: Agent, number: int, restored: Held | None = None):
+    def __init__(self, agent: Agent, number: int, restored: Held | None = None, *, in_place: bool = False):
         self.agent, self.world, self.number, self.restored = agent, agent.world, number, restored
-        self.is_closing = self.is_over = self.is_mending = False
+        self.in_place = in_place
+        self.is_closing = self.is_over = self.is_mending = self.has_given_up = False
         self.quorum: Quorum | None = None
         self.aside_since: float | None = None
         self.undone: set[int] = set()

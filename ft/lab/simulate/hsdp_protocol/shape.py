@@ -52,6 +52,7 @@ class Shape:
         begins_at: (step, lineage) of the initial state; (0, 0) unless the run continues an earlier one.
         mends: probability that a replica replaces a lost worker in place (hot-swap), and goes on from its snapshots.
         estimates: probability that a part of the state is lost with all copies then, and is estimated (CheckFree).
+        fetches: probability that it is lost and not estimated, so that the replica fetches another one's state.
     """
 
     replicas: int
@@ -67,6 +68,7 @@ class Shape:
     begins_at: tuple[int, int] = (0, 0)
     mends: float = 0.0
     estimates: float = 0.0
+    fetches: float = 0.0
 
 
 def draw_shape(rng: random.Random) -> Shape:
@@ -88,4 +90,5 @@ def draw_shape(rng: random.Random) -> Shape:
         begins_at=_EARLIER_RUN if rng.random() < 0.2 else (0, 0),
     )
     own = random.Random(f"mends {shape!r}")  # drawn apart: the rest of a history is the same with and without them
-    return replace(shape, mends=own.choice((0.0, 0.0, 0.8)), estimates=own.choice((0.0, 0.3)))
+    shape = replace(shape, mends=own.choice((0.0, 0.0, 0.8)), estimates=own.choice((0.0, 0.3)))
+    return replace(shape, fetches=own.choice((0.0, 0.3)))

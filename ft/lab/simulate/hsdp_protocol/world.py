@@ -29,6 +29,7 @@ class World:
     Args:
         rng: source of all randomness but one.
         mending: source of what is decided about lost workers, so that the rest of a history does not depend on it.
+        fetching: source of what is decided about lost states.
         shape: parameters of the run.
         lines: event log to append to, None if no log is needed.
 
@@ -50,6 +51,7 @@ class World:
     def __init__(self, rng: random.Random, shape: Shape, lines: list[str] | None):
         self.rng, self.shape, self.limits, self.lines = rng, shape, LIMITS, lines
         self.mending = random.Random(f"mending {shape!r}")
+        self.fetching = random.Random(f"fetching {shape!r}")
         self.time, self.checks = Timeline(), Checks(self)
         self.standing: Server
         self.lease_term, self._lease_end = -1, None
