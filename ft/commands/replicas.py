@@ -144,8 +144,14 @@ def _standby_flags(whole: RunOptions) -> list[str]:
     return [f"{flag} {number}" for flag, number in given.items() if number]
 
 
-def replica_options(part: Part, whole: RunOptions) -> RunOptions:
-    """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own."""
+def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOptions:
+    """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own.
+
+    Args:
+        part: the part of the replica on this node.
+        whole: the options of the run.
+        asked: the replica options of the run.
+    """
     host, port = _host(whole), 0
     if part.node_rank:  # the replica's control plane is on another node; its address is in the replica's folder
         host, port = whole.cluster.host, whole.cluster.port
@@ -160,6 +166,8 @@ def replica_options(part: Part, whole: RunOptions) -> RunOptions:
         scenario=None,
         local_addr=_host(whole),
         hot_swap=whole.has_standbys,
+        replicas=asked.count,
+        reorders=asked.redundancy is not None,
     )
 
 
@@ -178,7 +186,7 @@ def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
 
 
 def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list) -> Setup:
-    own = replica_options(part, whole)
+    own = replica_options(part, whole, asked)
     if asked.only is not None and not part.node_rank and election.is_kept(own.run_dir):
         raise UserError(
             f"replica {part.replica} is running already in {own.run_dir}",

@@ -1,12 +1,14 @@
 """Saves a job's checkpoints, and loads the checkpoint from which a job resumes."""
 
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.training import model
 from megatron.training.arguments import Options
-from megatron.training.checkpointing import Checkpointer, TrainState
+from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.training.checkpointing import Checkpointer, TrainState, naming, verify
 from megatron.training.job import Job
 
 
@@ -30,6 +32,14 @@ def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, s
     if loaded is not None:
         say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
     return loaded is not None
+
+
+def resume_own_checkpoints(options: CheckpointOptions) -> None:
+    """Make the run load its own newest checkpoint from now on, if it has one, instead of that of its first start."""
+    folder = Path(options.save) if options.save else None
+    if folder is not None and folder.is_dir() and naming.newest_complete(verify.scan_all(options, folder)) is not None:
+        options.load, options.ckpt_step = options.save, None
+        options.finetune = options.no_load_optim = options.no_load_rng = False
 
 
 def say(text: str, *, over_bar: bool = False) -> None:

@@ -17,8 +17,8 @@ from megatron import patches
 from megatron.core.config import set_experimental_flag
 from megatron.training import determinism
 from megatron.training.arguments import Layout, Options, check
-from megatron.training.arguments.checkpoint import AUTO, CheckpointOptions
-from megatron.training.checkpointing import naming, verify
+from megatron.training.arguments.checkpoint import AUTO
+from megatron.training.checkpoints import resume_own_checkpoints
 from megatron.training.config import transformer_config
 from megatron.training.failure import FailureNotice, report
 from megatron.training.initialize import destroy, init_process_group
@@ -93,16 +93,6 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
     session.close()
     destroy()
     return 0
-
-
-def resume_own_checkpoints(options: CheckpointOptions) -> None:
-    """Make the run load its own newest checkpoint after a warm restart, if it has one, instead of that of its first
-    start.
-    """
-    folder = Path(options.save) if options.save else None
-    if folder is not None and folder.is_dir() and naming.newest_complete(verify.scan_all(options, folder)) is not None:
-        options.load, options.ckpt_step = options.save, None
-        options.finetune = options.no_load_optim = options.no_load_rng = False
 
 
 def launch_plain(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:

@@ -143,10 +143,8 @@ def test_with_dropout_in_bf16_a_fetch_longer_than_steps_is_cut_and_tried_again_a
     # Before anyone waits for a replica that returns, it computes a step of which nothing is left; nobody else does.
     happenings = events.read(done.folder / "events.jsonl")
     online = [e.wall for e in happenings if e.name == events.REPLICA_ONLINE and e.detail["life"]]
-    waited_for = [e.wall for e in happenings if e.name == events.QUORUM_FORMED and 1 in e.detail["behind"]]
     rehearsed = [float(line.split()[-1]) for line in done.logs_of(1).splitlines() if slow_fetch_gpt.REHEARSED in line]
-    assert len(rehearsed) == 2 and min(rehearsed) < online[0], done.explain()  # its leader's rehearsal
-    assert max(rehearsed) < waited_for[0], done.explain()
+    assert len(rehearsed) == 2 and min(rehearsed) < online[0], done.explain()  # its leader reports after it
     assert slow_fetch_gpt.REHEARSED not in done.logs_of(0)
 
 

@@ -67,6 +67,42 @@ def test_a_replica_that_has_lost_all_copies_is_restarted_and_comes_back(corpus, 
     assert done.injected() and done.of(1, events.RESTARTED), done.explain()
 
 
+def lost_with_its_copy(replica: int, step: int, rank: int) -> str:
+    """The copy of each rank's state is at the next rank, which dies when it is to send it."""
+    where = f"kill@replica={replica}:step={step}"
+    return f"{where}:rank={rank}:phase=forward,{where}:rank={rank + 1}:phase=restore"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_replica_that_has_lost_a_ranks_copies_takes_the_state_of_another_one_in_place(lost, corpus, tmp_path):
+    flags = replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap", 40)
+    faults = lost_with_its_copy(1, 5, lost)
+    slow = "slow@replica=0:step=2:rank=0:factor=2:for=300s"
+    done = train(tmp_path / "run", flags, replicas=2, nproc=6, options=f"--standby 2 --inject {faults},{slow}")
+    problems = done.proof.problems(40, 2)
+    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    assert len(done.injected()) == 3 and not done.of(1, events.RESTARTED), done.explain()
+    assert done.of(1, events.REPAIR_ORDERED)[-1].detail["rung"] == "another replica", done.explain()
+    assert done.of(1, events.CAUGHT_UP), done.explain()
+
+
+def test_replicas_that_have_all_lost_a_ranks_copies_load_the_checkpoint_in_place(corpus, tmp_path):
+    steps, flags = 14, replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap --save {tmp_path}/save", 14)
+    faults = [lost_with_its_copy(replica, 9, 1) for replica in range(2)]
+    done = train(
+        tmp_path / "run",
+        f"{flags} --save-interval 4",
+        replicas=2,
+        nproc=6,
+        options=f"--standby 2 --inject {','.join(faults)}",
+    )
+    problems = done.proof.problems(steps, 3)
+    assert done.code == 0 and not problems, f"{problems}\n{done.explain()}"
+    assert len(done.injected()) == 4, done.explain()
+    assert not any(done.of(replica, events.RESTARTED) for replica in range(2)), done.explain()
+    assert all("iter_0000008 in" in done.logs_of(replica) for replica in range(2)), done.explain()
+
+
 def test_without_a_standby_a_replica_with_hot_swap_is_restarted_as_a_whole(corpus, tmp_path):
     faults = "kill@replica=1:step=5:rank=1:phase=forward,slow@replica=0:step=2:rank=0:factor=2:for=300s"
     flags = replica_runs.flags(corpus, f"{DISTRIBUTED} --ft-hot-swap", STEPS)

@@ -14,6 +14,7 @@ from ft.commands import replicas as run
 from ft.job.agent.options import Cluster, RunOptions, Script
 from ft.job.quorum.limits import Limits
 from ft.job.replicas import faults, flags, marks, policy, replica
+from ft.job.replicas.flags import Replicas
 from ft.job.replicas.member import next_life
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
@@ -115,12 +116,12 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
     whole = RunOptions(
         script, Cluster(4, 3, 0, "10.0.0.1", 29400), 8, 0, tmp_path, "r", 9, [], None, 1, True, "10.0.0.4"
     )
-    own = run.replica_options(parts_of(3, 4, 8, 2)[0], whole)
+    own = run.replica_options(parts_of(3, 4, 8, 2)[0], whole, Replicas(2))
     assert (own.run_dir, own.run_id) == (tmp_path / "replica-1", "r-replica-1")
     assert own.cluster == Cluster(2, 1, 0, "10.0.0.1", 29400, in_folder=True)
-    first = run.replica_options(parts_of(2, 4, 8, 2)[0], whole)
+    first = run.replica_options(parts_of(2, 4, 8, 2)[0], whole, Replicas(2))
     assert first.cluster == Cluster(2, 0, 0, "10.0.0.4", 0, in_folder=True), "its own control plane is here"
-    assert not own.hot_swap and own.world_size == 16
+    assert not own.hot_swap and own.world_size == 16 and (own.replicas, own.reorders) == (2, False)
     assert replica.unpack(replica.pack(own, [], 1.5)) == (own, [], 1.5)
 
 

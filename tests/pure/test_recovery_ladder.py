@@ -72,6 +72,32 @@ def test_a_situation_leads_to_its_rung(rung, situation, steps):
     assert not ladder_situations.broken(situation)
 
 
+UNKNOWN, SPARE = Others(3, are_unknown=True), Others(3, reorders=True, are_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("rung", "situation", "teller"),
+    [
+        (rungs.STANDBY, job([1], others=UNKNOWN), None),
+        (rungs.REPLICA, job([1, 2], others=UNKNOWN), 0),
+        (rungs.REPLICA, job([0, 1], others=SPARE), 2),
+        (rungs.REPLICA, job([1, 2, 3], others=UNKNOWN, unverified={(0, 0, 7)}), 0),
+        (rungs.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=UNKNOWN), None),
+        (rungs.REPLICA, job([1, 2], copies=False, checkfree=MIDDLE, others=UNKNOWN), 0),
+        (rungs.REPLICA, job([0, 1, 2, 3], others=UNKNOWN), None),
+        (rungs.REPLICA, job([1, 2], seats=FEW, others=UNKNOWN), None),
+        (rungs.REORDER, job([1], seats=FEW, others=SPARE), None),
+        (rungs.REPLICA, job(barred="an error", others=UNKNOWN), None),
+        (rungs.END, job(barred="an error", others=UNKNOWN, restarts=NO_RESTART), None),
+    ],
+)
+def test_a_replica_that_does_not_know_the_others_keeps_its_workers_and_fetches_the_state(rung, situation, teller):
+    """``teller``: the rank whose position all take; without one, the state is here, or all workers start anew."""
+    found = decide(situation)
+    assert found.rung == rung and (found.plan.teller if found.plan is not None else None) == teller, found
+    assert (found.reason and found.waits) or rung == rungs.END
+
+
 def test_a_decision_names_sources_and_what_spoke_against_the_rungs_before():
     found = decide(job([1, 2], copies=True, others=others()))
     assert found.fetched == {1: 1} and found.plan.sources[2] == Source(3, 3)

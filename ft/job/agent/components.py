@@ -164,6 +164,8 @@ def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
         "world_size": options.world_size,
         "max_restarts": options.max_restarts,
         "hot_swap": options.hot_swap,
+        "replicas": options.replicas,
+        "reorders": options.reorders,
         "faults": faults,
         "command": [options.script.target, *options.script.args],
         "timeouts": asdict(options.timeouts),

@@ -96,6 +96,8 @@ class RunOptions:
         local_addr: address at which other nodes reach this node, None to detect it.
         domains: kind -> name of this node's failure domains, such as "rack" -> "r1".
         devices: number of devices on each node; None: the number of GPUs that torch finds.
+        replicas: number of replicas of the model that train together; this run is one of them.
+        reorders: whether the other replicas compute the part of a lost one (SPARe).
     """
 
     script: Script
@@ -119,6 +121,8 @@ class RunOptions:
     hot_swap: bool = True
     """Whether standbys replace lost workers in the running job. False: every failure leads to a warm restart."""
     devices: int | None = None
+    replicas: int = 1
+    reorders: bool = False
     life: int | None = None
     """Number of restarts so far, set for a replica of FT-HSDP, whose supervisor starts new agents for every restart.
 

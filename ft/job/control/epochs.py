@@ -181,6 +181,7 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         {str(r): holders for r, holders in sorted(state.copies.items())},
         {str(r): beside for r, beside in sorted(chosen.rebuilt.items())},
         {str(r): peer for r, peer in sorted(chosen.lent.items())},
+        chosen.teller,
     )
     state.rebuilt |= {state.places[rank].pp: chosen.step for rank in chosen.rebuilt}
     state.kept = len(plan.keep)

@@ -6,7 +6,7 @@ shard (I3), and all ranks continue from the same step (I4).
 
 from collections.abc import Mapping
 
-from ft.job.messages import Repair, WorkerRepaired
+from ft.job.messages import ELSEWHERE, Repair, WorkerRepaired
 
 
 def violations(repair: Repair, reports: Mapping[int, WorkerRepaired], shards: Mapping[int, list[str]]) -> list[str]:
@@ -40,8 +40,10 @@ def _has_optimizer(rank: int, repair: Repair, how: str) -> bool:
     """Return whether the rank has a source for its optimizer shard.
 
     Only a rank whose state is rebuilt from other ranks' weights (CheckFree) may begin with a new optimizer state, and
-    it has to.
+    it has to. A replica that fetches its state from another one has none until then.
     """
+    if repair.teller is not None:
+        return how == ELSEWHERE
     if str(rank) in repair.rebuilt or str(rank) in repair.lent:
         return how.startswith("rebuilt:")
     return str(rank) in repair.sources and bool(how) and not how.startswith("rebuilt:")

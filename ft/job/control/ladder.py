@@ -109,6 +109,10 @@ def _from_memory(situation: Situation, refused: dict[str, str]) -> Iterator[Offe
             yield Offer(REPLICA, reason, lost, waits(rung), plan, fetched)
     else:
         fetched = {}
+    if situation.others.are_unknown and plan.name == recovery_plan.RESTART:
+        found = recovery_plan.fetch(memory, plan.reason)
+        if found is not None:
+            yield Offer(REPLICA, found.reason, situation.others.lost_without_this, waits(rung), found)
     if plan.name == recovery_plan.REBUILD:
         lost = Lost(steps=_since(situation, plan), exactness=APPROXIMATE)
         yield Offer(CHECKFREE, plan.reason, lost, waits(rung), plan, fetched)
@@ -167,6 +171,9 @@ def _fetching(plan: RecoveryPlan, memory: Memory, situation: Situation) -> tuple
 def _without_this_replica(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
     """Yield the offer that the other replicas train on, or wait for this one, while it starts anew."""
     others = situation.others
+    if others.are_unknown:
+        yield from _while_others_train(situation, refused)
+        return
     if others.replicas <= 1:
         refused |= {REPLICA: "the job has one replica", REORDER: "the job has one replica"}
         return
@@ -184,16 +191,36 @@ def _without_this_replica(situation: Situation, refused: dict[str, str]) -> Iter
     elif others.reorders:
         types = f"; no replica hosts the shard types {_list(others.unhosted)} any more, whoever is free computes them"
         reason = f"replica(s) {_list(others.whole)} compute this one's part{types if others.unhosted else ''}"
-        yield Offer(REORDER, reason, Lost(exactness=EVERY_SAMPLE), waits_of_others(is_awaited=False))
+        yield Offer(REORDER, reason, others.lost_without_this, waits_of_others(is_awaited=False))
     else:
         back = f"cannot come back: {against}" if against else "fetches its state from them when it is back"
         reason = f"replica(s) {_list(others.whole)} train on, and this one {back}"
-        lost = Lost(exactness=EVERY_SAMPLE, late=1.0 / others.replicas)
-        yield Offer(REPLICA, reason, lost, waits_of_others(is_awaited=False))
+        yield Offer(REPLICA, reason, others.lost_without_this, waits_of_others(is_awaited=False))
+
+
+def _while_others_train(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
+    """Yield the offer of a warm restart of this replica alone, if it does not know how the others are.
+
+    When it is back, it fetches the state of the others, or all load the newest checkpoint if none has a state.
+    """
+    others = situation.others
+    if not others.reorders:
+        refused[REORDER] = "SPARe is off"
+    against = situation.restarts.against
+    if CHECKFREE not in refused:
+        against = "an estimate in place gives way to the others' exact state, if they have it"
+    if against:
+        refused |= {rung: refused.get(rung, against) for rung in (REPLICA, REORDER)}
+        return
+    rung = REORDER if others.reorders else REPLICA
+    yield Offer(rung, _cause(situation, refused), others.lost_without_this, waits_of_others(is_awaited=False))
 
 
 def _anew(situation: Situation, refused: dict[str, str]) -> Iterator[Offer]:
-    """Yield the offer of a warm restart."""
+    """Yield the offer of a warm restart of all workers of the job."""
+    if situation.others.are_unknown and not situation.restarts.against:
+        refused[CHECKPOINT] = "the other replicas may have the state"
+        return
     if against := situation.restarts.against:
         refused[CHECKPOINT] = against
         return

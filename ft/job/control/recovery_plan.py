@@ -14,9 +14,9 @@ from ft.job.control import rungs, sources
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 
-COPIES, REBUILD, RESTART = rungs.COPY, rungs.CHECKFREE, rungs.CHECKPOINT
-"""The rungs of the ladder whose state comes from own snapshots and peer copies, from the stages beside, and from the
-persistent checkpoint, in the order in which they are tried. Of which rung before COPIES a recovery from copies is, is
+COPIES, FETCH, REBUILD, RESTART = rungs.COPY, rungs.REPLICA, rungs.CHECKFREE, rungs.CHECKPOINT
+"""The rungs of the ladder whose state comes from own snapshots and peer copies, from another replica, from the stages
+beside, and from the persistent checkpoint. Of which rung before COPIES a recovery from copies is, is
 decided by the seats that have to be filled.
 """
 
@@ -85,6 +85,7 @@ class RecoveryPlan:
         sources: logical rank -> its source, for all ranks that are neither in ``rebuilt`` nor in ``lent``.
         rebuilt: logical rank -> the neighbours from whose transformer blocks it is rebuilt.
         lent: logical rank -> the data-parallel peer whose weights it takes.
+        teller: logical rank from which all ranks get the position of ``step`` if they fetch the state (FETCH).
     """
 
     name: str
@@ -93,6 +94,7 @@ class RecoveryPlan:
     sources: Mapping[int, Source] = field(default_factory=dict)
     rebuilt: Mapping[int, Neighbours] = field(default_factory=dict)
     lent: Mapping[int, int] = field(default_factory=dict)
+    teller: int | None = None
 
 
 def decide(memory: Memory, stages: Stages) -> RecoveryPlan:
@@ -122,6 +124,30 @@ def decide(memory: Memory, stages: Stages) -> RecoveryPlan:
         against = against or plan.reason
     against = against or "there is no stage to rebuild from"
     return RecoveryPlan(RESTART, None, f"{lost}; {AGAINST}: {against}; {LAST_RESORT}")
+
+
+def fetch(memory: Memory, why: str) -> RecoveryPlan | None:
+    """Return the plan that all ranks fetch their state from another replica, which none of them is asked for here.
+
+    Until then, all ranks need the same position. It is that of the newest sound snapshot that a worker has of its own.
+
+    Args:
+        memory: the training state in this replica's memory.
+        why: why this replica has no complete state, for people.
+
+    Returns:
+        None if no worker has one; then nothing is left of this replica that would be worth keeping.
+    """
+    told = [
+        (step, -rank)
+        for rank, held in memory.holdings.items()
+        for step in held.own
+        if step not in memory.spoiled and step not in memory.unusable.get(rank, ())
+    ]
+    if not told:
+        return None
+    step, teller = max(told)
+    return RecoveryPlan(FETCH, step, f"{why}; this replica takes the state of another one", teller=-teller)
 
 
 def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> RecoveryPlan:

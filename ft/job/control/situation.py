@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ft.job.control.recovery_plan import Memory, Stages
-from ft.job.control.rungs import COPY, IN_PLACE, STANDBY
+from ft.job.control.rungs import COPY, EVERY_SAMPLE, IN_PLACE, STANDBY, Lost
 from ft.job.messages import Holdings
 
 Snapshot = tuple[int, int, int]
@@ -51,6 +51,8 @@ class Others:
             a verified source.
         reorders: whether the others compute a lost replica's part of the batch (SPARe).
         unhosted: with ``reorders``, the shard types that no replica hosts any more. Whoever is free computes them.
+        are_unknown: whether nothing but ``replicas`` is known here. The quorum server knows the others; it has a
+            replica without a state fetch that of another one, or the newest checkpoint if none has a state.
     """
 
     replicas: int = 1
@@ -59,6 +61,14 @@ class Others:
     holdings: Mapping[int, Mapping[int, Collection[int]]] = field(default_factory=dict)
     reorders: bool = False
     unhosted: Collection[int] = ()
+    are_unknown: bool = False
+
+    @property
+    def lost_without_this(self) -> Lost:
+        """Return what is lost if the others train on without this replica: if nobody computes its part of the batches,
+        these samples are trained on later.
+        """
+        return Lost(exactness=EVERY_SAMPLE, late=0.0 if self.reorders else 1.0 / self.replicas)
 
 
 @dataclass(frozen=True)

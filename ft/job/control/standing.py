@@ -2,7 +2,7 @@
 
 from ft.job.control.membership import place_ranks
 from ft.job.control.recovery_plan import Memory, Stages
-from ft.job.control.situation import Restarts, Seats, Situation
+from ft.job.control.situation import Others, Restarts, Seats, Situation
 from ft.job.control.state import State
 
 
@@ -28,6 +28,7 @@ def of_memory(state: State) -> Situation:
         memory,
         Stages(state.checkfree, state.places, state.rebuilt),
         Seats(joiners, len(joiners) - started, started),
+        _others(state),
         restarts=_restarts(state),
         hot_swap=state.options.hot_swap,
     )
@@ -36,7 +37,12 @@ def of_memory(state: State) -> Situation:
 def without_memory(state: State, why: str) -> Situation:
     """Return the situation in which nothing in memory may be used; ``why``: the reason, for people."""
     memory = Memory(range(state.options.world_size), {}, {})
-    return Situation(state.newest_step(), memory, restarts=_restarts(state), barred=why)
+    return Situation(state.newest_step(), memory, others=_others(state), restarts=_restarts(state), barred=why)
+
+
+def _others(state: State) -> Others:
+    options = state.options
+    return Others(options.replicas, reorders=options.reorders, are_unknown=options.replicas > 1)
 
 
 def _restarts(state: State) -> Restarts:

@@ -37,6 +37,8 @@ class Options:
         max_restarts: maximum number of warm restarts (all workers start anew from a persistent checkpoint).
         restarts: number of warm restarts before this control plane started without the journal of its predecessor.
         hot_swap: if False, every failure leads to a warm restart.
+        replicas: number of replicas of the model that train together; this run is one of them.
+        reorders: whether the other replicas compute the part of a lost one (SPARe).
         faults: number of faults that are planned for injection.
         command: command line of the training script.
         timeouts: limits in seconds.
@@ -47,6 +49,8 @@ class Options:
     max_restarts: int = 3
     restarts: int = 0
     hot_swap: bool = True
+    replicas: int = 1
+    reorders: bool = False
     faults: int = 0
     command: list[str] = field(default_factory=list)
     timeouts: Timeouts = field(default_factory=Timeouts)

@@ -32,10 +32,11 @@ from ft.job.messages.reports import (
     WorkerStarted,
     WorkerSuspects,
 )
-from ft.job.messages.values import Beat, GroupReport, Holdings, Neighbours, Seat, Source
+from ft.job.messages.values import ELSEWHERE, Beat, GroupReport, Holdings, Neighbours, Seat, Source
 from ft.net.codec import BadMessage, from_json, to_json
 
 __all__ = [
+    "ELSEWHERE",
     "ORDERS",
     "REPORTS",
     "AgentBeat",

@@ -58,6 +58,9 @@ class Repair:
             ranks have no source; CheckFree (section 4.2) rebuilds them from the neighbouring stages.
         lent: logical rank (as a string) -> data-parallel peer, for the ranks whose state is lost although their
             pipeline stage is not. These ranks have no source; they take the weights of the peer's live model.
+        teller: logical rank whose own snapshot gives all ranks the position of ``step``, and nothing else, because
+            this replica has lost a part of the state: it fetches the whole state from another replica before its next
+            step. No rank has a source then. None: the state is restored here.
     """
 
     epoch: int
@@ -68,6 +71,7 @@ class Repair:
     copies: dict[str, list[int]] = field(default_factory=dict)
     rebuilt: dict[str, Neighbours] = field(default_factory=dict)
     lent: dict[str, int] = field(default_factory=dict)
+    teller: int | None = None
 
 
 @dataclass(frozen=True)

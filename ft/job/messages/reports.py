@@ -210,7 +210,8 @@ class WorkerRepaired:
         rebuilt: number of process groups that it has rebuilt.
         kept: number of process groups that it has kept.
         deferred: number of process groups that are rebuilt afterwards in the background.
-        sources: where its "owned" and its "replicated" state came from: "own", "copy:RANK" or "peer:RANK" (I3).
+        sources: where its "owned" and its "replicated" state came from: "own", "copy:RANK", "peer:RANK",
+            "rebuilt:RANK[+RANK]", or ``ELSEWHERE`` (I3).
         rebuild_s: seconds that the process groups took.
         restore_s: seconds that the state took.
     """

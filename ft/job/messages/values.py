@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from ft.net.codec import Numbers
 
+ELSEWHERE = "another replica"
+"""Source of the state of a worker whose replica fetches the whole state from another one before its next step."""
+
 
 @dataclass(frozen=True)
 class GroupReport:

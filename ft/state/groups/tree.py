@@ -9,11 +9,12 @@ A world that fits into one such group is one: then a collective is gloo's own al
 """
 
 import itertools
+import json
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -178,6 +179,20 @@ class Tree:
         parts = [torch.empty_like(own, device="cpu") for _ in range(1 + len(self._shape.children(self.rank)))]
         dist.gather(own, parts, group=self._below, group_dst=0)
         return parts[1:]
+
+
+def tell(tree: Tree, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON values of the one rank that has any; the other ranks give an empty dict.
+
+    All ranks have to call it at the same time. It takes two all-reduces: of the length, and of the bytes.
+    """
+    text = json.dumps(values).encode() if values else b""
+    length = torch.tensor([len(text)], dtype=torch.int32, device="cpu")
+    tree.all_reduce(length, dist.ReduceOp.MAX)
+    word = torch.zeros(int(length.item()), dtype=torch.int32, device="cpu")
+    word[: len(text)] = torch.tensor(list(text), dtype=torch.int32, device="cpu")
+    tree.all_reduce(word, dist.ReduceOp.MAX)
+    return json.loads(bytes(word.tolist()))
 
 
 def _start_flat(word: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Operation:

@@ -33,6 +33,7 @@ class HotSwap(Protection):
             injector=None if inside is None else inside.injector,
             close=None if inside is None else inside.close,
             estimated=None if inside is None else inside.estimated,
+            without_state=None if inside is None else inside.position.without_state,
             rebuilder=next((layer.rebuilder for layer in inner if isinstance(layer, RebuildsStages)), None),
         )
 

@@ -120,6 +120,17 @@ class Operations(Protocol):
     async def lend_weights(self, order: Repair) -> None:
         """Send the weights of this rank's live model to the data-parallel peers that take them, if there are any."""
 
+    async def forget_state(self, step: int, teller: int) -> tuple[Any, dict[str, str]]:
+        """Give the state up, because this replica is going to fetch that of another replica. All ranks have to call it.
+
+        Args:
+            step: step whose position all ranks take.
+            teller: logical rank whose own snapshot has that position.
+
+        Returns:
+            a pair as ``restore_snapshot`` returns it, with the source ``ELSEWHERE``.
+        """
+
     async def publish_parameters(self) -> None:
         """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
 

@@ -45,6 +45,7 @@ def build(
     injector: Injector | None = None,
     close: Callable[[], None] | None = None,
     estimated: Callable[[], None] | None = None,
+    without_state: Callable[[dict], dict] | None = None,
 ) -> RecoveryManager:
     """Return the layer that recovers a training run from faults.
 
@@ -66,6 +67,8 @@ def build(
         injector: planned faults, if a layer inside this one has them; its phases are in place already.
         close: called when all workers have done the last step.
         estimated: called after a recovery in which a part of the state was estimated (CheckFree).
+        without_state: returns a position with the note that it comes without a state, because another replica has it;
+            None: there are no other replicas.
 
     Raises:
         UserError: ``strict`` is set and peer copies cannot be placed as requested; or the model's stages cannot be
@@ -89,4 +92,6 @@ def build(
     if injector is None:
         injector = make_injector(session, Breakage(session, snapshots, subject, position, newest_checkpoint))
         plant_phases(injector, subject, lambda: position.get()["step"] + 1)
-    return RecoveryManager(session, subject, position, snapshots, injector, placing, stage_rebuilder, close, estimated)
+    return RecoveryManager(
+        session, subject, position, snapshots, injector, placing, stage_rebuilder, close, estimated, without_state
+    )

@@ -205,12 +205,16 @@ class Recovery:
         From the next snapshot on, copies are sent to the holders that the new seats require.
 
         Returns:
-            the sources of the state: {"owned": "own" | "copy:RANK" | "rebuilt:RANK[+RANK]", "replicated": ...}.
+            the sources of the state: {"owned": "own" | "copy:RANK" | "rebuilt:RANK[+RANK]" | ELSEWHERE,
+                "replicated": ...}.
         """
         operations, rank = self._operations, str(self._member.rank)
         operations.prepare_restore(order)
         as_committed = True
-        if rank in order.rebuilt:
+        if order.teller is not None:
+            as_committed = False
+            position, sources = await operations.forget_state(order.step, order.teller)
+        elif rank in order.rebuilt:
             self._untouched = False
             position, sources = await operations.rebuild_stage(order.step, order.rebuilt[rank])
             await operations.publish_parameters()

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.base.errors import FallbackError
 from ft.faults.worker import Injector
-from ft.job.messages import GroupReport, Holdings, Neighbours, Repair, Source
+from ft.job.messages import ELSEWHERE, GroupReport, Holdings, Neighbours, Repair, Source
 from ft.protection.contract import Layer
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
-from ft.state.groups.tree import Operation, Tree
+from ft.state.groups.tree import Operation, Tree, tell
 from ft.state.snapshot import Snapshots
 from ft.systems.hot_swap.operations import Operations
 from ft.systems.hot_swap.placing import Placing
@@ -41,6 +42,8 @@ class RecoveryManager(Layer, Operations):
         keeper: rebuilds pipeline stages that are lost with all their copies (CheckFree), or None.
         close: called when all workers have done the last step, or None.
         estimated: called after a recovery in which a part of the state was estimated (CheckFree), or None.
+        without_state: returns a position with the note that it comes without a state; None: there are no other replicas
+            that a state could be fetched from.
     """
 
     def __init__(
@@ -54,10 +57,12 @@ class RecoveryManager(Layer, Operations):
         keeper: StageRebuilder | None = None,
         close: Callable[[], None] | None = None,
         estimated: Callable[[], None] | None = None,
+        without_state: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ):
         self.session, self.snapshots, self.shards = session, snapshots, subject.shards
         self._subject, self._position, self._injector, self._placing = subject, position, injector, placing
         self._keeper, self._close, self._estimated = keeper, close, estimated
+        self._without_state = without_state
         self._recovery = Recovery(session, self)
         self._work: Callable[[], Any] = lambda: None
         self._committed = 0
@@ -173,6 +178,17 @@ class RecoveryManager(Layer, Operations):
 
     async def lend_weights(self, order: Repair) -> None:
         self._keeper.lend_weights(order, self._envelope)
+
+    async def forget_state(self, step: int, teller: int) -> tuple[dict[str, Any], dict[str, str]]:
+        if self._without_state is None:
+            raise FallbackError("there is no other replica whose state could be fetched")
+        position: dict[str, Any] = {}
+        if teller == self.session.rank:
+            position, _ = await self.restore_snapshot(step, Source(teller, teller), keep=False)
+        else:
+            self.snapshots.begin_at(step, self.session.epoch)
+        told = tell(self._fence_tree, position)
+        return self._without_state(told), dict.fromkeys(("owned", "replicated"), ELSEWHERE)
 
     async def publish_parameters(self) -> None:
         self._subject.publish_parameters()

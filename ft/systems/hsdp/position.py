@@ -95,6 +95,10 @@ class ReplicaPosition:
         self.lineage, self.has_state = position["lineage"], position["has_state"]
         self.follow()
 
+    def without_state(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Return ``position`` with the note that it comes without a state, which another replica is to give."""
+        return {**position, "lineage": 0, "has_state": False}
+
     def estimate(self, life: int) -> None:
         """Note that a part of the state was estimated (CheckFree): every exact state of this step goes before it.
 

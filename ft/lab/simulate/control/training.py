@@ -263,6 +263,9 @@ class Training:
         for rank in sorted(int(rank) for rank, peer in order.lent.items() if peer == self._worker.rank):
             await self._collective("weights", ("weights", self._worker.rank, rank), size=2)
 
+    async def forget_state(self, step: int, teller: int) -> tuple[int, dict[str, str]]:
+        raise AssertionError("the simulated run has no other replicas")
+
     async def publish_parameters(self) -> None:
         shape, rank = self._cluster.shape, self._worker.rank
         peers = len(shape.dp_peers(rank))
