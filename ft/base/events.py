@@ -36,7 +36,6 @@ RESUMED = "resumed"
 WORKER_LOST = "worker_lost"
 DEVICE_UNUSABLE = "device_unusable"
 RESTARTED = "restarted"
-CHECKPOINT_SAVED = "checkpoint_saved"
 INVARIANTS_CHECKED = "invariants_checked"
 COPIES_PLACED = "copies_placed"
 FINISHED = "finished"
@@ -108,7 +107,6 @@ SCHEMA: Mapping[str, Needs] = {
     # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far; also
     # rung, as in REPAIR_ORDERED
     RESTARTED: Needs((), ("number", "reason")),
-    CHECKPOINT_SAVED: Needs(("step",)),
     # the recovery was checked; violations: sentences, empty if invariants I1 to I4 hold (DEADPOOL, section V-C)
     INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
     # peer copies (copies of a rank's optimizer shard in other ranks' host memory) were assigned to their holders;

@@ -235,7 +235,7 @@ class _Reader:
         A restarted run may train without reporting that it has resumed, so a restart counts as complete when the first
         epoch after it opens.
         """
-        begins = event.name in (events.FAULT_DETECTED, events.EPOCH_CLOSED, events.CHECKPOINT_SAVED, *_RESTARTS)
+        begins = event.name in (events.FAULT_DETECTED, events.EPOCH_CLOSED, *_RESTARTS)
         return begins and self.current is not None and self.current.reopened is not None
 
     def end(self) -> _Open:

@@ -176,6 +176,9 @@ BENCHES = (
     only_help("fault-campaign", "python tools/experiments/fault_campaign.py *"),
     only_help("hsdp-campaign", "python tools/experiments/hsdp_campaign.py *"),
     only_help("convergence", "python tools/experiments/checkfree_convergence.py *"),
+    only_help("every-rung", "python tools/experiments/every_rung.py *"),
+    only_help("composed-campaign", "python tools/experiments/composed_campaign.py *"),
+    only_help("bench-combinations", "python tools/bench/combinations.py *"),
     Walk(
         "ladder-campaign",
         "python tools/experiments/recovery_ladder.py *",

@@ -82,7 +82,7 @@ def test_threads_do_not_mix_their_lines(tmp_path):
 
     def write(worker: str):
         for step in range(50):
-            log.write(events.now(events.CHECKPOINT_SAVED, worker=worker, step=step, pad="x" * 500))
+            log.write(events.now(events.RESUMED, epoch=1, worker=worker, step=step, pad="x" * 500))
 
     threads = [threading.Thread(target=write, args=(f"n0.w{i}",)) for i in range(4)]
     for thread in threads:

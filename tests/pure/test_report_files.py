@@ -357,7 +357,7 @@ def test_status_takes_what_it_gets(values, tmp_path, capsys):
 
 def test_events_are_put_in_the_order_of_time(tmp_path):
     history = History()
-    history.say(9.0, events.CHECKPOINT_SAVED, step=80)
-    history.say(5.0, events.CHECKPOINT_SAVED, step=40)
+    history.say(9.0, events.RESUMED, epoch=1, step=80)
+    history.say(5.0, events.RESUMED, epoch=1, step=40)
     found = load(write(tmp_path / "a", history)).events
     assert [event.wall - START for event in found if event.step is not None][-2:] == [5.0, 9.0]

@@ -118,11 +118,17 @@ def _rung_of(done: replica_runs.Done, loss: Loss, replica: int) -> str:
     for event in after:
         if event.name == events.REPAIR_ORDERED:
             return event.detail["rung"]
-        if event.name == events.RESTARTED:  # its own state is lost; the others' is not, unless they were struck as well
-            return rungs.REPLICA if len(loss.struck) < REPLICAS else event.detail["rung"]
+        if event.name == events.RESTARTED:
+            return rungs.CHECKPOINT if _has_no_state(done, replica, event.wall) else event.detail["rung"]
         if event.name == events.STOPPED:
             return rungs.END
     return ""
+
+
+def _has_no_state(done: replica_runs.Done, replica: int, since: float) -> bool:
+    """Return whether the next quorum with a replica was one in which no replica had a state, so that all load one."""
+    formed = (e for e in events.read(done.folder / "events.jsonl") if e.name == events.QUORUM_FORMED and e.wall > since)
+    return next((e.step == 0 for e in formed if replica in (*e.detail["healthy"], *e.detail["behind"])), False)
 
 
 def _seconds(done: replica_runs.Done, loss: Loss) -> str:
