@@ -147,7 +147,10 @@ class Trainer(Protocol):
         """Return whether this rank can see a complete checkpoint of ``step``."""
 
     def load(self) -> bool:
-        """Load the newest checkpoint, if there is one; return whether one was loaded. All ranks have to call it."""
+        """Load the newest checkpoint, if there is one; return whether one was loaded. All ranks have to call it.
+
+        A checkpoint that gives only a part of the state (finetuning) is not loaded after the first step.
+        """
 
     def save(self) -> None:
         """Save a checkpoint and return when it is complete. All ranks have to call it."""

@@ -96,6 +96,9 @@ class JobTrainer:
     def load(self) -> bool:
         job = self._job
         resume_own_checkpoints(job.options.checkpoint)
+        asked = job.options.checkpoint
+        if job.state.step > 0 and (asked.finetune or asked.no_load_optim or asked.no_load_rng):
+            return False  # it would keep a part of the present state: only a new process begins from such a checkpoint
         return load(job.checkpointer, job.options, job.trainee, job.state)
 
     def save(self) -> None:

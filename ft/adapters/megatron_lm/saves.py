@@ -53,6 +53,8 @@ def load(run: "Run") -> bool:
         own.finetune = own.no_load_optim = own.no_load_rng = False
     if not any(folder and checkpointing.checkpoint_exists(folder) for folder in (own.load, own.pretrained_checkpoint)):
         return False
+    if run.step > 0 and (own.finetune or own.no_load_optim or own.no_load_rng):
+        return False  # it would keep a part of the present state: only a new process begins from such a checkpoint
     context = run.checkpointing_context
     own.iteration, own.num_floating_point_operations_so_far = checkpointing.load_checkpoint(
         run.chunks, run.optimizer, run.scheduler, checkpointing_context=context

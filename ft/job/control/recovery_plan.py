@@ -142,7 +142,7 @@ def fetch(memory: Memory, why: str) -> RecoveryPlan | None:
         (step, -rank)
         for rank, held in memory.holdings.items()
         for step in held.own
-        if step not in memory.spoiled and step not in memory.unusable.get(rank, ())
+        if step not in memory.unusable.get(rank, ())
     ]
     if not told:
         return None

@@ -143,7 +143,8 @@ class Launcher:
             self._console.complain(f"other nodes cannot be told how replica {replica} has ended: {error}")
 
     def _way_back(self, replica: int) -> str:
-        return f"ft run --ft-hsdp-replicas {self._replicas} --ft-hsdp-replica {replica} ... brings it back"
+        standby = " with a standby" if self._members[replica].setup.options.hot_swap else ""
+        return f"ft run --ft-hsdp-replicas {self._replicas} --ft-hsdp-replica {replica} ...{standby} brings it back"
 
     def _start_again(self, now: float) -> None:
         due = [member for member in self._members.values() if member.waits and now >= member.due]
@@ -204,10 +205,11 @@ class Launcher:
         restarts = seen.restarts.get(member.replica, 0)
         if finished_s is not None and member.restarts_then is None:
             member.restarts_then = restarts
+        is_spare = member.setup.part.is_standby  # the replica goes on without it
         return policy.View(
             up=member.process is not None,
-            code=member.code,
-            given_up=member.given_up,
+            code=0 if member.code and is_spare else member.code,
+            given_up=member.given_up and not is_spare,
             restarts_then=restarts if member.restarts_then is None else member.restarts_then,
             restarts=restarts,
             gathering=not seen.trains(member.replica),

@@ -72,12 +72,16 @@ class ReplicaManager(Layer):
 
         async def attempt() -> Any:
             session.progress.begins(self._position.step)
-            return work()
+            result = work()
+            if not self._steps.has_state:  # there was no step left in which the state could have been fetched
+                raise SystemExit(f"replica {self._parts.place.replica} has lost its state after its last step")
+            return result
 
         session.progress.begins(self._position.step)
         try:
             self._begin_life()
             if not self._steps.has_state:
+                self._end_notice()  # the others need not wait: this replica catches up
                 self._warm_up()
             result = protocol.run(self._steps.attempts(attempt))
             self._leaves()
@@ -102,10 +106,13 @@ class ReplicaManager(Layer):
         """
         self.at("between")
         computes = protocol.run(self._steps.begins())
+        self._end_notice()
+        return computes
+
+    def _end_notice(self) -> None:
         if self._notice is not None:
             self._notice.close()
             self._notice = None
-        return computes
 
     def catching_up(self) -> None:
         """Begin a catch-up step: start to fetch the state. The trainer then contributes zero gradients meanwhile."""
@@ -221,8 +228,7 @@ class ReplicaManager(Layer):
     def _begin_life(self) -> None:
         """Begin the life of this epoch: a replacement of a worker changes addresses that other replicas know.
 
-        Raises:
-            SystemExit: the ranks have restored the states of different quorums.
+        Ranks that have restored states of different quorums, or not all a state, give them up.
         """
         parts = self._parts
         if self.is_inside:
@@ -230,7 +236,8 @@ class ReplicaManager(Layer):
             self._make_life(life)
             self._goes_on = True
             if not self._rank.is_uniform():
-                raise SystemExit(f"replica {parts.place.replica}: the copies of its ranks are of different quorums")
+                self._position.set(self._position.without_state(self._position.get()))
+                self._make_life(life)
             if self.session.rank == 0:
                 parts.client = QuorumClient(parts.place.run_dir, parts.place.replica, life, parts.place.token)
         parts.agreement.begin(parts.client, self._position.step if self._position.has_state else 0)
