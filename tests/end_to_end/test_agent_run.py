@@ -181,8 +181,8 @@ def test_kill_9_of_the_agent_leaves_nothing(ft_run):
 
 def test_sigterm_lets_workers_save(ft_run, tmp_path):
     text = (
-        "import signal, sys, time\n"
-        "def save(*_): print('saved', flush=True); sys.exit(0)\n"
+        "import os, signal, sys, time\n"
+        "def save(*_): os.write(1, b'saved'); sys.exit(0)\n"  # print() may be interrupted by a signal, and then refuses
         "signal.signal(signal.SIGTERM, save)\n"
         "print('ready', flush=True)\n"
         "time.sleep(1000)\n"

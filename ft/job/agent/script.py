@@ -40,6 +40,7 @@ def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str
     if os.getppid() != agent:
         os._exit(_ORPHANED)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _own_output(log)
     os.environ.update(environment)

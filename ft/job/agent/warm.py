@@ -70,6 +70,8 @@ class Pool:
     def _fork(self, worker: str, log: str, env: dict[str, str]) -> bool:
         """Fork a worker. Return True in the worker, False in the pool."""
         read, write = os.pipe()
+        # this process ignores SIGTERM; a worker gets one that is sent before it no longer does, because it is blocked
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         between = os.fork()
         if between == 0:
             between = os.getpid()
@@ -84,6 +86,7 @@ class Pool:
             processes.set_name(worker)
             script.become_worker(between, self._agent, log, env)
             return True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.close(write)
         pid = int(os.read(read, 32))
         os.close(read)

@@ -51,6 +51,7 @@ class Worker:
         beat_at: monotonic time at which that heartbeat was received.
         reported_silent: whether the worker was reported as silent and has sent no heartbeat since.
         doomed: whether this agent has decided to kill the worker.
+        leaving: whether this agent has decided to send SIGTERM to the worker.
         standstill: activity of the worker's process, watched until the worker has attached.
         local_rank: index of the device on this node that the worker was started with.
     """
@@ -66,6 +67,7 @@ class Worker:
     beat_at: float = 0.0
     reported_silent: bool = False
     doomed: bool = False
+    leaving: bool = False
     standstill: Standstill = field(default_factory=Standstill)
     local_rank: int = 0
 
@@ -140,6 +142,8 @@ class Workforce:
             self.hear(worker)
             if worker.doomed:
                 processes.kill_whole([pid])
+            elif worker.leaving:
+                processes.send(pid, signal.SIGTERM)
         return notes
 
     def ended(self, pid: int, code: int) -> Worker | None:
@@ -207,12 +211,15 @@ class Workforce:
         self.kill(*self.workers)
 
     def terminate(self, names: set[str]) -> None:
-        """Send SIGTERM to these workers, which may save a checkpoint and end."""
+        """Send SIGTERM to these workers, which may save a checkpoint and end.
+
+        A worker whose start the pool has not reported yet, but which may be running, gets the signal with that report.
+        """
         for name in names & self.workers.keys():
-            if self.workers[name].pid is not None:
-                processes.send(self.workers[name].pid, signal.SIGTERM)
-            else:
-                self.workers[name].doomed = True  # a worker that has not started has nothing to save
+            worker = self.workers[name]
+            worker.leaving = True
+            if worker.pid is not None:
+                processes.send(worker.pid, signal.SIGTERM)
 
     @property
     def pids(self) -> set[int]:
