@@ -30,6 +30,7 @@ from ft.job.replicas.host import FOLDER, QuorumHost
 from ft.job.replicas.launcher import Launcher
 from ft.job.replicas.member import Member, Setup
 from ft.job.replicas.places import Part, devices_of, parts_of
+from ft.job.replicas.stand_in import Lookout, Place, StandIn
 from ft.platform import allocation, election, network
 from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
@@ -71,7 +72,10 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     name, turn = _name(asked, whole)
     server = asked.server_options(_host(whole), whole.has_standbys)
     host = QuorumHost(supervisor, whole.run_dir, name, turn, server, console.complain, whole.timeouts)
-    code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count).run()
+    stand_in = _stand_in(name, whole, asked, parts, planned, supervisor)
+    if stand_in is not None:
+        stand_in.begin()
+    code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count, stand_in).run()
     is_first_lost = asked.only is None and host.first_is_lost()
     allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
     console.close()
@@ -185,7 +189,35 @@ def _name(asked: Replicas, whole: RunOptions) -> tuple[str, int]:
     return f"r{asked.only}n{cluster.node_rank}", asked.only * cluster.nnodes + cluster.node_rank
 
 
-def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list) -> Setup:
+def _stand_in(
+    name: str,
+    whole: RunOptions,
+    asked: Replicas,
+    parts: list[Part],
+    planned: Mapping[int, list[inject.Fault]],
+    supervisor: Supervisor,
+) -> StandIn | None:
+    """Return what holds this node's place in a run with standby nodes, None in other runs."""
+    cluster, run_dir = whole.cluster, whole.run_dir
+    if not cluster.standby_nodes or asked.only is not None:
+        return None
+
+    def parts_at(place: int) -> list[Part]:
+        return parts_of(place, cluster.nnodes, whole.nproc, asked.count, cluster.standby_nodes)
+
+    def members_of(place: int) -> list[Member]:
+        found = (_setup(part, whole, asked, planned.get(part.replica, []), is_late=True) for part in parts_at(place))
+        return [Member(setup, supervisor) for setup in found]
+
+    lookout = None
+    if parts[0].is_standby:
+        others = [place for place in range(cluster.nnodes) if place != cluster.node_rank]
+        replicas_of = {place: [part.replica for part in parts_at(place)] for place in others}
+        lookout = Lookout(run_dir, parts, cluster.node_rank, replicas_of)
+    return StandIn(Place(run_dir, name, cluster.node_rank), lookout, members_of)
+
+
+def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list, is_late: bool = False) -> Setup:
     own = replica_options(part, whole, asked)
     if asked.only is not None and not part.node_rank and election.is_kept(own.run_dir):
         raise UserError(
@@ -193,7 +225,7 @@ def _setup(part: Part, whole: RunOptions, asked: Replicas, planned: list) -> Set
             "choose another --run-dir, or end the running replica",
         )
     environment = _environment(part, whole, asked, os.environ)
-    return Setup(part, own, planned, environment, is_late=asked.only is not None)
+    return Setup(part, own, planned, environment, is_late or asked.only is not None)
 
 
 def _environment(part: Part, whole: RunOptions, asked: Replicas, present: Mapping[str, str]) -> dict[str, str]:

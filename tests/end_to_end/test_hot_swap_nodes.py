@@ -55,7 +55,7 @@ def test_a_node_that_was_lost_comes_back_as_a_standby_and_takes_the_next_ones_pl
         first.wait_for(lambda: first.step() >= 5)
         os.kill(nodes[1].process.pid, signal.SIGKILL)
         nodes.append(Node(tmp_path, 1, port, wanted))
-        first.wait_for(lambda: ready_on("n1-2", first) == 2)
+        first.wait_for(lambda: ready_on("n1-2", first) == 2 and is_replaced("n1", first))
         os.kill(first.process.pid, signal.SIGKILL)
         done = nodes[2].wait(60)
         assert done.code == 0 and nodes[3].process.wait(20) == 0, done.explain()
@@ -71,6 +71,14 @@ def ready_on(node: str, run: Running) -> int:
     """Standbys that wait on a node."""
     found = Finished(0, "", run.folder).named("standby_ready")
     return len({event.worker for event in found if event.node == node})
+
+
+def is_replaced(node: str, run: Running) -> bool:
+    """Whether the ranks of a lost node have been taken by others, and training goes on."""
+    seen = Finished(0, "", run.folder)
+    opened, resumed = seen.named("epoch_opened")[-1], seen.named("resumed")[-1]
+    seats = {seat.split(".")[0] for seat in opened.detail["seats"].values()}
+    return node not in seats and resumed.monotonic > opened.monotonic
 
 
 def free_port() -> int:

@@ -1,10 +1,15 @@
-"""Replicas on several nodes with standby nodes: the loss of a whole node costs its replica no restart."""
+"""Replicas on several nodes with standby nodes: the loss of a whole node costs its replica no restart; a standby node
+of another replica takes the place of a node whose replica has none.
+"""
 
+import contextlib
 import os
 import socket
 import sys
+from collections.abc import Iterator
 
 import psutil
+import pytest
 import replica_runs
 from ft_runs import ROOT, leftovers
 from harness import started
@@ -17,14 +22,15 @@ EVERY = "--use-distributed-optimizer --ft-hot-swap"
 
 
 class Node(Replicas):
-    """One of the nodes of a run with two replicas of two nodes each, and one standby node, which is of replica 0."""
+    """One of the nodes of a run with two replicas and one standby node, which is a part of replica 0."""
 
-    def __init__(self, folder, rank: int, port: int, script_flags: str):
+    def __init__(self, folder, rank: int, port: int, script_flags: str, nodes: int, nproc: int, options: str):
         self.folder = folder / "run"
         self._log = folder / f"node{rank}.out"
-        command = [sys.executable, "-m", "ft", "run", "--nnodes", "5", "--standby-nodes", "1", "--node-rank", str(rank)]
-        command += ["--nproc-per-node", "1", "--ft-hsdp-replicas", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        command += ["--run-dir", str(self.folder), "pretrain_gpt.py", *script_flags.split()]
+        command = [sys.executable, "-m", "ft", "run", "--nnodes", str(nodes), "--standby-nodes", "1"]
+        command += ["--node-rank", str(rank), "--nproc-per-node", str(nproc), "--ft-hsdp-replicas", "2"]
+        command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder), *options.split()]
+        command += ["pretrain_gpt.py", *script_flags.split()]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FT_HSDP_DIGESTS": "1"}
         self.process = started.start(command, ROOT, environ, self._log)
 
@@ -36,27 +42,62 @@ class Node(Replicas):
             process.kill()
 
 
-def test_a_standby_node_takes_a_lost_nodes_place_in_its_replica(corpus, tmp_path):
-    flags = replica_runs.flags(corpus, EVERY, STEPS, batch=8)
+@contextlib.contextmanager
+def cluster(folder, nodes: int, flags: str, nproc: int = 1, options: str = "") -> Iterator[list[Node]]:
+    """Start a launcher for each node; afterwards, no process is left."""
     port = free_port()
-    nodes = [Node(tmp_path, rank, port, flags) for rank in range(5)]
-    first = nodes[0]
+    found = [Node(folder, rank, port, flags, nodes, nproc, options) for rank in range(nodes)]
     try:
-        first.wait_for(lambda: first.step() >= 10)
-        nodes[1].kill_all()
-        code = first.process.wait(120)
-        done = Done(code, first.output(), first.folder)
-        assert code == 0 and [nodes[rank].process.wait(30) for rank in (2, 3, 4)] == [0, 0, 0], done.explain()
+        yield found
     finally:
-        for node in nodes:
+        for node in found:
             node.stop()
-    assert not leftovers(first.folder)
+    assert not leftovers(found[0].folder)
+
+
+def end_of(nodes: list[Node], lost: int, limit_s: float = 120.0) -> Done:
+    """Wait for the end of the run, which has lost one node."""
+    done = Done(nodes[0].process.wait(limit_s), nodes[0].output(), nodes[0].folder)
+    codes = [node.process.wait(30) for rank, node in enumerate(nodes) if rank not in (0, lost)]
+    assert done.code == 0 and not any(codes), "\n".join([str(codes), done.explain(), *(n.output() for n in nodes)])
+    return done
+
+
+def test_a_standby_node_takes_a_lost_nodes_place_in_its_replica(corpus, tmp_path):
+    with cluster(tmp_path, 5, replica_runs.flags(corpus, EVERY, STEPS, batch=8)) as nodes:
+        nodes[0].wait_for(lambda: nodes[0].step() >= 10)
+        nodes[1].kill_all()
+        done = end_of(nodes, 1)
+        assert "standbys of 0" in nodes[4].output()
     problems = done.proof.problems(STEPS, 1)
     assert not problems, f"{problems}\n{done.explain()}"
     assert not done.of(0, events.RESTARTED) and not done.of(1, events.RESTARTED), done.explain()
-    assert "standbys of 0" in nodes[4].output()
     seats = done.of(0, events.EPOCH_OPENED)[-1].detail["seats"]
     assert {seat.split(".")[0] for seat in seats.values()} == {"n0", "n2"}, "the replica's own third node"
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("size", "lost"),
+    [(1, 1), pytest.param(2, 2, marks=LONG), pytest.param(2, 3, marks=LONG)],
+    ids=["its only node", "the node of its control plane", "its last node"],
+)
+def test_a_standby_node_takes_a_lost_nodes_place_in_another_replica(corpus, tmp_path, size, lost):
+    """``size``: nodes of each replica; ``lost``: the node of replica 1 that is lost."""
+    spare = 2 * size
+    full = f"--devices-per-node {2 // size}"  # otherwise, the other node of the replica starts another worker
+    slow = (f"slow@replica={replica}:step=8:rank=0:factor=6:for=300s" for replica in range(2))
+    slowly = f"{full} --inject {','.join(slow)}"  # both, or the others would train on without the slow one
+    with cluster(tmp_path, spare + 1, replica_runs.flags(corpus, EVERY, STEPS, batch=8), 2 // size, slowly) as nodes:
+        nodes[0].wait_for(lambda: nodes[0].step() >= 10)
+        nodes[lost].kill_all()
+        done = end_of(nodes, lost, 240)
+        assert f"takes the place of node {lost}, in replica 1" in nodes[spare].output()
+    problems = done.proof.problems(STEPS, 1)
+    assert not problems, f"{problems}\n{done.explain()}"
+    assert done.of(1, events.CAUGHT_UP), done.explain()
 
 
 def free_port() -> int:

@@ -59,7 +59,6 @@ def test_the_types_of_a_wipe_out_are_computed_by_who_is_left(corpus, whole, tmp_
     adopted = [step.commit for step in done.proof.lineage.steps if step.commit.adopted]
     assert adopted and {commit.adopted for commit in adopted} == {(2,)}, done.explain()
     assert all(commit.owners[2] == 0 for commit in adopted)
-    assert "no host is left of 2" in done.output
     assert done.proof.lineage.steps[-1].commit.healthy == (0, 1, 2), "nobody has come back"
 
 

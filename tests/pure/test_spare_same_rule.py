@@ -136,6 +136,15 @@ def picked(rng, here, most):
     return losses
 
 
+def test_the_message_names_types_without_a_host():
+    trainer = Trainer(3, 2)
+    trainer.here = [0]
+    for group in trainer.here:
+        trainer.groups[group].attempt(None, trainer.gradients)
+    said = trainer.groups[0].work.problem(trainer.quorum(), True)
+    assert said == "groups are lost, others compute the shard types 1, 2; no host is left of 2"
+
+
 @pytest.mark.parametrize(("groups", "redundancy"), SIZES)
 def test_the_trainer_computes_what_the_simulation_charges(groups, redundancy):
     events = 0

@@ -159,8 +159,12 @@ def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
 
 def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
     cluster = options.cluster
+    waits_for_all = (
+        not options.life
+    )  # a replica that starts again does not wait for standby nodes, which may have moved
     return {
-        "nodes": cluster.nnodes,
+        "nodes": cluster.nnodes if waits_for_all else cluster.training_nodes,
+        "counts_standby_nodes": waits_for_all,
         "world_size": options.world_size,
         "max_restarts": options.max_restarts,
         "hot_swap": options.hot_swap,

@@ -32,7 +32,8 @@ class Options:
     """The configuration of a run.
 
     Attributes:
-        nodes: number of agents to wait for.
+        nodes: number of agents to wait for at a start.
+        counts_standby_nodes: whether the nodes without logical ranks of their own are among them.
         world_size: number of logical ranks.
         max_restarts: maximum number of warm restarts (all workers start anew from a persistent checkpoint).
         restarts: number of warm restarts before this control plane started without the journal of its predecessor.
@@ -54,6 +55,7 @@ class Options:
     faults: int = 0
     command: list[str] = field(default_factory=list)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    counts_standby_nodes: bool = True
 
 
 @dataclass
@@ -344,8 +346,11 @@ class State:
         return cls(options, restarts=options.restarts)
 
     def nodes_seen(self) -> int:
-        """Return how many nodes have joined. An agent that rejoined under another name counts once."""
-        return len({agent.node_rank for agent in self.agents.values()})
+        """Return how many nodes have joined of those to wait for. An agent that rejoined under another name counts
+        once.
+        """
+        everyone = self.options.counts_standby_nodes
+        return len({agent.node_rank for agent in self.agents.values() if everyone or agent.seats})
 
     def seated(self) -> list[Worker]:
         """Return the workers that have a seat, ordered by logical rank."""

@@ -19,10 +19,14 @@ class MergedConsole:
 
     def __init__(self, quiet: bool, files: Mapping[int, tuple[Path, Path]]):
         self._own = Console(quiet)
-        self._said = {replica: Tail(out, None) for replica, (out, _) in files.items()}
-        self._complained = {replica: Tail(err, None) for replica, (_, err) in files.items()}
         self._followed: int | None = None
         self.say, self.complain, self.close = self._own.say, self._own.complain, self._own.close
+        self.show(files)
+
+    def show(self, files: Mapping[int, tuple[Path, Path]]) -> None:
+        """Show these files of replicas from now on, instead of those so far."""
+        self._said = {replica: Tail(out, None) for replica, (out, _) in files.items()}
+        self._complained = {replica: Tail(err, None) for replica, (_, err) in files.items()}
 
     def follow(self, replica: int | None) -> None:
         """Show the workers' output of this replica from now on, and of no other."""

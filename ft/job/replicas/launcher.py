@@ -14,6 +14,7 @@ from ft.job.replicas import marks, policy
 from ft.job.replicas.console import MergedConsole
 from ft.job.replicas.host import QuorumHost
 from ft.job.replicas.member import Member, next_life
+from ft.job.replicas.stand_in import StandIn
 from ft.job.replicas.watch import Seen, Watch
 from ft.platform import processes
 from ft.platform.supervisor import Supervisor
@@ -39,6 +40,7 @@ class Launcher:
         console: console of the launcher.
         replicas: number of replicas of the run.
         least: number of replicas that the run needs.
+        stand_in: holds this node's place in a run with standby nodes, None in other runs.
     """
 
     def __init__(
@@ -50,10 +52,11 @@ class Launcher:
         console: MergedConsole,
         replicas: int,
         least: int,
+        stand_in: StandIn | None = None,
     ):
         self._supervisor, self._run_dir, self._host, self._console = supervisor, run_dir, host, console
         self._members = {member.replica: member for member in members}
-        self._replicas, self._least = replicas, least
+        self._replicas, self._least, self._stand_in = replicas, least, stand_in
         self._watch = Watch(run_dir, {member.replica: member.setup.folder for member in members})
         self._signum, self._signalled_at, self._signals = 0, 0.0, 0
         self._finished_at: float | None = None
@@ -89,6 +92,7 @@ class Launcher:
         self._supervisor.turn(_TICK_S)
         now, seen = time.monotonic(), self._watch.seen
         self._host.look(now)
+        self._take_place()
         self._start_again(now)
         self._console.follow(self._shown(seen))
         self._console.poll()
@@ -125,9 +129,12 @@ class Launcher:
         elif member.setup.part.is_standby:
             self._console.complain(f"{name} loses the standbys of this node: {answer.reason}")
         else:
-            self._console.complain(f"{name} is given up: {answer.reason}; {self._way_back(member.replica)}")
-            self._mark(member.replica, marks.GIVEN_UP)
-            self._failure_notices.append(self._notify(member, answer.reason))
+            self._give_up(member, answer.reason)
+
+    def _give_up(self, member: Member, reason: str) -> None:
+        self._console.complain(f"replica {member.replica} is given up: {reason}; {self._way_back(member.replica)}")
+        self._mark(member.replica, marks.GIVEN_UP)
+        self._failure_notices.append(self._notify(member, reason))
 
     def _notify(self, member: Member, reason: str) -> FailureNotice:
         """Notify the quorum server that this replica is given up, so that the other replicas stop waiting for it."""
@@ -147,8 +154,10 @@ class Launcher:
         return f"ft run --ft-hsdp-replicas {self._replicas} --ft-hsdp-replica {replica} ...{standby} brings it back"
 
     def _start_again(self, now: float) -> None:
-        due = [member for member in self._members.values() if member.waits and now >= member.due]
-        if not due or self._signum:
+        if self._signum:
+            return
+        due = [m for m in self._members.values() if m.waits and now >= m.due and self._has_a_life(m, now)]
+        if not due:
             return
         if self._kill_orphans(now):
             return
@@ -158,6 +167,41 @@ class Launcher:
             except OSError as error:  # a full disk, or no memory: the others train on
                 member.due = now + _RETRY_S
                 self._console.complain(f"replica {member.replica}: no agent can be started now: {error}")
+
+    def _has_a_life(self, member: Member, now: float) -> bool:
+        """Return whether an agent can be started: there is a life for it to join, or it begins one.
+
+        A member that waits for too long is given up: the first node of its replica is lost, and nobody took its place.
+        """
+        if not member.joins or self._watch.seen.may_run(member.replica, member.left_at):
+            return True
+        limit_s = member.setup.options.timeouts.join_s
+        if now - member.left_at > limit_s:
+            member.code, member.given_up = 1, True
+            self._give_up(member, f"the first of its nodes has not come back within {limit_s:g} s")
+        return False
+
+    def _take_place(self) -> None:
+        """On a standby node: take the place of a lost node if a replica cannot train without it."""
+        if self._stand_in is None or self._signum or self._finished_at is not None:
+            return
+        try:
+            members = self._stand_in.take()
+        except OSError as error:
+            self._console.complain(f"the place of a lost node cannot be taken: {error}")
+            return
+        if not members:
+            return
+        for member in self._members.values():  # to its replica, the end of this agent is the loss of a standby node
+            member.on_exit = lambda member, code: None
+            member.send(signal.SIGKILL)
+        self._members = {member.replica: member for member in members}
+        for member in members:
+            member.on_exit = self._on_exit
+        self._watch.follow({member.replica: member.setup.folder for member in members})
+        self._console.show({member.replica: (member.out, member.err) for member in members})
+        numbers = ", ".join(str(replica) for replica in self._members)
+        self._console.say(f"this node takes the place of node {self._stand_in.place.number}, in replica {numbers}")
 
     def _kill_orphans(self, now: float) -> bool:
         """Kill the processes that dead agents have left behind; return whether it is worth waiting for some of
@@ -185,10 +229,15 @@ class Launcher:
                 member.code = 128 + signum
 
     def _decide(self, now: float, seen: Seen) -> None:
-        if self._signum:
+        if self._stand_in is not None and self._stand_in.place.is_lost:
+            self._verdict = policy.Verdict(policy.END, "a standby node has taken the place of this node", code=1)
+        elif self._signum:
             if all(member.process is None for member in self._members.values()):
                 self._verdict = policy.Verdict(policy.END, "all replicas have ended")
-            return
+        else:
+            self._judge(now, seen)
+
+    def _judge(self, now: float, seen: Seen) -> None:
         if seen.marks.finished and self._finished_at is None:
             self._finished_at = now
         finished_s = None if self._finished_at is None else now - self._finished_at
@@ -254,6 +303,8 @@ class Launcher:
         for member in self._members.values():
             member.send(signal.SIGKILL)
         self._watch.close()
+        if self._stand_in is not None:
+            self._stand_in.close()
         for notice in self._failure_notices:
             notice.close()
         self._host.close()

@@ -54,6 +54,7 @@ class Member:
         process: process of its agent, or None.
         lives: lifetimes in seconds of the agents that have ended.
         due: time (monotonic) at which the next agent is to be started.
+        left_at: time (monotonic) at which the last agent ended.
         code: exit code of the last agent, once it is certain that no other agent follows.
         given_up: whether no other agent follows because the replica failed.
         restarts_then: number of warm restarts inside the replica when the first replica of the run had finished; None
@@ -66,6 +67,7 @@ class Member:
     process: subprocess.Popen | None = None
     lives: list[float] = field(default_factory=list)
     due: float = 0.0
+    left_at: float = 0.0
     code: int | None = None
     given_up: bool = False
     restarts_then: int | None = None
@@ -102,6 +104,11 @@ class Member:
         """Return whether an agent is to be started."""
         return self.process is None and self.code is None
 
+    @property
+    def joins(self) -> bool:
+        """Return whether the next agent joins a life that the agent of the replica's first node begins."""
+        return self.setup.part.node_rank > 0 and bool(self.lives)
+
     def start(self) -> None:
         """Start an agent, in the next life of the replica.
 
@@ -131,7 +138,7 @@ class Member:
         ``ending``: whether the run is ending, so that no other agent is started however this one ended.
         """
         self.process = None
-        now = time.monotonic()
+        self.left_at = now = time.monotonic()
         self.lives.append(now - self._since)
         answer = policy.after_exit(code, processes.how_it_ended(code), self.lives)
         if answer.action == policy.AGAIN and not ending:

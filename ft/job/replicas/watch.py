@@ -4,11 +4,12 @@ The launcher starts the replicas (full copies of the model) of one node; each re
 """
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ft.job.control.state import GATHERING
+from ft.job.control.state import ENDED, GATHERING
 from ft.job.replicas.marks import Marks, read
 from ft.record.run import read_status
 
@@ -23,11 +24,17 @@ class Seen:
         marks: the marker files of replicas that have finished or were given up.
         phases: replica -> phase of its control plane, "" before there is one.
         restarts: replica -> number of warm restarts inside the replica.
+        at: time at which the reading began (monotonic, in seconds).
     """
 
     marks: Marks = field(default_factory=Marks)
     phases: Mapping[int, str] = field(default_factory=dict)
     restarts: Mapping[int, int] = field(default_factory=dict)
+    at: float = 0.0
+
+    def may_run(self, replica: int, since: float) -> bool:
+        """Return whether this was read after ``since``, and the present life of ``replica`` had not ended then."""
+        return self.at > since and self.phases.get(replica, "") != ENDED
 
     def trains(self, replica: int) -> bool:
         """Return whether the control plane of ``replica`` exists and has gathered its workers."""
@@ -53,12 +60,17 @@ class Watch:
     def start(self) -> None:
         threading.Thread(target=self._run, name="ft-watch", daemon=True).start()
 
+    def follow(self, folders: Mapping[int, Path]) -> None:
+        """Watch these replicas from now on, instead of those so far."""
+        self._folders, self.seen = folders, Seen(self.seen.marks)
+
     def look(self) -> Seen:
         """Read the state now."""
+        now = time.monotonic()
         found = {replica: read_status(folder) for replica, folder in self._folders.items()}
         phases = {replica: str(status.get("phase", "")) for replica, status in found.items()}
         restarts = {replica: _whole(status.get("restarts")) for replica, status in found.items()}
-        self.seen = Seen(read(self._run_dir), phases, restarts)
+        self.seen = Seen(read(self._run_dir), phases, restarts, now)
         return self.seen
 
     def close(self) -> None:
