@@ -208,6 +208,28 @@ def test_replicas_go_on_without_a_node_s_power_and_another_job_brings_its_replic
     assert done["JobState"] == "COMPLETED" and not found, f"{found}\n{job.explain()}"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+def test_a_standby_node_brings_back_the_replica_of_a_node_without_power(cluster, corpus, tmp_path):
+    """Three replicas of one node; the standby node is a part of replica 0, and replica 2 is lost."""
+    steps = 600
+    model = replica_runs.flags(corpus, "--use-distributed-optimizer", steps)
+    job = Job(cluster, tmp_path, corpus, "hsdp.sbatch", standby_nodes=1, model=model, REPLICAS="3", FT_HSDP_DIGESTS="1")
+
+    def last_step():
+        found = replica_runs.proof(job.run()).lineage.steps if job.run().exists() else []
+        return found[-1] if found else None
+
+    job.wait_for(lambda: last_step() is not None and last_step().number >= 5, START_S, "step 5")
+    cluster.cut_power("n3")
+    job.wait_for(lambda: last_step().commit.healthy == (0, 1), START_S, "steps of the two others")
+    job.wait_for(lambda: last_step().commit.healthy == (0, 1, 2), START_S, "the return of the third one")
+    done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    found = replica_runs.proof(job.run()).problems(steps, 1)
+    assert done["JobState"] == "COMPLETED" and not found, f"{found}\n{job.explain()}"
+    assert "takes the place of node 2, in replica 2" in job.explain()
+
+
 def told_to_srun(example: str, tmp_path: Path) -> list[str]:
     """The words that the example gives to srun."""
     shown = tmp_path / "bin" / "srun"
