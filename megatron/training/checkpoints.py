@@ -1,14 +1,12 @@
 """Saves a job's checkpoints, and loads the checkpoint from which a job resumes."""
 
 import sys
-from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron.training import model
 from megatron.training.arguments import Options
-from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.checkpointing import Checkpointer, TrainState, naming, verify
+from megatron.training.checkpointing import Checkpointer, TrainState
 from megatron.training.job import Job
 
 
@@ -26,20 +24,31 @@ def save(job: Job, *, blocking: bool = False, persistent: bool = True) -> None:
     job.checkpointer.maybe_finalize(blocking=blocking)
 
 
-def load(checkpointer: Checkpointer, options: Options, trainee: model.Trainee, state: TrainState) -> bool:
-    """Load the checkpoint to resume from into ``trainee`` and ``state``; return whether there is one."""
+def load(
+    checkpointer: Checkpointer, options: Options, trainee: model.Trainee, state: TrainState, *, is_restart: bool
+) -> bool:
+    """Load the checkpoint to resume from into ``trainee`` and ``state``; return whether there is one.
+
+    All ranks have to call this.
+
+    Args:
+        checkpointer: reads the checkpoint.
+        options: flags of the run.
+        trainee: receives the model's, the optimizer's and the schedule's state.
+        state: receives the position of the run.
+        is_restart: whether this run began earlier: its own newest checkpoint, if it has one, goes before that of its
+            first start, from now on.
+    """
+    asked = options.checkpoint
+    if is_restart and checkpointer.has_own():
+        asked.load, asked.ckpt_step = asked.save, None
+        asked.finetune = asked.no_load_optim = asked.no_load_rng = False
+    if state.step > 0 and (asked.finetune or asked.no_load_optim or asked.no_load_rng):
+        return False  # it would keep a part of the present state: only a new process begins from such a checkpoint
     loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
     if loaded is not None:
         say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
     return loaded is not None
-
-
-def resume_own_checkpoints(options: CheckpointOptions) -> None:
-    """Make the run load its own newest checkpoint from now on, if it has one, instead of that of its first start."""
-    folder = Path(options.save) if options.save else None
-    if folder is not None and folder.is_dir() and naming.newest_complete(verify.scan_all(options, folder)) is not None:
-        options.load, options.ckpt_step = options.save, None
-        options.finetune = options.no_load_optim = options.no_load_rng = False
 
 
 def say(text: str, *, over_bar: bool = False) -> None:

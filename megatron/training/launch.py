@@ -18,7 +18,6 @@ from megatron.core.config import set_experimental_flag
 from megatron.training import determinism
 from megatron.training.arguments import Layout, Options, check
 from megatron.training.arguments.checkpoint import AUTO
-from megatron.training.checkpoints import resume_own_checkpoints
 from megatron.training.config import transformer_config
 from megatron.training.failure import FailureNotice, report
 from megatron.training.initialize import destroy, init_process_group
@@ -77,8 +76,6 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
     from ft.worker.session import attach
 
     settings = options.given()
-    if int(os.environ.get("FT_RESTART", "0")) > 0:
-        resume_own_checkpoints(options.checkpoint)
     try:
         session = attach(settings=settings)
         session.take_device(patches.platform().select_device)

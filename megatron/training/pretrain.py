@@ -1,6 +1,7 @@
 """A whole training run on one rank, from its options to the last checkpoint."""
 
 import gc
+import os
 import time
 
 import torch.distributed as dist
@@ -97,7 +98,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         log=lambda text: say(text, over_bar=options.logging.progress_bar),
     )
     if not is_given_state:
-        load(checkpointer, options, trainee, state)
+        load(checkpointer, options, trainee, state, is_restart=int(os.environ.get("FT_RESTART", "0")) > 0)
     block = options.training.micro_batch_size * layout.dp
     share = protections.share(state.extra, state.step, state.consumed_train_samples, block)
     train_loaders, valid_loaders, test_loaders = make_loaders(options, layout, tokenizer, trainee.chunks, state, share)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 from megatron.training.arguments.batch import global_batch_size, train_steps
 from megatron.training.checkpointing import naming, verify
-from megatron.training.checkpoints import load, resume_own_checkpoints, save
+from megatron.training.checkpoints import load, save
 from megatron.training.fingerprint import fingerprint
 from megatron.training.initialize import seed_everything
 from megatron.training.job import Job
@@ -95,11 +95,7 @@ class JobTrainer:
 
     def load(self) -> bool:
         job = self._job
-        resume_own_checkpoints(job.options.checkpoint)
-        asked = job.options.checkpoint
-        if job.state.step > 0 and (asked.finetune or asked.no_load_optim or asked.no_load_rng):
-            return False  # it would keep a part of the present state: only a new process begins from such a checkpoint
-        return load(job.checkpointer, job.options, job.trainee, job.state)
+        return load(job.checkpointer, job.options, job.trainee, job.state, is_restart=True)
 
     def save(self) -> None:
         save(self._job, blocking=True)

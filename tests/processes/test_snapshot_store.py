@@ -66,6 +66,14 @@ def test_copies_that_go_elsewhere_are_kept_until_the_new_ones_are_safe_and_then_
     assert workers.snaps[1].forget_before(1) == []
 
 
+def test_after_an_older_checkpoint_was_loaded_the_snapshots_of_undone_steps_are_dropped(crew):
+    workers = crew(2)
+    for step in (5, 6, 3):
+        workers.step(step)
+    held = workers.snaps[0].holdings()
+    assert held.own == [3] and held.copies == {"1": [3]}
+
+
 def test_whoever_held_the_copies_before_is_asked_for_them(crew):
     workers = crew(3)
     workers.step(5)

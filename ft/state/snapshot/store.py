@@ -126,9 +126,12 @@ class Snapshots:
         """Start to copy ``state`` into host memory and to send its owned section to the peers; return at once.
 
         The tensors must not change until ``wait`` has returned. An unfinished earlier snapshot is completed first.
+        Snapshots of later steps are dropped: they were undone, because the state is that of an older checkpoint.
         """
         self.wait()
         began = time.perf_counter()
+        if step < self._taken:
+            self._stock.drop_after(step)
         sections = state.sections()
         slot = self._stock.own.begin(step, epoch, self._tables_of(sections), own=True)
         slot.set_meta(pack_meta({"step": step, "epoch": epoch, "rank": self.rank, **state.envelope}, state.blobs))

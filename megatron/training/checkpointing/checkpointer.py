@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ft.base.errors import UserError
 from megatron.core import parallel_state
 from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.checkpointing import commit, content, legacy, optimizer_state, rng
+from megatron.training.checkpointing import commit, content, legacy, naming, optimizer_state, rng, verify
 from megatron.training.checkpointing.channel import Channel
 from megatron.training.checkpointing.content import TrainState
 from megatron.training.checkpointing.legacy import LegacyPlanning
@@ -151,6 +151,29 @@ class Checkpointer:
         if report is not None and not self._options.finetune and self._saves_into(report.path.parent):
             self._kept_step = report.step
         return report
+
+    def has_own(self) -> bool:
+        """Return whether the folder of --save holds a complete checkpoint.
+
+        Rank 0 decides, because a file system may show a new checkpoint to some ranks earlier than to others. All ranks
+        have to call it.
+
+        Raises:
+            UserError: rank 0 cannot read the folder.
+        """
+        if not self._options.save:
+            return False
+        answer = None
+        if self._channel.rank == 0:
+            try:
+                found = naming.newest_complete(verify.scan_all(self._options, Path(self._options.save)))
+                answer = {"found": found is not None}
+            except OSError as error:
+                answer = {"error": f"--save: {error.filename or self._options.save}: {error.strerror}"}
+        answer = self._channel.broadcast(answer)
+        if "error" in answer:
+            raise UserError(answer["error"], "give a folder that this user can read")
+        return answer["found"]
 
     def rejoin(self) -> None:
         """Abandon a save in progress, and agree again with the other ranks on what is saved. Call it after a recovery.
