@@ -19,6 +19,10 @@ _SCHEDULES, _P2P = "megatron.core.pipeline_parallel.schedules", "megatron.core.p
 _RANDOM, _PARALLEL = "megatron.core.tensor_parallel.random", "megatron.core.distributed.distributed_data_parallel"
 _SEGMENT, _OUTPUTLESS = "CheckpointFunction.forward", "CheckpointWithoutOutput.checkpoint"
 _FINISHED = "DistributedDataParallel.finish_grad_sync"
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_GATHER, _GATHERED = (f"_ParamAndGradBucketGroup.{name}" for name in ("start_param_sync", "finish_param_sync"))
+_TENSOR_PARALLEL = tuple(f"megatron.core.tensor_parallel.{module}" for module in ("mappings", "layers"))
+_ALL_GATHER, _REDUCE_SCATTER = "dist_all_gather_func", "dist_reduce_scatter_func"
 
 
 class Listener(Protocol):
@@ -81,14 +85,36 @@ class Listener(Protocol):
             is_over: returns whether the communication is complete.
         """
 
-    def reduced(self, group: Any, tensor: Any, *, is_over: bool) -> None:
-        """Record that ``tensor`` holds the result of an all-reduce.
+    def communicates(
+        self,
+        kind: str,
+        group: Any,
+        outputs: Sequence[Any],
+        source: Any,
+        op: Any = None,
+        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        is_coalesced: bool = False,
+    ) -> Any:
+        """Note a collective that is about to begin.
 
         Args:
-            group: process group of the all-reduce.
-            tensor: the reduced tensor.
-            is_over: the all-reduce is complete; if False, it completes before the optimizer step.
+            kind: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all".
+            group: its process group.
+            outputs: the tensors that receive the result.
+            source: the tensor that this rank puts in.
+            op: the operation of a reduction.
+            splits: of an all-to-all: the sizes of the pieces of the output and of ``source``.
+            is_coalesced: whether it begins later, together with others; ``completed`` reports their end.
+
+        Returns:
+            What ``communicated`` is called with when the collective is complete.
         """
+
+    def communicated(self, begun: Any) -> None:
+        """Note that a collective is complete. ``begun``: what ``communicates`` has returned for it."""
+
+    def completed(self, tensors: Sequence[Any]) -> None:
+        """Note that all collectives that write into the memory of ``tensors`` are complete."""
 
 
 _listener: Listener | None = None
@@ -115,6 +141,12 @@ def apply() -> None:
     replace(_RANDOM, _SEGMENT, staticmethod(_segment))
     replace(_RANDOM, _OUTPUTLESS, _outputless)
     replace(_PARALLEL, _FINISHED, _finish_grad_sync)
+    replace(_BUFFER, _GATHER, _start_param_sync)
+    replace(_BUFFER, _GATHERED, _finish_param_sync)
+    for module in (*_TENSOR_PARALLEL, _BUFFER):
+        replace(module, _ALL_GATHER, _all_gather_of(module))
+        replace(module, _REDUCE_SCATTER, _reduce_scatter_of(module))
+    replace("torch.distributed", "all_gather", _all_gather_list)
     replace("torch.distributed", "all_reduce", _all_reduce)
     replace("torch.distributed", "all_to_all_single", _all_to_all_single)
 
@@ -212,47 +244,129 @@ def _outputless(self, run_function, *args):
 def _finish_grad_sync(self, force_all_reduce=False):
     listener = _active()
     finish = original(f"{_PARALLEL}.{_FINISHED}")
-    if listener is None or all(group.grad_reduce_handle is None for group in bucket_groups(self)):
+    if listener is None:
         return finish(self, force_all_reduce=force_all_reduce)
-    listener.window("dp")
+    waits = any(group.grad_reduce_handle is not None for group in bucket_groups(self))
+    if waits:
+        listener.window("dp")
     finish(self, force_all_reduce=force_all_reduce)
-    listener.waited()
+    if waits:
+        listener.waited()
+    listener.completed([bucket.grad_data for group in bucket_groups(self) for bucket in group.buckets])
     return None
+
+
+def _start_param_sync(self, force_sync=False):
+    original(f"{_BUFFER}.{_GATHER}")(self, force_sync=force_sync)
+    _report_parameters(self)
+
+
+def _finish_param_sync(self, skip_next_bucket_dispatch=False):
+    original(f"{_BUFFER}.{_GATHERED}")(self, skip_next_bucket_dispatch=skip_next_bucket_dispatch)
+    _report_parameters(self)
+
+
+def _report_parameters(group: Any) -> None:
+    """Report that the parameters of a bucket group have been gathered, unless this rank has yet to wait for them."""
+    listener = _active()
+    if listener is not None and group.param_gather_handle is None:
+        listener.completed([bucket.param_data for bucket in group.buckets])
 
 
 def _all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-    call, listener = original("torch.distributed.all_reduce"), _active()
-    if listener is None:
-        return call(tensor, op, group, async_op)
-    group = dist.group.WORLD if group is None else group
-    if dist.get_world_size(group) == 1:
-        return call(tensor, op, group, async_op)
-    if group in dist.distributed_c10d._world.pg_coalesce_state:  # it is started later, together with others
-        work = call(tensor, op, group, async_op)
-        listener.reduced(group, tensor, is_over=False)
-        return work
-    work = call(tensor, op, group, True)
-    if work is None:  # this rank is not in the group
-        return None
-    watched = _ReportingHandle(work, lambda: listener.reduced(group, tensor, is_over=True))
-    if async_op:
-        return watched
-    listener.window("tp")
-    watched.wait()
-    listener.waited()
-    return None
+    def call(is_async):
+        return original("torch.distributed.all_reduce")(tensor, op, group, is_async)
+
+    return _watched("all_reduce", call, [tensor], tensor, group, async_op, op=op)
+
+
+def _all_gather_list(tensor_list, tensor, group=None, async_op=False):
+    def call(is_async):
+        return original("torch.distributed.all_gather")(tensor_list, tensor, group, is_async)
+
+    return _watched("all_gather", call, tensor_list, tensor, group, async_op)
+
+
+def _all_gather_of(module: str) -> Callable:
+    """Return the replacement of the all-gather that a module of core has taken from torch."""
+
+    def all_gather(output_tensor, input_tensor, group=None, async_op=False):
+        def call(is_async):
+            return original(f"{module}.{_ALL_GATHER}")(output_tensor, input_tensor, group=group, async_op=is_async)
+
+        return _watched("all_gather", call, [output_tensor], input_tensor, group, async_op)
+
+    return all_gather
+
+
+def _reduce_scatter_of(module: str) -> Callable:
+    """Return the replacement of the reduce-scatter that a module of core has taken from torch."""
+
+    def reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        def call(is_async):
+            return original(f"{module}.{_REDUCE_SCATTER}")(output, input, op=op, group=group, async_op=is_async)
+
+        return _watched("reduce_scatter", call, [output], input, group, async_op, op=op)
+
+    return reduce_scatter
 
 
 def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-    call, listener = original("torch.distributed.all_to_all_single"), _active()
-    splits = (output_split_sizes, input_split_sizes, group)
-    if listener is None or async_op:
-        return call(output, input, *splits, async_op)
-    work = call(output, input, *splits, True)
-    if work is not None:
+    def call(is_async):
+        whole = (output, input, output_split_sizes, input_split_sizes, group, is_async)
+        return original("torch.distributed.all_to_all_single")(*whole)
+
+    listener = _active()
+    if listener is None:
+        return call(async_op)
+    members = dist.get_world_size(group)
+    splits = tuple(
+        [len(tensor) // members] * members if sizes is None or not len(sizes) else list(sizes)
+        for sizes, tensor in ((output_split_sizes, output), (input_split_sizes, input))
+    )
+    return _watched("all_to_all", call, [output], input, group, async_op, splits=splits)
+
+
+def _watched(
+    kind: str,
+    call: Callable[[bool], Any],
+    outputs: Sequence[Any],
+    source: Any,
+    group: Any,
+    async_op: bool,
+    **details: Any,
+) -> Any:
+    """Run a collective, and report its beginning, its window and its end to the listener.
+
+    Args:
+        kind: as for ``Listener.communicates``.
+        call: starts the collective, asynchronously if its argument is true, and returns its handle.
+        outputs: the tensors that receive the result.
+        source: the tensor that this rank puts in.
+        group: the process group; None: of all ranks.
+        async_op: whether the caller waits for the end itself.
+        details: ``op`` or ``splits`` of ``Listener.communicates``.
+    """
+    listener = _active()
+    group = dist.group.WORLD if group is None else group
+    if listener is None or dist.get_world_size(group) == 1:
+        return call(async_op)
+    is_coalesced = group in dist.distributed_c10d._world.pg_coalesce_state
+    begun = listener.communicates(kind, group, outputs, source, is_coalesced=is_coalesced, **details)
+    if is_coalesced:
+        return call(async_op)
+    work = call(True)
+    if work is None:  # this rank is not in the group
+        return None
+    watched = _ReportingHandle(work, lambda: listener.communicated(begun))
+    if async_op:
+        return watched
+    if kind == "all_to_all":
         listener.dynamic_window(work.is_completed)
-        work.wait()
-        listener.waited()
+    else:
+        listener.window("tp")
+    watched.wait()
+    listener.waited()
     return None
 
 
@@ -276,7 +390,7 @@ class _WindowedRequest:
 
 
 class _ReportingHandle:
-    """The handle of an asynchronous all-reduce. ``wait`` calls the function ``ended`` once, after the reduction."""
+    """The handle of an asynchronous collective. ``wait`` calls the function ``ended`` once, after its end."""
 
     def __init__(self, work: dist.Work, ended: Callable[[], None]):
         self._work, self._ended = work, ended

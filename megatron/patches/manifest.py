@@ -249,13 +249,34 @@ _DMR_CORE = tuple(
             "deferred operators are verified while gradients are reduced (D-DMR)",
             ("(self, force_all_reduce=False)",),
         ),
+        (
+            "distributed.param_and_grad_buffer",
+            "_ParamAndGradBucketGroup.start_param_sync",
+            "DMR checks that all ranks have the same parameters after they were gathered",
+            ("(self, force_sync=False)",),
+        ),
+        (
+            "distributed.param_and_grad_buffer",
+            "_ParamAndGradBucketGroup.finish_param_sync",
+            "DMR checks that all ranks have the same parameters after they were gathered",
+            ("(self, skip_next_bucket_dispatch=False)",),
+        ),
+        *(
+            (module, name, why, ())
+            for module in ("tensor_parallel.mappings", "tensor_parallel.layers", "distributed.param_and_grad_buffer")
+            for name, why in (
+                ("dist_all_gather_func", "DMR checks what an all-gather brings"),
+                ("dist_reduce_scatter_func", "DMR checks the sums that a reduce-scatter computes"),
+            )
+        ),
     )
 )
 _DMR_TORCH = tuple(
     Patch("torch.distributed", name, why, "double_execution", WITH_DMR, kind="torch", checked_on=_TORCH_CHECKED)
     for name, why in (
-        ("all_reduce", "DMR checks that all ranks of a group have the same result of an all-reduce"),
-        ("all_to_all_single", "deferred operators are verified while tokens are sent to experts (D-DMR)"),
+        ("all_gather", "DMR checks what an all-gather brings"),
+        ("all_reduce", "DMR checks that all ranks of a group have the same result of an all-reduce, and the right sum"),
+        ("all_to_all_single", "DMR checks what arrives, and verifies deferred operators meanwhile (D-DMR)"),
     )
 )
 

@@ -113,7 +113,7 @@ class Lab:
         self.engine.mode._disturbance = self
         self.engine.queue.disturb = self.deferred
         self.engine._wire = self.payload
-        self.engine._reductions._falsify = self.engine._falsify_reduced
+        self.engine._collectives._falsify = self.engine._falsify_reduced
 
     def falsify(self, *args) -> None:
         if self.falsifier is not None:

@@ -48,8 +48,11 @@ class ProfilingEngine(Engine):
         if self.is_active:
             self._recorder.waits(EP, dynamic=True)
 
-    def reduced(self, group: Any, tensor: torch.Tensor, *, is_over: bool) -> None:
-        """Ignore the all-reduce; a profile does not need its result. See ``Listener``."""
+    def communicates(self, *_: Any, **__: Any) -> None:
+        """Ignore the collective; a profile does not need its result. See ``Listener``."""
+
+    def completed(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Ignore the collectives. See ``Listener``."""
 
 
 class _NoMessages:

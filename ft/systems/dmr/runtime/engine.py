@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.systems.dmr.runtime.collectives import Begun, Collectives
 from ft.systems.dmr.runtime.cursor import NO_LAYER, ExecutionCursor
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
 from ft.systems.dmr.runtime.messages import Messages
 from ft.systems.dmr.runtime.mode import DoubleExecution
 from ft.systems.dmr.runtime.operators import tensors_in
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.reductions import Reductions
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 
 
@@ -49,7 +49,7 @@ class Engine:
     ):
         self.course, self.findings, self.queue, self.mode = course, findings, queue, mode
         self._messages, self._wire = messages, wire
-        self._reductions = Reductions(findings, None if wire is None else self._falsify_reduced)
+        self._collectives = Collectives(findings, None if wire is None else self._falsify_reduced)
         self._scripts = RecomputationSteps()
         self.is_active = False
 
@@ -60,7 +60,7 @@ class Engine:
         self.course.restart()
         self.findings.restart()
         self.queue.restart()
-        self._reductions.restart()
+        self._collectives.restart()
         self._messages.restart(microbatches)
         self.mode.restart()
         self.is_active = True
@@ -75,7 +75,7 @@ class Engine:
         read."""
         with self.unwatched():
             self.queue.drain()
-            self._reductions.finish()
+            self._collectives.finish()
         self.course.update()
 
     def coverage(self) -> dict[str, int]:
@@ -91,22 +91,26 @@ class Engine:
         return {**self.mode.counts, **queue, "unverified": self.findings.unverified, **misfits}
 
     def flag(self) -> torch.Tensor:
-        """Return 1 if this rank has found any mismatch (in operators, all-reduces or messages between stages), else 0,
+        """Return 1 if this rank has found any mismatch (in operators, collectives or messages between stages), else 0,
         as int32 [1]. All ranks have to call it."""
         self.queue.drain()
-        self._messages.compare()
-        self._reductions.compare()
+        active, self.is_active = self.is_active, False  # DMR's own collectives are not recorded
+        try:
+            self._messages.compare()
+            self._collectives.compare()
+        finally:
+            self.is_active = active
         return self.findings.flag()
 
     def passed(self) -> None:
         """Forget what was compared so far and found equal on all ranks; the next ``flag`` covers the rest alone."""
         self.findings.passed()
-        self._reductions.restart()
+        self._collectives.restart()
         self._messages.restart(1)
 
     def settle(self) -> list[Mismatch]:
         """Return the mismatches of this rank. If ``flag`` is 1 on any rank, all ranks have to call this method."""
-        self._reductions.settle()
+        self._collectives.settle()
         return self.findings.settle()
 
     def watch_layers(self, chunks: Sequence[torch.nn.Module], layer_class: type) -> None:
@@ -223,19 +227,35 @@ class Engine:
     def waited(self) -> None:
         """Do nothing at the end of a window. (The profiling engine overrides this method.)"""
 
-    def reduced(self, group: dist.ProcessGroup, tensor: torch.Tensor, *, is_over: bool) -> None:
-        """Record an all-reduce so that its result is compared within the group.
-
-        Args:
-            group: the process group of the all-reduce.
-            tensor: the tensor that the all-reduce writes to.
-            is_over: True if the all-reduce has completed.
-        """
-        if not self.is_active or tensor.device.type != self.findings.device.type:
-            return
+    def communicates(
+        self,
+        kind: str,
+        group: dist.ProcessGroup,
+        outputs: Sequence[torch.Tensor],
+        source: torch.Tensor,
+        op: Any = None,
+        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        is_coalesced: bool = False,
+    ) -> Begun | None:
+        """Note a collective that is about to begin, see ``megatron.patches.double_execution.Listener``."""
+        if not self.is_active or source.device.type != self.findings.device.type or dist.get_rank(group) < 0:
+            return None
         with self.unwatched():
-            at = self.course.at("all_reduce", self.course.unit.index)
-            (self._reductions.done if is_over else self._reductions.begun)(group, tensor, at)
+            at = self.course.at(kind, self.course.unit.index)
+            details = {"op": op, "splits": splits, "is_coalesced": is_coalesced}
+            return self._collectives.begin(kind, group, outputs, source, at, **details)
+
+    def communicated(self, begun: Begun | None) -> None:
+        """Read the result of a collective that is complete."""
+        if begun is not None and self.is_active:
+            with self.unwatched():
+                self._collectives.end(begun)
+
+    def completed(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Read the results of the complete collectives that write into the memory of ``tensors``."""
+        if self.is_active:
+            with self.unwatched():
+                self._collectives.end_in(tensors)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """Execute deferred verifications until ``is_over`` returns True. Called while communication is in flight whose

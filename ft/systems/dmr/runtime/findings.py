@@ -14,11 +14,13 @@ import torch
 from ft.systems.dmr.digest import differing, digest, same, writer
 from ft.systems.dmr.runtime.cursor import OperatorCall
 
-AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE, REDUCTION = "at once", "recomputation", "window", "message", "all-reduce"
-DISPUTED = "all-reduce, no majority"
+AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE = "at once", "recomputation", "window", "what was sent"
+REDUCTION, DISPUTED = "the other ranks' results", "the other ranks' results, of which no majority are equal"
+SUM = "the sum of all ranks' parts"
 """Kinds of comparisons: with an immediate second execution; with the activation recomputation; with a second execution
-that was deferred to a window; of a message between pipeline stages with what was sent; of the result of an all-reduce
-with the result of the majority of the group; the same where no majority of the group has equal results."""
+that was deferred to a window; of what has arrived with what was sent; of the result of an all-reduce or all-gather with
+the result of the majority of the group; the same where no majority of the group has equal results; of a sum that a
+communication library has computed with the sum of what was put in."""
 _ROWS = 128
 
 

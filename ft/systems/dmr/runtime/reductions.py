@@ -1,11 +1,11 @@
-"""Verify all-reduces for DMR: all members of a process group must have received the same result.
+"""Verify for DMR that all members of a process group have received the same result of an all-reduce or all-gather.
 
 DMR (dual modular redundancy, SpareTrain) finds computation errors by executing operators twice; this module finds
-errors in all-reduces by comparing *digests* (128-bit hashes) of their results among the members of the group.
+errors of collectives by comparing *digests* (128-bit hashes) of their results among the members of the group.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,49 +15,31 @@ from ft.systems.dmr.runtime.findings import DISPUTED, REDUCTION, Findings, Misma
 
 
 class Reductions:
-    """Results of the all-reduces of one rank in one iteration, by process group.
+    """Results of one rank in one iteration, by process group.
 
     Args:
         findings: receives the mismatches.
-        falsify: corrupts a result in fault-injection experiments; None otherwise.
     """
 
-    def __init__(self, findings: Findings, falsify: Callable[[torch.Tensor], None] | None = None):
-        self._findings, self._falsify = findings, falsify
+    def __init__(self, findings: Findings):
+        self._findings = findings
         self.restart()
 
     def restart(self) -> None:
         """Begin an iteration."""
         self._rows: dict[str, tuple[dist.ProcessGroup, Rows, list[OperatorCall]]] = {}
-        self._unfinished: list[tuple[dist.ProcessGroup, torch.Tensor, OperatorCall]] = []
         self._compared: list[tuple[dist.ProcessGroup, list[OperatorCall], torch.Tensor, torch.Tensor]] = []
 
     def done(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: OperatorCall) -> None:
-        """Record the result ``tensor`` of an all-reduce in ``group``."""
-        if dist.get_world_size(group) == 1:
-            return
-        if self._falsify is not None:
-            self._falsify(tensor)
+        """Record the result ``tensor`` of a collective in ``group``."""
         _, rows, places = self._rows.setdefault(group.group_name, (group, self._findings.rows(), []))
         rows.add(tensor.detach())
         places.append(at)
-
-    def begun(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: OperatorCall) -> None:
-        """Record an all-reduce that has been started and whose end is not reported. It is taken to be complete at the
-        next call of ``finish``."""
-        self._unfinished.append((group, tensor, at))
-
-    def finish(self) -> None:
-        """Record the results of all all-reduces that were recorded by ``begun``. They must be complete now."""
-        for group, tensor, at in self._unfinished:
-            self.done(group, tensor, at)
-        self._unfinished = []
 
     def compare(self) -> None:
         """Compare the results within each group, for the flag of ``Findings``. All ranks of every group that has
         results have to call it; the groups are sorted by name so that all ranks have the same order.
         """
-        self.finish()
         for name in sorted(self._rows):
             group, rows, places = self._rows[name]
             found = rows.table()
@@ -86,12 +68,12 @@ class Reductions:
 
 
 def verdicts(member: int, results: Sequence[Sequence[Sequence[int]]]) -> list[str | None]:
-    """Return, for each all-reduce, whether the result of ``member`` is right: None if the majority of the group has the
+    """Return, for each collective, whether the result of ``member`` is right: None if the majority of the group has the
     same result, REDUCTION if the majority has another result, DISPUTED if there is no majority.
 
     Args:
         member: rank of the member in the group.
-        results: ``results[m][i]`` is the digest of the result of all-reduce i on member m.
+        results: ``results[m][i]`` is the digest of the result of collective i on member m.
     """
     found: list[str | None] = []
     for digests in zip(*results, strict=True):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ft.systems.dmr.runtime.findings import DISPUTED, MESSAGE, REDUCTION, Mismatch
+from ft.systems.dmr.runtime.findings import DISPUTED, MESSAGE, REDUCTION, SUM, Mismatch
 
 Reports = Mapping[int, Sequence[Mismatch]]
 """Logical rank -> its mismatches in one attempt at an iteration."""
@@ -61,7 +61,7 @@ class Outcome:
 
 def own_mismatches(found: Sequence[Mismatch]) -> list[Mismatch]:
     """Return the mismatches that only the reporting rank can have caused, because both executions ran on its device."""
-    return [one for one in found if one.how not in (MESSAGE, REDUCTION, DISPUTED)]
+    return [one for one in found if one.how not in (MESSAGE, REDUCTION, DISPUTED, SUM)]
 
 
 def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Limits) -> Outcome:
@@ -165,7 +165,10 @@ def _received(attempts: Sequence[Reports], world: int) -> Outcome:
     """Return the outcome for attempts in which no rank computed wrongly every time. Evict the ranks that received wrong
     data in every attempt; give up if there are none, or if all ranks did."""
     sure = Counter(
-        rank for reports in attempts for rank, found in reports.items() if any(one.how != DISPUTED for one in found)
+        rank
+        for reports in attempts
+        for rank, found in reports.items()
+        if any(one.how not in (DISPUTED, SUM) for one in found)
     )
     receivers = tuple(rank for rank in sorted(sure) if sure[rank] == len(attempts))
     if receivers and len(receivers) < world:

@@ -1,0 +1,162 @@
+"""A communication library that brings wrong results is found out.
+
+The flips here are made below torch.distributed, where DMR has no hook.
+"""
+
+import dmr_jobs
+import pytest
+import small_runs as runs
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel " + FULL
+SHARDED = "--use-distributed-optimizer " + FULL
+OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather " + FULL
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --disable-bias-linear "
+    "--moe-token-dispatcher-type alltoall "
+)
+METHODS = {
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_gather": (
+        *("_allgather_base", "all_gather_single", "allgather"),
+        *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    ),
+    "reduce_scatter": (
+        *("_reduce_scatter_base", "reduce_scatter_single"),
+        *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    ),
+    "all_to_all": ("alltoall_base", "all_to_all_single"),
+}
+"""Names of the methods of process groups, of several releases of torch."""
+
+
+class Library:
+    """Flips a bit in the result of one call of torch's process groups; it knows nothing of DMR.
+
+    Args:
+        kind: of the calls.
+
+    Attributes:
+        calls: number of calls since the last ``arm`` that a flip could have hit.
+    """
+
+    def __init__(self, kind: str):
+        import torch.distributed as dist
+
+        self.calls, self.due, self.bit, self.hit = 0, None, 0, []
+        for name in METHODS[kind]:
+            real = getattr(dist.ProcessGroup, name, None)
+            if real is not None:
+                setattr(dist.ProcessGroup, name, self._wrapped(real))
+
+    def arm(self, due: int | None, bit: int) -> None:
+        self.calls, self.due, self.bit, self.hit = 0, due, bit, []
+
+    def _wrapped(self, real):
+        def call(group, outputs, *rest):
+            import torch
+
+            work = real(group, outputs, *rest)
+            flat = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+            flat = [one for each in flat for one in (each if isinstance(each, list | tuple) else [each])]
+            if group.size() == 1 or not flat[0].is_floating_point() or flat[0].itemsize == 8 or not flat[0].numel():
+                return work  # of integers, of DMR's own sums, or nothing that leaves this rank
+            self.calls += 1
+            return _Wrong(work, lambda: self._flip(flat[0])) if self.calls - 1 == self.due else work
+
+        return call
+
+    def _flip(self, tensor) -> None:
+        import torch
+
+        with torch._C._DisableTorchDispatch():
+            at = int(tensor.abs().argmax())
+            whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+            before = tensor.reshape(-1)[at].item()
+            tensor.view(-1).view(whole)[at] ^= 1 << self.bit
+            self.hit.append((list(tensor.shape), before, tensor.reshape(-1)[at].item()))
+
+
+class _Wrong:
+    """The handle of a collective whose result is wrong as soon as somebody has waited for it."""
+
+    def __init__(self, work, flip):
+        self._work, self._flip = work, flip
+
+    def wait(self, *args):
+        done = self._work.wait(*args)
+        flip, self._flip = self._flip, None
+        if flip is not None:
+            flip()
+        return done
+
+    def __getattr__(self, name):
+        return getattr(self._work, name)
+
+
+def wrong_results(flags: str, kind: str, bits: tuple, hit_ranks: tuple) -> dict:
+    """Two steps, again and again, with a flip in another call each time, on ``hit_ranks``."""
+    import torch.distributed as dist
+
+    from megatron.training.step import train_step
+
+    library = Library(kind)
+    job = dmr_jobs.assemble(flags)
+    again, found = dmr_jobs.Again(job), []
+
+    def two_steps():
+        again._undo.begin()
+        again._undo.wait()
+        for _ in range(2):
+            train_step(job)
+        state = again._state()
+        again._undo.roll_back()
+        return state
+
+    clean = two_steps()
+    protection = dmr_jobs.protection(job, "piggyback")
+    told = []
+    protection._witness.mismatch = lambda step, attempt, reports, outcome: told.append((reports, outcome))
+    library.arm(None, 0)
+    two_steps()
+    assert not told, told
+    calls = library.calls
+    for number in sorted({*range(0, calls, max(1, calls // 6)), calls - 1}):
+        library.arm(number if dist.get_rank() in hit_ranks else None, bits[number % len(bits)])
+        told.clear()
+        is_clean = two_steps() == clean
+        hows = sorted(
+            {(one.at.operator, one.how) for reports, _ in told for found in reports.values() for one in found}
+        )
+        found.append((number, library.hit, len(told), hows, is_clean))
+    return {"calls": calls, "found": found, "unverified": protection.engine.coverage()["unverified"]}
+
+
+CASES = {
+    "all-gather of activations": (SEQUENCE, "all_gather", (0, 9, 30), (1,)),
+    "all-gather of parameters": (SHARDED, "all_gather", (0, 9, 30), (0,)),
+    "all-gather of parameters, overlapped": (OVERLAPPED, "all_gather", (0, 9, 30), (1,)),
+    "reduce-scatter of gradients of activations": (SEQUENCE, "reduce_scatter", (21, 22, 30), (1,)),
+    "reduce-scatter of gradients": (SHARDED, "reduce_scatter", (21, 22, 30), (0,)),
+    "reduce-scatter of gradients, overlapped": (OVERLAPPED, "reduce_scatter", (21, 22, 30), (1,)),
+    "reduce-scatter in bf16": (SEQUENCE + "--bf16 ", "reduce_scatter", (14,), (1,)),
+    "all-to-all of tokens": (EXPERTS, "all_to_all", (0, 9, 30), (0,)),
+    "all-reduce on one rank": ("--clip-grad 0.5 " + FULL, "all_reduce", (0, 9, 30), (1,)),
+    "all-reduce on all ranks alike": ("--clip-grad 0.5 " + FULL, "all_reduce", (21, 22, 30), (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_result_inside_the_library_is_seen_and_the_step_taken_once_more(name, ranks, corpus):
+    flags, *case = CASES[name]
+    everybody = ranks(wrong_results, 2, f"{runs.BASE} {flags} --data-path {corpus}", *case, timeout=170)
+    for found in everybody:
+        assert found["calls"] and not found["unverified"], everybody
+        missed = [one for one in found["found"] if not one[4]]
+        assert not missed, [each["found"] for each in everybody]
+        assert any(attempts for _, _, attempts, _, _ in found["found"]), everybody
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return runs.make_corpus(tmp_path_factory.mktemp("dmr"))
