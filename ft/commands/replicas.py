@@ -197,7 +197,7 @@ def _stand_in(
     planned: Mapping[int, list[inject.Fault]],
     supervisor: Supervisor,
 ) -> StandIn | None:
-    """Return what holds this node's place in a run with standby nodes, None in other runs."""
+    """Return the object that holds the lease of this node's place, None in runs without standby nodes."""
     cluster, run_dir = whole.cluster, whole.run_dir
     if not cluster.standby_nodes or asked.only is not None:
         return None

@@ -111,7 +111,7 @@ class Listener(Protocol):
         """
 
     def communicated(self, begun: Any) -> None:
-        """Note that a collective is complete. ``begun``: what ``communicates`` has returned for it."""
+        """Note that a collective is complete. ``begun``: the object that ``communicates`` returned when it began."""
 
     def completed(self, tensors: Sequence[Any]) -> None:
         """Note that all collectives that write into the memory of ``tensors`` are complete."""
@@ -267,7 +267,7 @@ def _finish_param_sync(self, skip_next_bucket_dispatch=False):
 
 
 def _report_parameters(group: Any) -> None:
-    """Report that the parameters of a bucket group have been gathered, unless this rank has yet to wait for them."""
+    """Report to the listener that the parameters of a bucket group are gathered, if no gather is still in flight."""
     listener = _active()
     if listener is not None and group.param_gather_handle is None:
         listener.completed([bucket.param_data for bucket in group.buckets])

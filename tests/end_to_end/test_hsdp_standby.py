@@ -68,7 +68,7 @@ def test_a_replica_that_has_lost_all_copies_is_restarted_and_comes_back(corpus, 
 
 
 def lost_with_its_copy(replica: int, step: int, rank: int) -> str:
-    """The copy of each rank's state is at the next rank, which dies when it is to send it."""
+    """The copy of each rank's state is at the next rank, which dies before it can send it."""
     where = f"kill@replica={replica}:step={step}"
     return f"{where}:rank={rank}:phase=forward,{where}:rank={rank + 1}:phase=rebuild"
 

@@ -159,9 +159,8 @@ def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
 
 def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
     cluster = options.cluster
-    waits_for_all = (
-        not options.life
-    )  # a replica that starts again does not wait for standby nodes, which may have moved
+    # a replica that starts again does not wait for its standby nodes: one of them may have moved to another replica
+    waits_for_all = not options.life
     return {
         "nodes": cluster.nnodes if waits_for_all else cluster.training_nodes,
         "counts_standby_nodes": waits_for_all,

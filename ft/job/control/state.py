@@ -346,8 +346,8 @@ class State:
         return cls(options, restarts=options.restarts)
 
     def nodes_seen(self) -> int:
-        """Return how many nodes have joined of those to wait for. An agent that rejoined under another name counts
-        once.
+        """Count the nodes that have joined, among those that a start waits for. A node whose agent has joined again
+        under another name counts once.
         """
         everyone = self.options.counts_standby_nodes
         return len({agent.node_rank for agent in self.agents.values() if everyone or agent.seats})

@@ -84,7 +84,7 @@ class Place:
         self._keeper: LeaseKeeper | None = None
 
     def begin(self) -> None:
-        """Take the place and renew its lease.
+        """Claim the place for this launcher, and renew its lease from then on.
 
         Raises:
             UserError: another launcher holds the place, or the run's folder cannot be written.
@@ -162,7 +162,8 @@ class Lookout:
         self._closed.set()
 
     def look(self, now: float) -> int | None:
-        """Read the state of the run at time ``now`` (monotonic, in seconds), and return the place to take.
+        """Read the state of the run at time ``now`` (monotonic, in seconds), and return the number of the place that
+        this node is to take; None if there is none.
 
         Raises:
             OSError: a file cannot be read.

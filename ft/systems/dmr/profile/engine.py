@@ -49,10 +49,10 @@ class ProfilingEngine(Engine):
             self._recorder.waits(EP, dynamic=True)
 
     def communicates(self, *_: Any, **__: Any) -> None:
-        """Ignore the collective; a profile does not need its result. See ``Listener``."""
+        """Do nothing: a profile does not need the results of collectives. See ``Listener``."""
 
     def completed(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Ignore the collectives. See ``Listener``."""
+        """Do nothing: a profile does not need the results of collectives. See ``Listener``."""
 
 
 class _NoMessages:

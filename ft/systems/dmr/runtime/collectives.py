@@ -1,4 +1,4 @@
-"""Verify what collectives bring: that every rank got what the others put in, also if the library itself was wrong.
+"""Verify the results of collectives: each rank must receive what the others sent, even if the library computes wrongly.
 
 DMR (dual modular redundancy, SpareTrain) executes operators twice, which is impossible for a collective of one rank
 alone. Instead:
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ft.systems.dmr.runtime.cursor import OperatorCall
-from ft.systems.dmr.runtime.findings import MESSAGE, Findings, Rows
+from ft.systems.dmr.runtime.findings import MESSAGE, Findings
 from ft.systems.dmr.runtime.reductions import Reductions
 from ft.systems.dmr.runtime.sums import Sums, block_sums
 
@@ -119,8 +119,10 @@ class Collectives:
             for output in begun.outputs:
                 self._equal.done(begun.group, output, begun.at)
         if begun.part is not None:
-            sums = self._sums.setdefault(begun.group.group_name, Sums(self._findings, begun.group))
-            sums.add(begun.part, begun.outputs[0], begun.at, is_mean=begun.is_mean)
+            name = begun.group.group_name
+            if name not in self._sums:
+                self._sums[name] = Sums(self._findings, begun.group)
+            self._sums[name].add(begun.part, begun.outputs[0], begun.at, is_mean=begun.is_mean)
         elif begun.kind == ALL_GATHER:
             self._compare_own(begun)
         elif begun.kind == ALL_TO_ALL:
@@ -179,7 +181,7 @@ class Collectives:
 
     def _digests(self, tensor: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
         """Return the digests of the pieces of ``tensor`` along its first dimension, int64 [pieces, 2]."""
-        rows: Rows = self._findings.rows()
+        rows = self._findings.rows()
         for piece in tensor.detach().split(list(splits)):
             rows.add(piece)
         return rows.table()

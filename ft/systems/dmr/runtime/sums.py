@@ -29,13 +29,18 @@ def block_sums(values: torch.Tensor, pieces: int) -> torch.Tensor:
         values: floating-point numbers, [any shape]; their number is a multiple of ``pieces``.
         pieces: number of pieces of equal size, each of which begins with a new block.
     """
+    found = [torch.stack((_sum(blocks), _magnitude(blocks))) for blocks in _in_blocks(values, pieces)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _in_blocks(values: torch.Tensor, pieces: int) -> list[torch.Tensor]:
+    """Return views [pieces, blocks, elements] of the whole blocks and, if elements remain, of the shorter last one."""
     rows, block = values.detach().reshape(pieces, -1), block_of(values)
     whole = rows.shape[1] // block * block
-    parts = [rows[:, :whole].unflatten(1, (-1, block))] if whole else []
+    found = [rows[:, :whole].unflatten(1, (-1, block))] if whole else []
     if whole < rows.shape[1]:
-        parts.append(rows[:, None, whole:])
-    found = [torch.stack((part.sum(-1, dtype=torch.float64), _magnitude(part))) for part in parts]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+        found.append(rows[:, None, whole:])
+    return found
 
 
 def block_of(values: torch.Tensor) -> int:
@@ -43,8 +48,12 @@ def block_of(values: torch.Tensor) -> int:
     return _BLOCKS.get(values.element_size(), _BLOCKS[4])
 
 
-def _magnitude(part: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(part, 1, -1, dtype=torch.float64)
+def _sum(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.sum(-1, dtype=torch.float64)
+
+
+def _magnitude(blocks: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(blocks, 1, -1, dtype=torch.float64)
 
 
 class Sums:
@@ -74,7 +83,7 @@ class Sums:
             is_mean: whether the result is the mean of the parts, not their sum.
         """
         self._parts.append(part)
-        self._results.append(block_sums(result, 1)[0].flatten())
+        self._results.append(torch.cat([_sum(blocks).flatten() for blocks in _in_blocks(result, 1)]))
         numbers = torch.finfo(result.dtype)
         share = 1.0 / self._size if is_mean else 1.0
         # eps is 2 u, and a mean is rounded once more; below tiny, rounding is no longer relative
