@@ -3,20 +3,47 @@
 import contextlib
 import random
 import socket
+from collections import deque
 from pathlib import Path
 
 from ft.base.errors import UserError
 
-_TRIES, _PORTS, _EPHEMERAL = 20, 8000, 32768
+_TRIES, _PORTS, _EPHEMERAL, _RESERVED_AT_ONCE = 20, 8000, 32768, 16
+
+_reserved: deque[socket.socket] = deque()
 
 
 def free_port(host: str = "") -> int:
-    """Return a free TCP port on ``host`` ("": all interfaces), outside the range of ephemeral ports if possible."""
+    """Return a free TCP port on ``host`` ("": all interfaces), outside the range of ephemeral ports if possible.
+
+    Whoever is to listen there may need seconds to start. So the port is reserved until this process ends or has asked
+    for ``_RESERVED_AT_ONCE`` further ones: other calls, also of other processes, return other ports.
+    """
     for port in (*random.SystemRandom().sample(_below_the_ephemeral(), _TRIES), 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
-            return probe.getsockname()[1]
+            found = probe.getsockname()[1]
+            _reserve(found)
+            return found
     raise UserError(f"no free port on {host or 'this node'}", "end a process that holds a port")
+
+
+def _reserve(port: int) -> None:
+    """Bind a Unix socket whose abstract name stands for the port. Like ports, such names belong to the network
+    namespace, and the kernel releases them when their process ends.
+
+    Raises:
+        OSError: another process has reserved the port.
+    """
+    mark = socket.socket(socket.AF_UNIX)
+    try:
+        mark.bind(f"\0megatron-ft.port.{port}")
+    except OSError:
+        mark.close()
+        raise
+    _reserved.append(mark)
+    if len(_reserved) > _RESERVED_AT_ONCE:
+        _reserved.popleft().close()
 
 
 def _below_the_ephemeral() -> range:

@@ -12,6 +12,8 @@ import pytest
 from agent_jobs import DEADLINE_S, ROOT, Job
 from harness import processes
 
+from ft.platform.network import free_port
+
 ATTACHED = """
 import os, sys, threading, time
 from ft.job.agent.link import Link
@@ -132,12 +134,6 @@ def test_a_torchrun_script_finds_its_process_group(ft_run):
     job = ft_run(text, "--nproc-per-node", 2, preload="torch")
     assert job.wait() == 0, job.text()
     assert job.text().count("sum 3.0") == 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_nodes_on_one_machine_form_one_group(ft_run, tmp_path):

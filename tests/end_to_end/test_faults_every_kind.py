@@ -7,11 +7,12 @@ import pytest
 import torch
 from fault_bundles import BUNDLES
 from ft_runs import ROOT, flags, ft_run
-from test_hot_swap_nodes import Node, free_port
+from test_hot_swap_nodes import Node
 
 from ft.faults.kinds import HARMLESS, IN_PLACE, REPLACED, RESTARTED, UNNOTICED
 from ft.faults.table import TABLE
 from ft.faults.verdict import of_error
+from ft.platform.network import free_port
 from ft.record.recoveries import recoveries
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"

@@ -1,7 +1,9 @@
 """Faults on nodes that have just as many devices as workers: a standby there has no device of its own."""
 
 from ft_runs import ROOT, flags, leftovers
-from test_hot_swap_nodes import Node, free_port
+from test_hot_swap_nodes import Node
+
+from ft.platform.network import free_port
 
 SCRIPT = str(ROOT / "tests" / "helpers" / "counted_devices_gpt.py")
 LAYOUT, STEPS = "--use-distributed-optimizer", 40

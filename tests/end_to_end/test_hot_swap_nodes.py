@@ -2,13 +2,14 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 
 import pytest
 from ft_runs import ROOT, Finished, Running, flags, leftovers
 from harness import started
+
+from ft.platform.network import free_port
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
@@ -79,12 +80,6 @@ def is_replaced(node: str, run: Running) -> bool:
     opened, resumed = seen.named("epoch_opened")[-1], seen.named("resumed")[-1]
     seats = {seat.split(".")[0] for seat in opened.detail["seats"].values()}
     return node not in seats and resumed.monotonic > opened.monotonic
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Node(Running):

@@ -4,7 +4,6 @@ of another replica takes the place of a node whose replica has none.
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +15,7 @@ from harness import started
 from replica_runs import Done, Replicas
 
 from ft.base import events
+from ft.platform.network import free_port
 
 STEPS = 150
 EVERY = "--use-distributed-optimizer --ft-hot-swap"
@@ -98,9 +98,3 @@ def test_a_standby_node_takes_a_lost_nodes_place_in_another_replica(corpus, tmp_
     problems = done.proof.problems(STEPS, 1)
     assert not problems, f"{problems}\n{done.explain()}"
     assert done.of(1, events.CAUGHT_UP), done.explain()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -9,8 +9,10 @@ import signal
 import megatron_lm_trees as checkouts
 import pytest
 from ft_runs import Finished, Running, leftovers
-from test_hot_swap_nodes import Node, free_port
+from test_hot_swap_nodes import Node
 from test_megatron_lm import of_run, of_steps
+
+from ft.platform.network import free_port
 
 TINY = (
     f"{checkouts.BASE} --num-layers 2 --use-distributed-optimizer --mock-data --global-batch-size 8 --eval-iters 1 "

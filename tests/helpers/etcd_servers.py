@@ -5,12 +5,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+
+from ft.platform.network import free_port
 
 _FAST = "--unsafe-no-fsync --heartbeat-interval 50 --election-timeout 500 --logger zap --log-outputs stderr"
 _UP_S = 30.0
@@ -41,7 +42,8 @@ class Servers:
 
     def __init__(self, folder: Path, members: int):
         folder.mkdir()
-        self._folder, self.ports, self._peers = folder, *_free_ports(members)
+        self._folder = folder
+        self.ports, self._peers = ([free_port("127.0.0.1") for _ in range(members)] for _ in range(2))
         self._processes: dict[int, subprocess.Popen] = {}
         for member in range(members):
             self.start(member)
@@ -109,13 +111,3 @@ class Servers:
         for process in self._processes.values():
             process.kill()
             process.wait()
-
-
-def _free_ports(count: int) -> tuple[list[int], list[int]]:
-    probes = [socket.socket() for _ in range(2 * count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports[:count], ports[count:]

@@ -197,8 +197,17 @@ class Recorder:
 
     def __init__(self, near: socket.socket, far: socket.socket):
         self.said = {near: b"", far: b""}
-        for source, sink in ((near, far), (far, near)):
-            threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+        ways = ((near, far), (far, near))
+        self._threads = [threading.Thread(target=self._pass_on, args=way, daemon=True) for way in ways]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Stop passing on, before anybody closes the sockets."""
+        for tap in self.said:
+            tap.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
 
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         while data := source.recv(1000):
@@ -212,6 +221,7 @@ def test_a_replayed_transcript_convinces_neither_end_and_has_no_token_in_it():
         recorder, accepting = Recorder(near_tap, far_tap), Accepting(far)
         dial(near, ends()[0], LIMIT_S, b"ping", 4)
         assert accepting.ended() == b"ping"
+        recorder.end()
         of_dialer, of_acceptor = recorder.said[near_tap], recorder.said[far_tap]
     assert TOKEN.encode() not in of_dialer + of_acceptor
     assert len(of_dialer + of_acceptor) == 2 * (GREETING_BYTES + 4 + PROOF_BYTES)

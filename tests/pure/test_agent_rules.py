@@ -312,6 +312,23 @@ def test_a_port_that_is_taken_or_a_host_that_is_not_ours_is_said_before_anything
     assert network.own_address("127.0.0.1", 29400, True) == "127.0.0.1"
 
 
+def test_a_port_that_another_process_is_about_to_listen_on_is_not_given_again(monkeypatch):
+    """Two runs that begin at the same time draw the same port; neither listens yet."""
+    drawn = network.free_port()
+    ask = f"""
+from unittest import mock
+from ft.platform import network
+with mock.patch("random.SystemRandom.sample", return_value=[{drawn}, {drawn}]):
+    print(network.free_port())
+"""
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert int(done.stdout) != drawn
+    for _ in range(network._RESERVED_AT_ONCE):
+        network.free_port()
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == drawn
+
+
 def test_a_channel_gives_whole_lines_and_then_the_end():
     import socket
 
