@@ -168,3 +168,34 @@ def test_a_machine_with_cuda_gets_nothing_of_the_cpu_platform():
     assert not any(patch.when == ON_CPU or patch.file.startswith("cpu") for patch in registry.due("cuda"))
     assert {patch.when for patch in registry.due("cpu")} <= {ALWAYS, ON_CPU}
     assert registry.due("cpu") == [patch for patch in MANIFEST if patch.when in (ALWAYS, ON_CPU)]
+
+
+class Pickled:
+    """Is pickled as a call of ``function``."""
+
+    def __init__(self, function, *args):
+        self.how = function, args
+
+    def __reduce__(self):
+        return self.how
+
+
+def test_members_of_enumerations_that_debian_s_python_has_pickled_can_be_loaded():
+    import io
+    import pickle
+
+    import torch
+
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.patches import pickled_enums
+
+    def loaded(value):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    pickled_enums.allow()
+    assert loaded(Pickled(getattr, AttnBackend, "flash")) is AttnBackend.flash
+    with pytest.raises(pickle.UnpicklingError, match="allowed of enumerations only"):
+        loaded(Pickled(getattr, AttnBackend.flash, "value"))
