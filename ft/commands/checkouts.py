@@ -257,7 +257,8 @@ _NUMBERS = (
 )
 _SWITCHES = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    "moe_router_enable_expert_bias",
+    *("moe_router_enable_expert_bias", "tp_comm_overlap", "delay_wgrad_compute", "fp8_param_gather"),
+    *("fp4_param_gather", "enable_cuda_graph", "external_cuda_graph"),
 )
 
 

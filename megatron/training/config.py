@@ -106,12 +106,12 @@ def _network(options: Options) -> dict[str, Any]:
 
 def _kernels(options: Options) -> dict[str, Any]:
     c, platform = options.core, patches.platform()
-    verifies = options.fault_tolerance.intercepts_operators  # DMR executes each operator twice: no fused kernels
-    use_te, has_apex = uses_te(options), platform.offers("apex") and not verifies
-    has_softmax = platform.offers("scaled_masked_softmax_cuda") and not verifies
+    # with DMR, megatron-core takes torch's norms instead of Apex's (megatron.patches.plain_kernels)
+    has_apex = platform.offers("apex") and not options.fault_tolerance.intercepts_operators
+    use_te, has_softmax = uses_te(options), platform.offers("scaled_masked_softmax_cuda")
     # An extension of Apex. Transformer Engine's layers can do without it, but megatron-core's own output layer needs it
     # (tensor_parallel/layers.py refuses the fusion if the import fails), and Apex is often built without it.
-    accumulates = platform.imports("fused_weight_gradient_mlp_cuda") and not verifies
+    accumulates = platform.imports("fused_weight_gradient_mlp_cuda")
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
     fused = c.bias_swiglu_fusion if c.swiglu else c.bias_gelu_fusion and c.add_bias_linear and not c.num_experts
     fused = fused and not (c.squared_relu or c.quick_geglu)
@@ -176,12 +176,5 @@ def _add_yarn(config: TransformerConfig, options: Options) -> None:
 
 
 def uses_te(options: Options) -> bool:
-    """Return whether the layers are Transformer Engine's: whether it is installed, and neither a flag nor DMR excludes
-    it.
-
-    DMR (dual modular redundancy) executes every operator a second time. It intercepts operators in torch's dispatcher,
-    which Transformer Engine's kernels bypass.
-    """
-    if options.fault_tolerance.intercepts_operators:
-        return False
+    """Return whether the layers are Transformer Engine's: whether it is installed, and no flag excludes it."""
     return options.core.transformer_impl != "local" and patches.platform().offers("transformer_engine")

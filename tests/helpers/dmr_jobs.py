@@ -24,15 +24,16 @@ def assemble(flags: str):
     return pretrain.assemble(options, layout, time.monotonic(), Protections.of(options.fault_tolerance, {}))
 
 
-def protection(job, way: str | Path):
-    """Install DMR on ``job`` and return it. ``way``: "naive", "piggyback", or a plan file."""
+def protection(job, way: str | Path, unstable: Path | None = None):
+    """Install DMR on ``job`` and return it. ``way``: "naive", "piggyback", or a plan file. ``unstable``: a file of
+    operators that are left unverified."""
     from ft.systems.dmr.runtime.install import install
     from ft.systems.dmr.runtime.settings import Settings
     from megatron.training.fingerprint import fingerprint
     from megatron.training.position import JobPosition
 
     trainee = job.trainee
-    settings = Settings(None, way) if isinstance(way, Path) else Settings(way)
+    settings = Settings(None, way, unstable) if isinstance(way, Path) else Settings(way, None, unstable)
     of = (trainee.chunks, trainee.optimizer, trainee.scheduler, JobPosition(job))
     verification = install(settings, *of, fingerprint=fingerprint(job.options, job.layout))
     follow(job, verification)

@@ -1,4 +1,4 @@
-"""Where Transformer Engine or Apex is installed DMR sees every operator all the same, or refuses."""
+"""Where Transformer Engine or Apex is installed DMR takes torch's optimizers, and refuses what it cannot see."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import small_runs as runs
 import torch
 
 from ft.base.errors import UserError
-from ft.systems.dmr.runtime.opaque import refuse_opaque
+from ft.systems.dmr.runtime.optimizers import refuse_opaque_optimizer
 from megatron.training import config
 from megatron.training.arguments import check, parse
 
@@ -86,47 +86,57 @@ def optimizer_of(inner) -> SimpleNamespace:
     return SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=None), SimpleNamespace(optimizer=inner)])
 
 
-def test_a_model_or_an_optimizer_that_dmr_cannot_see_into_is_refused_by_name():
+def test_an_optimizer_that_dmr_cannot_see_into_is_refused_by_name():
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     for inner in (torch.optim.AdamW(parameters), torch.optim.SGD(parameters)):
-        refuse_opaque([plain], optimizer_of(inner))
-        refuse_opaque([plain], SimpleNamespace(optimizer=inner))
+        refuse_opaque_optimizer(optimizer_of(inner))
+        refuse_opaque_optimizer(SimpleNamespace(optimizer=inner))
     fused = kind("apex.optimizers.fused_adam", torch.optim.Optimizer)()
     for optimizer in (optimizer_of(fused), SimpleNamespace(optimizer=fused)):
         with pytest.raises(UserError, match=r"apex\.optimizers\.fused_adam\.Fused"):
-            refuse_opaque([plain], optimizer)
-    for module in ("transformer_engine.pytorch.module.layernorm", "megatron.core.fusions.fused_layer_norm"):
-        layer = kind("here", kind(module, torch.nn.Module))
-        chunk = torch.nn.Module()
-        torch.nn.Module.__init__(made := layer())
-        chunk.add_module("norm", made)
-        with pytest.raises(UserError, match="Fused may bypass"):
-            refuse_opaque([plain, chunk], SimpleNamespace(optimizer=None))
+            refuse_opaque_optimizer(optimizer)
+
+
+LAYERS = (
+    MOE + "--moe-grouped-gemm",
+    MOE + "--moe-permute-fusion",
+    "--transformer-impl transformer_engine",
+    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "--apply-layernorm-1p",
+    "--fp8-format hybrid",
+)
+
+
+@pytest.mark.parametrize("flags", LAYERS)
+def test_layers_of_transformer_engine_are_accepted_where_it_is_installed(flags):
+    check(parse(f"{runs.BASE} --mock-data {flags} --ft-dmr piggyback"), 1, has_te=True)
+    with pytest.raises(UserError, match="not installed"):
+        check(parse(f"{runs.BASE} --mock-data {flags} --ft-dmr piggyback"), 1, has_te=False)
+
+
+def test_context_parallelism_is_accepted():
+    check(parse(f"{runs.BASE} --mock-data --context-parallel-size 2 --ft-dmr piggyback"), 2, has_te=True)
 
 
 @pytest.mark.parametrize(
-    "flags, named",
+    "flags",
     [
-        (MOE + "--moe-grouped-gemm", "--moe-grouped-gemm"),
-        (MOE + "--moe-permute-fusion", "--moe-permute-fusion"),
-        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
-        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "--cross-entropy-fusion-impl te"),
-        ("--apply-layernorm-1p", "--apply-layernorm-1p"),
+        "--sequence-parallel --tensor-model-parallel-size 2 --tp-comm-overlap",
+        "--delay-wgrad-compute",
+        "--fp8-format hybrid --fp8-param-gather",
+        "--cuda-graph-impl local",
     ],
 )
-@pytest.mark.parametrize("has_te", [True, False])
-def test_flags_for_kernels_that_dmr_cannot_see_into_are_refused(flags, named, has_te):
+def test_what_computes_outside_of_functions_is_refused(flags):
     with pytest.raises(UserError) as refused:
-        check(parse(f"{runs.BASE} --mock-data {flags} --ft-dmr piggyback"), 1, has_te=has_te)
-    assert f"{named} needs Transformer Engine, whose kernels bypass" in str(refused.value)
-    assert "not installed" not in str(refused.value)
+        check(parse(f"{runs.BASE} --mock-data {flags} --ft-dmr piggyback"), 2, has_te=True)
+    assert "which DMR cannot execute a second time" in str(refused.value)
 
 
-def test_fused_kernels_of_core_are_off_with_dmr(monkeypatch):
+def test_with_dmr_norms_are_torch_s_and_other_fused_kernels_stay(monkeypatch):
     monkeypatch.setattr(config.patches, "platform", lambda: SimpleNamespace(offers=bool, imports=bool))
     fused = ("masked_softmax_fusion", "persist_layer_norm", "gradient_accumulation_fusion", "apply_rope_fusion")
     flags = f"{runs.BASE} --mock-data --transformer-impl local "
     without, with_dmr = (config._kernels(parse(flags + more)) for more in ("", "--ft-dmr naive"))
     assert [without[name] for name in fused] == [True, True, True, False]
-    assert [with_dmr[name] for name in fused] == [False] * 4
+    assert [with_dmr[name] for name in fused] == [True, False, True, False]

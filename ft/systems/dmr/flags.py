@@ -5,6 +5,18 @@ from typing import Any
 
 from ft.base.errors import Problem
 
+_REPLAYED = "replays kernels that nobody calls"
+_OUTSIDE = {
+    "--tp-comm-overlap": "lets kernels write to the buffers of other ranks",
+    "--delay-wgrad-compute": "computes gradients outside of the backward pass",
+    "--fp8-param-gather": "casts parameters by kernels outside of the layers",
+    "--fp4-param-gather": "casts parameters by kernels outside of the layers",
+    "--cuda-graph-impl": _REPLAYED,
+    "--enable-cuda-graph": _REPLAYED,
+    "--external-cuda-graph": _REPLAYED,
+}
+"""Flag of megatron-core -> what it does outside of operators and of functions."""
+
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
@@ -24,3 +36,8 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
         yield "--ft-dmr-profile measures a run, and --ft-dmr-inject flips bits to be found in one", "remove one of them"
     if asked.ft_dmr_retries < 0:
         yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
+    for flag, why in _OUTSIDE.items():
+        value = getattr(options.core, flag.removeprefix("--").replace("-", "_"), None)
+        if value not in (None, False, "none"):
+            shown = flag if value is True else f"{flag} {value}"
+            yield f"{shown} {why}, which DMR cannot execute a second time", f"drop {flag}, or DMR"

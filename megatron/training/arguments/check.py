@@ -76,14 +76,11 @@ def examine(
     checks = (
         *(_check_model, _check_pipeline, _check_moe, _check_batch, _check_length),
         *without_shapes,
-        _check_operators,
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += problems_of_protections(options, grid, replicas, {})
     here = {GPU: has_te if has_gpu is None else has_gpu, TE: has_te}
     wanted = needs(options, grid)
-    if options.fault_tolerance.intercepts_operators:  # then _check_operators has refused what needs Transformer Engine
-        wanted = [need for need in wanted if need.requirement != TE]
     if not assumes_machine:
         found += _check_transport(options, grid, has_gpu=here[GPU])
         found += unmet(wanted, lambda name: here[name] if name in here else is_installed(name))
@@ -367,18 +364,3 @@ def _check_data(options, grid: Layout) -> Iterator[Problem]:
         yield "there is nothing to train on", "add --data-path PREFIX or --mock-data"
     if d.reset_attention_mask and options.core.transformer_impl == "transformer_engine":
         yield "--reset-attention-mask needs explicit masks", "add --transformer-impl local"
-
-
-def _check_operators(options, grid: Layout) -> Iterator[Problem]:
-    """Refuse kernels of Transformer Engine with DMR.
-
-    DMR executes every operator a second time: it intercepts operators in torch's dispatcher, which these kernels
-    bypass.
-    """
-    if not options.fault_tolerance.intercepts_operators:
-        return
-    for flag in [need.flag for need in needs(options, grid) if need.requirement == TE]:
-        problem = (
-            f"{flag} needs Transformer Engine, whose kernels bypass torch's dispatcher, by which DMR follows operators"
-        )
-        yield problem, "drop the flag, or DMR"

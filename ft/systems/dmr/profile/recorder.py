@@ -35,6 +35,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         segment: the activation-checkpointing segment that is being executed; None outside of all segments.
         again: True while that segment is being recomputed.
+        is_passing: True while operators belong to a call that runs verify as a whole; they are not recorded.
         counts: always empty; ``DoubleExecution`` counts verified operators here.
         takes_notes: True if the next iteration is recorded in full.
         notes: record of the last iteration that was recorded in full.
@@ -51,7 +52,7 @@ class Recorder(TorchDispatchMode):
     def restart(self) -> None:
         """Begin an iteration."""
         self.segment: object | None = None
-        self.again = False
+        self.again = self.is_passing = False
         self.counts: dict[str, int] = {}
         self.keys: list[tuple] = []
         self._waits: dict[str, int] = {}
@@ -69,8 +70,10 @@ class Recorder(TorchDispatchMode):
         return dict(zip(self.keys, self._watch.times(), strict=True))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self._watch.pause()
         kwargs = kwargs or {}
+        if self.is_passing:
+            return func(*args, **kwargs)
+        self._watch.pause()
         kind = properties_of(func)
         if is_counted(kind, args, kwargs):
             return self._execute(kind, func, args, kwargs)

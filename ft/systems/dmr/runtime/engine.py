@@ -17,6 +17,7 @@ from ft.systems.dmr.runtime.cursor import NO_LAYER, ExecutionCursor
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
 from ft.systems.dmr.runtime.messages import Messages
 from ft.systems.dmr.runtime.mode import DoubleExecution
+from ft.systems.dmr.runtime.opaque import OpaqueCalls
 from ft.systems.dmr.runtime.operators import tensors_in
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
@@ -51,6 +52,7 @@ class Engine:
         self._messages, self._wire = messages, wire
         self._collectives = Collectives(findings, None if wire is None else self._falsify_reduced)
         self._scripts = RecomputationSteps()
+        self._opaque: OpaqueCalls | None = None
         self.is_active = False
 
     @contextlib.contextmanager
@@ -63,12 +65,19 @@ class Engine:
         self._collectives.restart()
         self._messages.restart(microbatches)
         self.mode.restart()
+        if self._opaque is not None:
+            self._opaque.restart()
+            self._opaque.watch()
         self.is_active = True
         try:
             with self.mode:
                 yield
         finally:
             self.is_active = False
+
+    def watch_opaque_calls(self, calls: OpaqueCalls) -> None:
+        """Have calls that bypass torch's dispatcher verified by ``calls``."""
+        self._opaque = calls
 
     def before_update(self) -> None:
         """Execute all deferred verifications, because the optimizer is about to change the parameters that they

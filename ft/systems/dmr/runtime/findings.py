@@ -17,10 +17,12 @@ from ft.systems.dmr.runtime.cursor import OperatorCall
 AT_ONCE, RECOMPUTATION, WINDOW, MESSAGE = "at once", "recomputation", "window", "what was sent"
 REDUCTION, DISPUTED = "the other ranks' results", "the other ranks' results, of which no majority are equal"
 SUM = "the sum of all ranks' parts"
+BEFORE = "what its arguments were before, which it has never changed"
 """Kinds of comparisons: with an immediate second execution; with the activation recomputation; with a second execution
 that was deferred to a window; of what has arrived with what was sent; of the result of an all-reduce or all-gather with
 the result of the majority of the group; the same where no majority of the group has equal results; of a sum that a
-communication library has computed with the sum of what was put in."""
+communication library has computed with the sum of what was put in; of a tensor that a call has only read so far with
+what it was before."""
 _ROWS = 128
 
 
@@ -102,20 +104,23 @@ class Findings:
 
     Attributes:
         unverified: number of operators that were compared with nothing.
+        was_wrong: whether a mismatch was found in the iteration before.
     """
 
     def __init__(self, device: torch.device, seed: int):
         self.device, self.seed = device, seed
+        self._known: list[Mismatch] = []
         self.restart()
 
     def restart(self) -> None:
         """Begin an iteration."""
+        self.was_wrong = bool(self._known)
         self.passed()
         self.unverified = 0
 
     def passed(self) -> None:
         """Forget all comparisons, because they were found equal on all ranks."""
-        self._known: list[Mismatch] = []
+        self._known = []
         self._pending: list[tuple[list[tuple[OperatorCall, str]], torch.Tensor, torch.Tensor]] = []
         self._hints: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._pairs: list[tuple[OperatorCall, str]] = []

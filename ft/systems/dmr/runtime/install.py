@@ -17,7 +17,8 @@ from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.injection import make_falsifier
 from ft.systems.dmr.runtime.messages import Messages
 from ft.systems.dmr.runtime.mode import DoubleExecution
-from ft.systems.dmr.runtime.opaque import refuse_opaque
+from ft.systems.dmr.runtime.opaque import OpaqueCalls, functions_of_core
+from ft.systems.dmr.runtime.optimizers import refuse_opaque_optimizer
 from ft.systems.dmr.runtime.protection import IterationVerifier
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.settings import Settings, run_seed
@@ -56,14 +57,14 @@ def install(
         session: this worker's place in a run in which a standby can replace a suspect; None outside.
 
     Raises:
-        UserError: the plan does not fit this run, an injection is invalid, or a layer or the optimizer hides its
-            operators.
+        UserError: the plan does not fit this run, an injection is invalid, or the optimizer hides its operators.
     """
-    refuse_opaque(chunks, optimizer)
+    refuse_opaque_optimizer(optimizer)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     strategy, plan = settings.strategy(stage, fingerprint)
     falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)
     engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))), falsifier)
+    engine.watch_opaque_calls(OpaqueCalls(engine, settings.left_out(), of_core=functions_of_core(chunks[0].config)))
     subject = TrainingState(chunks, optimizer, scheduler)
     protection = IterationVerifier(
         engine, Undo(subject, position), FindingReporter(session), Limits(retries=settings.retries), strategy.name

@@ -60,6 +60,7 @@ class DoubleExecution(TorchDispatchMode):
     Attributes:
         segment: the activation-checkpointing segment that is being executed; None outside of all segments.
         again: True while that segment is being recomputed.
+        is_passing: True while operators are executed once, because the call that they belong to is verified as a whole.
         counts: number of verified operators, by set.
         position: ordinal of the last executed operator that was found in the plan. It determines which deferred
             verifications are due in a window. Operators that are not in the plan do not count, so that they do not
@@ -83,13 +84,15 @@ class DoubleExecution(TorchDispatchMode):
     def restart(self) -> None:
         """Begin an iteration."""
         self.segment: Segment | None = None
-        self.again = False
+        self.again = self.is_passing = False
         self.counts: dict[str, int] = {}
         self.position = 0
         self._misfits_before = sum(self._strategy.misfits.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if self.is_passing:
+            return func(*args, **kwargs)
         kind = properties_of(func)
         if not is_counted(kind, args, kwargs):
             if kind.written and self._queue:
@@ -144,19 +147,19 @@ class DoubleExecution(TorchDispatchMode):
             again = check_in_place(kind, func, args, kwargs)
             out = func(*args, **kwargs)
             ours = tensors_in(written(kind, args, kwargs))
-            self._disturb(PRIMARY, kind, ours)
+            self.disturb(PRIMARY, kind.name, ours)
         elif kind.written:
             out = func(*args, **kwargs)
-            self._disturb(PRIMARY, kind, [args[0]])
+            self.disturb(PRIMARY, kind.name, [args[0]])
             self._compare(kind, index, *([one] for one in expected(kind, args, kwargs)))
             return out
         else:
             state = state_before(kind, args, kwargs)
             out = func(*args, **kwargs)
             ours = tensors_in(out)
-            self._disturb(PRIMARY, kind, ours)
+            self.disturb(PRIMARY, kind.name, ours)
             again = tensors_in(execute_again(func, args, kwargs, state))
-        self._disturb(CHECKER, kind, again)
+        self.disturb(CHECKER, kind.name, again)
         self._compare(kind, index, ours, again)
         return out
 
@@ -169,7 +172,7 @@ class DoubleExecution(TorchDispatchMode):
         self, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any], out: Any, index: int
     ) -> None:
         outs = results(kind, args, kwargs, out)
-        self._disturb(CHECKER if self.again else PRIMARY, kind, outs)
+        self.disturb(CHECKER if self.again else PRIMARY, kind.name, outs)
         at = self._course.at(kind.name, index)
         if self.again:
             self.segment.again(at, outs)
@@ -188,13 +191,14 @@ class DoubleExecution(TorchDispatchMode):
         state = state_before(kind, args, kwargs)
         out = func(*args, **kwargs)
         outs = tensors_in(out)
-        self._disturb(PRIMARY, kind, outs)
+        self.disturb(PRIMARY, kind.name, outs)
         at = self._course.at(kind.name, index)
         if not self._queue.put(at, kind, (func, args, kwargs), out, state, decision):
             again = tensors_in(execute_again(func, args, kwargs, state))
             self._compare(kind, index, outs, again)
         return out
 
-    def _disturb(self, execution: str, kind: OperatorProperties, tensors: Sequence[torch.Tensor]) -> None:
+    def disturb(self, execution: str, operator: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Let the disturbance corrupt the results of an execution; see :meth:`Disturbance.falsify`."""
         if self._disturbance is not None:
-            self._disturbance.falsify(execution, kind.name, self._course, tensors)
+            self._disturbance.falsify(execution, operator, self._course, tensors)

@@ -47,8 +47,7 @@ class Settings:
             UserError: the plan or the file of unstable operators cannot be read or followed, or the plan was made for
                 another run.
         """
-        left_out = () if self.unstable is None else read_unstable(self.unstable).operators
-        plan = None
+        left_out, plan = self.left_out(), None
         if self.plan is None:
             strategy = Naive() if self.way == NAIVE else Piggyback()
         else:
@@ -56,6 +55,14 @@ class Settings:
             refuse_plan_of_other_run(plan, fingerprint)
             strategy = Planned(plan, stage, left_out)
         return (ExcludeUnstable(strategy, left_out) if left_out else strategy), plan
+
+    def left_out(self) -> tuple[str, ...]:
+        """Return the names of the operators and functions that are left unverified.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        return () if self.unstable is None else read_unstable(self.unstable).operators
 
 
 def run_seed(text: str) -> int:

@@ -1,0 +1,265 @@
+"""Functions whose kernels bypass torch's dispatcher, with what real ones do besides returning a result.
+
+The kernels are in C and numba. Each function of ``FUNCTIONS`` has one property of those of Transformer Engine,
+flash-attention or Apex.
+"""
+
+import ctypes
+import subprocess
+import tempfile
+from collections import deque
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numba
+import torch
+import torch.distributed as dist
+
+_C = """
+void scale(const float *in, float factor, float *out, long n) { for (long i = 0; i < n; i++) out[i] = in[i] * factor; }
+void add(const float *in, float factor, float *out, long n) { for (long i = 0; i < n; i++) out[i] += in[i] * factor; }
+"""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "kernels.c").write_text(_C)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", folder / "kernels.so", folder / "kernels.c"], check=True)
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def _run(kernel: str, source: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    pointers = ctypes.c_void_p(source.data_ptr()), ctypes.c_float(factor), ctypes.c_void_p(out.data_ptr())
+    getattr(library(), kernel)(*pointers, ctypes.c_long(out.numel()))
+
+
+@numba.njit
+def _largest(values):
+    most = 0.0
+    for value in values:
+        most = max(most, abs(value))
+    return most
+
+
+class Fault:
+    """Flips a bit of what execution number ``due`` of ``place`` has computed; knows nothing of DMR.
+
+    Attributes:
+        seen: place -> number of executions since ``arm``.
+    """
+
+    def __init__(self):
+        self.arm()
+
+    def arm(self, place: str = "", due: int = -1) -> None:
+        self.place, self.due, self.seen = place, due, {}
+
+    def __call__(self, place: str, tensor: torch.Tensor) -> None:
+        count = self.seen.get(place, 0)
+        self.seen[place] = count + 1
+        if (place, count) == (self.place, self.due):
+            word = ctypes.c_int32.from_address(tensor.data_ptr())
+            word.value ^= 1 << 20
+
+
+fault = Fault()
+STATE = SimpleNamespace()
+
+
+def forget() -> None:
+    """Begin anew with the state that functions keep between calls."""
+    STATE.amax, STATE.scale, STATE.next_scale = torch.zeros(4), torch.full((1,), 1.25), torch.ones(1)
+    STATE.late, STATE.is_late = torch.zeros(8), getattr(STATE, "is_late", False)
+    STATE.recent, STATE.calls, STATE.cache = deque(maxlen=3), 0, {}
+
+
+def kept() -> list:
+    """Return what functions have kept between calls."""
+    return [STATE.amax.tolist(), STATE.next_scale.tolist(), list(STATE.recent), STATE.calls, sorted(STATE.cache)]
+
+
+class Scaled(torch.autograd.Function):
+    """Keeps a tensor for the backward pass that it does not return."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x = x.contiguous()
+        out, aside = torch.empty_like(x), torch.empty_like(x)
+        _run("scale", x, 0.5, out)
+        _run("scale", x, 2.0, aside)
+        fault("result", out)
+        fault("saved", aside)
+        ctx.save_for_backward(aside)
+        ctx.factor = 0.5
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (aside,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        out = torch.empty_like(gradient)
+        _run("scale", gradient, ctx.factor, out)
+        _run("add", aside, 1e-3, out)
+        fault("gradient", out)
+        return out, None
+
+
+class Accumulating(torch.autograd.Function):
+    """Adds to a gradient buffer in place and frees what it has saved, as fused layers do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x = x.contiguous()
+        mine = torch.empty_like(x)
+        _run("scale", x, 0.25, mine)
+        ctx.save_for_backward(mine)
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (mine,) = ctx.saved_tensors
+        buffer = ctx.weight.main_grad
+        count = min(mine.numel(), buffer.numel())
+        _run("add", mine.reshape(-1)[:count].contiguous(), 1e-2, buffer.view(-1)[:count])
+        fault("buffer", buffer)
+        mine.untyped_storage().resize_(0)
+        mine.data = torch.empty(0)
+        ctx.weight = None
+        return gradient.clone(), None
+
+
+class WithHistory(torch.autograd.Function):
+    """Moves a history of maxima, the next step's scale, a counter and a cache with each call, as fp8 does."""
+
+    @staticmethod
+    def forward(ctx, x, state):
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        _run("scale", x, float(state.scale), out)
+        most = _largest(x.detach().reshape(-1).numpy())
+        state.amax.copy_(torch.roll(state.amax, 1))
+        state.amax[0] = most
+        fault("history", state.amax)
+        state.next_scale.fill_(1.0 + 1e-3 * float(state.amax.max()))
+        state.recent.append(round(float(most), 3))
+        state.calls += 1
+        state.cache.setdefault(state.calls % 2, out.shape)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone(), None
+
+
+class Random(torch.autograd.Function):
+    """Draws random numbers."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        out = x.contiguous() * (torch.rand_like(x) < 0.9)
+        fault("drawn", out)
+        ctx.save_for_backward(out != 0)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Gathering(torch.autograd.Function):
+    """Communicates with the other ranks."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        everybody = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybody, x.contiguous())
+        out = torch.empty_like(x)
+        _run("scale", torch.stack(everybody).mean(0), 1.0, out)
+        fault("gathered", out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone(), None
+
+
+class WithSetup(torch.autograd.Function):
+    """Has its context set up apart from the forward pass."""
+
+    @staticmethod
+    def forward(x, weight):
+        out = torch.empty_like(x)
+        _run("scale", x.contiguous(), 1.5, out)
+        fault("apart", out)
+        return out
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = 1.5
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+class NotReproducible(torch.autograd.Function):
+    """Computes something else each time."""
+
+    executions = 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        NotReproducible.executions += 1
+        return x * (1.0 + 2.0**-20 * NotReproducible.executions)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone(), None
+
+
+class Late(torch.autograd.Function):
+    """Begins to change a buffer that it has only read before."""
+
+    @staticmethod
+    def forward(ctx, x, state):
+        if state.is_late:
+            state.late.add_(1)
+        return x + float(state.late[0] > 1e9)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone(), None
+
+
+_KINDS = (Scaled, Accumulating, WithHistory, Random, Gathering, WithSetup, NotReproducible, Late)
+FUNCTIONS = {kind.__name__: kind for kind in _KINDS}
+PLACES = {
+    "Scaled": ("result", "saved", "gradient"),
+    "Accumulating": ("buffer",),
+    "WithHistory": ("history",),
+    "Random": ("drawn",),
+    "Gathering": ("gathered",),
+    "WithSetup": ("apart",),
+}
+"""Function -> what it computes, by the names that ``Fault`` knows."""
+
+
+def plant(chunks: list, name: str) -> None:
+    """Pass the output of the MLP of every layer through a function."""
+    forget()
+    for chunk in chunks:
+        for module in chunk.modules():
+            if type(module).__name__ == "TransformerLayer":
+                module.mlp.register_forward_hook(_hook(FUNCTIONS[name], next(module.mlp.parameters())))
+
+
+def _hook(kind, weight):
+    def after(module, inputs, outputs):
+        out, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
+        made = kind.apply(out, STATE if kind in (WithHistory, Late) else weight)
+        return (made, *rest) if rest else made
+
+    return after

@@ -1,0 +1,136 @@
+"""Calls whose kernels bypass torch's dispatcher are executed twice as a whole, with all their effects."""
+
+import shutil
+
+import dmr_jobs
+import planted_kernels as planted
+import pytest
+import small_runs as runs
+
+pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler (apt install gcc)")
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+FLAGS = f"{runs.BASE} --mock-data --num-layers 2 --global-batch-size 4 --hidden-dropout 0.1 --attention-dropout 0.1 "
+
+
+def step_of(again) -> tuple:
+    planted.forget()
+    taken = again.step()
+    return taken.state, taken.loss, taken.grad_norm, planted.kept()
+
+
+def in_every_way(name: str, flags: str) -> dict:
+    job = dmr_jobs.assemble(flags)
+    planted.plant(job.trainee.chunks, name)
+    again = dmr_jobs.Again(job)
+    found = {"off": [step_of(again)]}
+    for way in ("naive", "piggyback"):
+        verifier = dmr_jobs.protection(job, way)
+        found[way] = [step_of(again) for _ in range(3)]
+        found[way + " covers"] = verifier.engine.coverage()
+    return found
+
+
+@pytest.mark.parametrize("flags", ["", FULL])
+@pytest.mark.parametrize("name", planted.PLACES)
+def test_a_step_is_the_same_bit_for_bit_and_effects_count_once(name, flags, ranks):
+    world = 2 if name == "Gathering" else 1
+    for found in ranks(in_every_way, world, name, FLAGS + flags, timeout=120):
+        for way in ("naive", "piggyback"):
+            assert all(step == found["off"][0] for step in found[way]), way
+            assert found[way + " covers"]["opaque"] and not found[way + " covers"]["unverified"]
+
+
+def with_faults(name: str, flags: str, hit_rank: int) -> list:
+    """One fault after the other, in each execution of each thing that the function computes."""
+    import torch.distributed as dist
+
+    from ft.systems.dmr.runtime.suspects import Limits, Memory
+
+    job = dmr_jobs.assemble(flags)
+    planted.plant(job.trainee.chunks, name)
+    again = dmr_jobs.Again(job)
+    clean = step_of(again)
+    verifier = dmr_jobs.protection(job, "naive")
+    told = []
+    verifier._witness.mismatch = lambda step, attempt, reports, outcome: told.append(reports)
+    planted.fault.arm()
+    step_of(again)
+    counts, found = dict(planted.fault.seen), []
+    for place in planted.PLACES[name]:
+        for due in range(counts[place]):
+            told.clear()
+            verifier._memory = Memory(Limits().memory)  # otherwise the rank would be suspected of a lasting fault
+            if dist.get_rank() == hit_rank:
+                planted.fault.arm(place, due)
+            else:
+                planted.fault.arm()
+            result = step_of(again)
+            named = {one.at.operator for reports in told for one in reports.get(hit_rank, ())}
+            found.append((place, due, [len(told), named], result[:3] == clean[:3]))
+    return found
+
+
+@pytest.mark.parametrize("name", planted.PLACES)
+def test_a_fault_in_either_execution_is_found_and_the_step_repeated(name, ranks):
+    world = 2 if name == "Gathering" else 1
+    for found in ranks(with_faults, world, name, FLAGS, world - 1, timeout=300):
+        assert len(found) >= 2 * 2 * 2 // world  # layers, executions, microbatches
+        for place, due, (attempts, named), is_clean in found:
+            assert attempts == 1, (place, due)
+            assert any(f"planted_kernels.{name}." in operator for operator in named), (place, due, named)
+            # what a function keeps between steps is not part of the state that DMR restores
+            assert is_clean or name == "WithHistory", (place, due)
+
+
+def not_reproducible(flags: str, folder) -> tuple:
+    import torch.distributed as dist
+
+    from ft.systems.dmr.runtime.protection import CorruptionError
+    from ft.systems.dmr.unstable import Unstable, write_unstable
+
+    job = dmr_jobs.assemble(flags)
+    planted.plant(job.trainee.chunks, "NotReproducible")
+    again = dmr_jobs.Again(job)
+    verifier = dmr_jobs.protection(job, "naive")
+    try:
+        again.step()
+        refused = ""
+    except CorruptionError as error:
+        refused = str(error)
+    again._undo.roll_back()
+    name = "planted_kernels.NotReproducible.forward"
+    folder = folder / str(dist.get_rank())
+    folder.mkdir()
+    write_unstable(folder / "unstable.json", Unstable((name,), "", "cpu"))
+    verifier = dmr_jobs.protection(job, "naive", unstable=folder / "unstable.json")
+    again.step()
+    return refused, verifier.engine.coverage()
+
+
+def test_a_function_that_is_not_reproducible_is_named_and_can_be_left_out(ranks, tmp_path):
+    for refused, covers in ranks(not_reproducible, 2, FLAGS, tmp_path, timeout=120):
+        assert "planted_kernels.NotReproducible.forward" in refused
+        assert covers["unchecked"] == covers["opaque"] == 2  # layers; the backward passes are compared
+
+
+def changes_later(flags: str) -> list:
+    job = dmr_jobs.assemble(flags)
+    planted.plant(job.trainee.chunks, "Late")
+    again = dmr_jobs.Again(job)
+    verifier = dmr_jobs.protection(job, "naive")
+    told = []
+    verifier._witness.mismatch = lambda step, attempt, reports, outcome: told.append(reports)
+    counts = []
+    for planted.STATE.is_late in (False, True, True):
+        told.clear()
+        step_of(again)
+        counts.append([one.how for reports in told for one in reports[0]])
+    return counts
+
+
+def test_a_change_that_was_not_known_is_found_and_learnt(ranks):
+    from ft.systems.dmr.runtime.findings import BEFORE
+
+    [(before, first, then)] = ranks(changes_later, 1, FLAGS, timeout=120)
+    assert not before and not then
+    assert first and set(first) == {BEFORE}
