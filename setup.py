@@ -11,7 +11,7 @@ version = re.search(r'__version__ = "(.+)"', (here / "ft/__init__.py").read_text
 # Plain C without Python.h, loaded with ctypes: any compiler builds it, and where there is none ft does without.
 digests = Extension(
     "ft.systems.dmr.digest._native",
-    ["ft/systems/dmr/digest/_native.c"],
+    ["ft/systems/dmr/digest/_native.c", "ft/systems/dmr/digest/_sums.c"],
     extra_compile_args=["-O3", "-pthread"],
     extra_link_args=["-pthread"],
     optional=True,

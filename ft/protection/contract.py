@@ -10,13 +10,16 @@ trainer calls a single object, whatever systems protect the run.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ft.base.errors import Problem, RecoverableError
 from ft.protection.position import Position
 from ft.worker.session import Session
+
+if TYPE_CHECKING:
+    from ft.protection.undo import SharedCopy
 
 
 class StepUndone(RecoverableError):
@@ -174,6 +177,9 @@ class Layer:
     """
 
     verifies = False
+
+    def gets_copy(self, copy: "SharedCopy") -> None:
+        """Take note of a copy of the training state that an outer layer makes of every committed step."""
 
     def run_with_recovery(self, work: Callable[[], Any]) -> Any:
         """Run the training loop and return its result.

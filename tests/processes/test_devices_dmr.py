@@ -167,9 +167,9 @@ class Rank:
         return flag
 
     def _copier_runs(self) -> None:
-        self.undo._copier._jobs.put(None)
+        self.undo._own._copier._jobs.put(None)
         with self.cuda.thread(), _disable_current_modes():
-            self.undo._copier._run()
+            self.undo._own._copier._run()
 
     def values(self) -> list[torch.Tensor]:
         return [tensor.cpu().clone() for tensor in (*self.subject.weights, *self.subject.moments)]

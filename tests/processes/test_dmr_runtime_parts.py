@@ -257,3 +257,48 @@ def test_everything_is_as_it_was_before_the_step():
     undo.roll_back()
     assert trainee.owned["moment"].any(), "a state of another shape is kept as well"
     undo.close()
+
+
+class Kept:
+    """A copy that another layer keeps of some steps."""
+
+    def __init__(self):
+        self.tensors, self.waited = None, 0
+
+    def take(self, sections) -> None:
+        self.tensors = {n: {k: t.clone() for k, t in tensors.items()} for n, tensors in sections.items()}
+
+    def is_current(self) -> bool:
+        return self.tensors is not None
+
+    def wait(self) -> None:
+        self.waited += 1
+
+    def write_back(self, sections) -> None:
+        for name, tensors in sections.items():
+            for key, tensor in tensors.items():
+                tensor.copy_(self.tensors[name][key])
+
+
+def test_a_copy_that_another_layer_keeps_is_used_while_it_is_current():
+    trainee, place, kept = Trainee(), Place(), Kept()
+    undo = Undo(trainee, place)
+    undo.share(kept)
+    for is_kept in (False, True, False):
+        kept.tensors = None
+        if is_kept:
+            kept.take(trainee.state(place.get()).sections())
+        tensors = [*trainee.owned.values(), *trainee.replicated.values()]
+        before = [tensor.clone() for tensor in tensors]
+        undo.begin()
+        undo.wait()
+        assert (undo.nbytes == 0) == is_kept == bool(kept.waited)
+        drawn = torch.rand(5)
+        for tensor in tensors:
+            tensor.mul_(1.5)
+        place.samples = 99
+        undo.roll_back()
+        assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+        assert torch.equal(drawn, torch.rand(5)) and place.samples == 40
+        kept.waited = 0
+    undo.close()

@@ -3,7 +3,7 @@
 import pytest
 from snapshot_crew import MIB, is_at, set_to, state
 
-from ft.base.errors import FallbackError
+from ft.base.errors import FallbackError, RecoverableError
 from ft.job.messages import Source
 from ft.state.snapshot import Snapshots, SnapshotServer
 
@@ -128,6 +128,20 @@ def test_a_corrupt_own_snapshot_is_replaced_by_the_peer_copy(crew):
     live = set_to(workers.live[0], 6)
     assert workers.snaps[0].restore(live, 5, Source(0, 0), epoch=1)["owned"] == "copy:1"
     assert is_at(live, 5)
+
+
+def test_the_last_snapshot_undoes_a_step_unless_it_is_damaged(crew):
+    workers = crew(2)
+    for step in (5, 6):
+        workers.step(step)
+    snaps, live = workers.snaps[0], workers.live[0]
+    snaps.write_back(set_to(live, 7).sections())
+    assert is_at(live, 6) and snaps.holdings().own == [5, 6]
+    snaps.corrupt(byte=MIB + 17)
+    set_to(live, 7)
+    with pytest.raises(RecoverableError, match="the snapshot of step 6 is damaged: chunk 1 of"):
+        snaps.write_back(live.sections())
+    assert is_at(live, 7)
 
 
 def test_a_corrupt_peer_copy_is_passed_over_for_the_next(crew):

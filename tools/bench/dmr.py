@@ -3,6 +3,8 @@
     python tools/bench/dmr.py                              # one rank, without windows
     python tools/bench/dmr.py --plan auto                  # the same with a plan, after a profile
     python tools/bench/dmr.py --pp 2 --plan auto --memory-budget +30MB     # windows, bubbles, and little memory
+    python tools/bench/dmr.py --tp 2 --hidden-size 2048 --layers 1         # what the checks of collectives cost
+    python tools/bench/dmr.py --dp 2 --hidden-size 2048 --layers 1         # the same of the distributed optimizer's
 
 Prints one JSON line. The sides alternate step by step, so that a slow machine slows all of them down. `over` is the
 median over rounds of (side - off) / off. "off" is the trainer with DMR's patches and without a listener. The model is
@@ -11,6 +13,11 @@ are executed additionally. The goals are 0.60 for full coverage without windows,
 memory than the budget. `kept_bytes` is the largest memory of operators that wait for windows; training still uses much
 of it. `peak_bytes` is the peak memory with deferred verifications, as the plan predicts it. `measured_peak_bytes` is
 the most memory that tensors and operators allocated in a step after the measured ones, on the stage with the most.
+
+`rollback_ms` is the time to restore the state from before a step that was computed wrongly, `verdict_ms` that from the
+end of a step to the ranks' agreement on whether it was: with the part of the step that follows the wrong operator, the
+time in which a wrong result is found. `communication` is the time that rank 0 spends in the checks of what collectives
+bring with "piggyback", as a share of the step without DMR: the goal is 0.02.
 """
 
 import argparse
@@ -31,6 +38,8 @@ WARM_UP = 2
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages, a process each")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, with sequence parallelism")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks, with the distributed optimizer")
     parser.add_argument("--plan", metavar="FILE", help="a plan for this very model, or auto: profile and plan first")
     budget = "of the plan that auto makes; +SIZE: beyond what training alone needs"
     parser.add_argument("--memory-budget", default="4GB", metavar="[+]SIZE", help=budget)
@@ -46,7 +55,8 @@ def main(argv: list[str]) -> int:
     def prepare(folder: Path) -> list[str]:
         return ["--plan", str(_plan(arguments, folder))] if arguments.plan == "auto" else []
 
-    return in_ranks.main(__file__, argv, arguments.pp, lambda: measure(arguments), prepare)
+    ranks = arguments.pp * arguments.tp * arguments.dp
+    return in_ranks.main(__file__, argv, ranks, lambda: measure(arguments), prepare)
 
 
 def _plan(arguments: argparse.Namespace, folder: Path) -> Path:
@@ -77,9 +87,12 @@ def flags(arguments: argparse.Namespace, folder: Path) -> str:
     return (
         f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} --num-attention-heads 8 "
         f"--seq-length {arguments.seq_length} --micro-batch-size {arguments.micro_batch_size} "
-        f"--global-batch-size {arguments.micro_batch_size * arguments.microbatches} --data-path {folder}/corpus "
+        f"--global-batch-size {arguments.micro_batch_size * arguments.microbatches * arguments.dp} "
+        f"--data-path {folder}/corpus "
         f"--pipeline-model-parallel-size {arguments.pp} --train-iters 10000 --recompute-granularity full "
         f"--recompute-method uniform --recompute-num-layers 1 {'--bf16' if arguments.bf16 else ''}"
+        + (f" --tensor-model-parallel-size {arguments.tp} --sequence-parallel" if arguments.tp > 1 else "")
+        + (" --use-distributed-optimizer" if arguments.dp > 1 else "")
     )
 
 
@@ -105,14 +118,17 @@ def measure(arguments: argparse.Namespace) -> None:
     init_model_parallel(options.core, layout)
     job = assemble(options, layout, time.monotonic())
     sides = {"off": None, **protections(arguments, job)}
+    spent = timed_checks(sides["piggyback"][1])
     times = alternate(arguments, job, sides)
+    shares = [a / b for a, b in zip(spent.of_steps[-arguments.rounds :], times["off"], strict=True)]
     kept = {name: side[1].queue.most_bytes for name, side in sides.items() if side is not None}
     found = {"kept_bytes": kept, "measured_peak_bytes": peaks(job, sides)}
+    answer = times_of_answer(job, sides["piggyback"], arguments.rounds)
     by_rank = [None] * place.world_size
     dist.all_gather_object(by_rank, found)
     if place.rank == 0:
         most = {what: {name: max(one[what][name] for one in by_rank) for name in found[what]} for what in found}
-        in_ranks.publish(result(arguments, times, most))
+        in_ranks.publish({**result(arguments, times, most), **spread("communication", shares), **answer})
     destroy()
 
 
@@ -158,6 +174,68 @@ def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
             if number >= WARM_UP:
                 times[name].append(time.perf_counter() - began)
     return times
+
+
+def times_of_answer(job, side, rounds: int) -> dict:
+    """Return the times of the agreement at the end of a step and of a rollback, in milliseconds."""
+    from megatron.training.step import train_step
+
+    take_side(job, side)
+    verifier, verdicts, rollbacks = side[0].layers[0].runner, Spent(), []
+    agree, verifier._agree = verifier._agree, verdicts.timed(verifier._agree)
+    for _ in range(rounds):
+        train_step(job)
+        verdicts.of_steps.append(1e3 * verdicts.now)
+        verdicts.now = 0.0
+        began = time.perf_counter()
+        verifier.undo.roll_back()
+        rollbacks.append(1e3 * (time.perf_counter() - began))
+    verifier._agree = agree
+    return {**spread("verdict_ms", verdicts.of_steps), **spread("rollback_ms", rollbacks)}
+
+
+class Spent:
+    """The seconds that were spent in some calls, step by step."""
+
+    def __init__(self):
+        self.of_steps: list[float] = []
+        self.now = 0.0
+
+    def timed(self, call):
+        def measured(*args, **kwargs):
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.now += time.perf_counter() - began
+
+        return measured
+
+    def ends_step(self, call):
+        def measured(*args, **kwargs):
+            self.of_steps.append(self.now)
+            self.now = 0.0
+            return call(*args, **kwargs)
+
+        return measured
+
+
+def timed_checks(engine) -> Spent:
+    """Return the time that an engine spends in the checks of collectives from now on."""
+    spent = Spent()
+    for part, name in (
+        *((engine, name) for name in ("communicates", "communicated", "completed")),
+        (engine._collectives, "compare"),
+    ):
+        setattr(part, name, spent.timed(getattr(part, name)))
+    engine.findings.flag = spent.ends_step(engine.findings.flag)
+    return spent
+
+
+def spread(name: str, values: list[float]) -> dict:
+    """Return the median and the quartiles of ``values``."""
+    quartiles = statistics.quantiles(values, n=4)
+    return {name: round(quartiles[1], 4), f"{name}_quartiles": [round(one, 4) for one in quartiles]}
 
 
 def take_side(job, side) -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ft.base.errors import EpochClosed, FallbackError
+import torch
+
+from ft.base.errors import EpochClosed, FallbackError, RecoverableError
 from ft.job.messages import Holdings, Source
 from ft.net.framed import Mark
 from ft.state.layout import Table, chunk_count
@@ -184,6 +186,33 @@ class Snapshots:
                 f"the snapshot of step {self._taken} is not safe with logical rank {peer}: {error}"
             ) from error
         self._progress = None
+
+    def wait_for_own(self) -> None:
+        """Wait until this worker has its own copy of the last snapshot.
+
+        Raises:
+            Exception: the state could not be copied.
+        """
+        if self._progress is not None:
+            self._progress.wait()
+            if self._progress.error is not None:
+                raise self._progress.error
+
+    def write_back(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Copy the last snapshot into the live tensors, after it was verified by its checksums.
+
+        Args:
+            sections: name of a section -> name -> live tensor.
+
+        Raises:
+            RecoverableError: the snapshot is damaged; peers may have an intact copy.
+        """
+        self.wait_for_own()
+        slot = self._stock.own.find(self._taken)
+        damage = "all of it" if slot is None else slot.damage()
+        if damage is not None:
+            raise RecoverableError(f"the snapshot of step {self._taken} is damaged: {damage}")
+        write_back(slot, sections)
 
     def interrupt(self, epoch: int, reason: str) -> None:
         """Abort all operations of ``epoch``: a blocked ``wait`` or ``restore`` raises EpochClosed, and transfers end.

@@ -8,6 +8,7 @@ import torch
 
 from ft.base.errors import UserError
 from ft.protection.contract import Layer, Protection, Trainer, Update
+from ft.protection.undo import SharedCopy
 from ft.systems.dmr.digest import digest, digest_many
 from ft.systems.dmr.profile import install as profiler
 from ft.systems.dmr.profile.session import ITERATIONS, Profiling
@@ -111,6 +112,9 @@ class VerifiedStep(InterceptedStep):
 
     runner: IterationVerifier
     verifies = True
+
+    def gets_copy(self, copy: SharedCopy) -> None:
+        self.runner.undo.share(copy)
 
     def verify(self) -> None:
         self.runner.verify()

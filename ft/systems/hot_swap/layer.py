@@ -21,7 +21,7 @@ class HotSwap(Protection):
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         flags = self.asked.flags
         inside = next((layer for layer in inner if getattr(layer, "is_inside", False)), None)
-        return build(
+        manager = build(
             self._session,
             trainer.chunks,
             trainer.optimizer,
@@ -36,6 +36,9 @@ class HotSwap(Protection):
             without_state=None if inside is None else inside.position.without_state,
             rebuilder=next((layer.rebuilder for layer in inner if isinstance(layer, RebuildsStages)), None),
         )
+        for layer in inner:
+            layer.gets_copy(manager.step_copy())
+        return manager
 
 
 class RebuildsStages(Layer):

@@ -75,6 +75,15 @@ class Recovery:
         self._untouched = False
         operations.inject("optimizer")
 
+    @property
+    def is_untouched(self) -> bool:
+        """Return whether the live state is that of the last snapshot."""
+        return self._untouched
+
+    def undoes_step(self) -> None:
+        """Note that a layer inside this one has restored the live state of the last snapshot."""
+        self._untouched = True
+
     def replaces_state(self) -> None:
         """Note that a layer inside this one is about to replace the live state by that of another replica."""
         self._untouched = False

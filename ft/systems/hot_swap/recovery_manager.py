@@ -21,6 +21,7 @@ from ft.systems.hot_swap.operations import Operations
 from ft.systems.hot_swap.placing import Placing
 from ft.systems.hot_swap.rebuilder import StageRebuilder
 from ft.systems.hot_swap.recovery import Recovery
+from ft.systems.hot_swap.step_copy import StepCopy
 from ft.worker import protocol
 from ft.worker.session import Session
 from megatron import patches
@@ -71,6 +72,10 @@ class RecoveryManager(Layer, Operations):
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
         session.progress.lag = lambda: snapshots.lag
         session.when_closed(snapshots.interrupt)
+
+    def step_copy(self) -> StepCopy:
+        """Return the copy from which layers inside this one can undo a step."""
+        return StepCopy(self.snapshots, self._recovery)
 
     # --- what the trainer calls --------------------------------------------------------------------------------------
 

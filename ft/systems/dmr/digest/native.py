@@ -1,8 +1,8 @@
-"""Compute the digest of a tensor on the CPU by a library in C, for DMR (SpareTrain).
+"""Compute digests and sums of tensors on the CPU by a library in C, for DMR (SpareTrain).
 
-The digest is the 128-bit hash that ``ft.systems.dmr.digest.definition`` defines.
+A digest is the 128-bit hash that ``ft.systems.dmr.digest.definition`` defines.
 
-``setup.py`` builds the library if there is a C compiler. Without it, plain torch computes the same digests, slower.
+``setup.py`` builds the library if there is a C compiler. Without it, plain torch computes the same, slower.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ def library() -> ctypes.CDLL | None:
         if path.exists():
             try:
                 return load(path)
-            except OSError as error:
+            except (OSError, AttributeError) as error:  # AttributeError: it was built from older sources
                 return _missing(str(error))
     return _missing("it was not built: setup.py found no C compiler, or nothing was installed")
 
@@ -39,12 +39,15 @@ def load(path: Path) -> ctypes.CDLL:
 
     Raises:
         OSError: the file is not a library for this machine.
+        AttributeError: it lacks a function.
     """
     loaded = ctypes.CDLL(os.fspath(path))
     pointer, count = ctypes.c_void_p, ctypes.c_uint64
     numbers = [ctypes.c_int64, ctypes.c_int64]
     loaded.ft_digest.argtypes = [pointer, count, pointer, *numbers, pointer, ctypes.c_int, ctypes.c_int]
     loaded.ft_digest.restype = ctypes.c_int
+    loaded.ft_block_sums.argtypes = [pointer, count, count, pointer, pointer]
+    loaded.ft_block_sums.restype = None
     loaded.ft_widest.argtypes, loaded.ft_widest.restype = [], ctypes.c_int
     loaded.width = loaded.ft_widest()
     return loaded
@@ -87,6 +90,24 @@ def digest(
         raise MemoryError(f"a tensor of {memory.nbytes} bytes has no digest: {_FAILURES[failed]}")
 
 
+def block_sums(blocks: torch.Tensor, using: ctypes.CDLL | None = None) -> torch.Tensor:
+    """Return the sum of each block of numbers and the sum of their magnitudes, in double precision.
+
+    Args:
+        blocks: fp32 [pieces, blocks, numbers], on the CPU, contiguous in the last two dimensions.
+        using: the library; None for the one in this folder, which has to exist.
+
+    Returns:
+        fp64 [2, pieces, blocks].
+    """
+    using = using or library()
+    pieces, count, length = blocks.shape
+    found = torch.empty((pieces, 2, count), dtype=torch.float64)
+    for piece, out in zip(blocks, found, strict=True):
+        using.ft_block_sums(piece.data_ptr(), count, length, out[0].data_ptr(), out[1].data_ptr())
+    return found.transpose(0, 1)
+
+
 @functools.lru_cache(maxsize=8)
 def _keys(seed: int) -> tuple[np.ndarray, int]:
     """Return the key table of a seed and its memory address. The caller must keep the table alive while it uses the
@@ -97,7 +118,7 @@ def _keys(seed: int) -> tuple[np.ndarray, int]:
 
 def _missing(why: str) -> None:
     print(
-        f"ft: the C library for digests is not there ({why}); plain torch gives the same digests, slower."
+        f"ft: the C library for digests is not there ({why}); plain torch computes the same, slower."
         "\n  fix: install a C compiler and run pip install again",
         file=sys.stderr,
     )

@@ -86,10 +86,14 @@ class IterationVerifier:
         witness: reports the findings.
         limits: number of wrong attempts from which on a fault counts as permanent.
         strategy: name of the strategy by which operators are verified.
+
+    Attributes:
+        engine: as above.
+        undo: as above.
     """
 
     def __init__(self, engine: Engine, undo: Undo, witness: Witness, limits: Limits, strategy: str):
-        self.engine, self._undo, self._witness, self._limits = engine, undo, witness, limits
+        self.engine, self.undo, self._witness, self._limits = engine, undo, witness, limits
         self._strategy: str | None = strategy
         self._memory = suspects.Memory(limits.memory)
         self._step, self._has_shared = 0, False
@@ -115,7 +119,7 @@ class IterationVerifier:
         """Finish the deferred verifications and the copy of the state. Called before the optimizer step."""
         if self.engine.is_active:
             self.engine.before_update()
-            self._undo.wait()
+            self.undo.wait()
 
     def run_iteration(self, step: int, microbatches: int, work: Callable[[], Result]) -> Result:
         """Run ``work``, a whole iteration, until it has been computed correctly. All ranks have to call it.
@@ -139,7 +143,7 @@ class IterationVerifier:
         attempts: list[Reports] = []
         self._step = step
         while True:
-            self._undo.begin()
+            self.undo.begin()
             self._has_shared = False
             try:
                 with self.engine.iteration(microbatches):
@@ -154,7 +158,7 @@ class IterationVerifier:
             outcome = suspects.decide(attempts, earlier, self._limits)
             self._witness.mismatch(step, len(attempts), reports, outcome)
             self._answer(outcome, step)
-            self._undo.roll_back()
+            self.undo.roll_back()
             if self._has_shared:
                 self._remember(step, attempts)
                 raise StepUndone(f"step {step} was computed wrongly after its gradients were sent")

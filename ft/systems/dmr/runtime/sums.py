@@ -12,6 +12,7 @@ by two thousandths of it in fp32, and by 18 times its magnitude in bf16, such as
 import torch
 import torch.distributed as dist
 
+from ft.systems.dmr.digest import native
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import SUM, Findings, Mismatch
 
@@ -29,7 +30,7 @@ def block_sums(values: torch.Tensor, pieces: int) -> torch.Tensor:
         values: floating-point numbers, [any shape]; their number is a multiple of ``pieces``.
         pieces: number of pieces of equal size, each of which begins with a new block.
     """
-    found = [torch.stack((_sum(blocks), _magnitude(blocks))) for blocks in _in_blocks(values, pieces)]
+    found = [_sums(blocks) for blocks in _in_blocks(values, pieces)]
     return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
 
@@ -48,12 +49,13 @@ def block_of(values: torch.Tensor) -> int:
     return _BLOCKS.get(values.element_size(), _BLOCKS[4])
 
 
-def _sum(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.sum(-1, dtype=torch.float64)
-
-
-def _magnitude(blocks: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(blocks, 1, -1, dtype=torch.float64)
+def _sums(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the sums and the sums of magnitudes, fp64 [2, pieces, blocks], of blocks [pieces, blocks, elements]."""
+    is_single = blocks.dtype.itemsize < 8
+    if is_single and blocks.device.type == "cpu" and native.library() is not None:
+        return native.block_sums(blocks.float())
+    magnitudes = torch.linalg.vector_norm(blocks, 1, -1, dtype=torch.float64)
+    return torch.stack((blocks.sum(-1, dtype=torch.float64), magnitudes))
 
 
 class Sums:
@@ -83,7 +85,7 @@ class Sums:
             is_mean: whether the result is the mean of the parts, not their sum.
         """
         self._parts.append(part)
-        self._results.append(torch.cat([_sum(blocks).flatten() for blocks in _in_blocks(result, 1)]))
+        self._results.append(torch.cat([_sums(blocks)[0].flatten() for blocks in _in_blocks(result, 1)]))
         numbers = torch.finfo(result.dtype)
         share = 1.0 / self._size if is_mean else 1.0
         # eps is 2 u, and a mean is rounded once more; below tiny, rounding is no longer relative
