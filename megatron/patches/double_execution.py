@@ -7,7 +7,8 @@ communication, so that the engine can execute operators a second time without sl
 ``Listener``, core behaves as before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -72,7 +73,7 @@ class Listener(Protocol):
 
         Args:
             kind: the kind of communication: "p2p" (between pipeline stages), "dp" (gradient reduction) or "tp"
-                (all-reduce within a layer).
+                (other collectives).
         """
 
     def waited(self) -> None:
@@ -118,6 +119,7 @@ class Listener(Protocol):
 
 
 _listener: Listener | None = None
+_is_waiting = False
 
 
 def listen(listener: Listener | None) -> None:
@@ -247,11 +249,8 @@ def _finish_grad_sync(self, force_all_reduce=False):
     if listener is None:
         return finish(self, force_all_reduce=force_all_reduce)
     waits = any(group.grad_reduce_handle is not None for group in bucket_groups(self))
-    if waits:
-        listener.window("dp")
-    finish(self, force_all_reduce=force_all_reduce)
-    if waits:
-        listener.waited()
+    with _window(lambda: listener.window("dp")) if waits else nullcontext():
+        finish(self, force_all_reduce=force_all_reduce)
     listener.completed([bucket.grad_data for group in bucket_groups(self) for bucket in group.buckets])
     return None
 
@@ -358,16 +357,29 @@ def _watched(
     work = call(True)
     if work is None:  # this rank is not in the group
         return None
-    watched = _ReportingHandle(work, lambda: listener.communicated(begun))
+    watched = _ReportingHandle(kind, work, lambda: listener.communicated(begun))
     if async_op:
         return watched
-    if kind == "all_to_all":
-        listener.dynamic_window(work.is_completed)
-    else:
-        listener.window("tp")
     watched.wait()
-    listener.waited()
     return None
+
+
+@contextmanager
+def _window(opens: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which this rank waits for communication. ``opens`` tells the listener that it begins; a wait
+    within another wait is a part of that one."""
+    global _is_waiting
+    listener = _active()
+    if listener is None or _is_waiting:
+        yield
+        return
+    _is_waiting = True
+    try:
+        opens()
+        yield
+        listener.waited()
+    finally:
+        _is_waiting = False
 
 
 class _WindowedRequest:
@@ -377,30 +389,34 @@ class _WindowedRequest:
         self._request = request
 
     def wait(self, *args: Any) -> Any:
-        listener = _active()
-        if listener is None:
+        with _window(lambda: _listener.window("p2p")):
             return self._request.wait(*args)
-        listener.window("p2p")
-        result = self._request.wait(*args)
-        listener.waited()
-        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
 
 
 class _ReportingHandle:
-    """The handle of an asynchronous collective. ``wait`` calls the function ``ended`` once, after its end."""
+    """The handle of a collective. ``wait`` reports a window, and calls the function ``ended`` once, after its end."""
 
-    def __init__(self, work: dist.Work, ended: Callable[[], None]):
-        self._work, self._ended = work, ended
+    def __init__(self, kind: str, work: dist.Work, ended: Callable[[], None]):
+        self._kind, self._work, self._ended = kind, work, ended
 
     def wait(self, *args: Any) -> bool:
-        result = self._work.wait(*args)
+        if self._ended is None:
+            return self._work.wait(*args)
+        with _window(self._opens):
+            result = self._work.wait(*args)
         ended, self._ended = self._ended, None
         if ended is not None:
             ended()
         return result
+
+    def _opens(self) -> None:
+        if self._kind == "all_to_all":
+            _listener.dynamic_window(self._work.is_completed)
+        else:
+            _listener.window("tp")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

@@ -7,7 +7,6 @@ is replayed as a whole from the tensors at its boundary. A DMR plan assigns oper
 """
 
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from ft.systems.dmr.plan import waiting as online
 from ft.systems.dmr.runtime.deferred import Cost, Disturb, Entry, Waiting, entry, verify
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.replay import Replay
+from ft.systems.dmr.runtime.spent import spent_on
 from ft.systems.dmr.runtime.strategy import Decision, Segment
 
 Call = tuple[Any, Sequence[Any], dict[str, Any]]
@@ -32,7 +32,7 @@ class Queue:
             outputs.
         headroom: memory that deferred verifications may keep, in bytes, including the memory reserved by the plan.
         dynamic_us: expected durations, in microseconds, of the dynamic windows of an iteration, in order. If there are
-            more dynamic windows, the duration of the others is taken to be unlimited.
+            more dynamic windows, the duration of the others is not known.
         lasting: addresses of storages that are never freed (parameters).
 
     Attributes:
@@ -58,6 +58,7 @@ class Queue:
         self.disturb: Disturb | None = None
         self._segments, self.helpers = segments or {}, helpers or {}
         self._headroom, self._dynamic_us = headroom, dynamic_us
+        self._spent = spent_on(findings.device)
         self._waiting, self._dynamic = Waiting(self._gone, lasting), online.Waiting()
         self._replays: dict[str, Replay] = {}
         self._over: set[str] = set()
@@ -68,6 +69,7 @@ class Queue:
     def restart(self) -> None:
         """Begin an iteration. Drop the verifications that an interrupted iteration has left in the queue."""
         self._waiting.drop()
+        self._spent.restart()
         self._dynamic = online.Waiting()
         self._replays, self._over, self._replay_bytes, self._opened = {}, set(), 0, 0
         self.in_windows = self.early = self.late = 0
@@ -143,13 +145,14 @@ class Queue:
             is_over: returns whether the window has closed.
         """
         number, self._opened = self._opened, self._opened + 1
-        lasts = self._dynamic_us[number] if number < len(self._dynamic_us) else math.inf
-        began = time.perf_counter()
+        self._spent.opens(self._dynamic_us[number] if number < len(self._dynamic_us) else math.inf)
         while not is_over():
-            chosen = self._dynamic.oldest(lasts - (time.perf_counter() - began) * 1e6)
+            chosen = self._dynamic.oldest(self._spent.room())
             if chosen is None:
-                return
+                break
+            self._spent.launches(chosen.check_us)
             self.in_windows += self._waiting.take_these([int(chosen.op)])
+        self._spent.closes()
 
     def drain(self) -> None:
         """Verify everything that is still deferred, because the optimizer is about to change the parameters."""
