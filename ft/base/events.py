@@ -49,6 +49,7 @@ TYPES_ADOPTED = "types_adopted"
 QUORUM_FORMED = "quorum_formed"
 BIT_FLIPPED = "bit_flipped"
 DMR_COVERED = "dmr_covered"
+DMR_COVERAGE_FELL = "dmr_coverage_fell"
 DMR_MISMATCH = "dmr_mismatch"
 DMR_VERDICT = "dmr_verdict"
 DMR_CLEAN = "dmr_clean"
@@ -141,6 +142,8 @@ SCHEMA: Mapping[str, Needs] = {
     # SpareTrain (dual modular redundancy, DMR): coverage of this rank's first iteration; strategy: naive, piggyback or
     # plan; counts: number of operators by method of verification
     DMR_COVERED: Needs(("rank", "step"), ("strategy", "counts")),
+    # a smaller share of the operators is verified than in the steps before; now: that share, on the rank with the least
+    DMR_COVERAGE_FELL: Needs(("step",), ("before", "now")),
     # two executions of an operator gave different results; how: what was compared; elements: number of differing
     # elements, None if digests were compared
     DMR_MISMATCH: Needs(

@@ -209,6 +209,10 @@ class Layer:
         """
         return work()
 
+    def metrics(self) -> dict[str, float]:
+        """Return figures of the last step for the metrics file and TensorBoard, by name, the same on every rank."""
+        return {}
+
     def share(self, samples: int) -> int:
         """Return how many of the step's ``samples`` the ranks of this world compute."""
         return samples

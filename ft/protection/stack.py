@@ -48,6 +48,9 @@ class Stack(Layer):
             work = partial(layer.compute, work)
         return work()
 
+    def metrics(self) -> dict[str, float]:
+        return {name: value for layer in self.layers for name, value in layer.metrics().items()}
+
     def share(self, samples: int) -> int:
         return reduce(lambda left, layer: layer.share(left), self.layers, samples)
 

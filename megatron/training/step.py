@@ -163,6 +163,7 @@ def _report(job: Job, update: Update, seconds: float) -> StepReport:
         num_zeros=update.num_zeros,
         params_norm=_params_norm(job) if options.logging.log_params_norm else None,
         load_balancing_loss=_load_balancing_loss(job, update.samples),
+        of_protections=job.protection.metrics(),
     )
 
 

@@ -228,3 +228,34 @@ def test_operators_that_are_not_in_the_plan_are_told_of_each_iteration(wrap):
     _, engine = train(wrap(strategy))
     assert 2 * engine.coverage()["not in the plan"] == sum(strategy.misfits.values()) > 0
     assert "not in the plan" not in train(wrap(Naive()))[1].coverage()
+
+
+def coverage_of_steps(flags: str) -> tuple:
+    import dmr_jobs
+
+    from ft.systems.dmr.layer import VerifiedStep
+    from ft.systems.dmr.runtime.unstable import ExcludeUnstable
+
+    job = dmr_jobs.assemble(flags)
+    again, verifier = dmr_jobs.Again(job), dmr_jobs.protection(job, "naive")
+    told, shares = [], []
+    verifier._witness.coverage_fell = lambda *fell: told.append(fell)
+    mode = verifier.engine.mode
+    for left_out in ((), (), ("mm",), ("mm",), ()):
+        mode._strategy = ExcludeUnstable(mode._strategy, left_out) if left_out else mode._strategy
+        again.step()
+        shares.append(VerifiedStep(None, verifier).metrics()["dmr_coverage"])
+    return told, shares
+
+
+def test_the_coverage_is_that_of_the_rank_with_the_least_and_its_fall_is_told_once(ranks):
+    import small_runs as runs
+
+    flags = f"{runs.BASE} --mock-data --pipeline-model-parallel-size 2 --hidden-dropout 0.1"
+    found = ranks(coverage_of_steps, 2, flags, timeout=120)
+    assert found[0][1] == found[1][1]
+    for told, shares in found:
+        assert shares[:2] == [1.0, 1.0] and 0.5 < shares[2] == shares[3] < 1.0
+        [(step, before, now, counts)] = told
+        assert (step, before, now) == (1, 1.0, shares[2]) and counts["unchecked"]
+        assert 1.0 - counts["unchecked"] / (counts["naive"] + counts["unchecked"]) >= now - 1e-6

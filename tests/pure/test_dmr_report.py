@@ -65,6 +65,15 @@ def test_what_dmr_did_is_read_from_the_events():
     assert (first.follows, last.follows, last.attempt) == ("step redone", "rank 3 evicted", "40, attempt 3")
 
 
+def test_a_fall_of_the_coverage_is_shown():
+    history = eventful()
+    history.say(8.0, events.DMR_COVERAGE_FELL, step=60, epoch=history.epoch, before=1.0, now=0.987654)
+    found = corruption(history.events)
+    assert found.falls == ((60, 1.0, 0.987654),)
+    assert "coverage fell from 100.00% to 98.77% in step 60" in summary_of(found)
+    assert "The coverage fell from 100.00% to 98.77% in step 60." in panel(found)
+
+
 def test_the_summary_is_one_line():
     assert summary_of(corruption(eventful().events)) == (
         "piggyback: 5 mismatches, 3 attempts redone, rank 3 evicted; operators: 400 at once, 160 with the recomputation"

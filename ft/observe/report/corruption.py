@@ -8,7 +8,7 @@ by ``ft.systems.dmr.runtime.witness``. Malformed values in their details are tol
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ WORDS = {
     "D_inter": "in windows between units",
     "D_intra": "in windows inside units",
     "unchecked": "unchecked (not reproducible)",
+    "opaque": "in whole functions",
 }
 """Display names of the sets of operators in a verification plan (``ft.systems.dmr.plan.assign.SETS``).
 
@@ -101,6 +102,7 @@ class Corruption:
         evicted: logical ranks whose node was evicted, in order.
         gave_up: whether the run was ended because of corruption.
         clean: number of steps that completed correctly after a mismatch.
+        falls: (step, share of the operators that was verified before, the smaller share from then on).
     """
 
     strategy: str | None
@@ -111,6 +113,7 @@ class Corruption:
     evicted: tuple[int, ...]
     gave_up: bool
     clean: int
+    falls: tuple[tuple[int, float, float], ...] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -139,10 +142,18 @@ def corruption(history: Sequence[Event]) -> Corruption | None:
         evicted=tuple(rank for event in evictions for rank in _ranks(event)),
         gave_up=actions[_GIVE_UP] > 0,
         clean=len(by_name[events.DMR_CLEAN]),
+        falls=tuple(_falls(by_name[events.DMR_COVERAGE_FELL])),
     )
 
 
-_NAMES = (events.DMR_COVERED, events.DMR_MISMATCH, events.DMR_VERDICT, events.DMR_CLEAN)
+_NAMES = (events.DMR_COVERED, events.DMR_COVERAGE_FELL, events.DMR_MISMATCH, events.DMR_VERDICT, events.DMR_CLEAN)
+
+
+def _falls(found: Sequence[Event]) -> Iterator[tuple[int, float, float]]:
+    for event in found:
+        before, now = event.detail.get("before"), event.detail.get("now")
+        if event.step is not None and isinstance(before, int | float) and isinstance(now, int | float):
+            yield event.step, before, now
 
 
 def _covered(covered: Any) -> dict[str, int]:

@@ -21,8 +21,14 @@ def summary_of(found: Corruption) -> str:
     if found.evicted:
         what.append(f"{'ranks' if len(found.evicted) > 1 else 'rank'} {', '.join(map(str, found.evicted))} evicted")
     what += ["given up"] if found.gave_up else []
+    what += [_fall(fall) for fall in found.falls]
     operators = f"; operators: {coverage(found)}" if found.covered else ""
     return f"{found.strategy or 'no coverage recorded'}: {', '.join(what)}{operators}"
+
+
+def _fall(fall: tuple[int, float, float]) -> str:
+    step, before, now = fall
+    return f"coverage fell from {before:.2%} to {now:.2%} in step {step}"
 
 
 def coverage(found: Corruption) -> str:
@@ -49,6 +55,7 @@ def panel(found: Corruption) -> str:
     of = count(found.ranks, "rank")
     summary = f"{safe(found.strategy)}; operators of a step, {of} together: {safe(coverage(found))}."
     lines = [f"<p>{summary if found.covered else 'How operators were verified is not on record.'}</p>"]
+    lines += [f"<p>The {_fall(fall)}.</p>" for fall in found.falls]
     if not found.mismatches:
         return "".join([*lines, "<p>Both executions of every operator gave the same result.</p>"])
     shown = found.mismatches[:_MOST_ROWS]

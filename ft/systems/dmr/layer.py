@@ -116,6 +116,9 @@ class VerifiedStep(InterceptedStep):
     def gets_copy(self, copy: SharedCopy) -> None:
         self.runner.undo.share(copy)
 
+    def metrics(self) -> dict[str, float]:
+        return {"dmr_coverage": self.runner.coverage.share}
+
     def verify(self) -> None:
         self.runner.verify()
 

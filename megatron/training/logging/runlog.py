@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ from megatron.training.arguments.logging import LoggingOptions
 
 @dataclass
 class StepReport:
-    """The logged values of one step, under their names in the metrics file; None for values that were not requested."""
+    """The logged values of one step, under their names in the metrics file; None for values that were not requested.
+
+    ``of_protections`` has the figures of the run's protections, by name.
+    """
 
     step: int
     loss: float
@@ -37,6 +40,7 @@ class StepReport:
     params_norm: float | None = None
     load_balancing_loss: float | None = None
     validation_loss: float | None = None
+    of_protections: dict[str, float] = field(default_factory=dict)
 
 
 class RunLog(AbstractContextManager):
@@ -107,7 +111,8 @@ class RunLog(AbstractContextManager):
         if self._options is None:
             return
         if self._metrics is not None:
-            figures = {name: value for name, value in asdict(report).items() if value is not None}
+            values = {**asdict(report), **report.of_protections, "of_protections": None}
+            figures = {name: value for name, value in values.items() if value is not None}
             self._metrics.write({**figures, "wall": round(time.time(), 3)})
         if report.step % self._options.tensorboard_log_interval == 0:
             self._write_scalars(self._scalars(report), report.step)
@@ -161,6 +166,7 @@ class RunLog(AbstractContextManager):
             "num-zeros": report.num_zeros,
             "params-norm": report.params_norm,
             "load_balancing_loss": report.load_balancing_loss,
+            **report.of_protections,
         }
         if self._options.log_loss_scale_to_tensorboard:
             scalars["loss-scale"] = report.loss_scale

@@ -14,6 +14,7 @@ from ft.base.errors import FtError, RecoverableError, ReplaceNodeError, UserErro
 from ft.protection.contract import StepUndone
 from ft.protection.undo import Undo
 from ft.systems.dmr.runtime import suspects
+from ft.systems.dmr.runtime.coverage import Coverage, missing
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, Limits, Outcome, Reports
 
@@ -76,6 +77,16 @@ class Witness(Protocol):
             counts: way of verification -> number of operators.
         """
 
+    def coverage_fell(self, step: int, before: float, now: float, counts: Mapping[str, int]) -> None:
+        """Report that a smaller share of the operators is verified than in the steps before. Called on all ranks.
+
+        Args:
+            step: the iteration.
+            before: share of the operators that was verified before, on the rank with the least.
+            now: the same of this iteration.
+            counts: of this rank, as for ``covered``.
+        """
+
 
 class IterationVerifier:
     """Runs the iterations of one rank with DMR, and repeats an iteration that was computed wrongly.
@@ -90,12 +101,15 @@ class IterationVerifier:
     Attributes:
         engine: as above.
         undo: as above.
+        coverage: of the last iteration, on the rank with the least.
     """
 
     def __init__(self, engine: Engine, undo: Undo, witness: Witness, limits: Limits, strategy: str):
         self.engine, self.undo, self._witness, self._limits = engine, undo, witness, limits
         self._strategy: str | None = strategy
         self._memory = suspects.Memory(limits.memory)
+        self.coverage = Coverage()
+        self._missing = 0
         self._step, self._has_shared = 0, False
 
     def verify(self) -> None:
@@ -185,10 +199,13 @@ class IterationVerifier:
         """Return the mismatches of all ranks in this attempt, and each rank's wrong attempts in earlier iterations.
 
         Both are empty if no rank has found a mismatch; this case costs one all-reduce of ``flag`` and one
-        synchronisation with the device. All ranks have to call it.
+        synchronisation with the device. The least coverage of all ranks comes with it. All ranks have to call it.
         """
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if not flag.item():
+        own = torch.tensor([missing(self.engine.coverage())], dtype=flag.dtype, device=flag.device)
+        told = torch.cat((flag, own))
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        is_wrong, self._missing = told.tolist()
+        if not is_wrong:
             return {}, {}
         all_ranks: list[Any] = [None] * dist.get_world_size()
         own = self.engine.settle()[:_MOST_TOLD]
@@ -202,6 +219,9 @@ class IterationVerifier:
         if self._strategy is not None:
             self._witness.covered(step, self._strategy, self.engine.coverage())
             self._strategy = None
+        before = self.coverage.note(self._missing)
+        if before is not None:
+            self._witness.coverage_fell(step, before, self.coverage.share, self.engine.coverage())
         if not attempts:
             return
         self._remember(step, attempts)

@@ -82,6 +82,16 @@ class FindingReporter:
             print(f"DMR ({strategy}): operators of rank 0 in step {step}: {counted}", flush=True)
         self._observe(events.DMR_COVERED, step=step, strategy=strategy, counts=dict(counts))
 
+    def coverage_fell(self, step: int, before: float, now: float, counts: Mapping[str, int]) -> None:
+        """Report that fewer operators are verified than before, see ``protection.Witness``. Only rank 0 reports."""
+        if dist.get_rank() == 0:
+            ways = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+            _say(
+                f"DMR: step {step}: {now:.2%} of the operators were verified on the rank with the least, {before:.2%} "
+                f"before (rank 0: {ways})"
+            )
+            self._observe(events.DMR_COVERAGE_FELL, step=step, before=before, now=now)
+
     def _observe(self, event: str, **detail: Any) -> None:
         if self._session is not None:
             self._session.observe(event, **detail)
