@@ -72,12 +72,20 @@ def forget() -> None:
     """Begin anew with the state that functions keep between calls."""
     STATE.amax, STATE.scale, STATE.next_scale = torch.zeros(4), torch.full((1,), 1.25), torch.ones(1)
     STATE.late, STATE.is_late = torch.zeros(8), getattr(STATE, "is_late", False)
+    Flags.is_first, Flags.updates, Flags.scale = True, 0, torch.ones(1)
     STATE.recent, STATE.calls, STATE.cache = deque(maxlen=3), 0, {}
 
 
 def kept() -> list:
     """Return what functions have kept between calls."""
-    return [STATE.amax.tolist(), STATE.next_scale.tolist(), list(STATE.recent), STATE.calls, sorted(STATE.cache)]
+    return [
+        STATE.amax.tolist(),
+        STATE.next_scale.tolist(),
+        list(STATE.recent),
+        STATE.calls,
+        sorted(STATE.cache),
+        Flags.updates,
+    ]
 
 
 class Scaled(torch.autograd.Function):
@@ -234,7 +242,50 @@ class Late(torch.autograd.Function):
         return gradient.clone(), None
 
 
-_KINDS = (Scaled, Accumulating, WithHistory, Random, Gathering, WithSetup, NotReproducible, Late)
+class Flags:
+    """State of a class, as fp8 has: the first call of a step has the scale updated after its backward pass."""
+
+    is_first, updates, scale = True, 0, torch.ones(1)
+
+    @classmethod
+    def update(cls):
+        cls.updates += 1
+        cls.scale.mul_(1.25)
+
+
+class First(torch.autograd.Function):
+    """Takes a flag of a class in the forward pass, and changes what it has read at the end of the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, flags):
+        ctx.scale, ctx.is_first = Flags.scale, Flags.is_first
+        Flags.is_first = False
+        return x * Flags.scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        out = gradient * ctx.scale
+        if ctx.is_first:
+            Flags.update()
+        return out, None
+
+
+class Placeholder(torch.autograd.Function):
+    """Keeps memory that it does not write, with other contents each time."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        NotReproducible.executions += 1
+        torch.full((64,), float(NotReproducible.executions))  # its memory is taken by the next one
+        ctx.save_for_backward(torch.empty(64))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone(), None
+
+
+_KINDS = (First, Placeholder, Scaled, Accumulating, WithHistory, Random, Gathering, WithSetup, NotReproducible, Late)
 FUNCTIONS = {kind.__name__: kind for kind in _KINDS}
 PLACES = {
     "Scaled": ("result", "saved", "gradient"),

@@ -31,6 +31,11 @@ from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
 PRIMARY, CHECKER = "primary", "checker"
 """The first execution of an operator, whose results training uses, and the second execution, which verifies it."""
 
+_ATEN = torch.ops.aten
+_UNINITIALISED = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+"""Operators whose results hold whatever was in memory. Within a call that is verified as a whole the results are
+zeroed, so that placeholders and padding that no kernel writes are the same in both executions."""
+
 
 class Disturbance(Protocol):
     """An object that corrupts the results of operators, in fault-injection experiments."""
@@ -92,7 +97,10 @@ class DoubleExecution(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.is_passing:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func.overloadpacket in _UNINITIALISED and type(out) is torch.Tensor:
+                out.zero_()
+            return out
         kind = properties_of(func)
         if not is_counted(kind, args, kwargs):
             if kind.written and self._queue:

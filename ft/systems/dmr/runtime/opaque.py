@@ -49,7 +49,8 @@ _AFTERWARDS = tuple(
     (f"transformer_engine.pytorch.{module}", "FP8GlobalStateManager", "reduce_and_update_fp8_tensors")
     for module in ("quantization", "fp8")
 )
-"""(module, class, class method) that changes the state of the class after a call: amax histories and scales."""
+"""(module, class, class method) that changes the state of the class after a call: amax histories and scales. The
+class also holds flags that calls change, such as "this is the first layer"."""
 
 _watcher: "OpaqueCalls | None" = None
 
@@ -80,6 +81,8 @@ class OpaqueCalls:
         self._of_core = of_core
         self._is_inside = self._is_scratch = False
         self._changed: dict[str, set[str]] = {}
+        self._flags: list[type] = []
+        self._afterwards: list[Callable[[], Any]] = []
         self._to_learn: set[str] = set()
 
     def watch(self) -> None:
@@ -95,6 +98,8 @@ class OpaqueCalls:
             kind = getattr(sys.modules.get(module), kind_name, None)
             if kind is not None and isinstance(vars(kind).get(method), classmethod):
                 _wrap_afterwards(kind, method)
+                if kind not in self._flags:
+                    self._flags.append(kind)
 
     @property
     def is_watching(self) -> bool:
@@ -104,6 +109,7 @@ class OpaqueCalls:
     def restart(self) -> None:
         """Begin an iteration."""
         self._is_inside = self._is_scratch = False
+        self._afterwards.clear()
         self._to_learn = set(self._changed) if self._engine.findings.was_wrong else set()
 
     def call(
@@ -115,17 +121,27 @@ class OpaqueCalls:
             name: name of the function.
             run: executes it; returns what has to be compared.
             roots: returns what it may read or change.
-            after: whether it changes lasting state after other calls: it then is executed by itself, and not at all
-                in the execution that is for comparison only.
+            after: whether it changes lasting state after other calls. If it is called within one, it is executed
+                when that one is verified, and not at all in the execution that is for comparison only.
 
         Returns:
             The result of the execution that counts; None if there is none.
         """
         if after and self._is_scratch:
             return None
-        if not self._engine.is_active or (self._is_inside and not after):
+        if after and self._is_inside:
+            # what it changes must not be taken for a change by the call that it follows
+            self._afterwards.append(lambda: self.call(name, run, roots, after=True))
+            return None
+        if not self.is_watching:
             return run()
-        is_inside, self._is_inside = self._is_inside, True
+        result = self._outermost(name, run, roots)
+        while self._afterwards:
+            self._afterwards.pop(0)()
+        return result
+
+    def _outermost(self, name: str, run: Callable[[], Any], roots: Callable[[], dict[str, Any]]) -> Any:
+        self._is_inside = True
         mode = self._engine.mode
         is_passing, mode.is_passing = mode.is_passing, True
         try:
@@ -137,13 +153,15 @@ class OpaqueCalls:
             mode.counts[OPAQUE] = mode.counts.get(OPAQUE, 0) + 1
             return self._twice(name, run, roots())
         finally:
-            self._is_inside, mode.is_passing = is_inside, is_passing
+            self._is_inside, mode.is_passing = False, is_passing
 
     def _twice(self, name: str, run: Callable[[], Any], roots: dict[str, Any]) -> Any:
         engine, findings = self._engine, self._engine.findings
         at = engine.course.at(name, engine.course.unit.index)
         with engine.unwatched():
             before = Reachable(roots)
+            for owner in self._flags:
+                before.note_flags(owner)
             if name not in self._changed:
                 self._to_learn.add(name)
             changed, learns = self._changed.setdefault(name, set()), name in self._to_learn

@@ -55,6 +55,17 @@ class Reachable:
             else:
                 self._visit(name, root)
 
+    def note_flags(self, owner: type) -> None:
+        """Have the attributes of a class, and of objects of its package that they hold, put back as well.
+
+        The search does not go on from them: only what the attributes refer to is noted.
+        """
+        values = {key: value for key, value in vars(owner).items() if not key.startswith("__")}
+        self._contents.append((owner, values))
+        for value in values.values():
+            if not callable(value) and _package(type(value)) == _package(owner):
+                self._contents.append((value, _attributes(value)))
+
     def contents(self, path: str) -> torch.Tensor:
         """Return a tensor by its path; an empty one if its memory was freed."""
         tensor = self.tensors[path].detach()
@@ -115,7 +126,7 @@ class Reachable:
         elif isinstance(value, types.FunctionType):
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             yield from ((f".{name}", cell.cell_contents) for name, cell in cells if cell != types.CellType())
-        elif isinstance(value, torch.nn.Module) or type(value).__module__.partition(".")[0] not in _FOREIGN:
+        elif isinstance(value, torch.nn.Module) or _package(type(value)) not in _FOREIGN:
             contents = _attributes(value)
             self._contents.append((value, contents))
             # hooks belong to the model and to other systems, from which all of it can be reached
@@ -134,6 +145,10 @@ class Reachable:
         for name, each in attributes.items():
             if isinstance(each, torch.Tensor) and name not in _APART:
                 self._visit(f"{path}.{name}", each)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -159,12 +174,14 @@ def _restore(container: Any, contents: Any) -> None:
             container.update(contents)
     else:
         present = dict(vars(container)) if isinstance(container, type) else _attributes(container)
+        # the functions of ``object``, because classes such as frozen dataclasses refuse changes by their own
+        change = setattr if isinstance(container, type) else object.__setattr__
         for name, value in contents.items():
             if present.get(name) is not value or name not in present:
-                setattr(container, name, value)
+                change(container, name, value)
         for name in present.keys() - contents.keys():
             if not isinstance(container, type):
-                delattr(container, name)
+                object.__delattr__(container, name)
 
 
 def _is_same(container: Any, contents: Any) -> bool:
