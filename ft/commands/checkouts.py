@@ -258,7 +258,9 @@ _NUMBERS = (
 _SWITCHES = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("moe_router_enable_expert_bias", "tp_comm_overlap", "delay_wgrad_compute", "fp8_param_gather"),
-    *("fp4_param_gather", "enable_cuda_graph", "external_cuda_graph"),
+    *("fp4_param_gather", "enable_cuda_graph", "external_cuda_graph", "moe_paged_stash"),
+    *("overlap_dispatch_backward_with_experts_wgrad", "moe_router_padding_for_fp8"),
+    "moe_router_padding_for_quantization",
 )
 
 

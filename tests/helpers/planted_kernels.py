@@ -11,6 +11,7 @@ from collections import deque
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numba
 import torch
@@ -213,6 +214,24 @@ class WithSetup(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+class IntoLastingMemory(torch.autograd.Function):
+    """Writes its result into the same memory each time, as kernels with communication buffers do."""
+
+    buffers: ClassVar[dict] = {}
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        buffer = IntoLastingMemory.buffers.setdefault(tuple(x.shape), torch.empty_like(x).contiguous())
+        out = buffer.view_as(buffer)
+        _run("scale", x.contiguous(), 1.25, out)
+        fault("buffered", out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.25, None
+
+
 class NotReproducible(torch.autograd.Function):
     """Computes something else each time."""
 
@@ -285,7 +304,10 @@ class Placeholder(torch.autograd.Function):
         return gradient.clone(), None
 
 
-_KINDS = (First, Placeholder, Scaled, Accumulating, WithHistory, Random, Gathering, WithSetup, NotReproducible, Late)
+_KINDS = (
+    *(First, Placeholder, Scaled, Accumulating, WithHistory, Random, Gathering, WithSetup, IntoLastingMemory),
+    *(NotReproducible, Late),
+)
 FUNCTIONS = {kind.__name__: kind for kind in _KINDS}
 PLACES = {
     "Scaled": ("result", "saved", "gradient"),
@@ -294,6 +316,7 @@ PLACES = {
     "Random": ("drawn",),
     "Gathering": ("gathered",),
     "WithSetup": ("apart",),
+    "IntoLastingMemory": ("buffered",),
 }
 """Function -> what it computes, by the names that ``Fault`` knows."""
 

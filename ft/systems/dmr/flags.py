@@ -9,6 +9,10 @@ _REPLAYED = "replays kernels that nobody calls"
 _OUTSIDE = {
     "--tp-comm-overlap": "lets kernels write to the buffers of other ranks",
     "--delay-wgrad-compute": "computes gradients outside of the backward pass",
+    "--overlap-dispatch-backward-with-experts-wgrad": "computes gradients outside of the backward pass",
+    "--moe-paged-stash": "moves activations by kernels outside of the layers",
+    "--moe-router-padding-for-fp8": "pads routing maps by a kernel outside of the layers",
+    "--moe-router-padding-for-quantization": "pads routing maps by a kernel outside of the layers",
     "--fp8-param-gather": "casts parameters by kernels outside of the layers",
     "--fp4-param-gather": "casts parameters by kernels outside of the layers",
     "--cuda-graph-impl": _REPLAYED,

@@ -9,7 +9,7 @@ Compared bit for bit are the results, what the call keeps for the backward pass,
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,32 +169,38 @@ class OpaqueCalls:
             if engine.queue:
                 engine.queue.before_change([before.tensors[path] for path in copies])
             unchanged = [path for path in before.tensors if path not in copies]
-            expected = self._digests(before, unchanged)
+            expected = self._digests(before.contents(path) for path in unchanged)
             generators = rng.blobs()
         theirs = self._for_comparison(run)
         with engine.unwatched():
             generators_after = rng.blobs()
             if learns:
                 changed |= {path for path, copy in copies.items() if not same(before.contents(path), copy)}
-            their_changes = before.copies(changed)
-            their_results = Reachable({"result": theirs}, known=before).tensors
-            engine.mode.disturb(CHECKER, name, [*their_results.values(), *their_changes.values()])
+            made = self._made(CHECKER, name, theirs, before, changed)
+            del theirs  # digests stay: the second execution may write its results into the same memory
             before.put_back({path: copies[path] for path in changed if path in copies})
             if generators_after != generators:
                 rng.restore(generators)
         ours = run()
         with engine.unwatched():
-            results = Reachable({"result": ours}, known=before).tensors
-            changes = {path: before.contents(path) for path in their_changes}
-            engine.mode.disturb(PRIMARY, name, [*results.values(), *changes.values()])
-            if results.keys() != their_results.keys() or generators_after != rng.blobs():
+            paths, digests = self._made(PRIMARY, name, ours, before, changed)
+            if paths != made[0] or generators_after != rng.blobs():
                 findings.note(Mismatch(at, AT_ONCE, note="it took another course"))
-            for path, value in {**results, **changes}.items():
-                other = {**their_results, **their_changes}.get(path)
-                if other is not None:
-                    findings.pair(at, AT_ONCE, [value], [other])
-            findings.tables([(at, BEFORE)] * len(unchanged), expected, self._digests(before, unchanged))
+            else:
+                findings.tables([(at, AT_ONCE)] * len(paths), made[1], digests)
+            found = self._digests(before.contents(path) for path in unchanged)
+            findings.tables([(at, BEFORE)] * len(unchanged), expected, found)
         return ours
+
+    def _made(
+        self, execution: str, name: str, result: Any, before: Reachable, changed: Collection[str]
+    ) -> tuple[list[str], torch.Tensor]:
+        """Return (the paths of what an execution has made: its results and what it has changed; their digests)."""
+        made = Reachable({"result": result}, known=before).tensors
+        values = {path: tensor.detach() for path, tensor in made.items()}
+        values |= {path: before.contents(path) for path in sorted(changed) if path in before.tensors}
+        self._engine.mode.disturb(execution, name, list(values.values()))
+        return list(values), self._digests(values.values())
 
     def _for_comparison(self, run: Callable[[], Any]) -> Any:
         """Execute a call whose effects do not count: its communication opens no windows and is not recorded."""
@@ -205,10 +211,10 @@ class OpaqueCalls:
         finally:
             self._is_scratch, engine.is_active = False, True
 
-    def _digests(self, reached: Reachable, paths: Sequence[str]) -> torch.Tensor:
+    def _digests(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         rows = self._engine.findings.rows()
-        for path in paths:
-            rows.add(reached.contents(path))
+        for tensor in tensors:
+            rows.add(tensor)
         return rows.table()
 
 
