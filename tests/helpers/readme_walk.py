@@ -372,6 +372,7 @@ DIAGNOSE = (
         after=("train",),
         before="cp -r runs/mine runs/mine-b && cp -r runs/mine runs/mine-c",
     ),
+    Walk("silent", "ft diagnose silent runs/a", says=("1 run", "no mismatch"), after=("hot-swap",)),
 )
 
 CLUSTER = (

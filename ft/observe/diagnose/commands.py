@@ -1,8 +1,8 @@
-"""Implement ``ft diagnose``, which locates errors in runs; its subcommand ``compare`` compares runs' checkpoints."""
+"""Implement ``ft diagnose``, which locates errors in runs and devices: ``compare`` and ``silent``."""
 
 from ft.base.subcommands import add_group
 
-_SUBCOMMANDS = ("ft.observe.diagnose.command",)
+_SUBCOMMANDS = ("ft.observe.diagnose.command", "ft.observe.diagnose.silent_command")
 """Modules with an ``add_parser`` function each, in the order in which help lists them."""
 
 
@@ -12,6 +12,6 @@ def add_parser(subparsers) -> None:
         subparsers,
         "diagnose",
         _SUBCOMMANDS,
-        help="find where runs of the same training start to differ: step, parameter, rank",
-        description="Find the cause of differences between runs that should be equal.",
+        help="find where equal runs start to differ, and which devices computed wrongly",
+        description="Find where runs that should be equal differ, and which devices have computed wrongly.",
     )

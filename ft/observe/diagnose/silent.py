@@ -1,0 +1,199 @@
+"""Find out which machines and devices have computed wrongly, from what DMR recorded in the events of several runs.
+
+DMR (dual modular redundancy, from the SpareTrain paper) executes each operator twice and compares the results. One
+mismatch may be a cosmic ray; a device on which results are wrong in several steps, or that a run has evicted, should be
+pulled. An operator that differs on several devices is not reproducible: then no device is at fault.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft.base import events
+from ft.base.events import Event
+from ft.record import run
+from ft.record.run import number
+
+PULL, WATCH, LINK, OPERATOR = "pull", "watch", "check the link", "not at fault"
+"""What to do with a device: take its node out of use; note it; look for the fault in what it received, which may be the
+sender or the connection; nothing, because only operators that are not reproducible differed."""
+
+_FIRST = (PULL, LINK, WATCH, OPERATOR)
+_RECEIVED = "what was sent"
+_SEVERAL = 3
+"""Number of devices on which an operator differs from which on it is the operator that is at fault."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What DMR recorded in one run or one replica of a run.
+
+    Attributes:
+        name: the folder, as it was given.
+        events: its events.
+        coverage: (the least share of operators that was verified in a step, the step); None if it is not on record.
+    """
+
+    name: str
+    events: Sequence[Event]
+    coverage: tuple[float, int] | None = None
+
+
+@dataclass
+class Device:
+    """The mismatches of one device.
+
+    Attributes:
+        host: name of the machine.
+        device: name of the device, such as "cuda:1 (NVIDIA H100)".
+        mismatches: number of mismatches.
+        operators: name of an operator -> number of its mismatches.
+        steps: (run, step) in which there was a mismatch.
+        ranks: logical ranks that the device has had.
+        received: number of mismatches in what it received from other ranks.
+        evicted: number of times that a run has evicted it.
+        corrected: number of steps that were correct when they were done again.
+        ended: number of runs that ended because of it.
+        advice: PULL, WATCH, LINK or OPERATOR.
+    """
+
+    host: str
+    device: str
+    mismatches: int = 0
+    operators: Counter[str] = field(default_factory=Counter)
+    steps: set[tuple[str, int]] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
+    received: int = 0
+    evicted: int = 0
+    corrected: int = 0
+    ended: int = 0
+    advice: str = WATCH
+
+    @property
+    def runs(self) -> list[str]:
+        """Return the runs in which there was a mismatch, sorted."""
+        return sorted({name for name, _ in self.steps})
+
+
+@dataclass(frozen=True)
+class Silent:
+    """What was found in all runs.
+
+    Attributes:
+        histories: the runs and replicas that were read.
+        devices: the devices with mismatches, those to pull first.
+        operators: operators that are not reproducible -> the devices (host, device) on which they differed.
+    """
+
+    histories: Sequence[History]
+    devices: Sequence[Device]
+    operators: dict[str, list[tuple[str, str]]]
+
+
+def read(folders: Sequence[Path]) -> list[History]:
+    """Read the folders of runs; one with replicas has a history for each of them.
+
+    Raises:
+        UserError: a folder contains no run, or cannot be read.
+    """
+    found = []
+    for folder in folders:
+        inner = sorted(each for each in folder.glob("replica-*") if (each / run.EVENTS).is_file())
+        for each in inner or [folder]:
+            record = run.load(each)
+            shares = [(number(line, "dmr_coverage"), line["step"]) for line in record.metrics]
+            known = [(share, step) for share, step in shares if share is not None]
+            found.append(History(str(each), record.events, min(known, default=None)))
+    return found
+
+
+def silent(histories: Sequence[History]) -> Silent:
+    """Return which devices have computed wrongly, and which operators are not reproducible."""
+    devices: dict[tuple[str, str], Device] = {}
+    for history in histories:
+        _count(history, devices)
+    operators = dict(_not_reproducible(list(devices.values())))
+    for device in devices.values():
+        device.advice = _advice(device, operators)
+    ordered = sorted(
+        devices.values(), key=lambda one: (_FIRST.index(one.advice), -len(one.steps), one.host, one.device)
+    )
+    return Silent(histories, ordered, operators)
+
+
+def _count(history: History, devices: dict[tuple[str, str], Device]) -> None:
+    """Add the mismatches of one run to the devices, and what followed from them."""
+    of_step: dict[tuple[int, int | None], Device] = {}
+    for event in history.events:
+        if event.name == events.DMR_MISMATCH and event.step is not None:
+            key = str(event.detail.get("host", "?")), str(event.detail.get("device", "?"))
+            device = devices.setdefault(key, Device(*key))
+            device.mismatches += 1
+            device.operators[str(event.detail.get("operator", "?"))] += 1
+            device.steps.add((history.name, event.step))
+            device.received += event.detail.get("how") == _RECEIVED
+            device.ranks |= set() if event.rank is None else {event.rank}
+            of_step[event.step, event.rank] = device
+    for event in history.events:
+        if event.step is None:
+            continue
+        concerned = {id(one): one for (step, _), one in of_step.items() if step == event.step}.values()
+        if event.name == events.DMR_CLEAN:
+            for device in concerned:
+                device.corrected += 1
+        elif event.name == events.DMR_VERDICT and event.detail.get("action") == "evict":
+            blamed = event.detail.get("blamed")
+            for rank in blamed if isinstance(blamed, list) else ():
+                if (event.step, rank) in of_step:
+                    of_step[event.step, rank].evicted += 1
+        elif event.name == events.DMR_VERDICT and event.detail.get("action") == "give up":
+            for device in concerned:
+                device.ended += 1
+
+
+def _not_reproducible(devices: Sequence[Device]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    for operator in sorted({name for device in devices for name in device.operators}):
+        where = [(one.host, one.device) for one in devices if one.operators[operator]]
+        if len(where) >= _SEVERAL:
+            yield operator, sorted(where)
+
+
+def _urgency(device: Device) -> tuple[int, int, str, str]:
+    return _FIRST.index(device.advice), -len(device.steps), device.host, device.device
+
+
+def _advice(device: Device, operators: dict[str, list[tuple[str, str]]]) -> str:
+    own = sum(count for name, count in device.operators.items() if name not in operators)
+    if device.evicted:
+        return PULL
+    if not own:
+        return OPERATOR
+    if device.received == device.mismatches:
+        return LINK
+    return PULL if len(device.steps) > 1 else WATCH
+
+
+def as_values(found: Silent) -> dict[str, Any]:
+    """Return the result as JSON values."""
+    return {
+        "runs": [{"run": one.name, "least_coverage": one.coverage} for one in found.histories],
+        "devices": [
+            {
+                "advice": one.advice,
+                "host": one.host,
+                "device": one.device,
+                "mismatches": one.mismatches,
+                "operators": dict(one.operators.most_common()),
+                "steps": [list(step) for step in sorted(one.steps)],
+                "ranks": sorted(one.ranks),
+                "received": one.received,
+                "evicted": one.evicted,
+                "corrected": one.corrected,
+                "ended_runs": one.ended,
+            }
+            for one in found.devices
+        ],
+        "not_reproducible": {name: [list(where) for where in places] for name, places in found.operators.items()},
+    }
