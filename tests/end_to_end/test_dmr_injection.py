@@ -276,6 +276,35 @@ def test_flips_of_every_operator_are_found(precision, ranks, corpus):
     assert set(found) <= {"found", "error"}
 
 
+def flips_in_memory(flags: str, way: str, count: int, seed: int) -> dict:
+    import dmr_jobs
+    from dmr_detection_lab import Case
+    from dmr_storage_flips import trials
+
+    job, world = dmr_jobs.assemble(flags), 2 if "parallel-size 2" in flags else 1
+    return trials(job, Case(world, way, flags), way, count, seed, stop_after=60.0)
+
+
+@pytest.mark.parametrize(
+    "world, way, more",
+    [
+        (1, "piggyback", RECOMPUTED),
+        (1, "naive", "--bf16 --attention-dropout 0.1 "),
+        (2, "piggyback", "--tensor-model-parallel-size 2 --sequence-parallel " + RECOMPUTED),
+    ],
+)
+def test_flips_in_memory_by_an_injector_that_does_not_know_dmr_are_found(world, way, more, ranks, corpus):
+    import dmr_detection
+
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    flags = f"{runs.BASE} {dmr_detection.TINY} {more} --data-path {corpus}"
+    for found in ranks(flips_in_memory, world, flags, way, 15, seed, timeout=120):
+        assert not found["alarms"]
+        assert not [flip for flip in found["flips"] if flip["outcome"] == "missed"]
+        assert sum(flip["outcome"] == "found" for flip in found["flips"]) > len(found["flips"]) // 2
+
+
 @pytest.mark.parametrize(
     "mode", [pytest.param(REPEAT, marks=pytest.mark.long), pytest.param(STUCK, marks=pytest.mark.newest)]
 )

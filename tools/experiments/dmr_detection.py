@@ -59,6 +59,7 @@ CASES = {
     "experts-bf16": Case(1, "naive", DROPOUT + EXPERTS + "--swiglu --bf16 "),
     "pp2-fp32": Case(2, "piggyback", PP2 + DROPOUT + FULL),
     "pp2-interleaved-bf16": Case(2, "piggyback", INTERLEAVED + DROPOUT + FULL + "--bf16 "),
+    "tp2-sequence-bf16": Case(2, "piggyback", TP2 + "--sequence-parallel " + DROPOUT + FULL + "--bf16 "),
     "tp2-bf16": Case(2, "piggyback", TP2 + DROPOUT + FULL + "--bf16 "),
     "dp2-fp32": Case(2, "naive", DROPOUT),
     "dp2-overlap-bf16": Case(2, "piggyback", OVERLAP + DROPOUT + FULL + "--bf16 "),
@@ -113,8 +114,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def launch(given: argparse.Namespace, argv: list[str], folder: Path) -> None:
-    """Run the ranks; rank 0 writes the result."""
+def launch(given: argparse.Namespace, argv: list[str], folder: Path, script: str = __file__) -> None:
+    """Run ``script`` in the ranks; rank 0 writes the result."""
     import small_runs as runs
 
     from megatron import patches
@@ -124,7 +125,7 @@ def launch(given: argparse.Namespace, argv: list[str], folder: Path) -> None:
     world = (CASES[given.case] if given.case else CLEAN[given.clean]).world
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", _FOLDER: str(folder), "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, __file__, *argv], env=environment, check=True)
+    subprocess.run([*command, script, *argv], env=environment, check=True)
 
 
 # --- in a rank -------------------------------------------------------------------------------------------------------
