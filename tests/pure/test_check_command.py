@@ -68,11 +68,11 @@ def test_memory_falls_with_the_ranks_and_grows_with_snapshots(capsys):
 
 
 def test_each_protection_says_whether_it_fits_and_what_it_lacks(capsys):
-    _, said = asked(capsys, "--transformer-impl transformer_engine")
+    _, said = asked(capsys, "--transformer-impl transformer_engine --delay-wgrad-compute")
     found = {each["name"]: each for each in said["protections"]}
     assert found["hot-swap"]["fits"] and found["stage rebuild"]["fits"]
     assert not found["double execution"]["fits"]
-    assert "--transformer-impl" in found["double execution"]["needs"][0]["reason"]
+    assert "--delay-wgrad-compute" in found["double execution"]["needs"][0]["reason"]
 
 
 def test_text_has_the_same_answer(capsys):
