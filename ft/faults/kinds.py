@@ -40,11 +40,13 @@ class Sign:
         signal: name of the observation, one or two words.
         judge: returns the verdict of ``ft.faults.verdict`` on this observation. A test compares it with the two other
             attributes, so that a change of the policy shows as a difference.
+        seldom: names of other observations of the same category that the same fault can lead to.
     """
 
     category: str
     signal: str
     judge: Callable[[], Verdict]
+    seldom: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
