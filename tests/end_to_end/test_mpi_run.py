@@ -24,7 +24,10 @@ def test_a_worker_and_then_a_node_are_replaced_over_mpi(corpus, reference, tmp_p
     run.wait_for(lambda: run.step() >= 5 and run.standbys() >= {"n0.w2", "n2.w0", "n2.w1"}, START_S)
     assert list(run.relays()) == ["n0", "n1", "n2"]
     os.kill(run.holder("n0"), signal.SIGKILL)
-    run.wait_for(lambda: run.step() >= 30)
+    run.wait_for(lambda: run.so_far().named("resumed"))
+    # The next fault waits until both copies of every state exist again.
+    resumed = run.step()
+    run.wait_for(lambda: run.step() >= resumed + 10)
     [agent] = run.relays()["n1"].children()
     agent.kill()
     done = run.wait(90)
