@@ -33,6 +33,7 @@ GROUPS_REBUILT = "groups_rebuilt"
 STATE_RESTORED = "state_restored"
 STAGE_REBUILT = "stage_rebuilt"
 RESUMED = "resumed"
+LOOKED = "looked"
 WORKER_LOST = "worker_lost"
 DEVICE_UNUSABLE = "device_unusable"
 RESTARTED = "restarted"
@@ -102,6 +103,9 @@ SCHEMA: Mapping[str, Needs] = {
     STAGE_REBUILT: Needs(("epoch", "step"), ("stage", "strategy", "weights", "seconds")),
     # the first new step has begun on every worker; step: the last committed step
     RESUMED: Needs(("epoch", "step")),
+    # all workers were asked what they are doing, because a time limit is about to pass or somebody wants to know
+    # (ft diagnose hang); number: number of the look
+    LOOKED: Needs(("epoch",), ("number", "reason")),
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
     # a device (GPU) of the node gets no further worker; device: its index on the node
     DEVICE_UNUSABLE: Needs(("node",), ("device", "reason")),

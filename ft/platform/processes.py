@@ -98,6 +98,28 @@ def describe(pid: int) -> str:
     return f"process {pid} is {words.get(letter, 'alive')}"
 
 
+def tasks(pid: int) -> list[tuple[str, int, str]]:
+    """Return (name, thread id, state) of each thread of a process, the main thread first; [] once it is gone.
+
+    The state is the kernel's letter (R runs, S sleeps, D waits for a device or a file system, T is stopped), followed
+    by the kernel function in which the thread waits, where the kernel tells it.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
+            with contextlib.suppress(OSError):
+                letter = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                found.append((_line(task / "comm"), int(task.name), f"{letter} {_line(task / 'wchan')}".strip(" 0")))
+    return found
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 def threads() -> int:
     """Return the number of threads of this process, including those of C libraries."""
     return len(os.listdir("/proc/self/task"))

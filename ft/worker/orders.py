@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ft.job.messages import Close
+from ft.job.messages import Close, Look
 
 AGENT_LOST = 70
 """Exit code of a worker whose agent has died."""
@@ -23,10 +23,12 @@ class Orders:
     Args:
         on_close: called with each ``Close``, on the thread that received it, before the order enters the queue. It
             interrupts the operations in which the training thread may be blocked.
+        on_look: called with each ``Look``, on the same thread; it never enters the queue, because the training thread
+            may be blocked.
     """
 
-    def __init__(self, on_close: Callable[[Close], None]):
-        self._on_close = on_close
+    def __init__(self, on_close: Callable[[Close], None], on_look: Callable[[Look], None]):
+        self._on_close, self._on_look = on_close, on_look
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
 
     def deliver(self, order: Any) -> None:
@@ -38,6 +40,9 @@ class Orders:
             sys.stderr.write("the agent of this worker is gone: ending\n")
             sys.stderr.flush()
             os._exit(AGENT_LOST)
+        if isinstance(order, Look):
+            self._on_look(order)
+            return
         if isinstance(order, Close):
             self._on_close(order)
         self._queue.put(order)

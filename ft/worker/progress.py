@@ -36,6 +36,7 @@ class Progress:
         waiting: see Args.
         unfinished: see Args.
         clock: see Args.
+        begun: function that is called when a step begins.
         lag: function that returns the number of steps by which the newest snapshot held by all peers is behind.
         epoch: number of the present epoch, -1 before the first.
         step: last committed step.
@@ -48,6 +49,7 @@ class Progress:
         unfinished: Callable[[], tuple[str, str, float] | None] = lambda: None,
     ):
         self.waiting, self.unfinished, self.clock = waiting, unfinished, clock
+        self.begun: Callable[[], None] = lambda: None
         self.lag: Callable[[], int] = lambda: 0
         self.epoch, self.step = -1, 0
         self._activity: tuple[str, str, float] = ("idle", "start", self.clock())
@@ -80,6 +82,7 @@ class Progress:
         self.step = step
         self._enter("compute", f"step {step + 1}")
         self._step_began, self._aside_s = self._activity[2], 0.0
+        self.begun()
 
     def committed(self, step: int) -> None:
         """Record that ``step`` is committed and the next step begins."""
@@ -95,6 +98,16 @@ class Progress:
         """Record that no step is under way (``where`` says why), and stop measuring the step time."""
         self._step_began = None
         self._enter("idle", where)
+
+    @property
+    def doing(self) -> str:
+        """Return the present kind of activity; see ``at``."""
+        return self._activity[0]
+
+    @property
+    def place(self) -> str:
+        """Return the description of the present activity."""
+        return self._activity[1]
 
     def step_time(self) -> float | None:
         """Return the median duration of the last steps in seconds, None before the end of the first step."""

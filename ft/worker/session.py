@@ -19,11 +19,11 @@ from ft.base.errors import DeviceUnusable, UserError
 from ft.faults.flip import Flip
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Close, Observed, Open
+from ft.job.messages import Close, Look, Observed, Open
 from ft.net.choice import network_of
 from ft.state.groups import Groups, Rendezvous
 from ft.state.snapshot import SnapshotServer
-from ft.worker import protocol
+from ft.worker import looks, protocol
 from ft.worker.orders import Orders
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.settings import surroundings
@@ -81,12 +81,13 @@ class Session(protocol.Member):
             waiting=lambda: self.groups.waiting() if self.groups is not None else None,
             unfinished=lambda: self.groups.oldest_unfinished() if self.groups is not None else None,
         )
+        self.progress.begun = self._on_step
         self.server = SnapshotServer(network_of(environment), token=self.token)
         self.address = self.server.address
         self._left = threading.Event()
         self._lock = threading.Lock()
         self._when_closed: list[Callable[[int, str], None]] = []
-        self.orders = Orders(self._on_close)
+        self.orders = Orders(self._on_close, self._on_look)
         self.link = Link.connect(environment)
         self.link.listen(self.orders.deliver)
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s)
@@ -183,6 +184,14 @@ class Session(protocol.Member):
         if self.groups is not None:
             self.groups.close(order.epoch, order.reason)
         self._left.set()
+
+    def _on_step(self) -> None:
+        if self.groups is not None:
+            self.groups.begins_a_step()
+
+    def _on_look(self, order: Look) -> None:
+        if self.rank >= 0:
+            self.send(looks.answer(self, order))
 
     def suspect(self, group: str, error: BaseException) -> None:
         """Report that a collective failed in an open epoch, and wait for the control plane to close the epoch.

@@ -28,6 +28,7 @@ from ft.job.messages import (
     Finish,
     GivenUp,
     Kill,
+    Look,
     Master,
     Observed,
     Open,
@@ -162,6 +163,7 @@ class Agent:
         if self._joined and self._workforce.is_guarded:
             self._console.say(self._joined)
             self._joined = ""
+        self._workforce.looks.poll()
         self._parts.recoveries.poll()
         self._parts.room.poll()
         self._console.poll()
@@ -216,6 +218,8 @@ class Agent:
                     if seat.node == self._node:
                         self._parts.devices.take(seat.worker, seat.local_rank)
                 self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
+            case Look():
+                self._workforce.look(what)
             case Kill():
                 self._workforce.kill_hung(what.worker)
             case Spawn():

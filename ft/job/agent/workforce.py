@@ -15,11 +15,14 @@ from typing import Any
 
 from ft.job.agent import environment
 from ft.job.agent.liveness import Silence, Watch, silent
+from ft.job.agent.looks import Looks
 from ft.job.agent.pool import WarmPool
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import (
     BadMessage,
     Beat,
+    Look,
+    Looked,
     WorkerExited,
     WorkerReady,
     WorkerResumed,
@@ -97,6 +100,7 @@ class Workforce:
         self._early: dict[int, int] = {}
         self._remains: list[int] = []
         self.workers: dict[str, Worker] = {}
+        self.looks = Looks(Path(place.run_dir), place.node)
         self.is_guarded = False
         """Whether a worker of this agent has ever resumed training after an epoch began, and so can take part in
         recoveries.
@@ -107,6 +111,7 @@ class Workforce:
     def settle(self, place: environment.NodeContext) -> None:
         """Use the values of ``place`` in the environments of workers that are started from now on."""
         self._place = place
+        self.looks = Looks(Path(place.run_dir), place.node)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +271,11 @@ class Workforce:
             if worker.attached and worker.channel is not None:
                 worker.channel.send(line)
 
+    def look(self, order: Look) -> None:
+        """Ask all workers what they are doing, and store their answers."""
+        self.looks.begins(order, {name: worker.pid for name, worker in self.workers.items()})
+        self.tell(order)
+
     def flush(self) -> None:
         """Send the data that a worker's or the pool's socket did not accept at once."""
         self._pool.flush()
@@ -311,6 +321,9 @@ class Workforce:
             return
         if isinstance(report, Beat):
             worker.beat, worker.beat_at, worker.reported_silent = report, time.monotonic(), False
+            return
+        if isinstance(report, Looked):
+            self.looks.heard(report)
             return
         self.is_guarded |= isinstance(report, WorkerResumed)
         if isinstance(report, WorkerReady):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control import absence, arrivals, deadlines, epochs, failures
+from ft.job.control import absence, arrivals, deadlines, epochs, failures, looks
 from ft.job.control.decision import Decision, Decisions
 from ft.job.control.state import ENDED, State
 
@@ -59,6 +59,7 @@ _HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.DeviceReleased: arrivals.device_released,
     m.Observed: arrivals.observed,
     m.MasterChosen: arrivals.master_chosen,
+    m.LookWanted: looks.wanted,
     m.ControlBack: absence.control_back,
     m.WorkerExited: failures.worker_exited,
     m.WorkerSilent: failures.worker_silent,

@@ -6,16 +6,19 @@ separately and soon; otherwise the connection itself is the fault. The phases (O
 ``ft.job.control.state``.
 """
 
+from dataclasses import replace
+
 from ft.faults import verdict
 from ft.faults.verdict import RETRY
 from ft.job import messages as m
-from ft.job.control import devices, epochs, liveness
+from ft.job.control import devices, epochs, liveness, looks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import Fault, lose_agent, react
 from ft.job.control.history import MOST_RETRIES, WINDOW_S
 from ft.job.control.liveness import View
 from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, OPENED, REPAIRING, RESUMING, RUNNING, State, Worker
+from ft.job.control.timeouts import Timeouts
 
 _JUST_AFTER_S = 0.001
 """Seconds after a deadline at which it is checked: a deadline has passed only when more than its time has passed."""
@@ -133,6 +136,7 @@ def _late(
     if not late:
         return
     action = RETRY if together and 2 * len(late) > len(state.seats) else verdict.REPLACE
+    looks.order(state, now, f"{late[0].name}: {what}", out)
     found = verdict.of_lateness(what, limit_s, action)
     react(state, now, [Fault(worker, found) for worker in late], out)
 
@@ -146,6 +150,7 @@ def _suspicions(state: State, now: float, out: Decisions) -> None:
         return
     worker = max((state.workers[n] for n in state.suspicions), key=lambda w: _retries(state, now, w))
     suspicion = state.suspicions[worker.name]
+    looks.order(state, now, f"{worker.name} lost a connection of group {suspicion.group}", out)
     out.add(f"nobody has died within {state.options.timeouts.suspicion_s:g} s of the lost connection of {name}")
     react(state, now, [Fault(worker, verdict.of_suspicion(suspicion.group, suspicion.message))], out)
 
@@ -182,10 +187,23 @@ def _stalls(state: State, now: float, out: Decisions) -> None:
         for c in liveness.at_a_standstill(views, timeouts)[:1]
     ]
     if faults:
+        looks.order(state, now, faults[0].verdict.reason, out)
         react(state, now, faults, out)
     elif late := liveness.endless(views, timeouts):
         workers, limit_s = [state.workers[c.worker] for c in late], max(c.limit_s for c in late)
         _late(state, now, workers, "its step has not ended", limit_s, out, together=True)
+    else:
+        _look_ahead(state, now, views, timeouts, out)
+
+
+def _look_ahead(state: State, now: float, views: dict[str, View], timeouts: Timeouts, out: Decisions) -> None:
+    """Order a look at all workers if a limit is about to pass, while those that hang can still say where they are."""
+    later = {name: replace(view, age_s=view.age_s + looks.LEAD_S) for name, view in views.items()}
+    for kind in (liveness.stalled, liveness.at_a_standstill, liveness.endless):
+        if culprits := kind(later, timeouts):
+            one = culprits[0]
+            looks.order(state, now, f"{one.worker} in {one.where} for {one.since_s:.1f} s", out)
+            return
 
 
 def _left(state: State, now: float, out: Decisions) -> None:

@@ -11,7 +11,7 @@ from ft.base import events
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, Verdict
 from ft.job import messages as m
-from ft.job.control import devices, epochs, history
+from ft.job.control import devices, epochs, history, looks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Suspicion, Worker
@@ -51,6 +51,8 @@ def worker_silent(state: State, now: float, report: m.WorkerSilent, out: Decisio
     if worker is None or worker.left:
         out.add(f"ignored: {report.worker} is known to be gone")
         return
+    if worker.rank is not None:
+        looks.order(state, now, f"{worker.name} sends no heartbeats", out)
     react(state, now, [Fault(worker, verdict.of_silence(report.silent_s, report.state))], out)
 
 

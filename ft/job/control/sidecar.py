@@ -24,10 +24,11 @@ from ft.job.control.decision import Note
 from ft.job.control.isolation import PartitionDetector
 from ft.job.control.journal import Journal, Memory, lives, recall
 from ft.job.control.state import ENDED, Options, State
-from ft.job.messages import AgentLeaving, ControlBack
+from ft.job.messages import AgentLeaving, ControlBack, LookWanted
 from ft.net.codec import BadMessage, from_json
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
+from ft.record import looks
 
 _STATUS_S = 0.5
 """Maximum age of the status file, in seconds."""
@@ -140,8 +141,19 @@ class Sidecar:
             self._ended_at = now
         if any(decision.orders for decision in decisions) or now - self._status_at >= _STATUS_S:
             self._status_at = now
+            self._look_if_wanted()
             with contextlib.suppress(OSError):
                 status.replace_file(self._folder / "status.json", status.values(state))
+
+    def _look_if_wanted(self) -> None:
+        """Order a look at all workers if a person has asked for one, with a file in the run's folder."""
+        path = looks.wanted(self._folder)
+        try:
+            why = path.read_text()[:200]
+            path.unlink()
+        except (OSError, UnicodeDecodeError):
+            return
+        self._take(Posted(self._standing.node, 0, LookWanted(why or "asked for")))
 
     def _write_events(self, wall: float, monotonic: float, notes: list[Note]) -> None:
         for note in notes:

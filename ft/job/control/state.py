@@ -305,6 +305,8 @@ class State:
         recovery: the recovery in progress, or None.
         returns: the last rollbacks, all to the same step and without any new failure in between.
         last_recovery: the last recovery, for the status file.
+        looks: number of looks at all workers that were ordered (``ft.job.control.looks``).
+        looked_at: time of the last one.
     """
 
     options: Options
@@ -339,6 +341,8 @@ class State:
     recovery: Recovery | None = None
     returns: list[Return] = field(default_factory=list)
     last_recovery: dict[str, str | int | float] = field(default_factory=dict)
+    looks: int = 0
+    looked_at: float = -1e9
 
     @classmethod
     def begin(cls, options: Options) -> "State":

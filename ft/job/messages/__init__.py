@@ -11,13 +11,28 @@ the fourth process that this agent started), and ``rank`` a logical rank: a posi
 import json
 from typing import Any
 
-from ft.job.messages.orders import Close, Finish, GivenUp, Kill, Master, Open, Repair, Restart, Resume, Spawn, Stop
+from ft.job.messages.orders import (
+    Close,
+    Finish,
+    GivenUp,
+    Kill,
+    Look,
+    Master,
+    Open,
+    Repair,
+    Restart,
+    Resume,
+    Spawn,
+    Stop,
+)
 from ft.job.messages.reports import (
     AgentBeat,
     AgentJoined,
     AgentLeaving,
     ControlBack,
     DeviceReleased,
+    Looked,
+    LookWanted,
     MasterChosen,
     Observed,
     WorkerArrived,
@@ -52,6 +67,9 @@ __all__ = [
     "GroupReport",
     "Holdings",
     "Kill",
+    "Look",
+    "LookWanted",
+    "Looked",
     "Master",
     "MasterChosen",
     "Neighbours",
@@ -83,9 +101,9 @@ __all__ = [
 REPORTS = (
     *(AgentJoined, AgentBeat, AgentLeaving, WorkerStarted, WorkerReady, WorkerExited, WorkerSilent, WorkerFailed),
     *(WorkerSuspects, WorkerReleased, WorkerArrived, WorkerRepaired, WorkerResumed, WorkerDone, Observed, Beat),
-    *(DeviceReleased, MasterChosen, ControlBack),
+    *(DeviceReleased, MasterChosen, ControlBack, Looked, LookWanted),
 )
-ORDERS = (Close, Open, Repair, Resume, Kill, Spawn, Restart, GivenUp, Master, Finish, Stop)
+ORDERS = (Close, Open, Repair, Resume, Look, Kill, Spawn, Restart, GivenUp, Master, Finish, Stop)
 _KINDS = {kind.__name__: kind for kind in (*REPORTS, *ORDERS)}
 
 

@@ -83,6 +83,21 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Every worker says what it is doing, for the search for the cause of a hang; its agent stores that.
+
+    Attributes:
+        number: number of the look in this run.
+        why: why it is taken.
+        seats: logical rank (as a string) -> name of the worker that holds it.
+    """
+
+    number: int
+    why: str
+    seats: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Kill:
     """The agent of ``worker`` kills it with SIGKILL."""
 

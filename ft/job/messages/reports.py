@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ft.job.messages.values import Beat, GroupReport, Holdings
+from ft.net.codec import Numbers
 
 
 @dataclass(frozen=True)
@@ -254,6 +255,33 @@ class Observed:
 
     event: str
     detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a worker does at the moment of a look. Its agent keeps this report and does not pass it on.
+
+    Attributes:
+        worker: name of the worker.
+        number: number of the look.
+        said: JSON values of a ``ft.faults.hang.look.Rank``.
+        groups: name of each process group of the worker -> logical ranks of its members.
+    """
+
+    worker: str
+    number: int
+    said: dict[str, Any]
+    groups: dict[str, Numbers]
+
+
+@dataclass(frozen=True)
+class LookWanted:
+    """Somebody wants to know what all workers are doing.
+
+    ``why`` says for what, as text.
+    """
+
+    why: str
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,10 @@ class Device:
         except IndexError:
             return None
 
+    def marked(self) -> set[tuple[str, float]]:
+        """Return (group, start in monotonic time) of each operation whose end was not seen yet."""
+        return {(mark.group, mark.began) for mark in list(self._marks)}
+
     def stop(self, limit_s: float) -> None:
         """End the thread, if it ends within ``limit_s`` seconds. The next mark starts it again."""
         self._stop.set()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import EpochClosed, UserError
+from ft.faults.hang.look import RECV, SEND, channel
 from ft.job.messages import GroupReport
 from ft.net.codec import Numbers
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
@@ -120,7 +121,11 @@ class Group(dist.ProcessGroup):
                 inner = self._connected_for(args, kwargs, work)
             self._used = True
             if tally is not None:
-                tally[0][tally[1]] += 1
+                counters, at = tally
+                counters[at] += 1
+                if work.trains:
+                    peer = None if counters is self._collectives else self.ranks[at]
+                    state.history.started(self.label, method, peer, counters[at], args, work)
             work.inner = started = getattr(inner, method)(*args, **kwargs)
         except EpochClosed:
             flight.pop(key, None)
@@ -276,6 +281,18 @@ class Group(dist.ProcessGroup):
             sent={str(self.ranks[to]): count for to, count in enumerate(self._sent) if count},
             received={str(self.ranks[source]): count for source, count in enumerate(self._received) if count},
         )
+
+    @property
+    def label(self) -> str:
+        """Return a name for people, which is the same on all members: torch's description, and the group's name."""
+        return self._name if self._desc == "undefined" else f"{self._desc}/{self._name}"
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of operations that were started since the group was connected, by channel."""
+        name = self.label
+        found = {channel(name, SEND, self.ranks[to]): count for to, count in enumerate(self._sent) if count}
+        found |= {channel(name, RECV, self.ranks[at]): count for at, count in enumerate(self._received) if count}
+        return found | {name: self._collectives[0]}
 
     def _reset_counts(self) -> None:
         self._collectives, self._sent, self._received = [0], [0] * self._size, [0] * self._size

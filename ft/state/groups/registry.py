@@ -31,6 +31,7 @@ from ft.state.groups.backends import (
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
+from ft.state.groups.look import GroupsLook, look
 from ft.state.groups.seam import BACKEND, take_over
 from ft.state.groups.sparse import MOST_IN_MESH, SparseGlooConnector
 from ft.state.groups.state import EpochState
@@ -306,6 +307,7 @@ class Groups:
                 self._connection = self._rendezvous.connect()
             self._builder = Builder(self._rendezvous, prefix, self._connection)
         self._pending.clear()
+        state.history.clears()
         jobs = [(group, self._submit(group)) for group in (*wanted, *later)]
         for group, job in jobs[: len(wanted)]:
             self._wait(group, job)
@@ -332,6 +334,14 @@ class Groups:
             self._state.epoch, self._state.closed = epoch, None
 
     # --- queries ------------------------------------------------------------------------------------------------------
+
+    def begins_a_step(self) -> None:
+        """Record that the next operations belong to a new training step."""
+        self._state.history.begins()
+
+    def look(self) -> GroupsLook:
+        """Return what is known of the operations of training. Safe from any thread."""
+        return look(list(self._groups.values()), self._state)
 
     def topology(self) -> str:
         """Return a digest of the names and members of all groups ever created.

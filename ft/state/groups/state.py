@@ -7,8 +7,10 @@ recovery opens the next one.
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ft.base.errors import EpochClosed, RecoverableError
+from ft.state.groups.history import History
 
 OnFailure = Callable[[str, BaseException], None]
 
@@ -42,6 +44,8 @@ class EpochState:
             locally, even in a closed epoch.
         wake: functions to call after ``closed`` was set, so that waiting threads return.
         waiting: (name of a group, monotonic time) while training is blocked in an operation, otherwise None.
+        awaited: the work of that operation; None while training is not blocked, or connects a group.
+        history: the operations that training has started last.
         thread: its attribute ``trains`` tells whether the calling thread's operations belong to training.
         before_drop: functions to call before connections are dropped; each returns when its thread is in no operation.
             In a closed epoch no operation begins, and those under way end within milliseconds.
@@ -53,15 +57,17 @@ class EpochState:
         self.wake: set[Callable[[], None]] = set()
         self.before_drop: list[Callable[[], None]] = []
         self.waiting: tuple[str, float] | None = None
+        self.awaited: Any = None
+        self.history = History()
         self._on_failure, self.thread = on_failure, _Thread(threading.get_ident())
 
-    def begins_to_wait(self, group: str) -> None:
+    def begins_to_wait(self, group: str, work: Any = None) -> None:
         if self.thread.trains:
-            self.waiting = (group, time.monotonic())
+            self.waiting, self.awaited = (group, time.monotonic()), work
 
     def has_waited(self) -> None:
         if self.thread.trains:
-            self.waiting = None
+            self.waiting = self.awaited = None
 
     def settle(self) -> None:
         """Wait until no thread of ``before_drop`` is in an operation. Call it in a closed epoch."""

@@ -47,7 +47,7 @@ class GroupWork(dist.Work):
         """
         group, inner = self._group, self._started()
         state = group.state
-        state.begins_to_wait(group.group_name)
+        state.begins_to_wait(group.group_name, self)
         try:
             if self.on_host:
                 done = self._wait_on_host(inner, timeout)

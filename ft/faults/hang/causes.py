@@ -1,0 +1,323 @@
+"""The cause of a hang, by the structure of the wait-for graph (FT-HSDP, section 2.3).
+
+A rank that others wait for and that waits for nobody is at fault: it is dead, stopped, busy, or has left out a call. If
+there is none, operations do not fit together: ranks are in different operations of one group, or wait for each other in
+a circle. Then the rank at fault is the one whose step departs from its step before. If everybody has started an
+operation and it still does not end, a connection is at fault.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ft.faults.hang import look as looks
+from ft.faults.hang.graph import Wait, counterpart, fits, partners, reachable, waits
+from ft.faults.hang.look import DEAD, RUNNING, Departure, Look, Operation, Rank
+from ft.faults.hang.places import where
+
+STOPPED_, DEAD_, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW_LINK = (
+    *("stopped", "dead", "busy", "missing-call", "mismatch", "unmatched-message", "cycle", "slow-rank", "slow-link"),
+)
+KINDS = (DEAD_, STOPPED_, MISSING_CALL, MISMATCH, UNMATCHED, BUSY, SLOW_RANK, CYCLE, SLOW_LINK)
+"""All kinds of causes, the most certain first."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause of a hang.
+
+    Attributes:
+        rank: logical rank at fault; of a slow connection, the rank that all slow operations have in common.
+        kind: one of ``KINDS``.
+        group: name of the process group in which the others wait for it.
+        operation: name of the operation in which they wait.
+        sequence: number of that operation in its channel.
+        where: where the rank is instead, as text.
+        evidence: sentences that say from what this follows.
+        delayed: the other ranks that wait for it, directly or not.
+    """
+
+    rank: int
+    kind: str
+    group: str
+    operation: str
+    sequence: int
+    where: str
+    evidence: tuple[str, ...]
+    delayed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The causes of a hang, the most certain first, and who waits for whom."""
+
+    causes: tuple[Cause, ...]
+    waiting: tuple[Wait, ...]
+
+
+def diagnose(look: Look) -> Diagnosis:
+    """Return the causes of a hang at the moment of a look."""
+    found = _Search(look)
+    for step in (found.processes, found.misfits, found.roots, found.circles, found.links):
+        for cause in step():
+            found.add(cause)
+    order = sorted(found.causes, key=lambda cause: (KINDS.index(cause.kind), -len(cause.delayed), cause.rank))
+    return Diagnosis(tuple(order), tuple(found.edges))
+
+
+class _Search:
+    """The search for causes in one look. Each step leaves out what the steps before it have explained."""
+
+    def __init__(self, look: Look):
+        self.look = look
+        self.edges = waits(look)
+        self._on: dict[int, list[Wait]] = defaultdict(list)
+        self._to: dict[int, set[int]] = defaultdict(set)
+        self._from: dict[int, set[int]] = defaultdict(set)
+        for edge in self.edges:
+            self._on[edge.on].append(edge)
+            self._to[edge.rank].add(edge.on)
+            self._from[edge.on].add(edge.rank)
+        self.causes: list[Cause] = []
+        self._explained: set[int] = set()
+        self._departed = _unusual(look)
+
+    def add(self, cause: Cause) -> None:
+        """Record a cause; whoever waits for its rank is explained by it."""
+        self.causes.append(cause)
+        self._explained |= {cause.rank, *cause.delayed}
+
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    def processes(self) -> Iterator[Cause]:
+        """Yield the ranks whose process is stopped, dead or silent, and that others wait for."""
+        for rank, edges in sorted(self._on.items()):
+            said = self.look.ranks.get(rank)
+            if said is None:
+                yield self._cause(rank, DEAD_, edges[0].operation, "unknown", f"nothing is known of rank {rank}")
+            elif said.process != RUNNING:
+                kind = DEAD_ if said.process == DEAD else STOPPED_
+                ending = "has ended" if said.process == DEAD else "is stopped by a signal (state T)"
+                yield self._cause(rank, kind, edges[0].operation, where(said), f"the process of rank {rank} {ending}")
+            elif not said.answers:
+                why = f"rank {rank} runs, but no thread of it can run Python code: one of them holds the lock"
+                yield self._cause(rank, BUSY, edges[0].operation, where(said), why)
+
+    def misfits(self) -> Iterator[Cause]:
+        """Yield the ranks that are in another operation than the other members, or in the same one with other sizes."""
+        seen = set()
+        for rank, said in sorted(self.look.ranks.items()):
+            for operation in said.pending:
+                key = (operation.group, frozenset((rank, operation.peer)) if operation.is_message else None)
+                if key in seen:
+                    continue
+                members = self._who_started(rank, operation)
+                if all(fits(one, other) for one in members.values() for other in members.values()):
+                    continue
+                seen.add(key)
+                for odd in self._odd(members):
+                    yield self._misfit(odd, members)
+
+    def roots(self) -> Iterator[Cause]:
+        """Yield the ranks that others wait for and that are in no operation."""
+        for rank, edges in sorted(self._on.items()):
+            said = self.look.ranks.get(rank)
+            if rank in self._explained or said is None or said.pending:
+                continue
+            edge = edges[0]
+            if said.ended:
+                kind = UNMATCHED if edge.operation.is_message else MISSING_CALL
+                why = f"rank {rank} has left the training loop and will not start it any more"
+                yield self._cause(rank, kind, edge.operation, where(said), why)
+            elif rank in self._departed:
+                yield self._of_departure(rank, self._departed[rank])
+            else:
+                yield self._cause(rank, BUSY, edge.operation, where(said), f"rank {rank} is in no communication")
+
+    def circles(self) -> Iterator[Cause]:
+        """Yield the causes among the ranks that wait for each other in a circle."""
+        for circle in self._circles():
+            around = {rank for rank in self._to if circle & reachable(rank, self._to)} | circle
+            departed = sorted(around & self._departed.keys())
+            for rank in departed:
+                yield self._of_departure(rank, self._departed[rank])
+            if departed:
+                continue
+            inside = [edge for edge in self.edges if {edge.rank, edge.on} <= circle]
+            first = max(inside, key=lambda edge: (edge.operation.age_s or 0.0, -edge.rank))
+            messages = any(edge.operation.is_message for edge in inside)
+            chain = " -> ".join(map(str, _around(inside, first.on)))
+            yield self._cause(
+                first.on,
+                UNMATCHED if messages else CYCLE,
+                first.operation,
+                self._place(first.on),
+                f"the ranks wait for each other in a circle: {chain}",
+                *(f"rank {edge.rank} is in {edge.operation}, and waits for rank {edge.on}" for edge in inside[:4]),
+            )
+
+    def links(self) -> Iterator[Cause]:
+        """Yield the connection at fault if everybody has started an operation and it still does not end."""
+        stuck = []
+        for rank, said in sorted(self.look.ranks.items()):
+            if rank in self._explained or self._to.get(rank):
+                continue
+            stuck += [(rank, operation) for operation in said.pending if self._is_under_way(rank, operation)]
+        if not stuck:
+            return
+        tally: Counter[int] = Counter()
+        for rank, operation in stuck:
+            tally.update({rank, *partners(self.look, rank, operation)})
+        rank = max(tally, key=lambda one: (tally[one], any(one == r and o.name == looks.SEND for r, o in stuck), -one))
+        operation = next(o for r, o in stuck if rank in (r, *partners(self.look, r, o)))
+        groups = ", ".join(sorted({operation.group for _, operation in stuck}))
+        yield self._cause(
+            rank,
+            SLOW_LINK,
+            operation,
+            f"a connection of group(s) {groups}",
+            f"all members have started {operation}, and it has not ended",
+            f"rank {rank} takes part in {tally[rank]} of {len(stuck)} operations that do not end",
+        )
+
+    # --- parts of the steps -------------------------------------------------------------------------------------------
+
+    def _who_started(self, rank: int, operation: Operation) -> dict[int, Operation]:
+        """Return, for all ranks that have started this operation of ``rank``, what each of them has started."""
+        found = {rank: operation}
+        for other in partners(self.look, rank, operation):
+            said = self.look.ranks.get(other)
+            same = said.operation(counterpart(rank, operation), operation.sequence) if said is not None else None
+            if same is not None:
+                found[other] = same
+        return found
+
+    def _odd(self, members: dict[int, Operation]) -> list[int]:
+        """Return the ranks that differ from most members; where the numbers are equal, those that departed."""
+        classes: list[list[int]] = []
+        for rank, operation in sorted(members.items()):
+            fitting = next((one for one in classes if fits(members[one[0]], operation)), None)
+            if fitting is None or operation.is_message:
+                classes.append([rank])
+            else:
+                fitting.append(rank)
+        departed = [rank for rank in members if rank in self._departed]
+        if departed:
+            return sorted(departed)
+        largest = max(map(len, classes))
+        if sum(len(one) == largest for one in classes) > 1:
+            sender = [rank for rank, operation in members.items() if operation.name == looks.SEND]
+            return sender or classes[-1]
+        return sorted(rank for one in classes if len(one) < largest for rank in one)
+
+    def _misfit(self, rank: int, members: dict[int, Operation]) -> Cause:
+        own = members[rank]
+        others = {other: operation for other, operation in members.items() if not fits(own, operation)}
+        operation = next(iter(others.values()), own)
+        departed = self._departed.get(rank)
+        kind = MISMATCH
+        if departed is not None and departed.kind == looks.SKIPPED:
+            kind = UNMATCHED if departed.expected.is_message else MISSING_CALL
+        ranks = ", ".join(map(str, sorted(others)))
+        evidence = [
+            f"rank {rank} has started {own} {_sizes(own)}at {own.site or 'an unknown line'}",
+            f"rank(s) {ranks} have started {operation} {_sizes(operation)}at {operation.site or 'an unknown line'}",
+        ]
+        if departed is not None:
+            evidence.append(_said(departed))
+        return self._cause(rank, kind, operation, self._place(rank), *evidence, delayed=tuple(sorted(others)))
+
+    def _of_departure(self, rank: int, departed: Departure) -> Cause:
+        about = departed.found if departed.kind == looks.ADDED else departed.expected
+        if departed.kind == looks.SWAPPED:
+            kind = CYCLE
+        elif about.is_message and (departed.kind != looks.CHANGED or departed.found.peer != about.peer):
+            kind = UNMATCHED
+        else:
+            kind = MISSING_CALL if departed.kind == looks.SKIPPED else MISMATCH
+        edge = next((edge for edge in self._on.get(rank, ()) if edge.operation.channel == about.channel), None)
+        operation = edge.operation if edge is not None else about
+        return self._cause(rank, kind, operation, self._place(rank), _said(departed))
+
+    def _circles(self) -> list[set[int]]:
+        """Return the sets of ranks that wait for each other and for nobody whose fault is known."""
+        reach = {rank: reachable(rank, self._to) for rank in self._to if rank not in self._explained}
+        found: list[set[int]] = []
+        for rank, ahead in sorted(reach.items()):
+            circle = {one for one in ahead if rank in reach.get(one, ())} if rank in ahead else set()
+            if circle and circle not in found:
+                found.append(circle)
+        # a circle that waits for another one follows from it
+        return [one for one in found if not any(o is not one and reach[min(one)] & o and not o & one for o in found)]
+
+    def _is_under_way(self, rank: int, operation: Operation) -> bool:
+        """Return whether all others have started an operation, and it has ended nowhere, or in part."""
+        started = self._who_started(rank, operation)
+        if operation.is_message:
+            return len(started) == 2
+        return True
+
+    def _place(self, rank: int) -> str:
+        said = self.look.ranks.get(rank)
+        return "unknown" if said is None else _place_in(said)
+
+    def _cause(
+        self, rank: int, kind: str, operation: Operation, place: str, *evidence: str, delayed: Iterable[int] = ()
+    ) -> Cause:
+        waiting = reachable(rank, self._from) | set(delayed)
+        sentences = [one if one.endswith(".") else f"{one}." for one in evidence]
+        direct = sorted({edge.rank for edge in self._on.get(rank, ())})
+        if direct:
+            sentences.append(f"Rank(s) {', '.join(map(str, direct))} wait for it in {self._on[rank][0].operation}.")
+        sentences = [one[0].upper() + one[1:] for one in sentences]
+        ranks = tuple(sorted(waiting - {rank}))
+        return Cause(rank, kind, operation.group, operation.name, operation.sequence, place, tuple(sentences), ranks)
+
+
+def _unusual(look: Look) -> dict[int, Departure]:
+    """Return the departures of ranks, without those that most members of a group have in common."""
+    found = {rank: said.departure for rank, said in look.ranks.items() if said.departure is not None}
+    usual = set()
+    for group in look.groups.values():
+        members = [rank for rank in group if rank in look.ranks]
+        departed = [rank for rank in members if rank in found]
+        if len(members) > 2 and 2 * len(departed) > len(members):
+            usual.update(departed)
+    return {rank: departure for rank, departure in found.items() if rank not in usual}
+
+
+def _place_in(said: Rank) -> str:
+    operation = next(iter(said.pending), None)
+    place = where(said)
+    return place if operation is None else f"in {operation}: {place}"
+
+
+def _around(edges: list[Wait], start: int) -> list[int]:
+    """Return the ranks of a circle in order, from ``start`` back to ``start``."""
+    follow: dict[int, int] = {}
+    for edge in edges:
+        follow.setdefault(edge.rank, edge.on)
+    path = [start]
+    while (after := follow.get(path[-1])) is not None and after not in path:
+        path.append(after)
+    return [*path, start]
+
+
+def _sizes(operation: Operation) -> str:
+    return f"with {', '.join(operation.sizes)} " if operation.sizes else ""
+
+
+def _said(departed: Departure) -> str:
+    expected, found = departed.expected, departed.found
+    how = {
+        looks.SKIPPED: f"left out {expected.name} of group {expected.group}",
+        looks.SWAPPED: f"took {found.name} of group {found.group} before {expected.name} of group {expected.group}",
+        looks.ADDED: f"started {found.name} of group {found.group}, which no step before had there",
+        looks.CHANGED: f"changed {expected.name} of group {expected.group} from {_form(expected)} to {_form(found)}",
+    }[departed.kind]
+    return f"compared with its step before, it {how}: at {found.site or 'an unknown line'}"
+
+
+def _form(operation: Operation) -> str:
+    peer = f" and rank {operation.peer}" if operation.is_message else ""
+    return f"{', '.join(operation.sizes) or 'unknown sizes'}{peer}"

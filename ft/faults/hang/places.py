@@ -1,0 +1,52 @@
+"""Says where a thread is, from its Python calls and from what the operating system says of it."""
+
+import re
+
+from ft.faults.hang.look import Rank, Thread
+
+DATA, STORAGE, LOCK, KERNEL, COMMUNICATION, USER = (
+    "data loader",
+    "storage",
+    "lock",
+    "kernel or native code",
+    "communication",
+    "user code",
+)
+
+_RULES: tuple[tuple[str, str], ...] = (
+    (DATA, r"torch/utils/data/|core/datasets/|/datasets?/|data_loader|dataloader|get_batch|data_iterator"),
+    (STORAGE, r"torch/serialization|dist_checkpointing|checkpoint|/storage|shutil\.py|pathlib\.py|fsync|tarfile"),
+    (LOCK, r"threading\.py:\d+ (acquire|wait|join|_wait_for_tstate_lock|__enter__)|/lock|filelock|queue\.py:\d+ get"),
+    (COMMUNICATION, r"torch/distributed/|ft/state/groups/"),
+    (KERNEL, r"torch/cuda/.*(synchronize|query)|torch/_ops\.py"),
+)
+"""(place, pattern of a call): the first call from the inside that matches a rule says the place."""
+
+_OF_THE_SYSTEM: tuple[tuple[str, str], ...] = (
+    (STORAGE, r"^D\b|nfs|rpc_wait|io_schedule|jbd2|ext4|xfs|fuse|lustre|cl_sync|wait_on_page|blkdev"),
+    (LOCK, r"futex|flock|posix_lock|fcntl"),
+)
+_DEEP = 6
+"""Number of innermost calls that are looked at; further out, every thread is in the training loop."""
+
+
+def place(thread: Thread | None) -> str:
+    """Return in which kind of place a thread is: one of the constants of this module."""
+    if thread is None or not thread.frames:
+        return KERNEL
+    for frame in thread.frames[:_DEEP]:
+        for found, pattern in _RULES:
+            if re.search(pattern, frame):
+                return found
+    return next((found for found, pattern in _OF_THE_SYSTEM if re.search(pattern, thread.kernel)), USER)
+
+
+def where(rank: Rank) -> str:
+    """Return where the training thread of a rank is: the kind of place, and the innermost call."""
+    thread = rank.training
+    kind = place(thread)
+    if thread is None:
+        return kind
+    top = thread.frames[0] if thread.frames else ""
+    details = [text for text in (top, thread.kernel and f"kernel: {thread.kernel}") if text]
+    return f"{kind} ({'; '.join(details)})" if details else kind

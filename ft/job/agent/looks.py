@@ -1,0 +1,112 @@
+"""Stores what the workers of this node are doing when a run hangs (order ``Look``).
+
+Each worker answers on a thread of its own. Of a worker that does not answer, because it is stopped or holds the
+interpreter lock, the operating system says what its threads do.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread
+from ft.job.messages import Look, Looked
+from ft.net.codec import to_json
+from ft.platform import processes
+from ft.record import looks as record
+
+_WAIT_S = 0.7
+"""Seconds for the answers; a process that runs answers within a few milliseconds."""
+
+
+@dataclass
+class _Open:
+    """A look whose answers are being collected.
+
+    Attributes:
+        order: the order.
+        wall: when it arrived, in seconds since 1970.
+        until: monotonic time after which nobody is waited for.
+        silent: worker -> what the operating system said of it when the order arrived.
+        answers: worker -> its answer.
+    """
+
+    order: Look
+    wall: float
+    until: float
+    silent: dict[str, Rank]
+    answers: dict[str, Looked] = field(default_factory=dict)
+
+
+class Looks:
+    """The looks of one node. Call ``poll`` again and again.
+
+    Args:
+        folder: folder of the run.
+        node: name of this node's agent.
+    """
+
+    def __init__(self, folder: Path, node: str):
+        self._folder, self._node = folder, node
+        self._open: _Open | None = None
+
+    def begins(self, order: Look, pids: Mapping[str, int | None]) -> None:
+        """Begin to collect answers, and ask the operating system about all workers.
+
+        Args:
+            order: the order, which the caller passes on to the workers.
+            pids: pid of each worker of this node.
+        """
+        self._close()
+        ranks = {worker: int(rank) for rank, worker in order.seats.items() if worker in pids}
+        silent = {worker: _of_the_system(rank, worker, self._node, pids[worker]) for worker, rank in ranks.items()}
+        self._open = _Open(order, time.time(), time.monotonic() + _WAIT_S, silent)
+
+    def heard(self, answer: Looked) -> None:
+        """Take the answer of a worker."""
+        if self._open is not None and answer.number == self._open.order.number:
+            self._open.answers[answer.worker] = answer
+
+    def poll(self) -> None:
+        """Store the look if all have answered or the time is up."""
+        look = self._open
+        if look is not None and (look.silent.keys() <= look.answers.keys() or time.monotonic() > look.until):
+            self._close()
+
+    def _close(self) -> None:
+        look, self._open = self._open, None
+        if look is None or not look.silent:
+            return
+        path = record.path(self._folder, look.order.number, self._node)
+        # Not in the agent's own thread: the storage may be what hangs.
+        threading.Thread(target=_store, args=(path, self._values(look)), name="ft-look", daemon=True).start()
+
+    def _values(self, look: _Open) -> dict[str, Any]:
+        silent = [to_json(rank) for worker, rank in look.silent.items() if worker not in look.answers]
+        answers = list(look.answers.values())
+        groups = {name: members for answer in answers for name, members in answer.groups.items()}
+        said = [answer.said for answer in answers]
+        order = look.order
+        values = {"number": order.number, "why": order.why, "wall": look.wall, "node": self._node}
+        return {**values, "seats": order.seats, "groups": to_json(groups), "ranks": [*said, *silent]}
+
+
+def _of_the_system(rank: int, worker: str, node: str, pid: int | None) -> Rank:
+    letter = processes.state(pid) if pid is not None else "X"
+    process = STOPPED if letter in "Tt" else DEAD if letter in "ZX" else RUNNING
+    tasks = processes.tasks(pid) if pid is not None else []
+    threads = tuple(Thread(name, (), at == 0, state) for at, (name, _, state) in enumerate(tasks))
+    return Rank(rank, worker, node, process, answers=False, threads=threads)
+
+
+def _store(path: Path, values: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(json.dumps(values, separators=(",", ":")))
+        temporary.replace(path)
+    except OSError as error:  # the diagnosis is lost; nothing else depends on it
+        print(f"ft: a look at the workers cannot be stored: {error}", flush=True)

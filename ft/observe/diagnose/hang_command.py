@@ -1,0 +1,129 @@
+"""Implement ``ft diagnose hang``: say which rank a run waits for, in which operation, and where that rank is."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ft.base.errors import UserError
+
+if TYPE_CHECKING:
+    from ft.faults.hang.look import Look
+
+_DESCRIPTION = """\
+Say why a run hangs: which logical rank the others wait for, in which operation, and where that rank is instead. The
+answer follows from the wait-for graph over all process groups (FT-HSDP, section 2.3). A run takes a look at all its
+workers by itself before a time limit passes; while a run is under way, this command asks for a new one. With --traces,
+the dumps of torch's flight recorder are read instead, which every run under torchrun can write."""
+
+_EPILOG = "exit code: 0 nobody is at fault, 1 a cause was found, 2 there is nothing to read"
+_PATIENCE_S = 5.0
+_GRACE_S = 0.3
+
+
+def add_parser(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "hang",
+        help="say which rank a hanging run waits for, and where that rank is",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder that was given to ft run as --run-dir")
+    source.add_argument("--traces", metavar="FOLDER", type=Path, help="folder with dumps of torch's flight recorder")
+    parser.add_argument("--look", type=int, metavar="N", help="number of the look to read (default: the newest)")
+    parser.add_argument("--stored", action="store_true", help="read the newest stored look, and ask for no new one")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a picture of who waits for whom (SVG)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(main=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Print the causes.
+
+    Returns:
+        0 if there is none, 1 otherwise.
+
+    Raises:
+        UserError: there is no look to read, or it cannot be read.
+    """
+    from ft.faults.hang.causes import diagnose
+    from ft.observe.diagnose.hang import as_text, as_values
+
+    look = _traces(given.traces) if given.traces is not None else _of_run(given.run, given.look, given.stored)
+    found = diagnose(look)
+    if given.picture is not None:
+        from ft.observe.diagnose.hang_picture import picture
+
+        try:
+            given.picture.write_text(picture(look, found))
+        except OSError as error:
+            raise UserError(f"{given.picture} cannot be written: {error.strerror}", "choose another file") from error
+    print(json.dumps(as_values(look, found)) if given.json else as_text(look, found))
+    return 1 if found.causes else 0
+
+
+def _traces(folder: Path) -> "Look":
+    from ft.observe.diagnose.flight_recorder import read
+
+    return read(folder)
+
+
+def _of_run(folder: Path, number: int | None, stored: bool) -> "Look":
+    from ft.record import looks
+    from ft.record.run import read_status
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder", "give the folder that was given to ft run as --run-dir")
+    known = looks.numbers(folder)
+    if number is None and not stored and _is_live(folder):
+        number = _ask(folder, known, set((read_status(folder) or {}).get("nodes", ())))
+    if number is None:
+        if not known:
+            raise UserError(
+                f"{folder} contains no look at its workers",
+                "looks are taken before a time limit passes, or when this command runs while the run does",
+            )
+        number = known[-1]
+    return looks.read(folder, number)
+
+
+def _is_live(folder: Path) -> bool:
+    from ft.record.run import load
+
+    try:
+        return load(folder).state == "not ended"
+    except UserError:  # the folder has no events; a look may have been stored
+        return False
+
+
+def _ask(folder: Path, known: list[int], nodes: set[str]) -> int | None:
+    """Ask the run for a look. Return its number, or None if no answer comes."""
+    from ft.record import looks
+
+    try:
+        looks.wanted(folder).parent.mkdir(exist_ok=True)
+        looks.wanted(folder).write_text("asked for by ft diagnose hang")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}", "read a stored look with --stored") from error
+    deadline = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < deadline:
+        new = [number for number in looks.numbers(folder) if number not in known]
+        if new:
+            _await_nodes(folder, new[-1], nodes, deadline)
+            return new[-1]
+        time.sleep(0.05)
+    looks.wanted(folder).unlink(missing_ok=True)
+    return None
+
+
+def _await_nodes(folder: Path, number: int, nodes: set[str], deadline: float) -> None:
+    """Wait until all nodes have stored their part; a node without workers has none."""
+    from ft.record import looks
+
+    until = min(deadline, time.monotonic() + (1.0 if len(nodes) > 1 else _GRACE_S))
+    while time.monotonic() < until and not all(looks.path(folder, number, node).exists() for node in nodes):
+        time.sleep(0.05)

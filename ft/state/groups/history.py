@@ -1,0 +1,163 @@
+"""Remembers which communication operations this worker has started in the present step and in the step before.
+
+When a run hangs, the cause is found from what every rank has started last, and from how its step departs from the step
+before (``ft.faults.hang``). Remembering an operation takes about a microsecond: nothing is formatted before somebody
+looks.
+"""
+
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any, NamedTuple
+
+from ft.faults.hang.look import RECV, Departure, Operation, channel
+from ft.faults.hang.program import departure
+
+_MOST = 20_000
+"""Number of operations of one step that are remembered. A longer step is compared up to there."""
+_LIBRARIES = ("/torch/", "/ft/state/groups/", "/ft/systems/", "/contextlib.py")
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "monitored_barrier": "barrier",
+    "_end_coalescing": "coalesced",
+    "recv_anysource": RECV,
+}
+"""Method of a process group -> name of the operation; all other methods have that name already."""
+
+
+class Entry(NamedTuple):
+    """One operation that was started.
+
+    Attributes:
+        group: name of the process group.
+        name: name of the operation.
+        peer: logical rank of the other end of a message; None for a collective.
+        sizes: (dtype, shape) of each tensor.
+        site: (code, number of the line) of the call.
+        sequence: number in its channel.
+        began: monotonic time.
+        work: weak reference to the operation's work object.
+    """
+
+    group: str
+    name: str
+    peer: int | None
+    sizes: tuple
+    site: tuple[CodeType, int] | None
+    sequence: int
+    began: float
+    work: Callable[[], Any]
+
+
+class History:
+    """The operations of the present step and of the step before. Only the threads of training add to it."""
+
+    def __init__(self) -> None:
+        self._before: list[Entry] = []
+        self._now: list[Entry] = []
+
+    def begins(self) -> None:
+        """Record that a step begins."""
+        self._before, self._now = self._now, []
+
+    def clears(self) -> None:
+        """Forget everything, because what follows repeats no step: an evaluation, or a recovery."""
+        self._before, self._now = [], []
+
+    def started(self, group: str, method: str, peer: int | None, sequence: int, values: Sequence, work: Any) -> None:
+        """Remember an operation.
+
+        Args:
+            group: name of the process group.
+            method: name of the method of ``dist.ProcessGroup``.
+            peer: logical rank of the other end of a message; None for a collective.
+            sequence: its number in its channel.
+            values: arguments of the method.
+            work: the work object, which tells when the operation has ended; it is not kept alive.
+        """
+        if len(self._now) < _MOST:
+            name = _NAMES.get(method, method)
+            entry = Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work))
+            self._now.append(entry)
+
+    def operations(self, status: Callable[[Entry], tuple[bool, bool]]) -> tuple[Operation, ...]:
+        """Return the operations that have not ended, and the last one of each channel, in the order of their start.
+
+        Args:
+            status: function that returns (whether the operation has ended, whether training waits for it).
+        """
+        now, found = time.monotonic(), []
+        entries = [*self._before, *self._now]
+        last: dict[str, int] = {}
+        for at, entry in enumerate(entries):
+            last[channel(entry.group, entry.name, entry.peer)] = at
+        wanted = set(last.values())
+        for at, entry in enumerate(entries):
+            done, awaited = status(entry)
+            if not done or at in wanted:
+                found.append(_operation(entry, done, awaited, now))
+        return tuple(found)
+
+    def departure(self) -> Departure | None:
+        """Return how the present step departs from the one before, or None."""
+        found = departure(self._before[:_MOST], self._now)
+        if found is None:
+            return None
+        kind, due, started = found
+        return Departure(kind, *(_operation(one, True, False, one.began) for one in (due, started)))
+
+
+def _operation(entry: Entry, done: bool, awaited: bool, now: float) -> Operation:
+    sizes = tuple(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in entry.sizes)
+    age_s = round(now - entry.began, 3)
+    return Operation(
+        *(entry.group, entry.name, entry.sequence, entry.peer, sizes, done, awaited, line(entry.site), age_s)
+    )
+
+
+def line(site: tuple[CodeType, int] | None) -> str:
+    """Return a place in the program as "file:line function"."""
+    return f"{site[0].co_filename}:{site[1]} {site[0].co_name}" if site is not None else ""
+
+
+def _sizes(values: Sequence) -> tuple:
+    found = []
+    for value in values:
+        if hasattr(value, "dtype"):
+            found.append((value.dtype, value.shape))
+        elif isinstance(value, list | tuple):
+            found += [(one.dtype, one.shape) for one in value if hasattr(one, "dtype")]
+    return tuple(found)
+
+
+_KNOWN: dict[str, bool] = {}
+
+
+def _site() -> tuple[CodeType, int] | None:
+    """Return the innermost call outside of the communication libraries."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        library = _KNOWN.get(name)
+        if library is None:
+            library = _KNOWN[name] = any(part in name for part in _LIBRARIES)
+        if not library:
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None

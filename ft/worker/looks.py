@@ -1,0 +1,60 @@
+"""What this worker is doing at one moment, for the search for the cause of a hang (order ``Look``).
+
+It is called on the thread that receives orders, so it also answers when the training thread is blocked.
+"""
+
+import dataclasses
+import os
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING
+
+from ft.faults.hang.look import Rank, Thread
+from ft.faults.hang.places import COMMUNICATION, KERNEL, place
+from ft.job.messages import Look, Looked
+from ft.net.codec import to_json
+from ft.platform import processes
+
+if TYPE_CHECKING:
+    from ft.worker.session import Session
+
+_MOST_FRAMES = 40
+
+
+def answer(session: "Session", order: Look) -> Looked:
+    """Return the answer to a look."""
+    groups = session.groups.look() if session.groups is not None else None
+    threads = running_threads()
+    operations = groups.operations if groups is not None else ()
+    trainer = next((thread for thread in threads if thread.trains), None)
+    # A device carries operations out on its own. Only if its host waits, too, does the rank wait for them.
+    if groups is not None and not groups.blocked and place(trainer) not in (COMMUNICATION, KERNEL):
+        operations = tuple(dataclasses.replace(one, awaited=False) for one in operations)
+    said = Rank(
+        rank=session.rank,
+        worker=session.worker,
+        node=session.node,
+        ended=session.progress.doing == "idle" and session.progress.place == "done",
+        step=session.progress.step,
+        counts=groups.counts if groups is not None else {},
+        operations=operations,
+        departure=groups.departure if groups is not None else None,
+        threads=tuple(threads),
+    )
+    members = dict(groups.members) if groups is not None else {}
+    return Looked(session.worker, order.number, to_json(said), members)
+
+
+def running_threads() -> list[Thread]:
+    """Return all Python threads of this process with their calls, the main thread first, without the calling one."""
+    states = {task: state for _, task, state in processes.tasks(os.getpid())}
+    frames, found = sys._current_frames(), []
+    for thread in sorted(threading.enumerate(), key=lambda one: one is not threading.main_thread()):
+        if thread is threading.current_thread() or thread.ident not in frames:
+            continue
+        stack = traceback.extract_stack(frames[thread.ident], limit=None)[-_MOST_FRAMES:]
+        calls = tuple(f"{call.filename}:{call.lineno} {call.name}" for call in reversed(stack))
+        kernel = states.get(thread.native_id or 0, "")
+        found.append(Thread(thread.name, calls, thread is threading.main_thread(), kernel))
+    return found
