@@ -8,7 +8,7 @@ operation and it still does not end, a connection is at fault.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ft.faults.hang import look as looks
 from ft.faults.hang.graph import Wait, counterpart, fits, partners, reachable, waits
@@ -35,6 +35,7 @@ class Cause:
         where: where the rank is instead, as text.
         evidence: sentences that say from what this follows.
         delayed: the other ranks that wait for it, directly or not.
+        ends: of a slow connection, all ranks that take part in the operations that do not end.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Cause:
     where: str
     evidence: tuple[str, ...]
     delayed: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,12 @@ class _Search:
             if rank in self._explained or said is None or said.pending:
                 continue
             edge = edges[0]
-            if said.ended:
+            if rank in self._departed:
+                yield self._of_departure(rank, self._departed[rank])
+            elif said.ended:
                 kind = UNMATCHED if edge.operation.is_message else MISSING_CALL
                 why = f"rank {rank} has left the training loop and will not start it any more"
                 yield self._cause(rank, kind, edge.operation, where(said), why)
-            elif rank in self._departed:
-                yield self._of_departure(rank, self._departed[rank])
             else:
                 yield self._cause(rank, BUSY, edge.operation, where(said), f"rank {rank} is in no communication")
 
@@ -171,7 +173,7 @@ class _Search:
         rank = max(tally, key=lambda one: (tally[one], any(one == r and o.name == looks.SEND for r, o in stuck), -one))
         operation = next(o for r, o in stuck if rank in (r, *partners(self.look, r, o)))
         groups = ", ".join(sorted({operation.group for _, operation in stuck}))
-        yield self._cause(
+        found = self._cause(
             rank,
             SLOW_LINK,
             operation,
@@ -179,6 +181,7 @@ class _Search:
             f"all members have started {operation}, and it has not ended",
             f"rank {rank} takes part in {tally[rank]} of {len(stuck)} operations that do not end",
         )
+        yield replace(found, ends=tuple(sorted(tally)))
 
     # --- parts of the steps -------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ def _why(other: Rank | None, rank: int, operation: Operation) -> str:
     if started < operation.sequence:
         return ABSENT if other.process == RUNNING else UNKNOWN
     same = other.operation(key, operation.sequence)
-    if same is not None and not same.done and not fits(operation, same):
+    if same is not None and not fits(operation, same):
         return DIFFERENT
     return ""
 

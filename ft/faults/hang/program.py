@@ -54,10 +54,24 @@ def departure(before: Sequence[T], now: Sequence[T]) -> tuple[str, T, T] | None:
     ahead = before[at + 1 : at + 1 + _NEAR]
     if _what(found) in map(_what, ahead):
         # A rank that makes up for the operation has taken two in the other order.
-        is_made_up = _what(due) in map(_what, now[at + 1 : at + 1 + _NEAR])
-        return SWAPPED if is_made_up and _what(found) == _what(ahead[0]) else SKIPPED, due, found
+        after, usual = (
+            [_what(one) for one in steps[place : place + 1]] for steps, place in ((now, at + 1), (before, at + 2))
+        )
+        is_made_up = _what(found) == _what(ahead[0]) and after == [_what(due)] != usual
+        return SWAPPED if is_made_up else SKIPPED, due, found
     # The same call from another line is a branch of the program in which the order is another one.
     return SWAPPED if _call(found) in map(_call, ahead) else ADDED, due, found
+
+
+def missing_end(before: Sequence[T], now: Sequence[T], after: Sequence[T]) -> tuple[str, T, T] | None:
+    """Return the departure of a step that has ended although it is shorter than the step before, or None.
+
+    Args:
+        before: all operations of the step before.
+        now: all operations of the step.
+        after: the operations that were started since.
+    """
+    return (SKIPPED, before[len(now)], after[0]) if len(now) < len(before) and after else None
 
 
 def _what(one: Started) -> tuple:

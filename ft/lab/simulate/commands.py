@@ -9,6 +9,7 @@ _SIMULATIONS = (
     "ft.lab.simulate.quorum.commands",
     "ft.lab.simulate.hsdp_protocol.commands",
     "ft.lab.simulate.churn.commands",
+    "ft.lab.simulate.hangs.commands",
 )
 
 

@@ -1,4 +1,4 @@
-"""Remembers which communication operations this worker has started in the present step and in the step before.
+"""Remembers which communication operations this worker has started in the present step and in the two steps before.
 
 When a run hangs, the cause is found from what every rank has started last, and from how its step departs from the step
 before (``ft.faults.hang``). Remembering an operation takes about a microsecond: nothing is formatted before somebody
@@ -13,9 +13,9 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from ft.faults.hang.look import RECV, Departure, Operation, channel
-from ft.faults.hang.program import departure
+from ft.faults.hang.program import departure, missing_end
 
-_MOST = 20_000
+_MOST = 10_000
 """Number of operations of one step that are remembered. A longer step is compared up to there."""
 _LIBRARIES = ("/torch/", "/ft/state/groups/", "/ft/systems/", "/contextlib.py")
 _NAMES = {
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
         name: name of the operation.
         peer: logical rank of the other end of a message; None for a collective.
         sizes: (dtype, shape) of each tensor.
-        site: (code, number of the line) of the call.
+        site: (code, number of the line) of the call, or a description of that place.
         sequence: number in its channel.
         began: monotonic time.
         work: weak reference to the operation's work object.
@@ -59,26 +59,27 @@ class Entry(NamedTuple):
     name: str
     peer: int | None
     sizes: tuple
-    site: tuple[CodeType, int] | None
+    site: tuple[CodeType, int] | str | None
     sequence: int
     began: float
     work: Callable[[], Any]
 
 
 class History:
-    """The operations of the present step and of the step before. Only the threads of training add to it."""
+    """The operations of the present step and of the two before. Only the threads of training add to it."""
 
     def __init__(self) -> None:
+        self._older: list[Entry] = []
         self._before: list[Entry] = []
         self._now: list[Entry] = []
 
     def begins(self) -> None:
         """Record that a step begins."""
-        self._before, self._now = self._now, []
+        self._older, self._before, self._now = self._before, self._now, []
 
     def clears(self) -> None:
         """Forget everything, because what follows repeats no step: an evaluation, or a recovery."""
-        self._before, self._now = [], []
+        self._older, self._before, self._now = [], [], []
 
     def started(self, group: str, method: str, peer: int | None, sequence: int, values: Sequence, work: Any) -> None:
         """Remember an operation.
@@ -93,8 +94,11 @@ class History:
         """
         if len(self._now) < _MOST:
             name = _NAMES.get(method, method)
-            entry = Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work))
-            self._now.append(entry)
+            self.add(Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))
+
+    def add(self, entry: Entry) -> None:
+        """Remember an operation that is described already."""
+        self._now.append(entry)
 
     def operations(self, status: Callable[[Entry], tuple[bool, bool]]) -> tuple[Operation, ...]:
         """Return the operations that have not ended, and the last one of each channel, in the order of their start.
@@ -115,8 +119,9 @@ class History:
         return tuple(found)
 
     def departure(self) -> Departure | None:
-        """Return how the present step departs from the one before, or None."""
-        found = departure(self._before[:_MOST], self._now)
+        """Return how the present step, or the one before, departs from the step before it; None if neither does."""
+        older, before, now = self._older, self._before, self._now
+        found = departure(older, before) or missing_end(older, before, now) or departure(before, now)
         if found is None:
             return None
         kind, due, started = found
@@ -131,9 +136,11 @@ def _operation(entry: Entry, done: bool, awaited: bool, now: float) -> Operation
     )
 
 
-def line(site: tuple[CodeType, int] | None) -> str:
+def line(site: tuple[CodeType, int] | str | None) -> str:
     """Return a place in the program as "file:line function"."""
-    return f"{site[0].co_filename}:{site[1]} {site[0].co_name}" if site is not None else ""
+    if isinstance(site, tuple):
+        return f"{site[0].co_filename}:{site[1]} {site[0].co_name}"
+    return site or ""
 
 
 def _sizes(values: Sequence) -> tuple:
