@@ -136,6 +136,12 @@ def _add_fault_tolerance_flags(group) -> None:
         help="file with timeouts of failure detection and recovery that replace the defaults: YAML, TOML or JSON with "
         "lines such as stall_s: 20; the same on every node",
     )
+    flag(
+        "suspects",
+        metavar="FILE",
+        help="file of devices that computed wrongly in earlier runs, written by ft diagnose silent --out FILE; those "
+        "to pull are not used",
+    )
     flag("run-dir", metavar="DIR", help="directory for events, metrics and logs (default: runs/<date-time>)")
     flag(
         "inject",

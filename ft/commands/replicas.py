@@ -102,6 +102,9 @@ def prepare(
         whole = options.resolve(given, os.environ, job, lease=FOLDER)
     with problems:
         specs, seed = inject.read_specs(given.inject, given.scenario, given.seed)
+    if whole is not None and whole.left_out.node:
+        # its place in the run would be taken for that of a node that can replace others
+        problems.add([(f"{whole.left_out.node}; it cannot be a standby node of replicas", "use another host")])
     if asked is not None and whole is not None:
         with problems:
             whole = reachable(whole, asked)
@@ -237,9 +240,20 @@ def _environment(part: Part, whole: RunOptions, asked: Replicas, present: Mappin
     if whole.has_standbys:
         values["FT_HSDP_IN_PLACE"] = "1"
     if part.shared:
-        devices = devices_of(part, present.get("CUDA_VISIBLE_DEVICES"), options.count_gpus())
+        visible, count = _sound(whole, present)
+        devices = devices_of(part, visible, count)
         values |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
     return values
+
+
+def _sound(whole: RunOptions, present: Mapping[str, str]) -> tuple[str | None, int]:
+    """Return (CUDA_VISIBLE_DEVICES, number of devices) without the devices that must not be used (``--suspects``)."""
+    visible, count = present.get("CUDA_VISIBLE_DEVICES"), options.count_gpus()
+    bad = whole.left_out.seen(count, present)
+    if not bad:
+        return visible, count
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    return ",".join(name for number, name in enumerate(names[:count]) if number not in bad), count - len(bad)
 
 
 def _make_folder(run_dir: Path, folders: list[Path]) -> None:

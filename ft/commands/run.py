@@ -139,5 +139,9 @@ def _announcement(options: RunOptions, faults: list[inject.Fault], protected: Pr
         parts.append("this node in " + " and ".join(f"{kind} {name}" for kind, name in options.domains.items()))
     if faults:
         parts.append(f"{len(faults)} fault(s) planned")
+    if options.left_out.node:
+        parts.append(options.left_out.node)
+    elif options.left_out.devices:
+        parts.append(f"without device(s) {', '.join(options.left_out.devices)} of this host (--suspects)")
     says = protection.announcement(protected, cluster.nnodes)
     return f"run {options.run_dir}: {', '.join(parts)}\n{says}"

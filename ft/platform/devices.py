@@ -68,6 +68,25 @@ def visible(found: Sequence[Reading], selection: str | None) -> list[Reading]:
     return [found[index] for index in chosen]
 
 
+def on_node(number: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the index among all GPUs of the node of a device that CUDA numbers as CUDA_VISIBLE_DEVICES says.
+
+    A part of a GPU (MIG), and a GPU that NVML does not list, keep CUDA's own number.
+
+    Args:
+        number: CUDA's number of the device.
+        environment: environment variables of the process that uses the device.
+    """
+    names = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if number >= len(names) or not names[number]:
+        return number
+    if names[number].isdecimal():
+        return int(names[number])
+    every = read({})
+    alike = [index for index, each in enumerate(every) if _names(names[number], each.uuid)]
+    return alike[0] if len(alike) == 1 else number
+
+
 def _names(name: str, uuid: str) -> bool:
     """Return whether an entry of CUDA_VISIBLE_DEVICES is the (shortened) id of a GPU."""
     return name.startswith("GPU-") and uuid.startswith(name)

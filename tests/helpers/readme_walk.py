@@ -373,6 +373,21 @@ DIAGNOSE = (
         before="cp -r runs/mine runs/mine-b && cp -r runs/mine runs/mine-c",
     ),
     Walk("silent", "ft diagnose silent runs/a", says=("1 run", "no mismatch"), after=("hot-swap",)),
+    Walk(
+        "silent-out",
+        "ft diagnose silent runs/a --out suspects.json",
+        says=("no mismatch", "suspects.json has 0 device(s) now"),
+        makes=("suspects.json",),
+        after=("hot-swap",),
+    ),
+    Walk(
+        "suspects",
+        "ft run --suspects suspects.json ...",
+        {"...": f"--nproc-per-node 2 pretrain_gpt.py {MEGATRON} --ft-hot-swap"},
+        (LAST_STEP,),
+        after=("silent-out",),
+        long=True,
+    ),
 )
 
 CLUSTER = (

@@ -8,6 +8,7 @@ from histories import History, write
 from ft import cli
 from ft.base import events
 from ft.observe.diagnose.silent import LINK, OPERATOR, PULL, WATCH
+from ft.platform import suspects
 
 
 class Checked(History):
@@ -104,3 +105,32 @@ def test_without_mismatches_there_is_nothing_to_do(tmp_path, capsys):
     assert "no mismatch is on record" in capsys.readouterr().out
     assert cli.main(["diagnose", "silent", str(tmp_path / "nothing")]) == 2
     assert "is no folder" in capsys.readouterr().err
+
+
+def test_the_devices_to_pull_and_to_watch_are_added_to_a_file_for_the_next_run(folders, tmp_path, capsys):
+    path = tmp_path / "suspects.json"
+    assert cli.main(["diagnose", "silent", folders[0], "--out", str(path)]) == 1
+    assert f"{path} has 2 device(s) now, 1 of them to pull" in capsys.readouterr().out
+    for _ in range(2):  # the same runs again count nothing twice
+        cli.main(["diagnose", "silent", folders[1], "--out", str(path)])
+        cli.main(["diagnose", "silent", *folders, "--out", str(path), "--json"])
+    bad, once = suspects.read(path)
+    assert (bad.host, bad.device, bad.advice) == (
+        "n1",
+        3,
+        PULL,
+    ) and bad.why == "wrong in 3 steps of 2 runs, evicted 1 time"
+    assert bad.runs == {folders[0]: suspects.Counts(2, 4, 0), folders[1]: suspects.Counts(1, 1, 1)}
+    assert (once.host, once.device, once.advice) == ("n2", 0, WATCH)
+
+
+def test_a_processor_is_the_whole_host_and_a_wrong_file_is_told_before_anything_is_written(tmp_path, capsys):
+    run, path = Checked(), tmp_path / "suspects.json"
+    for step in (3, 4):
+        run.wrong(step, 0, ("n7", "cpu"))
+    write(tmp_path / "c", run)
+    cli.main(["diagnose", "silent", str(tmp_path / "c"), "--out", str(path)])
+    assert [(one.host, one.device, one.advice) for one in suspects.read(path)] == [("n7", None, PULL)]
+    path.write_text("[]")
+    assert cli.main(["diagnose", "silent", str(tmp_path / "c"), "--out", str(path)]) == 2
+    assert 'has no "format"' in capsys.readouterr().err and path.read_text() == "[]"

@@ -83,7 +83,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
         supervisor, options.run_dir, _channel_address(options, port, place.host), _settings(options, len(faults))
     )
     count = (lambda: options.devices) if options.devices is not None else count_gpus
-    devices = Devices(count, options.nproc, supervisor.wake)
+    devices = Devices(count, options.nproc, supervisor.wake, left_out=options.left_out)
     return Components(
         membership=Membership(
             options.run_dir,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ft.job.agent.suspects import LeftOut
 from ft.job.messages import DeviceReleased
 from ft.platform import devices
 from ft.platform.devices import Reading
@@ -33,6 +34,7 @@ class Devices:
         wake: function that wakes the agent's event loop, called from other threads.
         free_s: seconds that the memory of a device has to come free.
         environment: environment variables of the workers.
+        left_out: devices that computed wrongly in earlier runs.
 
     Attributes:
         count: number of devices; 0 until they are known, and if they are not counted.
@@ -46,8 +48,10 @@ class Devices:
         wake: Callable[[], None],
         free_s: float = FREE_S,
         environment: Mapping[str, str] = os.environ,
+        left_out: LeftOut | None = None,
     ):
         self._count, self._workers, self._wake = count, workers, wake
+        self._left_out = left_out or LeftOut()
         self._free_s, self._environment = free_s, environment
         self._before: list[Reading] = []
         self._of_worker: dict[str, int] = {}
@@ -107,12 +111,21 @@ class Devices:
         try:
             count = self._count()
             self.count = count if count >= self._workers else 0
+            if self._left_out.node and not self.count:
+                # a device that nobody can use keeps workers away, where a node without devices takes any number of them
+                self.count, self.unusable = 1, {0: self._left_out.node}
+                return
             self._before = devices.read(self._environment)[: self.count]
             problems = {index: reading.problem for index, reading in enumerate(self._before) if reading.problem}
-            self.unusable = problems
+            self.unusable = {**self._suspects(), **problems}
         finally:
             self._known.set()
             self._wake()
+
+    def _suspects(self) -> dict[int, str]:
+        if self._left_out.node:
+            return dict.fromkeys(range(self.count), self._left_out.node)
+        return self._left_out.seen(self.count, self._environment)
 
     def _look_until_free(self, worker: str, node: str, device: int) -> None:
         deadline = time.monotonic() + self._free_s

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft.base.errors import Problem, Problems, UserError
-from ft.job.agent import mpirun
+from ft.job.agent import mpirun, suspects
 from ft.job.control.limits_file import timeouts_of
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
 from ft.platform import election, slurm
@@ -128,6 +128,8 @@ class RunOptions:
 
     None: the agent belongs to the first start of the run, or joins a run that is under way and offers standbys only.
     """
+    left_out: suspects.LeftOut = field(default_factory=suspects.LeftOut)
+    """Devices of this node that computed wrongly in earlier runs (``--suspects``)."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """The timeouts of the run: the defaults, changed by ``--control etcd`` and ``--limits``."""
 
@@ -143,8 +145,10 @@ class RunOptions:
     @property
     def standbys_here(self) -> int:
         """Return the number of standbys on this node. A standby node has at least as many as a training node has
-        workers.
+        workers, and none if the node must not be used.
         """
+        if self.left_out.node:
+            return 0
         return self.standby if self.cluster.trains else max(self.nproc, self.standby)
 
 
@@ -190,6 +194,11 @@ def resolve(
             run_dir = _run_dir(given, job, cluster, lease)
         with problems:
             domains = _domains(given, cluster, environment)
+    left_out = suspects.LeftOut()
+    if given.suspects is not None and cluster is not None and nproc is not None:
+        with problems:
+            count = count_gpus() if given.devices_per_node is None else given.devices_per_node
+            left_out = suspects.left_out(given.suspects, nproc, cluster.trains, count, environment)
     problems.refuse()
     return RunOptions(
         script=script,
@@ -208,6 +217,7 @@ def resolve(
         domains=domains,
         timeouts=timeouts,
         devices=given.devices_per_node,
+        left_out=left_out,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from ft import faults as inject
 from ft.base.errors import UserError
 from ft.job.agent.options import Cluster, RunOptions, Script
+from ft.job.agent.suspects import LeftOut
 from ft.job.control.timeouts import Timeouts
 from ft.platform import processes
 
@@ -29,6 +30,7 @@ def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
     values = given["options"]
     values |= {"script": Script(**values["script"]), "cluster": Cluster(**values["cluster"])}
     values |= {"run_dir": Path(values["run_dir"]), "timeouts": Timeouts(**values["timeouts"])}
+    values |= {"left_out": LeftOut(**values["left_out"])}
     return RunOptions(**values), inject.from_json(given["faults"]), given["began"]
 
 

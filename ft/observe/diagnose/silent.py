@@ -5,6 +5,7 @@ mismatch may be a cosmic ray; a device on which results are wrong in several ste
 pulled. An operator that differs on several devices is not reproducible: then no device is at fault.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,17 @@ from typing import Any
 
 from ft.base import events
 from ft.base.events import Event
+from ft.platform.suspects import PULL, WATCH, Counts, Suspect
 from ft.record import run
 from ft.record.run import number
 
-PULL, WATCH, LINK, OPERATOR = "pull", "watch", "check the link", "not at fault"
-"""What to do with a device: take its node out of use; note it; look for the fault in what it received, which may be the
-sender or the connection; nothing, because only operators that are not reproducible differed."""
+LINK, OPERATOR = "check the link", "not at fault"
+"""What to do with a device, beside PULL (take it out of use) and WATCH (note it): look for the fault in what it
+received, which may be the sender or the connection; nothing, because only operators that are not reproducible
+differed."""
 
+_DEVICE = re.compile(r"cuda:(\d+)\b|cpu$")
+"""Names of devices as DMR records them; the number is the index among all of the host."""
 _FIRST = (PULL, LINK, WATCH, OPERATOR)
 _RECEIVED = "what was sent"
 _SEVERAL = 3
@@ -57,6 +62,7 @@ class Device:
         corrected: number of steps that were correct when they were done again.
         ended: number of runs that ended because of it.
         advice: PULL, WATCH, LINK or OPERATOR.
+        of_run: run -> "mismatches" and "evicted", as above, of that run alone.
     """
 
     host: str
@@ -70,6 +76,7 @@ class Device:
     corrected: int = 0
     ended: int = 0
     advice: str = WATCH
+    of_run: dict[str, Counter[str]] = field(default_factory=dict)
 
     @property
     def runs(self) -> list[str]:
@@ -131,6 +138,7 @@ def _count(history: History, devices: dict[tuple[str, str], Device]) -> None:
             key = str(event.detail.get("host", "?")), str(event.detail.get("device", "?"))
             device = devices.setdefault(key, Device(*key))
             device.mismatches += 1
+            device.of_run.setdefault(history.name, Counter())["mismatches"] += 1
             device.operators[str(event.detail.get("operator", "?"))] += 1
             device.steps.add((history.name, event.step))
             device.received += event.detail.get("how") == _RECEIVED
@@ -148,6 +156,7 @@ def _count(history: History, devices: dict[tuple[str, str], Device]) -> None:
             for rank in blamed if isinstance(blamed, list) else ():
                 if (event.step, rank) in of_step:
                     of_step[event.step, rank].evicted += 1
+                    of_step[event.step, rank].of_run[history.name]["evicted"] += 1
         elif event.name == events.DMR_VERDICT and event.detail.get("action") == "give up":
             for device in concerned:
                 device.ended += 1
@@ -173,6 +182,23 @@ def _advice(device: Device, operators: dict[str, list[tuple[str, str]]]) -> str:
     if device.received == device.mismatches:
         return LINK
     return PULL if len(device.steps) > 1 else WATCH
+
+
+def suspects_of(found: Silent) -> list[Suspect]:
+    """Return the devices to pull or to watch as entries of a file of suspects, which names runs by absolute paths."""
+    return list(_suspects(found))
+
+
+def _suspects(found: Silent) -> Iterator[Suspect]:
+    for one in found.devices:
+        word = _DEVICE.match(one.device)
+        if one.advice not in (PULL, WATCH) or word is None:
+            continue
+        runs = {}
+        for name, counted in one.of_run.items():
+            steps = sum(run == name for run, _ in one.steps)
+            runs[str(Path(name).absolute())] = Counts(steps, counted["mismatches"], counted["evicted"])
+        yield Suspect(one.host, int(word[1]) if word[1] else None, one.device, runs)
 
 
 def as_values(found: Silent) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ft.platform import suspects
+
 if TYPE_CHECKING:
     from ft.observe.diagnose.silent import Device, Silent
 
@@ -12,7 +14,8 @@ _DESCRIPTION = """\
 Read what double execution (--ft-dmr) has recorded in the events of runs, and list the devices that computed wrongly:
 how often, in which operators, and what followed. A device is to be pulled if it was wrong in several steps or was
 evicted; one mismatch may be a cosmic ray. An operator that differs on several devices is not reproducible, and no
-device is at fault."""
+device is at fault. With --out the devices are added to a file, and ft run --suspects FILE uses none that is to be
+pulled."""
 
 _EPILOG = "exit code: 0 nothing was wrong, 1 there were mismatches, 2 a run cannot be read"
 _HEAD = ("advice", "host", "device", "runs", "steps", "mismatches", "operators", "then")
@@ -30,6 +33,7 @@ def add_parser(subparsers) -> None:
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="folder that was given to ft run as --run-dir"
     )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="add the devices to this file for ft run --suspects")
     parser.add_argument("--json", action="store_true", help="print JSON with every step instead of tables")
     parser.set_defaults(main=run)
 
@@ -41,12 +45,16 @@ def run(given: argparse.Namespace) -> int:
         0 if none did, 1 otherwise.
 
     Raises:
-        UserError: a folder contains no run, or cannot be read.
+        UserError: a folder contains no run, or cannot be read, or the file of suspects cannot be read or written.
     """
-    from ft.observe.diagnose.silent import as_values, read, silent
+    from ft.observe.diagnose.silent import as_values, read, silent, suspects_of
 
     found = silent(read(given.runs))
+    every = None if given.out is None else suspects.add(given.out, suspects_of(found))
     print(json.dumps(as_values(found)) if given.json else as_text(found))
+    if every is not None and not given.json:
+        pulled = sum(one.advice == suspects.PULL for one in every)
+        print(f"\n{given.out} has {len(every)} device(s) now, {pulled} of them to pull")
     return 1 if found.devices else 0
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ft.base import events
+from ft.platform import devices
 from ft.systems.dmr.runtime.suspects import EVICT, Outcome, Reports
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ _MOST_EVENTS, _MOST_LINES = 20, 3
 
 @dataclass(frozen=True)
 class HostAndDevice:
-    """The host and device on which a rank computes."""
+    """The host and device on which a rank computes; the device with its index among all of the host, so that runs with
+    other CUDA_VISIBLE_DEVICES give the same device the same name."""
 
     host: str
     device: str
@@ -33,7 +35,8 @@ class HostAndDevice:
     def here() -> "HostAndDevice":
         if torch.cuda.is_available():
             number = torch.cuda.current_device()
-            return HostAndDevice(socket.gethostname(), f"cuda:{number} ({torch.cuda.get_device_name(number)})")
+            name = f"cuda:{devices.on_node(number)} ({torch.cuda.get_device_name(number)})"
+            return HostAndDevice(socket.gethostname(), name)
         return HostAndDevice(socket.gethostname(), "cpu")
 
 
