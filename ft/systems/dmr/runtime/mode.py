@@ -110,7 +110,8 @@ class DoubleExecution(TorchDispatchMode):
         unit, index = course.count()
         if kind.written and self._queue:
             self._queue.before_change(tensors_in(written(kind, args, kwargs)))
-        decision = self._strategy.decide(unit, index, kind.name, self._is_recomputed())
+        is_recomputed = self._is_recomputed() and not kind.changes_state
+        decision = self._strategy.decide(unit, index, kind.name, is_recomputed)
         self.position = decision.ordinal or self.position
         if self.segment is not None:
             decision = self.segment.settle(decision, kind.name, again=self.again)
@@ -154,7 +155,7 @@ class DoubleExecution(TorchDispatchMode):
         if kind.written and not is_verified_by_inspection(kind, args, kwargs):
             again = check_in_place(kind, func, args, kwargs)
             out = func(*args, **kwargs)
-            ours = tensors_in(written(kind, args, kwargs))
+            ours = results(kind, args, kwargs, out)
             self.disturb(PRIMARY, kind.name, ours)
         elif kind.written:
             out = func(*args, **kwargs)

@@ -32,6 +32,17 @@ COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
 
 
+_RUNNING = ("running_mean", "running_var")
+_UNMARKED = {
+    f"aten::{name}": _RUNNING
+    for name in (
+        *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats"),
+        *("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+    )
+}
+"""Operator -> arguments that it changes in place although its schema does not say so."""
+
+
 @dataclass(frozen=True, slots=True)
 class OperatorProperties:
     """Properties of an operator that matter for its verification.
@@ -46,6 +57,7 @@ class OperatorProperties:
         random: True if the operator draws from a random generator.
         functional: for an in-place operator, the variant that returns a new tensor instead; None if there is none.
         copies: True if the operator may copy from one device to another; such a copy is not executed again.
+        fresh: for each result, whether it is new, and not one of the written arguments.
     """
 
     name: str
@@ -55,6 +67,13 @@ class OperatorProperties:
     random: bool = False
     functional: OpOverload | None = None
     copies: bool = False
+    fresh: tuple[bool, ...] = ()
+
+    @property
+    def changes_state(self) -> bool:
+        """Return whether the operator has results, and changes arguments besides, as a batch norm its running means.
+        A second execution begins with the changed arguments then, and comes to something else."""
+        return bool(self.written) and any(self.fresh)
 
 
 @functools.cache
@@ -67,14 +86,16 @@ def properties_of(func: OpOverload) -> OperatorProperties:
     written = tuple(
         (None if argument.kwarg_only else position, argument.name)
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in _UNMARKED.get(schema.name, ())
     )
     is_idle = schema.name in _NOT_EXECUTED or torch.Tag.inplace_view in func.tags
     if is_idle or (not schema.returns and not written) or _is_view(schema) or not _yields(schema):
         return OperatorProperties(name, executes=False, written=written)
     random = torch.Tag.nondeterministic_seeded in func.tags
     functional = _functional(func) if len(written) == 1 and written[0][0] == 0 and not random else None
-    return OperatorProperties(name, True, False, written, random, functional, schema.name in _COPIES)
+    fresh = tuple(one.alias_info is None for one in schema.returns)
+    return OperatorProperties(name, True, False, written, random, functional, schema.name in _COPIES, fresh)
 
 
 def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:

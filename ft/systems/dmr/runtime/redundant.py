@@ -18,8 +18,18 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def results(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[torch.Tensor]:
-    """Return the results of an execution: the tensors that it returned; if there are none, those that it wrote to."""
-    return tensors_in(out) or [tensor for value in written(kind, args, kwargs) for tensor in tensors_in(value)]
+    """Return the results of an execution: the tensors that it wrote to, and those that it returned besides."""
+    if not kind.written:
+        return tensors_in(out)
+    return [*tensors_in(written(kind, args, kwargs)), *_made(kind, out)]
+
+
+def _made(kind: OperatorProperties, out: Any) -> list[torch.Tensor]:
+    """Return the tensors that an operator with written arguments has returned, without those arguments."""
+    if not any(kind.fresh):
+        return []
+    each = out if len(kind.fresh) > 1 else (out,)
+    return tensors_in([one for one, is_fresh in zip(each, kind.fresh, strict=True) if is_fresh])
 
 
 def written(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -79,8 +89,8 @@ def expected(
 def check_in_place(
     kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """Return the tensors that an in-place operator is about to write, computed in separate memory. Its arguments and
-    the random generator stay unchanged."""
+    """Return what ``results`` will return for an in-place operator, computed in separate memory. Its arguments and the
+    random generator stay unchanged."""
     target = args[0] if args else None
     if kind.functional is not None and _fits(target):
         again = tensors_in(kind.functional(*args, **kwargs))
@@ -92,8 +102,8 @@ def check_in_place(
         if position is not None and position < len(others):
             others[position] = copies[name]
     named = {**kwargs, **{name: copy for name, copy in copies.items() if name in kwargs}}
-    execute_again(func, others, named, state_before(kind, args, kwargs))
-    return [tensor for copy in copies.values() for tensor in tensors_in(copy)]
+    out = execute_again(func, others, named, state_before(kind, args, kwargs))
+    return [*tensors_in(list(copies.values())), *_made(kind, out)]
 
 
 def _given(kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
