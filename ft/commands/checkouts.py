@@ -253,7 +253,8 @@ def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Proble
 _SIZES = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
 _NUMBERS = (
     *("global_batch_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "expert_tensor_parallel_size"),
+    *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
 )
 _SWITCHES = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -278,6 +279,7 @@ def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: in
     parser.add_argument(f"--ddp-{patterns}", nargs="+", dest=patterns.replace("-", "_"), default=[])
     parser.add_argument("--train-iters", type=int)
     parser.add_argument("--save")
+    parser.add_argument("--cuda-graph-impl")
     parser.add_argument("--rerun-mode", default="validate_results")
     given, _ = parser.parse_known_args(list(flags))
     dp = max(1, world_size // math.prod(getattr(given, name) for name in _SIZES))

@@ -1,13 +1,16 @@
 """Where Transformer Engine or Apex is installed DMR takes torch's optimizers, and refuses what it cannot see."""
 
+import zipfile
 from types import SimpleNamespace
 
 import dmr_jobs
 import pytest
 import small_runs as runs
 import torch
+from core_wheels import newest_wheel
 
 from ft.base.errors import UserError
+from ft.systems.dmr import flags as dmr_flags
 from ft.systems.dmr.runtime.optimizers import refuse_opaque_optimizer
 from megatron.training import config
 from megatron.training.arguments import check, parse
@@ -131,6 +134,34 @@ def test_what_computes_outside_of_functions_is_refused(flags):
     with pytest.raises(UserError) as refused:
         check(parse(f"{runs.BASE} --mock-data {flags} --ft-dmr piggyback"), 2, has_te=True)
     assert "which DMR cannot execute a second time" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_refused"),
+    [
+        ({"tensor_parallel_num_weight_shards": 4}, True),
+        ({"tensor_parallel_num_weight_shards": 2}, False),
+        ({"tensor_parallel_num_weight_shards": None, "expert_tensor_parallel_num_weight_shards": None}, False),
+        ({"expert_tensor_parallel_num_weight_shards": 4}, True),
+        ({"expert_tensor_parallel_num_weight_shards": 2}, False),
+        ({"expert_tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_size": 1}, True),
+    ],
+)
+def test_generalised_tensor_parallelism_is_refused(more, is_refused):
+    """Its flags are those of megatron-core 0.19; older ones do not have them."""
+    options = parse(f"{runs.BASE} --mock-data --tensor-model-parallel-size 2 --ft-dmr piggyback")
+    for name, value in {"expert_tensor_parallel_size": None, **more}.items():
+        setattr(options.core, name, value)
+    found = [problem for problem, _ in dmr_flags.check(options, None, 0)]
+    assert [problem for problem in found if "weight-shards" not in problem] == []
+    assert bool(found) == is_refused and all("which DMR cannot execute a second time" in one for one in found)
+
+
+def test_the_number_of_shards_of_a_weight_is_called_so_in_the_newest_core(request, tmp_path):
+    with zipfile.ZipFile(newest_wheel(request, tmp_path)) as wheel:
+        source = wheel.read("megatron/core/model_parallel_config.py").decode()
+    for name in ("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"):
+        assert f"\n    {name}: Optional[int] = None" in source
 
 
 def test_with_dmr_norms_are_torch_s_and_other_fused_kernels_stay(monkeypatch):

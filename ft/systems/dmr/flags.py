@@ -21,6 +21,16 @@ _OUTSIDE = {
 }
 """Flag of megatron-core -> what it does outside of operators and of functions."""
 
+_SHARDS = {
+    "--tensor-parallel-num-weight-shards": ("tensor_model_parallel_size",),
+    "--expert-tensor-parallel-num-weight-shards": ("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+}
+"""Flag of generalised tensor parallelism -> the field with the number of shards without it; the next one holds if it is
+None.
+
+Each use of a sharded weight starts the all-gather of the next weight, and finishes the reduce-scatter and the sum of
+the gradient that another use has started, on other streams, by state that belongs to the chain of all weights."""
+
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
@@ -45,3 +55,9 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
         if value not in (None, False, "none"):
             shown = flag if value is True else f"{flag} {value}"
             yield f"{shown} {why}, which DMR cannot execute a second time", f"drop {flag}, or DMR"
+    for flag, fields in _SHARDS.items():
+        shards = getattr(options.core, flag.removeprefix("--").replace("-", "_"), None)
+        plain = next((size for name in fields if (size := getattr(options.core, name, None)) is not None), 1)
+        if shards is not None and shards > plain:
+            problem = "gathers the next weight and sums another one's gradient within each layer"
+            yield f"{flag} {shards} {problem}, which DMR cannot execute a second time", f"drop {flag}, or DMR"
