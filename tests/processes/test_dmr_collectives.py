@@ -1,4 +1,4 @@
-"""A communication library that brings wrong results is found out.
+"""A communication library that brings wrong results or messages is found out.
 
 The flips here are made below torch.distributed, where DMR has no hook.
 """
@@ -15,6 +15,12 @@ EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --disable-bias-linear "
     "--moe-token-dispatcher-type alltoall "
 )
+PIPELINE = "--pipeline-model-parallel-size 2 " + FULL
+INTERLEAVED = PIPELINE + "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 "
+BATCHED = INTERLEAVED.replace("size 2", "size 3").replace("size 4", "size 6") + "--num-layers 6 "
+BATCHED += "--no-overlap-p2p-communication "
+WORLDS = {BATCHED: 3}
+"""Flags -> number of ranks, if it is not 2."""
 METHODS = {
     "all_reduce": ("allreduce", "allreduce_coalesced"),
     "all_gather": (
@@ -26,6 +32,7 @@ METHODS = {
         *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
     ),
     "all_to_all": ("alltoall_base", "all_to_all_single"),
+    "message": ("recv",),  # of send and recv, isend and irecv, and batch_isend_irecv
 }
 """Names of the methods of process groups, of several releases of torch."""
 
@@ -141,6 +148,10 @@ CASES = {
     "reduce-scatter of gradients, overlapped": (OVERLAPPED, "reduce_scatter", (21, 22, 30), (1,)),
     "reduce-scatter in bf16": (SEQUENCE + "--bf16 ", "reduce_scatter", (14,), (1,)),
     "all-to-all of tokens": (EXPERTS, "all_to_all", (0, 9, 30), (0,)),
+    "messages of a pipeline": (PIPELINE, "message", (0, 9, 30), (0, 1)),
+    "messages of a pipeline in bf16": (PIPELINE + "--bf16 ", "message", (0, 7, 14), (0, 1)),
+    "messages of an interleaved pipeline": (INTERLEAVED, "message", (0, 9, 30), (0, 1)),
+    "messages of an interleaved pipeline, batched": (BATCHED, "message", (0, 9, 30), (0, 2)),
     "all-reduce on one rank": ("--clip-grad 0.5 " + FULL, "all_reduce", (0, 9, 30), (1,)),
     "all-reduce on all ranks alike": ("--clip-grad 0.5 " + FULL, "all_reduce", (21, 22, 30), (0, 1)),
 }
@@ -149,7 +160,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_result_inside_the_library_is_seen_and_the_step_taken_once_more(name, ranks, corpus):
     flags, *case = CASES[name]
-    everybody = ranks(wrong_results, 2, f"{runs.BASE} {flags} --data-path {corpus}", *case, timeout=170)
+    everybody = ranks(
+        wrong_results, WORLDS.get(flags, 2), f"{runs.BASE} {flags} --data-path {corpus}", *case, timeout=170
+    )
+    if CASES[name][1] == "message":  # unlike sums, they are compared bit for bit
+        unseen = [one for found in everybody for one in found["found"] if one[1] and not one[2]]
+        assert not unseen, everybody
     for found in everybody:
         assert found["calls"] and not found["unverified"], everybody
         missed = [one for one in found["found"] if not one[4]]
