@@ -6,6 +6,7 @@ The flips here are made below torch.distributed, where DMR has no hook.
 import dmr_jobs
 import pytest
 import small_runs as runs
+import test_checkfree_plus
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel " + FULL
@@ -19,7 +20,8 @@ PIPELINE = "--pipeline-model-parallel-size 2 " + FULL
 INTERLEAVED = PIPELINE + "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 "
 BATCHED = INTERLEAVED.replace("size 2", "size 3").replace("size 4", "size 6") + "--num-layers 6 "
 BATCHED += "--no-overlap-p2p-communication "
-WORLDS = {BATCHED: 3}
+ROUTES = "--ft-dmr piggyback --pipeline-model-parallel-size 4 --ft-hot-swap --ft-checkfree-plus " + FULL
+WORLDS = {BATCHED: 3, ROUTES: 4}
 """Flags -> number of ranks, if it is not 2."""
 METHODS = {
     "all_reduce": ("allreduce", "allreduce_coalesced"),
@@ -108,7 +110,7 @@ def wrong_results(flags: str, kind: str, bits: tuple, hit_ranks: tuple) -> dict:
     from megatron.training.step import train_step
 
     library = Library(kind)
-    job = dmr_jobs.assemble(flags)
+    job = _swapped(flags) if "--ft-checkfree-plus" in flags else dmr_jobs.assemble(flags)
     again, found = dmr_jobs.Again(job), []
 
     def two_steps():
@@ -139,6 +141,15 @@ def wrong_results(flags: str, kind: str, bits: tuple, hit_ranks: tuple) -> dict:
     return {"calls": calls, "found": found, "unverified": protection.engine.coverage()["unverified"]}
 
 
+def _swapped(flags: str):
+    """Build a job in which microbatches pass the stages in two orders."""
+    from megatron import patches
+    from megatron.patches.manifest import WITH_DMR
+
+    patches.apply(WITH_DMR)
+    return test_checkfree_plus.assemble(flags)[0]
+
+
 CASES = {
     "all-gather of activations": (SEQUENCE, "all_gather", (0, 9, 30), (1,)),
     "all-gather of parameters": (SHARDED, "all_gather", (0, 9, 30), (0,)),
@@ -152,6 +163,7 @@ CASES = {
     "messages of a pipeline in bf16": (PIPELINE + "--bf16 ", "message", (0, 7, 14), (0, 1)),
     "messages of an interleaved pipeline": (INTERLEAVED, "message", (0, 9, 30), (0, 1)),
     "messages of an interleaved pipeline, batched": (BATCHED, "message", (0, 9, 30), (0, 2)),
+    "messages on CheckFree+'s routes": (ROUTES, "message", (0, 9, 30), (1, 2)),
     "all-reduce on one rank": ("--clip-grad 0.5 " + FULL, "all_reduce", (0, 9, 30), (1,)),
     "all-reduce on all ranks alike": ("--clip-grad 0.5 " + FULL, "all_reduce", (21, 22, 30), (0, 1)),
 }
