@@ -291,6 +291,8 @@ def _unusual(look: Look) -> dict[int, Departure]:
 
 def _place_in(said: Rank) -> str:
     operation = next(iter(said.pending), None)
+    if operation is not None and said.training is None:
+        return f"in {operation}" + (f", which was started at {operation.site}" if operation.site else "")
     place = where(said)
     return place if operation is None else f"in {operation}: {place}"
 

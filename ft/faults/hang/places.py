@@ -44,6 +44,9 @@ def place(thread: Thread | None) -> str:
 def where(rank: Rank) -> str:
     """Return where the training thread of a rank is: the kind of place, and the innermost call."""
     thread = rank.training
+    if thread is None and rank.operations:
+        last = rank.operations[-1]
+        return f"after {last}" + (f", which was started at {last.site}" if last.site else "")
     kind = place(thread)
     if thread is None:
         return kind

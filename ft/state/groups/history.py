@@ -118,6 +118,10 @@ class History:
                 found.append(_operation(entry, done, awaited, now))
         return tuple(found)
 
+    def entries(self) -> list[Entry]:
+        """Return all operations that are remembered, in the order of their start."""
+        return [*self._older, *self._before, *self._now]
+
     def departure(self) -> Departure | None:
         """Return how the present step, or the one before, departs from the step before it; None if neither does."""
         older, before, now = self._older, self._before, self._now

@@ -11,7 +11,7 @@ from ft.lab.simulate.hangs.faults import KINDS, LAYOUTS, STEP, Injected
 from ft.lab.simulate.hangs.machine import Machine
 from ft.lab.simulate.hangs.program import Layout, programs
 
-_STEPS = 3
+_STEPS = 4
 _SLOW_STEPS = 6
 _LOOKS = 40
 

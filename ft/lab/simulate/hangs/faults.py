@@ -19,8 +19,8 @@ from ft.faults.hang.look import DEAD, STOPPED
 from ft.lab.simulate.hangs.machine import Wrong
 from ft.lab.simulate.hangs.program import Batch, Call, Layout, Programs
 
-STEP = 1
-"""The step in which something goes wrong; the step before it shows what is usual."""
+STEP = 2
+"""The step in which something goes wrong; the steps before it show what is usual."""
 
 _PLACES = {
     "user code": ("train.py:88 my_metric", "training/training.py:1490 train_step"),

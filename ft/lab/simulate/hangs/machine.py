@@ -203,6 +203,11 @@ class Machine:
         wrong = self._wrong[rank]
         return self._runners[rank].halted or wrong.program is not None
 
+    def started(self, rank: int) -> list[tuple[Entry, bool]]:
+        """Return the operations that a rank has started in the last steps, each with whether it has ended."""
+        runner = self._runners[rank]
+        return [(entry, id(entry) not in runner.open) for entry in runner.history.entries()]
+
     # --- looks --------------------------------------------------------------------------------------------------------
 
     def look(self) -> Look:
