@@ -35,8 +35,10 @@ def add_parser(subparsers) -> None:
     source.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder that was given to ft run as --run-dir")
     source.add_argument("--traces", metavar="FOLDER", type=Path, help="folder with dumps of torch's flight recorder")
     parser.add_argument("--look", type=int, metavar="N", help="number of the look to read (default: the newest)")
+    parser.add_argument("--looks", type=int, default=1, metavar="N", help="take N looks, to tell who slows a run down")
+    parser.add_argument("--every", type=float, default=0.3, metavar="S", help="seconds between looks (default: 0.3)")
     parser.add_argument("--stored", action="store_true", help="read the newest stored look, and ask for no new one")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a picture of who waits for whom (SVG)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who waits for whom (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(main=run)
 
@@ -50,18 +52,26 @@ def run(given: argparse.Namespace) -> int:
     Raises:
         UserError: there is no look to read, or it cannot be read.
     """
-    from ft.faults.hang.causes import diagnose
+    from ft.faults.hang.series import over_time
     from ft.observe.diagnose.hang import as_text, as_values
 
-    look = _traces(given.traces) if given.traces is not None else _of_run(given.run, given.look, given.stored)
-    found = diagnose(look)
+    if given.looks < 1 or given.every <= 0:
+        raise UserError("--looks must be at least 1, and --every above 0", "leave them out for a single look")
+    if given.traces is not None:
+        taken = [_traces(given.traces)]
+    else:
+        taken = [_of_run(given.run, given.look, given.stored)]
+        for _ in range(given.looks - 1):
+            time.sleep(given.every)
+            taken.append(_of_run(given.run, None, False))
+    look, found = taken[-1], over_time(taken)
     if given.picture is not None:
-        from ft.observe.diagnose.hang_picture import picture
+        from ft.observe.diagnose.hang_picture import save
 
         try:
-            given.picture.write_text(picture(look, found))
-        except OSError as error:
-            raise UserError(f"{given.picture} cannot be written: {error.strerror}", "choose another file") from error
+            save(given.picture, look, found)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{given.picture} cannot be written: {error}", "name a .png, .svg or .pdf file") from error
     print(json.dumps(as_values(look, found)) if given.json else as_text(look, found))
     return 1 if found.causes else 0
 
