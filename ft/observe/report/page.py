@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ft.base import events
 from ft.base.events import Event
-from ft.observe.report import actions, rebuilds
+from ft.observe.report import actions, hangs, rebuilds
 from ft.observe.report.corruption import Corruption, corruption
 from ft.observe.report.corruption_panel import card, panel
 from ft.observe.report.goodput import Goodput
@@ -34,12 +34,14 @@ def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -
         timeline: the picture of ``ft.observe.report.timeline`` as PNG.
     """
     name, checked, acted = run.folder.resolve().name, corruption(run.events), actions.actions(run)
+    hung = hangs.panel(run.folder)
     sections = [
         header(name, _subtitle(run)),
         _headlines(run, found, times, checked),
         section("Recoveries", _recoveries(found, times)),
         *([] if checked is None else [section("Operators executed twice (DMR)", panel(checked))]),
         *([section("Other protections", table(actions.HEAD, actions.rows(acted)))] if acted else []),
+        *([section("Hangs", hung)] if hung else []),
         section("Loss", loss_svg(run.metrics, found) + _rebuilds(run)),
         section(
             "Timeline", picture(timeline, "which worker held which logical rank when, phases of the recoveries, loss")
