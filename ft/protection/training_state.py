@@ -28,6 +28,7 @@ class TrainingState:
         shards: names of the logical shards that only this rank owns.
         dp_peers: logical ranks that hold the same part of the model, including this rank, in ring order.
         dp_groups: the ``dp_peers`` lists of all ranks.
+        role: name of the pipeline stage; all ranks of a stage have the same work in every step.
     """
 
     def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None):
@@ -38,6 +39,7 @@ class TrainingState:
         self.dp_groups = groups_like(self.dp_peers, "dp-cp")
         tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         self.shards = [f"optimizer tp{tp} pp{pp} dp{self.dp_peers.index(dist.get_rank())}"]
+        self.role = f"stage {pp}"
         self._capture = capture.Capture(self.chunks, optimizer, scheduler, alone=len(self.dp_peers) == 1)
 
     def before_update(self, callback: Callable[[], None]) -> None:

@@ -8,12 +8,16 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from typing import Any
 
+from ft.base.step_clock import COMPUTE, EVALUATION, STORAGE, StepClock
 from ft.job.messages import Beat
 
 _STEPS_REMEMBERED = 20
+_PARTS = {"save": STORAGE, "evaluate": EVALUATION, "rehearsal": EVALUATION}
+"""Part of a step (``ft.base.step_clock``) to which the time in a place of kind "aside" belongs; others are waits."""
 _SAME_S = 0.05
 """Differences in the start of an operation, in seconds, that the measurement of its age causes."""
 
@@ -31,6 +35,7 @@ class Progress:
             operations and goes on: when they hang it blocks later, at the first value that it reads from the device,
             and ``waiting`` does not show it.
         clock: function that returns the monotonic time in seconds.
+        times: measures the parts of each step; None: nothing is measured.
 
     Attributes:
         waiting: see Args.
@@ -47,7 +52,9 @@ class Progress:
         waiting: Callable[[], tuple[str, float] | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         unfinished: Callable[[], tuple[str, str, float] | None] = lambda: None,
+        times: StepClock | None = None,
     ):
+        self._times = times
         self.waiting, self.unfinished, self.clock = waiting, unfinished, clock
         self.begun: Callable[[], None] = lambda: None
         self.lag: Callable[[], int] = lambda: 0
@@ -83,12 +90,18 @@ class Progress:
         self._enter("compute", f"step {step + 1}")
         self._step_began, self._aside_s = self._activity[2], 0.0
         self.begun()
+        if self._times is not None:
+            self._times.begins(self.epoch)
 
     def committed(self, step: int) -> None:
         """Record that ``step`` is committed and the next step begins."""
         if self._step_began is not None:
             self._step_times.append(self.clock() - self._step_began)
-        self.begins(step)
+        self.step = step
+        self._enter("compute", f"step {step + 1}")
+        self._step_began, self._aside_s = self._activity[2], 0.0
+        if self._times is not None:
+            self._times.ends_step(step)
 
     def aside(self, what: str) -> None:
         """Record that the step continues with ``what``, which may take long and is exempt from hang detection."""
@@ -98,6 +111,8 @@ class Progress:
         """Record that no step is under way (``where`` says why), and stop measuring the step time."""
         self._step_began = None
         self._enter("idle", where)
+        if self._times is not None:
+            self._times.pauses()
 
     @property
     def doing(self) -> str:
@@ -143,6 +158,8 @@ class Progress:
         if before[0] == "aside":
             self._aside_s += now - before[2]
         self._activity = (doing, where, now)
+        if self._times is not None:
+            self._times.switch(COMPUTE if doing == "compute" else _PARTS.get(where, where))
 
     def _at_step_s(self, now: float) -> float:
         began, (doing, _, since) = self._step_began, self._activity
@@ -170,10 +187,22 @@ class Heartbeat:
     """A thread that sends ``progress.beat()`` every ``period_s`` seconds.
 
     A stopped process (SIGSTOP) sends none, so that the agent detects it.
+
+    Args:
+        progress: what the worker does.
+        send: sends a report to the agent.
+        period_s: time between heartbeats, in seconds.
+        others: returns further reports, which are sent after each heartbeat.
     """
 
-    def __init__(self, progress: Progress, send: Callable[[Beat], None], period_s: float):
-        self._progress, self._send, self._period = progress, send, period_s
+    def __init__(
+        self,
+        progress: Progress,
+        send: Callable[[Any], None],
+        period_s: float,
+        others: Callable[[], Iterable[Any]] = lambda: (),
+    ):
+        self._progress, self._send, self._period, self._others = progress, send, period_s, others
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft-heartbeat", daemon=True)
         self._thread.start()
@@ -186,5 +215,7 @@ class Heartbeat:
         while not self._stop.wait(self._period):
             try:
                 self._send(self._progress.beat())
+                for report in self._others():
+                    self._send(report)
             except OSError:  # the receiving thread of the link detects the agent's death, and ends the process
                 return

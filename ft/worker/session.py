@@ -10,16 +10,17 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ft.base import token
 from ft.base.errors import DeviceUnusable, UserError
+from ft.base.step_clock import CLOCK
 from ft.faults.flip import Flip
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Close, Look, Observed, Open
+from ft.job.messages import Close, Look, Observed, Open, StepTimes
 from ft.net.choice import network_of
 from ft.state.groups import Groups, Rendezvous
 from ft.state.snapshot import SnapshotServer
@@ -64,6 +65,8 @@ class Session(protocol.Member):
         faulty_device: function (number of the fault, bit flip) that injects a bit flip into this worker's computation;
             None without redundant execution (SpareTrain).
         progress: progress that heartbeats report.
+        role: name of the part of the work that the worker does. Workers with the same role have the same work in every
+            step, so that one of them that is slower than the others stands out. "": its steps are not compared.
         server: server that sends and receives snapshots.
         address: host:port of that server.
         orders: queue of the control plane's orders.
@@ -80,8 +83,11 @@ class Session(protocol.Member):
         self.progress = Progress(
             waiting=lambda: self.groups.waiting() if self.groups is not None else None,
             unfinished=lambda: self.groups.oldest_unfinished() if self.groups is not None else None,
+            times=CLOCK,
         )
         self.progress.begun = self._on_step
+        self.role = ""
+        CLOCK.start()
         self.server = SnapshotServer(network_of(environment), token=self.token)
         self.address = self.server.address
         self._left = threading.Event()
@@ -90,7 +96,7 @@ class Session(protocol.Member):
         self.orders = Orders(self._on_close, self._on_look)
         self.link = Link.connect(environment)
         self.link.listen(self.orders.deliver)
-        self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s)
+        self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s, self._step_times)
 
     def send(self, report: Any) -> None:
         self.link.send(report)
@@ -171,8 +177,33 @@ class Session(protocol.Member):
     def close(self) -> None:
         """End the session: stop heartbeats, and close the snapshot server and the connection to the agent."""
         self._heartbeat.close()
+        CLOCK.stop()
         self.server.close()
         self.link.close()
+
+    def _step_times(self) -> Iterator[StepTimes]:
+        """Return the reports on steps that were not sent yet."""
+        groups = self.groups
+        while self.role:
+            try:
+                block = CLOCK.blocks.popleft()
+            except IndexError:
+                return
+            waits: dict[str, float] = {}
+            for name, seconds in block.waits.items():
+                label = name if groups is None else groups.label(name)
+                waits[label] = round(waits.get(label, 0.0) + seconds, 6)
+            yield StepTimes(
+                worker=self.worker,
+                epoch=block.epoch,
+                rank=self.rank,
+                role=self.role,
+                steps=block.steps,
+                step_s=[round(seconds, 6) for seconds in block.step_s],
+                own_s=[round(seconds, 6) for seconds in block.own_s],
+                parts={name: round(seconds, 6) for name, seconds in block.parts.items()},
+                waits=waits,
+            )
 
     def _on_close(self, order: Close) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from ft.base.errors import FtError
+from ft.base.step_clock import CLOCK, DATA
 from megatron.patches.releases import batch_of_this_context_rank
 
 
@@ -27,7 +28,7 @@ def make_forward_step(check_finite: bool):
         Returns:
             (output, loss function): per-token losses [micro batch, sequence] on the last stage, activations before it.
         """
-        batch = _on_device(next(loader)) if loader is not None else {}
+        batch = _on_device(CLOCK.during(DATA, next, loader)) if loader is not None else {}
         output = chunk(
             batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
         )

@@ -156,7 +156,7 @@ class Agent:
         if now >= self._next_beat:
             self._next_beat = now + self._beat_s
             beats = self._workforce.beats(now)
-            self._uplink.post(AgentBeat(self._node, beats))
+            self._uplink.post(AgentBeat(self._node, beats, self._workforce.take_step_times()))
             self._parts.faults.heard(beats)
             self._parts.room.heard(beats)
             self._workforce.sweep()

@@ -23,6 +23,7 @@ from ft.job.messages import (
     Beat,
     Look,
     Looked,
+    StepTimes,
     WorkerExited,
     WorkerReady,
     WorkerResumed,
@@ -99,6 +100,7 @@ class Workforce:
         self._started = 0
         self._early: dict[int, int] = {}
         self._remains: list[int] = []
+        self._step_times: list[StepTimes] = []
         self.workers: dict[str, Worker] = {}
         self.looks = Looks(Path(place.run_dir), place.node)
         self.is_guarded = False
@@ -283,6 +285,11 @@ class Workforce:
             if worker.channel is not None and worker.channel.wants_write:
                 worker.channel.flush()
 
+    def take_step_times(self) -> list[StepTimes]:
+        """Return what workers have reported about their steps since the last call."""
+        taken, self._step_times = self._step_times, []
+        return taken
+
     def beats(self, now: float) -> dict[str, Beat]:
         """Return the last heartbeat of each worker, with its present age."""
         heard = [worker for worker in self.workers.values() if worker.beat is not None]
@@ -324,6 +331,9 @@ class Workforce:
             return
         if isinstance(report, Looked):
             self.looks.heard(report)
+            return
+        if isinstance(report, StepTimes):
+            self._step_times.append(report)
             return
         self.is_guarded |= isinstance(report, WorkerResumed)
         if isinstance(report, WorkerReady):

@@ -35,6 +35,7 @@ from ft.job.messages.reports import (
     LookWanted,
     MasterChosen,
     Observed,
+    PaceJudged,
     WorkerArrived,
     WorkerDone,
     WorkerExited,
@@ -47,7 +48,7 @@ from ft.job.messages.reports import (
     WorkerStarted,
     WorkerSuspects,
 )
-from ft.job.messages.values import ELSEWHERE, Beat, GroupReport, Holdings, Neighbours, Seat, Source
+from ft.job.messages.values import ELSEWHERE, Beat, GroupReport, Holdings, Neighbours, Seat, Source, StepTimes
 from ft.net.codec import BadMessage, from_json, to_json
 
 __all__ = [
@@ -75,12 +76,14 @@ __all__ = [
     "Neighbours",
     "Observed",
     "Open",
+    "PaceJudged",
     "Repair",
     "Restart",
     "Resume",
     "Seat",
     "Source",
     "Spawn",
+    "StepTimes",
     "Stop",
     "WorkerArrived",
     "WorkerDone",
@@ -101,7 +104,7 @@ __all__ = [
 REPORTS = (
     *(AgentJoined, AgentBeat, AgentLeaving, WorkerStarted, WorkerReady, WorkerExited, WorkerSilent, WorkerFailed),
     *(WorkerSuspects, WorkerReleased, WorkerArrived, WorkerRepaired, WorkerResumed, WorkerDone, Observed, Beat),
-    *(DeviceReleased, MasterChosen, ControlBack, Looked, LookWanted),
+    *(DeviceReleased, MasterChosen, ControlBack, Looked, LookWanted, StepTimes, PaceJudged),
 )
 ORDERS = (Close, Open, Repair, Resume, Look, Kill, Spawn, Restart, GivenUp, Master, Finish, Stop)
 _KINDS = {kind.__name__: kind for kind in (*REPORTS, *ORDERS)}

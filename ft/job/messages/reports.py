@@ -7,7 +7,7 @@ one entry of that map. A joiner is a worker that is new to its seat.
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft.job.messages.values import Beat, GroupReport, Holdings
+from ft.job.messages.values import Beat, GroupReport, Holdings, StepTimes
 from ft.net.codec import Numbers
 
 
@@ -40,10 +40,17 @@ class AgentJoined:
 
 @dataclass(frozen=True)
 class AgentBeat:
-    """The heartbeat of an agent. ``workers``: worker -> its last heartbeat, for the agent's workers."""
+    """The heartbeat of an agent.
+
+    Attributes:
+        node: name of the agent.
+        workers: worker -> its last heartbeat, for the agent's workers.
+        step_times: what its workers have reported about their steps since the heartbeat before.
+    """
 
     node: str
     workers: dict[str, Beat] = field(default_factory=dict)
+    step_times: list[StepTimes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -282,6 +289,35 @@ class LookWanted:
     """
 
     why: str
+
+
+@dataclass(frozen=True)
+class PaceJudged:
+    """Report of the control plane to itself: a worker is persistently slower than those with the same work, or no longer.
+
+    Attributes:
+        worker: name of the worker.
+        epoch: epoch of the steps that were compared.
+        rank: its logical rank.
+        step: the last of these steps.
+        is_late: whether it is slower.
+        ratio: median over the steps of its own work's time, divided by the median time of the others.
+        own_s: median time of its own work in a step, in seconds.
+        usual_s: the same of the others, in seconds.
+        cause: the kind of work that takes it longer than the others.
+        steps: number of steps that were compared.
+    """
+
+    worker: str
+    epoch: int
+    rank: int
+    step: int
+    is_late: bool
+    ratio: float
+    own_s: float
+    usual_s: float
+    cause: str
+    steps: int
 
 
 @dataclass(frozen=True)

@@ -129,3 +129,31 @@ class Beat:
     step_s: float | None = None
     lag: int = 0
     at_step_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What one worker has done in some consecutive steps (:mod:`ft.base.step_clock`).
+
+    Attributes:
+        worker: name of the worker.
+        epoch: epoch of the steps.
+        rank: its logical rank.
+        role: name of the part of the work that it does; ranks with the same role have the same work in every step.
+        steps: numbers of the steps.
+        step_s: duration of each step, in seconds.
+        own_s: time in each step in which the rank did not wait for others, in seconds.
+        parts: kind of own work -> its time in all of these steps, in seconds.
+        waits: name of a process group, or of something else that it has waited for -> time in all of these steps, in
+            seconds.
+    """
+
+    worker: str
+    epoch: int
+    rank: int
+    role: str
+    steps: list[int]
+    step_s: list[float]
+    own_s: list[float]
+    parts: dict[str, float] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)

@@ -354,6 +354,12 @@ class Groups:
         """Return (name of the group whose operation blocks the training thread, start in monotonic time), or None."""
         return self._state.waiting
 
+    def label(self, name: str) -> str:
+        """Return a word for group ``name`` that people understand, such as "tensor model parallel group"."""
+        group = self._groups.get(name)
+        described = "" if group is None else group.group_desc
+        return name if described in ("", "undefined") else described.lower().replace("_", " ")
+
     def oldest_unfinished(self) -> tuple[str, str, float] | None:
         """Return (name of its group, name, age in seconds) of the oldest operation of training that has not ended.
 

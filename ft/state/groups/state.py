@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.base.errors import EpochClosed, RecoverableError
+from ft.base.step_clock import CLOCK
 from ft.state.groups.history import History
 
 OnFailure = Callable[[str, BaseException], None]
@@ -64,10 +65,12 @@ class EpochState:
     def begins_to_wait(self, group: str, work: Any = None) -> None:
         if self.thread.trains:
             self.waiting, self.awaited = (group, time.monotonic()), work
+            CLOCK.begins_to_wait(group)
 
     def has_waited(self) -> None:
         if self.thread.trains:
             self.waiting = self.awaited = None
+            CLOCK.has_waited()
 
     def settle(self) -> None:
         """Wait until no thread of ``before_drop`` is in an operation. Call it in a closed epoch."""
