@@ -55,6 +55,8 @@ DMR_MISMATCH = "dmr_mismatch"
 DMR_VERDICT = "dmr_verdict"
 DMR_CLEAN = "dmr_clean"
 PROTECTION_ACTED = "protection_acted"
+STRAGGLER_FOUND = "straggler_found"
+STRAGGLER_GONE = "straggler_gone"
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,11 @@ SCHEMA: Mapping[str, Needs] = {
     DMR_CLEAN: Needs(("step",), ("attempt",)),
     # a user-defined protection has acted on a step; protection: its name; what: its action, as a verb phrase
     PROTECTION_ACTED: Needs(("rank", "step"), ("protection", "what")),
+    # a rank's own work takes persistently longer than that of ranks with the same work, or no longer does; step: the
+    # last step that was compared; ratio: its time divided by the others'; own_s, usual_s: the median times of one step;
+    # cause: the kind of work that takes it longer; steps: number of steps that were compared
+    STRAGGLER_FOUND: Needs(("worker", "rank", "step"), ("ratio", "own_s", "usual_s", "cause", "steps")),
+    STRAGGLER_GONE: Needs(("worker", "rank", "step"), ("ratio",)),
 }
 """All events, by name."""
 

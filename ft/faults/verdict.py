@@ -7,6 +7,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ft.base.step_clock import COMPUTE
+
 RETRY, REPLACE, RESTART, STOP = "in place", "replace", "restart", "stop"
 SEVERITY = (RETRY, REPLACE, RESTART, STOP)
 """Actions, from the mildest to the most severe; of several simultaneous failures, the most severe action is taken."""
@@ -16,6 +18,7 @@ DEVICE = "GPU memory fault"
 HOST = "PCIe / host / kernel fault"
 NETWORK = "network or storage fault"
 SOFTWARE = "software bug or unknown failure"
+STRAGGLER = "straggler"
 USER = "user error"
 
 USER_CODE = 2
@@ -27,7 +30,7 @@ class Verdict:
     """The classification of a failure, with the action to take.
 
     Attributes:
-        category: a row of DEADPOOL, table II, or USER.
+        category: a row of DEADPOOL, table II, STRAGGLER or USER.
         action: RETRY (keep the worker and repeat), REPLACE (by a standby), RESTART (all workers) or STOP.
         reason: explanation for the user.
         signal: a word or two for the observation that revealed the failure.
@@ -213,6 +216,21 @@ def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
     """
     category = HOST if action == REPLACE else TRANSIENT
     return Verdict(category, action, f"{what} within {limit_s:g} s", "deadline", key="deadline", in_vain=True)
+
+
+def of_straggler(ratio: float, factor: float, cause: str, has_device: bool = False) -> Verdict:
+    """Classify a worker whose own work takes persistently longer than that of the others with the same work.
+
+    Its device gets no further worker if it computes slowly: another worker would be slow there as well.
+
+    Args:
+        ratio: time of its own work in a step divided by that of the others.
+        factor: the ratio from which on a straggler is replaced.
+        cause: the kind of work that takes it longer.
+        has_device: whether the worker computes on a device of its node.
+    """
+    reason = f"its own work takes {ratio:.2f} times as long as that of the others (limit {factor:g}), mostly {cause}"
+    return Verdict(STRAGGLER, REPLACE, reason, "slow", key="straggler", device_unusable=has_device and cause == COMPUTE)
 
 
 def of_drift(differences: Sequence[str]) -> Verdict:

@@ -38,8 +38,10 @@ def named_after(times, since: int) -> tuple[int | None, set[int]]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16])
 def test_equal_ranks_are_never_named(ranks):
     """4 x 2500 runs of 40 to 80 steps with 2 % jitter, each judged up to five times: nobody is named in any of them."""
-    named = sum(named_after(simulated(seed, ranks, WINDOW + 4 * BLOCK * (seed % 25 == 0), {}), 0)[0] is not None
-                for seed in range(2500))
+    named = sum(
+        named_after(simulated(seed, ranks, WINDOW + 4 * BLOCK * (seed % 25 == 0), {}), 0)[0] is not None
+        for seed in range(2500)
+    )
     assert named == 0
 
 

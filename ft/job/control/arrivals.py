@@ -202,6 +202,7 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
         state.complete |= {int(rank): bool(all_of_it) for rank, all_of_it in detail.get("complete", {}).items()}
         state.places |= {int(rank): GridPosition(**place) for rank, place in detail.get("places", {}).items()}
         state.checkfree = detail.get("checkfree", state.checkfree)
+        state.evict_factor = detail.get("evict_stragglers", state.evict_factor)
         out.add(
             "the layout of "
             + ", ".join(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control import absence, arrivals, deadlines, epochs, failures, looks
+from ft.job.control import absence, arrivals, deadlines, epochs, eviction, failures, looks
 from ft.job.control.decision import Decision, Decisions
 from ft.job.control.state import ENDED, State
 
@@ -58,6 +58,7 @@ _HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.WorkerDone: arrivals.worker_done,
     m.DeviceReleased: arrivals.device_released,
     m.Observed: arrivals.observed,
+    m.PaceJudged: eviction.pace_judged,
     m.MasterChosen: arrivals.master_chosen,
     m.LookWanted: looks.wanted,
     m.ControlBack: absence.control_back,

@@ -23,12 +23,14 @@ from ft.job.control.controller import decide, next_deadline
 from ft.job.control.decision import Note
 from ft.job.control.isolation import PartitionDetector
 from ft.job.control.journal import Journal, Memory, lives, recall
+from ft.job.control.pace import PaceBook
 from ft.job.control.state import ENDED, Options, State
-from ft.job.messages import AgentLeaving, ControlBack, LookWanted
+from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookWanted, StepTimes
 from ft.net.codec import BadMessage, from_json
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
 from ft.record import looks
+from ft.record.step_times import STEP_TIMES
 
 _STATUS_S = 0.5
 """Maximum age of the status file, in seconds."""
@@ -53,6 +55,7 @@ class Sidecar:
     def __init__(self, folder: Path, channel: ControlChannel, begins: Options | Memory, standing: LeaseRecord):
         self._folder, self._channel, self._standing = folder, channel, standing
         self._events = events.EventLog(folder / "events.jsonl")
+        self._paces = PaceBook(folder / STEP_TIMES)
         self._due = self._status_at = self._renewed_at = 0.0
         self._taken: dict[str, int] = {}
         self._absences = 0
@@ -95,9 +98,14 @@ class Sidecar:
             if posted is None and (self._now() < self._due or self._partition.yields):
                 continue
             if posted is None or not posted.number or posted.number > self._taken.get(posted.node, 0):
+                posted, times = _without_times(posted)
                 self._take(posted)
+                # Times of steps are many, and matter only together: the journal gets what follows from them.
+                for judged in self._paces.take(self._state, times, time.time()):
+                    self._take(Posted(self._standing.node, 0, judged))
         self._journal.close()
         self._events.close()
+        self._paces.close()
         self._channel.close()
         return 0
 
@@ -186,6 +194,13 @@ class Sidecar:
         wait = self._ended_at + _LEAVE_S
         self._due = min(self._due, wait)
         return here <= self._left or self._now() >= wait
+
+
+def _without_times(posted: Posted | None) -> tuple[Posted | None, list[StepTimes]]:
+    """Return the message without the times of steps that a heartbeat carries, and these times."""
+    if posted is None or not isinstance(posted.report, AgentBeat) or not posted.report.step_times:
+        return posted, []
+    return replace(posted, report=replace(posted.report, step_times=[])), posted.report.step_times
 
 
 def parse_options(text: str) -> Options:

@@ -221,6 +221,23 @@ class Incident:
 
 
 @dataclass(frozen=True)
+class Straggler:
+    """A worker whose own work takes persistently longer than that of workers with the same work.
+
+    Attributes:
+        worker: its name.
+        step: step at which it was last compared.
+        ratio: time of its own work divided by the others'.
+        cause: the kind of work that takes it longer.
+    """
+
+    worker: str
+    step: int
+    ratio: float
+    cause: str
+
+
+@dataclass(frozen=True)
 class Return:
     """One recovery that rolled training back to committed step ``step``.
 
@@ -307,6 +324,10 @@ class State:
         last_recovery: the last recovery, for the status file.
         looks: number of looks at all workers that were ordered (``ft.job.control.looks``).
         looked_at: time of the last one.
+        stragglers: logical rank -> its worker, if that is persistently slower than others with the same work.
+        evict_factor: a straggler is replaced if its own work takes this many times as long as that of the others; None:
+            stragglers keep their seats.
+        evicted_at: step at which a straggler was last replaced, or None.
     """
 
     options: Options
@@ -343,6 +364,9 @@ class State:
     last_recovery: dict[str, str | int | float] = field(default_factory=dict)
     looks: int = 0
     looked_at: float = -1e9
+    stragglers: dict[int, Straggler] = field(default_factory=dict)
+    evict_factor: float | None = None
+    evicted_at: int | None = None
 
     @classmethod
     def begin(cls, options: Options) -> "State":

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ft.job.control import eviction
 from ft.job.control.state import State, Worker
 
 
@@ -16,6 +17,7 @@ def values(state: State) -> dict[str, Any]:
     ``standbys``: the ready workers without a logical rank. ``lag``: number of steps between the newest snapshot that
     all peers hold and the committed step, of the worker for which it is largest; None without snapshots. ``protected``:
     whether any worker has ever trained under hot-swap protection. ``limits``: the timeouts that are not the defaults.
+    ``stragglers``: logical rank -> its worker, for those that are persistently slower than others with the same work.
     """
     seated = state.seated()
     lags = [beat.lag for worker in seated if (beat := state.beat(worker))]
@@ -37,6 +39,7 @@ def values(state: State) -> dict[str, Any]:
             for agent in sorted(state.agents.values(), key=lambda a: a.node_rank)
         },
         "last_recovery": dict(state.last_recovery) or None,
+        "stragglers": {str(rank): asdict(slow) for rank, slow in sorted(eviction.present(state).items())},
     }
 
 

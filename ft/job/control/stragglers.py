@@ -55,7 +55,7 @@ def compare(times: Mapping[int, Sequence[float]]) -> dict[int, Pace]:
     ranks = list(times)
     usual: dict[int, list[float]] = {rank: [] for rank in ranks}
     for step in range(-WINDOW, 0):
-        ordered = sorted(ranks, key=lambda rank: times[rank][step])  # noqa: B023 - called at once
+        ordered = sorted(ranks, key=lambda rank: times[rank][step])
         for place, rank in enumerate(ordered):
             usual[rank].append(_median_of_others(ordered, place, times, step))
     return {rank: _pace(list(times[rank][-WINDOW:]), usual[rank]) for rank in ranks}
@@ -66,9 +66,7 @@ def is_punctual(pace: Pace) -> bool:
     return pace.ratio < PUNCTUAL
 
 
-def _median_of_others(
-    ordered: Sequence[int], place: int, times: Mapping[int, Sequence[float]], step: int
-) -> float:
+def _median_of_others(ordered: Sequence[int], place: int, times: Mapping[int, Sequence[float]], step: int) -> float:
     """Return the median time of all ranks but the one at ``place``. ``ordered``: the ranks by their times."""
 
     def other(index: int) -> float:

@@ -293,7 +293,7 @@ class LookWanted:
 
 @dataclass(frozen=True)
 class PaceJudged:
-    """Report of the control plane to itself: a worker is persistently slower than those with the same work, or no longer.
+    """Report of the control plane to itself: a worker is persistently slower than those with the same work, or is not.
 
     Attributes:
         worker: name of the worker.

@@ -8,7 +8,14 @@ from ft.base.errors import Problem
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     """Yield (problem, fix); see :meth:`ft.protection.contract.Protection.check`."""
-    wanted = options.fault_tolerance.ft_snapshot_peers
+    wanted, factor = options.fault_tolerance.ft_snapshot_peers, options.fault_tolerance.ft_evict_stragglers
+    if factor is not None and not factor > 1.0:
+        yield (
+            f"--ft-evict-stragglers is {factor:g}",
+            "a factor above 1, such as 1.2",
+        )
+    if factor is not None and not options.fault_tolerance.ft_hot_swap:
+        yield "--ft-evict-stragglers hands a slow rank to hot-swap, which is off", "add --ft-hot-swap"
     if not options.fault_tolerance.ft_hot_swap:
         return
     others = grid.world_size - 1

@@ -29,6 +29,7 @@ class HotSwap(Protection):
             trainer.position if inside is None else inside.position,
             peers=flags.ft_snapshot_peers,
             strict=flags.ft_snapshot_strict,
+            evict_stragglers=flags.ft_evict_stragglers,
             newest_checkpoint=trainer.newest_checkpoint,
             injector=None if inside is None else inside.injector,
             close=None if inside is None else inside.close,

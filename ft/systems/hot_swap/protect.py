@@ -46,6 +46,7 @@ def build(
     close: Callable[[], None] | None = None,
     estimated: Callable[[], None] | None = None,
     without_state: Callable[[dict], dict] | None = None,
+    evict_stragglers: float | None = None,
 ) -> RecoveryManager:
     """Return the layer that recovers a training run from faults.
 
@@ -69,12 +70,17 @@ def build(
         estimated: called after a recovery in which a part of the state was estimated (CheckFree).
         without_state: returns a position with the note that it comes without a state, because another replica has it;
             None: there are no other replicas.
+        evict_stragglers: a standby replaces a rank whose own work takes persistently this many times as long as that of
+            the ranks with the same work; None: a slow rank is named, but keeps its place.
 
     Raises:
         UserError: ``strict`` is set and peer copies cannot be placed as requested; or the model's stages cannot be
             rebuilt.
     """
     subject = TrainingState(chunks, optimizer, scheduler)
+    session.role = subject.role
+    if evict_stragglers is not None:
+        session.observe("layout", evict_stragglers=evict_stragglers)
     stage_rebuilder = None
     if rebuilder is not None:
         stage_rebuilder = rebuilder(session, subject)

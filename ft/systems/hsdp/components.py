@@ -139,6 +139,7 @@ def build(
         verifier: layer that verifies gradients before they leave the replica, if there is one.
     """
     subject = TrainingState(chunks, optimizer, scheduler)
+    session.role = subject.role
     state = ReplicaState(subject, position)
     chunk_bytes = place.chunk_bytes or CHUNK_BYTES[patches.platform().name]
     ring = Ring(network_of(), place.token, RingOptions(chunk_bytes, place.chunks, streams=place.streams))

@@ -20,6 +20,10 @@ class FaultToleranceOptions:
     ft_snapshot_strict: bool = False
     """End the run at its start, instead of warning, when copies cannot be placed in failure domains of their own."""
 
+    ft_evict_stragglers: float | None = None
+    """Let a standby replace a rank whose own work takes persistently this many times as long as that of the ranks with
+    the same work, such as 1.2. Without it, a slow rank is named and keeps its place."""
+
     ft_transport: Literal["tcp", "mpi"] = "tcp"
     """What snapshots and recoveries go over; for mpi start ft run, which reads this too, with mpirun --with-ft ulfm."""
 
