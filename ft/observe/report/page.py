@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from ft.base import events
 from ft.base.events import Event
-from ft.observe.report import actions, hangs, rebuilds
+from ft.observe.report import actions, hangs, heat_map, rebuilds, slow_ranks
 from ft.observe.report.corruption import Corruption, corruption
 from ft.observe.report.corruption_panel import card, panel
 from ft.observe.report.goodput import Goodput
 from ft.observe.report.lanes import origin
 from ft.observe.report.loss_curve import loss_svg
+from ft.record import step_times
 from ft.record.block import seat_changes, what_failed
 from ft.record.recoveries import PHASES, Recovery
 from ft.record.run import Run
@@ -47,6 +48,7 @@ def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -
             "Timeline", picture(timeline, "which worker held which logical rank when, phases of the recoveries, loss")
         ),
         section("Where the time went", _time_table(times)),
+        *_step_times(run),
         section("Run", _run_table(run)),
         section("Events", _events(run.events)),
     ]
@@ -153,6 +155,15 @@ def _time_table(times: Goodput) -> str:
     body.append(("from the first epoch to the end", seconds(times.wall), ""))
     body.append(("before that: processes, imports, assembly", seconds(times.startup), ""))
     return table(("", "time", "share"), body)
+
+
+def _step_times(run: Run) -> list[str]:
+    """Return the section about the parts of the steps, none where no worker has reported them."""
+    spans, slow = step_times.read(run.folder), slow_ranks.rows(run.events)
+    if not spans:
+        return []
+    named = table(slow_ranks.HEAD, slow) if slow else "<p>No rank was persistently slower than others.</p>"
+    return [section("Ranks: own work and waiting", named + heat_map.panel(spans))]
 
 
 def _run_table(run: Run) -> str:

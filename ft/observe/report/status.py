@@ -8,6 +8,7 @@ snapshot is a copy of a rank's state in host memory; peers hold copies of it.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ft.observe.report import slow_ranks
 from ft.record import missing as records
 from ft.record.recoveries import UNDER_WAY, Recovery, recoveries
 from ft.record.run import FINISHED, Run
@@ -63,6 +64,7 @@ class Status:
         nodes: number of nodes of the run.
         lacking: sentences about what is missing from the run's files.
         limits: the timeouts of the run that are not the defaults, in seconds by name.
+        slow: sentences about the ranks that are persistently slower than others with the same work.
     """
 
     phase: str
@@ -81,6 +83,7 @@ class Status:
     nodes: int = 1
     lacking: list[str] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
+    slow: list[str] = field(default_factory=list)
 
     @property
     def stale(self) -> bool:
@@ -121,6 +124,7 @@ def status(run: Run, now: float, gone: str = "") -> Status:
         nodes=len(stored["nodes"]) if isinstance(stored.get("nodes"), dict) else 1,
         lacking=records.lacking(run),
         limits=stored["limits"] if isinstance(stored.get("limits"), dict) else {},
+        slow=slow_ranks.sentences(stored.get("stragglers")),
     )
 
 
@@ -137,6 +141,7 @@ def as_text(found: Status, folder: str) -> str:
     ]
     if found.limits:
         facts.append(("limits", ", ".join(f"{name} = {value:g} s" for name, value in found.limits.items())))
+    facts += [("straggler", text) for text in found.slow]
     facts += [("records", text) for text in found.lacking]
     lines = [f"{name:<10} {value}" for name, value in facts]
     if found.members:
@@ -163,6 +168,7 @@ def as_values(found: Status) -> dict[str, Any]:
         "recovered": found.recovered,
         "lacking": found.lacking,
         "limits": found.limits,
+        "stragglers": found.slow,
         "last_recovery": None
         if last is None
         else {
