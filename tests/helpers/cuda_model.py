@@ -21,6 +21,8 @@ What is imitated, in PyTorch's sources (2.13):
   Nonzero.cu, nonzero_cuda_out_impl).
 - A wait for an event that was never recorded waits for nothing (ATen/cuda/CUDAEvent.h, block, query, synchronize:
   `if (is_created_)`).
+- Operations take no time, except `computes`; then `Event.elapsed_time` is the time between the events' places in
+  their streams, in which a stream that waits for an event continues no earlier than that event has passed.
 - NCCL runs on a stream of its own, which waits for the current stream of the caller. `Work.wait` makes only the
   stream wait that is current in the thread that calls it, and returns at once
   (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, WorkNCCL::synchronizeStream).
@@ -70,10 +72,11 @@ class _Access:
 
 @dataclass
 class _Mark:
-    """A recorded event's place in a stream."""
+    """A recorded event's place in a stream. ``at_ms``: the model's time at which the stream has come to it."""
 
     clock: Clock
     done: bool = False
+    at_ms: float = 0.0
 
 
 @dataclass
@@ -92,6 +95,7 @@ class Stream:
         self.queue: deque[_Operation] = deque()
         self.clock: Clock = {}
         self.is_frozen = False
+        self.now_ms = 0.0
         self.cuda.streams.append(self)
         self.cuda_stream = len(self.cuda.streams)  # torch gives the address of the driver's stream
 
@@ -143,7 +147,13 @@ class Event:
         with cuda.lock:
             _join(stream.clock, cuda.host)
             self.mark = mark = _Mark(dict(stream.clock))
-            cuda.put(stream, _Operation(lambda: setattr(mark, "done", True)))
+            cuda.put(stream, _Operation(lambda: _pass(mark, stream)))
+
+    def elapsed_time(self, later: "Event") -> float:
+        """Return the milliseconds between two events. On a GPU it fails before both have passed."""
+        self.cuda.touch("Event.elapsed_time")
+        assert self.mark.done and later.mark.done, "the events have not passed"
+        return later.mark.at_ms - self.mark.at_ms
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self.cuda.current_stream()).wait_event(self)
@@ -305,6 +315,7 @@ class Cuda:
             "current_device": lambda: (self.touch("current_device"), self.device.index)[1],
             "set_device": self._set_device,
             "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: False,
             "cudart": lambda: cudart,
             "check_error": _check,
         }
@@ -393,8 +404,17 @@ class Cuda:
             if not able:
                 return False
             with _disable_current_modes():  # what runs on the device is no operator of the thread that lets it run
-                self.random.choice(able).queue.popleft().run()
+                stream = self.random.choice(able)
+                operation = stream.queue.popleft()
+                if operation.needs is not None:
+                    stream.now_ms = max(stream.now_ms, operation.needs.at_ms)
+                operation.run()
             return True
+
+    def computes(self, milliseconds: float) -> None:
+        """Keep the current stream busy for this time of the model."""
+        stream = self.current_stream()
+        self.put(stream, _Operation(lambda: setattr(stream, "now_ms", stream.now_ms + milliseconds)))
 
     def touch(self, what: str) -> None:
         """Note a call of CUDA."""
@@ -578,6 +598,10 @@ class Cuda:
         self.touch("cudaHostUnregister")
         self._pinned = [each for each in self._pinned if each[0] != address]
         return 0
+
+
+def _pass(mark: _Mark, stream: Stream) -> None:
+    mark.done, mark.at_ms = True, stream.now_ms
 
 
 def _check(result: int) -> None:

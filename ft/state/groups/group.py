@@ -21,6 +21,7 @@ from ft.net.codec import Numbers
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
 from ft.state.groups.device import DEVICE
 from ft.state.groups.local import Local
+from ft.state.groups.stalls import STALLS, Place
 from ft.state.groups.state import EpochState
 from ft.state.groups.waiter import GRACE_S
 from ft.state.groups.work import Composed, GroupWork, Message, MessageFromAnyone
@@ -67,6 +68,7 @@ class Group(dist.ProcessGroup):
         # the program drops a message's work without waiting, it is dropped here too, as in gloo.
         self._flight: dict[int, GroupWork | weakref.ref] = {}
         self._stream_mark: torch.cuda.Event | None = None
+        self._before: Place | None = None
         self.interrupted = self._used = False
         self._prune_at = _PRUNE_AT
         self._reset_counts()
@@ -160,11 +162,14 @@ class Group(dist.ProcessGroup):
             work.on_host = device_type == "cpu"
         if self._inner is None or device_type not in self._connections:
             self._registry.await_connection(self, device_type)
+        if work is not None and not work.on_host:
+            self._before = STALLS.begins(work.trains)
         return self._inner
 
     def _mark_stream(self, operation: str, began: float) -> None:
         """Record an event after an operation that the backend put onto the current stream without returning a work."""
         self._stream_mark = DEVICE.mark(self._name, operation, began)
+        STALLS.ends(self._name, self._before)
 
     # --- called by works --------------------------------------------------------------------------------------------
 

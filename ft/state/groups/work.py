@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ft.base.errors import EpochClosed
 from ft.state.groups.device import DEVICE
+from ft.state.groups.stalls import STALLS
 from ft.state.groups.waiter import wait_for_collective, wait_for_message
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class GroupWork(dist.Work):
             if self.on_host:
                 done = self._wait_on_host(inner, timeout)
             else:
+                before = STALLS.begins(state.thread.trains)
                 done = inner.wait() if timeout is None else inner.wait(timeout)
+                STALLS.ends(group.group_name, before)
                 if state.closed is not None:  # the operation may have ended by its abort
                     raise EpochClosed(*state.closed)
         except Exception as error:
