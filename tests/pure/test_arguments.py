@@ -39,6 +39,7 @@ def test_every_field_has_a_help_text_and_a_flag_of_its_own():
 OURS = {
     *("--keep-last", "--metrics-file", "--no-exit-signal-handler", "--progress-bar"),
     *("--ft-hot-swap", "--ft-snapshot-peers", "--ft-snapshot-strict", "--ft-transport"),
+    "--ft-evict-stragglers",
     *("--ft-dmr", "--ft-dmr-inject", "--ft-dmr-plan", "--ft-dmr-profile", "--ft-dmr-retries", "--ft-dmr-unstable"),
     *("--ft-checkfree", "--ft-checkfree-plus", "--ft-checkfree-strategy", "--ft-checkfree-norms"),
     *("--ft-checkfree-lr-factor", "--ft-checkfree-lr-decay-iters", "--ft-checkfree-most-in-flight"),

@@ -11,6 +11,7 @@ import torch
 
 from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.loader import StreamLoader, preserved_generators
+from ft.base.step_clock import CLOCK, DATA
 from ft.protection.contract import DataShare
 from ft.protection.streams import StreamView
 from megatron.patches.replace import replace
@@ -80,6 +81,8 @@ class Iterators:
         """Return new iterators, and remember them."""
         made = self._build(provider)
         self._made.append((provider, made))
+        if made[0] is not None:
+            made[0].iterable = _TimedIterator(made[0].iterable)
         return made
 
     def move(self) -> None:
@@ -94,6 +97,8 @@ class Iterators:
                 if iterator is not None:
                     iterator.load_state_dict({"saved_microbatches": [], "replaying": False, "replay_pos": 0})
                     iterator.iterable = _LazyIterator(loader)
+            if made[0] is not None:
+                made[0].iterable = _TimedIterator(made[0].iterable)
 
     def _part(self, provider: Callable[..., Any], share: DataShare) -> tuple:
         """Build datasets of which this world reads a part of the training data."""
@@ -106,6 +111,19 @@ class Iterators:
             train = StreamView(train, share.stream)
             self.loaders.append(StreamLoader(train, share.position, self._block, self._build_loader))
         return train, *rest
+
+
+class _TimedIterator:
+    """An iterator over training data whose time counts as the loading of data (:mod:`ft.base.step_clock`)."""
+
+    def __init__(self, iterator: Iterator):
+        self._iterator = iterator
+
+    def __iter__(self) -> "_TimedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        return CLOCK.during(DATA, next, self._iterator)
 
 
 class _LazyIterator:

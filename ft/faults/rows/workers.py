@@ -78,7 +78,10 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "slow",
             "a worker's steps take longer for a while",
             outcome=HARMLESS,
-            seen="steps that take longer; ft status names the worker for which all wait",
+            seen="steps that take longer; ft status, the report and an event name a worker that is slow for some 40 "
+            "steps",
+            answer="With --ft-evict-stragglers FACTOR and a standby that is ready, a worker that is slower by this "
+            "factor is replaced.",
         ),
     ),
     "Resources and devices": (

@@ -1,0 +1,219 @@
+"""What the control plane does about slow workers: whom it names, whom it replaces and when, and what it writes down."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from control_world import World, kinds
+
+from ft.base.events import observed
+from ft.base.step_clock import BLOCK, COMPUTE, DATA, WARM_UP
+from ft.faults.verdict import STRAGGLER
+from ft.job import messages as m
+from ft.job.control import status
+from ft.job.control.eviction import PAUSE_STEPS
+from ft.job.control.journal import Journal, recall
+from ft.job.control.pace import PaceBook
+from ft.job.control.state import RUNNING
+from ft.job.control.stragglers import WINDOW
+from ft.observe.report import heat_map, slow_ranks
+from ft.record import step_times
+
+
+def running(factor: float | None = 1.5, **how) -> World:
+    world = World(**how).run()
+    if factor is not None:
+        world.say(m.Observed("layout", {"evict_stragglers": factor}))
+    return world
+
+
+def judged(world: World, rank: int = 2, ratio: float = 2.0, step: int = 50, **changes) -> m.PaceJudged:
+    found = m.PaceJudged(
+        worker=world.worker(rank),
+        epoch=world.state.epoch,
+        rank=rank,
+        step=step,
+        is_late=True,
+        ratio=ratio,
+        own_s=0.1 * ratio,
+        usual_s=0.1,
+        cause=COMPUTE,
+        steps=WINDOW,
+    )
+    return replace(found, **changes)
+
+
+def test_a_slow_worker_is_named_once_and_keeps_its_seat_without_the_flag():
+    world = running(factor=None)
+    assert world.say(judged(world)) == [] and world.say(judged(world, step=60)) == []
+    (found,) = world.events("straggler_found")
+    assert (found["rank"], found["worker"], found["cause"], found["step"]) == (2, "n0.w2", COMPUTE, 50)
+    assert status.values(world.state)["stragglers"]["2"]["worker"] == "n0.w2"
+    world.say(judged(world, step=90, is_late=False, ratio=1.0))
+    assert [event["step"] for event in world.events("straggler_gone")] == [90]
+    assert status.values(world.state)["stragglers"] == {}
+
+
+def test_a_slow_worker_is_replaced_by_a_ready_standby():
+    world = running()
+    orders = world.say(judged(world))
+    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[0].worker == "n0.w2"
+    assert orders[2].seats["2"].worker == "n0.w4"
+    (fault,) = world.events("fault_detected")
+    assert (fault["category"], fault["action"], fault["rank"]) == (STRAGGLER, "replace", 2)
+    assert not world.events("device_unusable"), "the node has no devices"
+    world.recover()
+    assert world.state.phase == RUNNING and status.values(world.state)["stragglers"] == {}
+
+
+@pytest.mark.parametrize(
+    ("how", "changes"),
+    [
+        ({"factor": 2.5}, {}),
+        ({"standbys": 0}, {}),
+        ({}, {"epoch": -1}),
+        ({}, {"worker": "n0.w3"}),
+        ({"hot_swap": False}, {}),
+    ],
+    ids=["below the factor", "no standby", "another epoch", "another worker's rank", "no hot-swap"],
+)
+def test_who_is_not_replaced(how, changes):
+    world = running(**how)
+    assert world.say(judged(world, **changes)) == []
+    assert world.state.phase == RUNNING and not world.events("fault_detected")
+
+
+def test_a_standby_that_could_only_have_the_slow_device_does_not_help():
+    world = running(devices=4)
+    assert world.say(judged(world)) == []
+    assert "no standby with another device is ready" in world.reasons
+    world = running(devices=5)
+    orders = world.say(judged(world))
+    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[2].seats["2"].local_rank == 4
+    assert [event["device"] for event in world.events("device_unusable")] == [2]
+
+
+def test_one_at_a_time_and_then_none_for_many_steps():
+    world = running(standbys=2)
+    both = judged(world), judged(world, rank=1)
+    world.say(both[0])
+    assert world.say(both[1]) == []
+    world.recover()
+    world.ready("n0.w5")
+    early, late = (judged(world, rank=1, step=50 + PAUSE_STEPS + offset) for offset in (-1, 0))
+    assert world.say(early) == []
+    assert "Open" in kinds(world.say(late))
+
+
+def test_a_new_control_plane_knows_of_an_eviction_from_the_journal(tmp_path):
+    world = World()
+    world.journal = Journal(tmp_path / "journal.jsonl", world.options)
+    world.run()
+    world.say(m.Observed("layout", {"evict_stragglers": 1.5}))
+    report = judged(world)
+    assert m.decode(m.encode(report)) == report
+    world.say(report)
+    world.journal.close()
+    known = recall(tmp_path / "journal.jsonl").state
+    assert known.seats == world.state.seats and known.epoch == 1 and known.evicted_at == 50
+
+
+# --- the book ---------------------------------------------------------------------------------------------------------
+
+
+def blocks(world: World, number: int, slow: dict[int, float], role=lambda rank: "stage 0", part: str = COMPUTE):
+    """Return the reports of all ranks on block ``number``; ``slow``: rank -> seconds of more work in each step."""
+    first, epoch = WARM_UP + 1 + BLOCK * number, world.state.epoch
+    slowest = 0.1 + max(slow.values(), default=0.0)
+    for rank, worker in world.state.seats.items():
+        more = slow.get(rank, 0.0)
+        own = [0.1 + more + 1e-4 * ((rank + step) % 3) for step in range(BLOCK)]
+        steps = list(range(first, first + BLOCK))
+        parts = {COMPUTE: BLOCK * 0.1, part: BLOCK * (more + 0.1 * (part == COMPUTE))}
+        waits = {"tensor model parallel group": BLOCK * (slowest - 0.1 - more)}
+        yield m.StepTimes(worker, epoch, rank, role(rank), steps, [slowest] * BLOCK, own, parts, waits)
+
+
+def taken(world: World, book: PaceBook, slow, count: int = 5, **how) -> list[m.PaceJudged]:
+    found = []
+    for number in range(count):
+        for report in blocks(world, number, slow, **how):
+            found += book.take(world.state, [report], 1000.0 + number)
+    return found
+
+
+def test_the_book_names_who_works_longer_and_not_who_waits(tmp_path):
+    world = running(factor=None)
+    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    (found,) = taken(world, book, {2: 0.02}, count=4, part=DATA)
+    assert (found.rank, found.worker, found.cause, found.is_late) == (2, "n0.w2", DATA, True)
+    assert found.step <= WARM_UP + 50 and found.ratio == pytest.approx(1.2, abs=0.01)
+    world.say(found)
+    assert taken(world, book, {}, count=9)[-1].is_late is False
+
+
+def test_ranks_of_different_stages_are_not_compared(tmp_path):
+    world = running(factor=None)
+    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    assert taken(world, book, {0: 0.05, 1: 0.05}, role=lambda rank: f"stage {rank // 2}") == []
+    assert taken(world, PaceBook(tmp_path / "other"), {0: 0.05}, role=lambda rank: f"stage {rank}") == []
+
+
+def test_a_straggler_is_reported_again_when_it_can_be_replaced(tmp_path):
+    world = running(factor=1.1, standbys=0)
+    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    (found,) = taken(world, book, {2: 0.02}, count=4)
+    assert world.say(found) == []
+    assert taken(world, book, {2: 0.02}, count=5) == [], "there is no standby yet"
+    world.ready(world.start_worker("n0"))
+    (again,) = taken(world, book, {2: 0.02}, count=6)
+    assert "Open" in kinds(world.say(again))
+
+
+def test_reports_of_an_old_epoch_or_of_somebody_without_the_seat_count_for_nothing(tmp_path):
+    world = running(factor=None)
+    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    strange = [replace(report, worker="n9.w9") for report in blocks(world, 0, {})]
+    strange += [replace(report, epoch=7) for report in blocks(world, 0, {})]
+    assert book.take(world.state, strange, 1.0) == []
+    book.close()
+    assert not (tmp_path / step_times.STEP_TIMES).exists()
+
+
+def test_the_file_stays_small_and_the_report_shows_it(tmp_path):
+    world = running(factor=None)
+    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    for number in range(3000):
+        for report in blocks(world, number, {2: 0.03}):
+            book.take(world.state, [report], 1000.0 + number)
+    book.close()
+    spans = step_times.read(tmp_path)
+    assert 100 < len(spans) < 500 and spans[-1].last == WARM_UP + 3000 * BLOCK
+    assert spans[9].own_ms[2] == pytest.approx(130.1, abs=0.1) and spans[9].step_ms == [130.0] * 4
+    assert spans[9].waits == {"tensor model parallel group": [30.0, 30.0, 0.0, 30.0]}
+    shown = heat_map.panel(spans)
+    assert shown.count("<rect") <= 4 * 120 and "rank 2, steps" in shown and "1.30 times" in shown
+    assert "tensor model parallel group 30.0" in shown
+
+
+def test_damaged_lines_are_skipped(tmp_path):
+    good = {"wall": 1, "epoch": 0, "first": 1, "last": 2, "ranks": [0], "roles": ["a"], "steps": [2]}
+    good |= {"step_ms": [1.0], "own_ms": [1.0]}
+    lines = [json.dumps(good), "{", json.dumps({**good, "steps": []}), "[]", json.dumps({"wall": 1})]
+    (tmp_path / step_times.STEP_TIMES).write_text("\n".join(lines))
+    assert len(step_times.read(tmp_path)) == 1
+    assert "rank 0" in heat_map.panel(step_times.read(tmp_path))
+
+
+def test_the_report_tells_what_became_of_a_straggler():
+    def event(name, step, **values):
+        return observed(name, {"node": "n0", "worker": "n0.w2", "rank": 2, "step": step, "epoch": 0, **values})
+
+    detail = {"ratio": 1.2, "own_s": 0.12, "usual_s": 0.1, "cause": DATA, "steps": 40}
+    history = [event("straggler_found", 50, **detail), event("straggler_gone", 90, ratio=1.0)]
+    history += [event("straggler_found", 130, **detail), event("fault_detected", 140, category=STRAGGLER)]
+    (first, second) = slow_ranks.rows(history)
+    assert first[:2] == ("2", "n0.w2 on n0") and "120.0 ms" in first[3] and first[-1].endswith("after step 90")
+    assert second[-1] == "replaced after step 140"
+    (said,) = slow_ranks.sentences({"2": {"worker": "n0.w2", "ratio": 1.2, "cause": DATA, "step": 50}})
+    assert said.startswith("rank 2 (n0.w2): its own work takes 1.2 times")
