@@ -86,6 +86,17 @@ HOT_SWAP = (
         ("recovery 1: replaced in", "SIGKILL", "PCIe / host / kernel fault -> replace", "detect", LAST_STEP),
         makes=("runs/a/events.jsonl", "runs/a/journal.jsonl", "runs/a/metrics.jsonl", "runs/a/status.json"),
     ),
+    training(
+        "stragglers",
+        "ft run * --run-dir runs/slow * pretrain_gpt.py <Megatron flags> --ft-hot-swap --ft-evict-stragglers 1.5",
+        "4 -> 2",
+        {
+            "slow@step=20:rank=3": "slow@step=3:rank=1",
+            "--ft-evict-stragglers 1.5": "--train-iters 60 --ft-evict-stragglers 1.5",
+        },
+        ("recovery 1: replaced in", "straggler -> replace", "iteration       60/      60"),
+        long=True,
+    ),
     Walk(
         "check",
         "ft check --gpus 8 pretrain_gpt.py <Megatron flags>",
@@ -171,6 +182,7 @@ BENCHES = (
         ('"bench": "hsdp_fetch"',),
         long=True,
     ),
+    only_help("bench-step-clock", "python tools/bench/step_clock.py"),
     Walk("bench-quorum", "python tools/bench/quorum.py", {"quorum.py": "quorum.py --rounds 5"}, ('"quorum_ms"',)),
     only_help("bench-step", "python tools/bench/step_time.py"),
     only_help("fault-campaign", "python tools/experiments/fault_campaign.py *"),
