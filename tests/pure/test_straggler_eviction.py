@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from control_world import World, kinds
@@ -18,6 +19,7 @@ from ft.job.control.state import RUNNING
 from ft.job.control.stragglers import WINDOW
 from ft.observe.report import heat_map, slow_ranks
 from ft.record import step_times
+from ft.systems.hot_swap import flags
 
 
 def running(factor: float | None = 1.5, **how) -> World:
@@ -217,3 +219,13 @@ def test_the_report_tells_what_became_of_a_straggler():
     assert second[-1] == "replaced after step 140"
     (said,) = slow_ranks.sentences({"2": {"worker": "n0.w2", "ratio": 1.2, "cause": DATA, "step": 50}})
     assert said.startswith("rank 2 (n0.w2): its own work takes 1.2 times")
+
+
+@pytest.mark.parametrize(
+    ("hot_swap", "factor", "problem"),
+    [(True, 1.2, ""), (True, 1.0, "is 1"), (True, 0.5, "is 0.5"), (True, float("nan"), "is nan"), (False, 1.2, "off")],
+)
+def test_the_flag_needs_a_factor_above_one_and_hot_swap(hot_swap, factor, problem):
+    given = SimpleNamespace(ft_hot_swap=hot_swap, ft_evict_stragglers=factor, ft_snapshot_peers=1)
+    found = list(flags.check(SimpleNamespace(fault_tolerance=given), SimpleNamespace(world_size=4), 0))
+    assert len(found) == bool(problem) and all(problem in said for said, _ in found)

@@ -203,13 +203,9 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
         state.places |= {int(rank): GridPosition(**place) for rank, place in detail.get("places", {}).items()}
         state.checkfree = detail.get("checkfree", state.checkfree)
         state.evict_factor = detail.get("evict_stragglers", state.evict_factor)
-        out.add(
-            "the layout of "
-            + ", ".join(
-                f"rank {r}"
-                for r in sorted({*detail.get("shards", {}), *detail.get("copies", {}), *detail.get("places", {})})
-            )
-        )
+        about = {*detail.get("shards", {}), *detail.get("copies", {}), *detail.get("places", {})}
+        known = ", ".join(f"rank {rank}" for rank in sorted(about))
+        out.add(f"the layout of {known}" if known else f"stragglers are replaced from {state.evict_factor} on")
         return
     if report.event == drift.EVENT:
         worker = state.workers.get(str(detail.get("worker")))
