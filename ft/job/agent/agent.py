@@ -12,9 +12,12 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ft.base import events
+from ft.faults.verdict import USER_CODE
+from ft.job.agent.announcements import cause_of_crash
 from ft.job.agent.components import Components
 from ft.job.agent.console import last_words
 from ft.job.agent.pool import PoolBroken
@@ -105,6 +108,8 @@ class Agent:
         self._left = self._alone = self._was_unlinked = False
         self._empty_since = 0.0
         self._joined, self._reported = joined, set()
+        self._last_words_of: set[str] = set()
+        self._has_crashed = False
         self._beat_s, self._next_beat = parts.timeouts.agent_beat_s, 0.0
 
     def run(self) -> int:
@@ -197,6 +202,8 @@ class Agent:
         lines = [] if self._console.shows(worker.log) else last_words(worker.log, code)
         if lines:
             text[0] += f"; the last lines of {worker.log}:"
+        if lines or self._console.shows(worker.log):
+            self._last_words_of.add(worker.name)
         self._reported.add(text[0].partition(";")[0])
         self._console.complain("\n".join(text + [f"    {line}" for line in lines]))
 
@@ -311,6 +318,7 @@ class Agent:
         tells = self._membership.place.node_rank == 0 or self._control.is_here
         if tells and order.message not in ("", *self._reported) and not self._signum:
             self._console.complain(order.message)
+        self._has_crashed = tells and not self._signum and order.code not in (0, USER_CODE)
         self._end(128 + self._signum if self._signum and order.code else order.code, 0.0)
         self._workforce.kill_all()
 
@@ -410,5 +418,7 @@ class Agent:
         self._parts.supervisor.close()
         self._parts.worker_listener.close()
         self._parts.room.close()
+        if self._has_crashed:
+            self._console.complain(cause_of_crash(Path(self._membership.place.run_dir), self._last_words_of))
         # last, because it waits for the reader of stdout: nothing else of the run may wait for that reader
         self._console.close()

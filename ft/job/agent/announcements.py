@@ -1,13 +1,14 @@
-"""Prints a summary of each recovery at the terminal of ``ft run`` once the recovery is over.
+"""Prints summaries at the terminal of ``ft run``: of each recovery once it is over, and of the cause of a crash.
 
 A recovery closes an epoch (a version of the assignment of workers to ranks) and opens a later one.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ft.base import events
+from ft.base.errors import UserError
 
 _PERIOD_S = 0.2
 
@@ -76,3 +77,24 @@ class RecoveryNews:
         if text and text != self._shown:
             self._shown = text
             self._tell(text)
+
+
+def cause_of_crash(run_dir: Path, told: Collection[str]) -> str:
+    """Return the first cause of the crash that has ended the run, "" if the terminal says everything already.
+
+    Args:
+        run_dir: the run's directory, with the events, the journal and the logs.
+        told: names of the workers whose last words are at the terminal.
+    """
+    from ft.faults import first_cause as causes
+    from ft.record import crash, crash_text
+
+    try:
+        found = crash.read(run_dir).found
+    except (UserError, OSError, ValueError):  # the run's end must not depend on a folder that cannot be read any more
+        return ""
+    if found is None or found.cause.kind in (causes.TOLD, causes.ENDED):
+        return ""
+    is_told = len(found.cause.errors) == 1 and found.cause.first.worker in told
+    is_all = not found.others and all(group.kind == causes.ENDED for group in found.consequences)
+    return "" if is_told and is_all and not found.earlier else crash_text.as_text(found, told)

@@ -1,8 +1,13 @@
-"""Implement ``ft diagnose``, which locates errors in runs and devices: ``compare``, ``silent`` and ``hang``."""
+"""Implement ``ft diagnose``, which finds the causes of errors: in runs that crash, hang or never start, and in devices."""
 
 from ft.base.subcommands import add_group
 
-_SUBCOMMANDS = ("ft.observe.diagnose.command", "ft.observe.diagnose.silent_command", "ft.observe.diagnose.hang_command")
+_SUBCOMMANDS = (
+    "ft.observe.diagnose.command",
+    "ft.observe.diagnose.silent_command",
+    "ft.observe.diagnose.crash_command",
+    "ft.observe.diagnose.hang_command",
+)
 """Modules with an ``add_parser`` function each, in the order in which help lists them."""
 
 
@@ -12,6 +17,6 @@ def add_parser(subparsers) -> None:
         subparsers,
         "diagnose",
         _SUBCOMMANDS,
-        help="find where equal runs start to differ, which devices computed wrongly, and why a run hangs",
-        description="Find where equal runs differ, which devices have computed wrongly, and why a run hangs.",
+        help="find why a run crashed, hangs or never starts, where runs differ, and which devices compute wrongly",
+        description="Find why a run crashed, hangs or never starts, where runs differ, and which devices are wrong.",
     )

@@ -1,0 +1,84 @@
+"""The first cause of real crashes: what ``ft run`` prints at its end, and what ``ft diagnose crash`` says later."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from agent_jobs import ROOT, Job
+
+SCRIPT = """
+import os, signal, sys, time, traceback
+import torch, torch.distributed as dist
+
+how = sys.argv[1]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+def check_batch(step):
+    if how == "one" and rank == 2 and step == 3:
+        raise ValueError(f"sample 17 of step {step} has no tokens")
+    if how == "all" and step == 3:
+        raise ValueError(f"sample {rank} of step {step} has no tokens")
+    if how == "signal" and rank == 2 and step == 3:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def train():
+    for step in range(1, 6):
+        check_batch(step)
+        dist.all_reduce(torch.ones(1))
+
+
+try:
+    train()
+except ValueError:
+    if how == "all":
+        raise
+    traceback.print_exc()
+    dist.destroy_process_group()  # the others lose their connections now, and end long before this process
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def crashed(tmp_path):
+    """Return a function that runs the script to its end: what the terminal showed, and what the command says."""
+
+    def run(how: str) -> tuple[str, dict]:
+        (tmp_path / "train.py").write_text(SCRIPT)
+        flags = ["--nproc-per-node", 4, "--run-dir", "run", "--preload", "torch"]
+        job = Job(tmp_path, [*flags, "train.py", how], OMP_NUM_THREADS="1")
+        assert job.wait() not in (0, 2), job.text()
+        job.close()
+        words = [sys.executable, "-m", "ft", "diagnose", "crash", "--json", str(tmp_path / "run")]
+        done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1, done.stderr
+        return job.text(), json.loads(done.stdout)[0]
+
+    return run
+
+
+def test_the_rank_that_raised_is_the_cause_although_the_others_end_first(crashed):
+    text, found = crashed("one")
+    assert found["first_cause"]["error"] == "ValueError: sample 17 of step 3 has no tokens"
+    assert found["first_cause"]["ranks"] == [2] and "in check_batch" in found["first_cause"]["trace"]
+    assert not found["other_causes"] and "lost connection" in {one["class"] for one in found["consequences"]}
+    assert "ft: first cause: ValueError: sample 17" in text
+    assert text.count("raise ValueError") == 1, "the stack is printed once"
+
+
+def test_an_exception_of_all_ranks_is_told_once(crashed):
+    text, found = crashed("all")
+    assert "of step 3 has no tokens" in found["first_cause"]["error"] and found["first_cause"]["count"] >= 1
+    assert not found["other_causes"]
+    assert text.count("ft: first cause:") <= 1
+
+
+def test_a_rank_that_a_signal_killed_is_the_cause(crashed):
+    text, found = crashed("signal")
+    assert (found["first_cause"]["error"], found["first_cause"]["ranks"]) == ("killed by SIGSEGV", [2])
+    assert "check_batch" in found["first_cause"]["trace"]
+    assert not found["other_causes"] and found["consequences"]
+    assert "ft: first cause: killed by SIGSEGV" in text
