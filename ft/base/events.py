@@ -20,6 +20,9 @@ from typing import Any
 from ft.base.lines import Lines
 
 RUN_STARTED = "run_started"
+AGENT_JOINED = "agent_joined"
+AGENTS_MISSING = "agents_missing"
+START_REFUSED = "start_refused"
 WORKER_STARTED = "worker_started"
 STANDBY_READY = "standby_ready"
 FAULT_INJECTED = "fault_injected"
@@ -75,6 +78,14 @@ class Needs:
 SCHEMA: Mapping[str, Needs] = {
     # the run has started; command: list of words; world_size: number of logical ranks
     RUN_STARTED: Needs((), ("command", "world_size")),
+    # an agent has joined; host: the address that it advertises; interfaces: name -> address; machine: its host name;
+    # about: settings that must be equal on all nodes; paths: paths of the command line -> "there" or "missing"; clock:
+    # its wall clock when it joined, in seconds since 1970
+    AGENT_JOINED: Needs(("node",), ("host", "interfaces", "machine", "about", "paths", "clock")),
+    # the run waits for agents at its start; missing: numbers of their nodes
+    AGENTS_MISSING: Needs((), ("missing", "message")),
+    # the nodes do not fit together, so the run ends before its first step; problems: sentences
+    START_REFUSED: Needs((), ("problems",)),
     # a worker's process was started; rank is None for a standby
     WORKER_STARTED: Needs(("node", "worker"), ("pid",)),
     STANDBY_READY: Needs(("node", "worker")),

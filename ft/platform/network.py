@@ -7,6 +7,7 @@ from collections import deque
 from pathlib import Path
 
 from ft.base.errors import UserError
+from ft.platform import ports
 
 _TRIES, _PORTS, _EPHEMERAL, _RESERVED_AT_ONCE = 20, 8000, 32768, 16
 
@@ -70,7 +71,8 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((address, port))
         except OSError as error:
-            raise UserError(f"cannot listen at {host}:{port}: {error.strerror}", fix) from error
+            held = f" ({holder} listens there)" if (holder := ports.listener(port)) else ""
+            raise UserError(f"cannot listen at {host}:{port}: {error.strerror}{held}", fix) from error
 
 
 def own_address(host: str, port: int, is_host: bool) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ft.base import events
 from ft.faults.verdict import USER_CODE
+from ft.job.agent import first_contact
 from ft.job.agent.announcements import cause_of_crash
 from ft.job.agent.components import Components
 from ft.job.agent.console import last_words
@@ -33,8 +34,11 @@ from ft.job.messages import (
     Kill,
     Look,
     Master,
+    NodeRefused,
+    Notice,
     Observed,
     Open,
+    Reach,
     Repair,
     Restart,
     Resume,
@@ -109,6 +113,7 @@ class Agent:
         self._empty_since = 0.0
         self._joined, self._reported = joined, set()
         self._last_words_of: set[str] = set()
+        self._messages = first_contact.Messages(Path(parts.membership.place.run_dir))
         self._has_crashed = False
         self._beat_s, self._next_beat = parts.timeouts.agent_beat_s, 0.0
 
@@ -164,6 +169,9 @@ class Agent:
             self._uplink.post(AgentBeat(self._node, beats, self._workforce.take_step_times()))
             self._parts.faults.heard(beats)
             self._parts.room.heard(beats)
+            if self._control.is_here and self._workforce.training_since is None:
+                for node, reason in self._messages.new():
+                    self._uplink.post(NodeRefused(node, reason))
             self._workforce.sweep()
         if self._joined and self._workforce.is_guarded:
             self._console.say(self._joined)
@@ -242,11 +250,19 @@ class Agent:
                 self._stop(what)
             case Master():
                 self._masters.learn(what)
+            case Reach():
+                first_contact.reach(what, self._node, self._uplink.post)
+            case Notice():
+                self._tell_notice(what)
             case GivenUp():
                 if what.node == self._node:
                     self._leave_and_come_back(what.reason)
             case Linked() | Unlinked() | NewLife() | Refused() | Fenced() | JournalBroken():
                 self._on_link(what)
+
+    def _tell_notice(self, order: Notice) -> None:
+        if self._membership.place.node_rank == 0 or self._control.is_here:
+            self._console.complain(order.message)
 
     def _spawn_standbys(self, count: int) -> None:
         master = self._masters.known(self._number)

@@ -9,6 +9,7 @@ from ft.base.errors import UserError
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console
 from ft.job.agent.control_supervisor import ControlPlaneSupervisor
+from ft.job.agent.description import describe
 from ft.job.agent.devices import Devices
 from ft.job.agent.disk_space import Room
 from ft.job.agent.environment import NodeContext
@@ -73,7 +74,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     begins = cluster.node_rank == 0
     console = Console(options.quiet)
     endpoint = f"tcp://{cluster.host}:{port}" if cluster.nnodes > 1 and not cluster.in_folder else ""
-    uplink = Uplink(options.run_dir, endpoint, supervisor.wake, timeouts)
+    uplink = Uplink(options.run_dir, endpoint, supervisor.wake, timeouts, cluster.node_rank)
     pool_log = options.run_dir / "logs" / f"n{cluster.node_rank}.pool.log"
     pool = WarmPool(supervisor, options.script, pool_log, timeouts.stuck_s)
     name, listener = listen()
@@ -92,6 +93,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
             standbys=options.standbys_here,
             devices=devices,
             is_late=options.life is None and place.node != f"n{cluster.node_rank}",
+            describe=lambda: describe(cluster, options.script),
         ),
         supervisor=supervisor,
         worker_listener=WorkerListener(listener, supervisor, workforce),

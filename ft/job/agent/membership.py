@@ -7,6 +7,7 @@ and standbys (workers that wait to replace a lost one).
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Membership:
         standbys: number of standbys that the agent offers.
         devices: the devices of this node.
         is_late: whether the agent joins a run that is under way, and therefore offers standbys only.
+        describe: returns the fields of ``AgentJoined`` that say how this node is set up.
 
     Attributes:
         place: properties of this node, which its workers have in common.
@@ -57,8 +59,16 @@ class Membership:
     """
 
     def __init__(
-        self, run_dir: Path, place: NodeContext, seats: int, standbys: int, devices: Devices, is_late: bool = False
+        self,
+        run_dir: Path,
+        place: NodeContext,
+        seats: int,
+        standbys: int,
+        devices: Devices,
+        is_late: bool = False,
+        describe: Callable[[], dict[str, Any]] = dict,
     ):
+        self._describe = describe
         self._run_dir, self.place, self.is_late = run_dir, place, is_late
         self._seats, self._standbys, self._devices = seats, standbys, devices
         self._store_server: Any = None
@@ -93,7 +103,7 @@ class Membership:
             seats, standbys = 0, max(seats, standbys)
         address, domains = self._store_server.address, dict(place.domains)
         joined = AgentJoined(place.node, place.node_rank, place.host, seats, standbys, address, domains)
-        return replace(joined, **self._devices.described())
+        return replace(joined, **self._devices.described(), **self._describe())
 
     def sweep(self, epoch: int) -> None:
         """Remove old rendezvous keys from the store, in a thread, if the store holds more than ``_MANY_KEYS``.

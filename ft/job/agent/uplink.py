@@ -12,6 +12,7 @@ has to restart its workers.
 
 import contextlib
 import queue
+import socket
 import threading
 import time
 from collections import deque
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft.base import token
 from ft.base.errors import FtError
+from ft.job.agent.first_contact import ControlPlaneWatch, find_token, leave_message
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentJoined
 from ft.net.backoff import Backoff
@@ -70,12 +71,14 @@ class Uplink:
         endpoint: fallback address ("tcp://HOST:PORT") used while no address is published, "" if there is none.
         wake: function called, from threads, whenever ``take`` has something to return.
         timeouts: limits in seconds.
+        node_rank: number of this node.
 
     Attributes:
         contact_at: monotonic time at which the control plane last answered, or at which the uplink was started.
     """
 
-    def __init__(self, run_dir: Path, endpoint: str, wake: Callable[[], None], timeouts: Timeouts):
+    def __init__(self, run_dir: Path, endpoint: str, wake: Callable[[], None], timeouts: Timeouts, node_rank: int = 0):
+        self._node_rank = node_rank
         self._run_dir, self._endpoint, self._wake, self._timeouts = run_dir, endpoint, wake, timeouts
         self._came: deque[Any] = deque()
         self._session: _Session | None = None
@@ -92,7 +95,7 @@ class Uplink:
         """
         self.close()
         self._came = deque()
-        self._session = _Session(self._run_dir, self._endpoint, life, self._timeouts, self._deliver)
+        self._session = _Session(self._run_dir, self._endpoint, life, self._timeouts, self._deliver, self._node_rank)
         threading.Thread(target=self._session.run, args=(join,), name="ft-uplink", daemon=True).start()
 
     def post(self, report: Any) -> None:
@@ -149,7 +152,10 @@ class _Session:
         life: int,
         timeouts: Timeouts,
         deliver: Callable[["_Session", Any], None],
+        node_rank: int,
     ):
+        self._node_rank, self._watch = node_rank, ControlPlaneWatch(run_dir)
+        self._tried: election.LeaseRecord | None = None
         self._run_dir, self._endpoint, self._life, self._timeouts = run_dir, endpoint, life, timeouts
         self._deliver_event = deliver
         self.reports: queue.SimpleQueue = queue.SimpleQueue()
@@ -158,7 +164,7 @@ class _Session:
         self._last_number = self._order = 0
         self._channel: Any = None
         self._channel_since = self.contact_at
-        self._linked = self._ended = False
+        self._linked = self._was_linked = self._ended = False
 
     def post(self, report: Any) -> None:
         # drop heartbeats while there is no connection: they would be stale at the next one
@@ -181,7 +187,7 @@ class _Session:
 
     def run(self, join: Callable[[str], AgentJoined]) -> None:
         try:
-            secret = token.find(self._run_dir, _TOKEN_S)
+            secret = find_token(self._run_dir, self._endpoint, self._node_rank, _TOKEN_S)
             joined = join(secret)
             self._retain(joined)
             backoff = Backoff(_FIRST_TRY_S, _LAST_TRY_S)
@@ -193,10 +199,14 @@ class _Session:
                     if self._linked:
                         self._announce(Unlinked(str(error)))
                     self._linked = False
+                    if not self._was_linked:
+                        self._watch.failed(self._tried)
                 if time.monotonic() - began > _LAST_TRY_S:
                     backoff.reset()
                 time.sleep(backoff.failed())
         except FtError as error:
+            if not self._was_linked:
+                leave_message(self._run_dir, f"node {self._node_rank} ({socket.gethostname()})", str(error))
             self._announce(Refused(str(error)))
         except Exception as error:  # if this thread died silently, the agent would wait without knowing why
             self._announce(Refused(f"the session with the control plane ended: {type(error).__name__}: {error}"))
@@ -219,7 +229,7 @@ class _Session:
         """
         from ft.job.control import channel as channels
 
-        lease = self._find()
+        lease = self._tried = self._find()
         if lease is None:
             return
         if lease.life > self._life:
@@ -232,7 +242,7 @@ class _Session:
             self._settle(channel.taken())
             for number, report in self._unrecorded:
                 channel.post(number, report)
-            self._linked = True
+            self._linked = self._was_linked = True
             self._announce(Linked(lease.term))
             threading.Thread(target=self._follow, args=(channel,), name="ft-orders", daemon=True).start()
             self._send(channel)

@@ -10,7 +10,7 @@ that is new to its seat. The training script is the user's program, which the ag
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import devices, drift
+from ft.job.control import devices, drift, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
@@ -34,6 +34,10 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         domains=dict(report.domains),
         places=report.seats,
         devices=report.devices,
+        machine=report.machine,
+        interfaces=dict(report.interfaces),
+        about=dict(report.about),
+        paths=dict(report.paths),
     )
     out.add(f"the agent of {report.node} is there, {state.nodes_seen()} of {state.options.nodes}")
     for device, problem in report.unusable.items():
@@ -42,6 +46,8 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         state.since = now
     if first and not state.options.restarts:
         out.note(events.RUN_STARTED, command=list(state.options.command), world_size=state.options.world_size)
+    told = ("host", "machine", "interfaces", "about", "paths", "clock")
+    out.note(events.AGENT_JOINED, node=report.node, **{name: getattr(report, name) for name in told})
     seats = {agent.node: agent.seats for agent in state.agents.values()}
     at_start = state.phase == GATHERING and not state.restarts and state.nodes_seen() == state.options.nodes
     if at_start and sum(seats.values()) != state.options.world_size:
@@ -49,6 +55,8 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         message = f"{state.options.world_size} workers were announced, the nodes have {sum(seats.values())} ({counts})"
         message += "\n  fix: give every ft run the same --nproc-per-node"
         ends.stop(state, now, USER_CODE, message, out)
+        return
+    start_checks.agent_joined(state, now, state.agents[report.node], at_start, out)
 
 
 def agent_beat(state: State, now: float, report: m.AgentBeat, out: Decisions) -> None:

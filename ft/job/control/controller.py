@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control import absence, arrivals, deadlines, epochs, eviction, failures, looks
+from ft.job.control import absence, arrivals, deadlines, epochs, eviction, failures, looks, start_checks
 from ft.job.control.decision import Decision, Decisions
 from ft.job.control.state import ENDED, State
 
@@ -61,6 +61,8 @@ _HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.PaceJudged: eviction.pace_judged,
     m.MasterChosen: arrivals.master_chosen,
     m.LookWanted: looks.wanted,
+    m.PeerUnreached: start_checks.peer_unreached,
+    m.NodeRefused: start_checks.node_refused,
     m.ControlBack: absence.control_back,
     m.WorkerExited: failures.worker_exited,
     m.WorkerSilent: failures.worker_silent,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ft.faults import verdict
 from ft.faults.verdict import RETRY
 from ft.job import messages as m
-from ft.job.control import devices, epochs, liveness, looks
+from ft.job.control import devices, epochs, liveness, looks, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import Fault, lose_agent, react
@@ -57,6 +57,7 @@ def _agents(state: State, now: float, out: Decisions) -> None:
 def _start(state: State, now: float, out: Decisions) -> None:
     """End or restart the run if agents, or the workers of a fresh start, are missing for too long."""
     limit = state.options.timeouts.join_s
+    start_checks.notice(state, now, out)
     if state.phase != GATHERING or not state.agents or now <= state.since + limit:
         return
     nodes, world = state.options.nodes, state.options.world_size

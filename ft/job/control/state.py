@@ -79,6 +79,10 @@ class Agent:
         devices: number of devices (GPUs) of the node, one for each worker with a seat; 0: workers need none.
         held: lost worker -> the device that it has not released yet.
         unusable: index of a device -> why no worker can use it.
+        machine: host name of the node.
+        interfaces: name of a network interface of the node -> its address.
+        about: settings that must be equal on all nodes.
+        paths: flag and path of the command line -> "there" or "missing".
     """
 
     node: str
@@ -97,6 +101,10 @@ class Agent:
     devices: int = 0
     held: dict[str, "Hold"] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
+    machine: str = ""
+    interfaces: dict[str, str] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -296,6 +304,8 @@ class State:
         step: last step that is known to be committed.
         restarts: number of warm restarts so far.
         attached: whether any worker has ever connected, so that the script takes part in recoveries.
+        checked: whether all agents of the start have been compared with each other.
+        noticed: whether the user was told which agents are missing at the start.
         protected: whether any worker has ever trained under hot-swap protection. From then on, other workers hold
             copies of its state in memory, and faults can be injected.
         agents: node -> agent.
@@ -339,6 +349,8 @@ class State:
     restarts: int = 0
     attached: bool = False
     protected: bool = False
+    noticed: bool = False
+    checked: bool = False
     agents: dict[str, Agent] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)
     seats: dict[int, str] = field(default_factory=dict)

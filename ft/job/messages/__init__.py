@@ -18,7 +18,9 @@ from ft.job.messages.orders import (
     Kill,
     Look,
     Master,
+    Notice,
     Open,
+    Reach,
     Repair,
     Restart,
     Resume,
@@ -34,8 +36,10 @@ from ft.job.messages.reports import (
     Looked,
     LookWanted,
     MasterChosen,
+    NodeRefused,
     Observed,
     PaceJudged,
+    PeerUnreached,
     WorkerArrived,
     WorkerDone,
     WorkerExited,
@@ -74,9 +78,13 @@ __all__ = [
     "Master",
     "MasterChosen",
     "Neighbours",
+    "NodeRefused",
+    "Notice",
     "Observed",
     "Open",
     "PaceJudged",
+    "PeerUnreached",
+    "Reach",
     "Repair",
     "Restart",
     "Resume",
@@ -104,9 +112,9 @@ __all__ = [
 REPORTS = (
     *(AgentJoined, AgentBeat, AgentLeaving, WorkerStarted, WorkerReady, WorkerExited, WorkerSilent, WorkerFailed),
     *(WorkerSuspects, WorkerReleased, WorkerArrived, WorkerRepaired, WorkerResumed, WorkerDone, Observed, Beat),
-    *(DeviceReleased, MasterChosen, ControlBack, Looked, LookWanted, StepTimes, PaceJudged),
+    *(DeviceReleased, MasterChosen, ControlBack, Looked, LookWanted, StepTimes, PaceJudged, PeerUnreached, NodeRefused),
 )
-ORDERS = (Close, Open, Repair, Resume, Look, Kill, Spawn, Restart, GivenUp, Master, Finish, Stop)
+ORDERS = (Close, Open, Repair, Resume, Look, Kill, Spawn, Restart, GivenUp, Master, Reach, Notice, Finish, Stop)
 _KINDS = {kind.__name__: kind for kind in (*REPORTS, *ORDERS)}
 
 

@@ -149,6 +149,26 @@ class Master:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Every agent connects to one other agent and reports ``PeerUnreached`` if it cannot.
+
+    Attributes:
+        peers: agent -> the agent to connect to.
+        addresses: agent -> the address at which it accepts connections, as host:port.
+    """
+
+    peers: dict[str, str]
+    addresses: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A message for the user, which the agents that print messages about the run print."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class Finish:
     """All workers are done: the workers exit with code 0, then the agents do."""
 

@@ -25,6 +25,11 @@ class AgentJoined:
         domains: kind (rack, switch, ...) -> name of each failure domain of its node (``ft run --topology``).
         devices: number of devices (GPUs) of its node, one for each worker with a logical rank; 0: workers need none.
         unusable: index of a device (as a string, because it is a JSON key) -> why no worker can use it.
+        machine: host name of its node.
+        interfaces: name of a network interface of its node -> the interface's address.
+        about: settings that must be equal on all nodes, such as the version of torch.
+        paths: flag and path of the command line -> "there" or "missing" on its node.
+        clock: wall-clock time of its node when it joined, in seconds since 1970.
     """
 
     node: str
@@ -36,6 +41,35 @@ class AgentJoined:
     domains: dict[str, str] = field(default_factory=dict)
     devices: int = 0
     unusable: dict[str, str] = field(default_factory=dict)
+    machine: str = ""
+    interfaces: dict[str, str] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+    clock: float = 0.0
+
+
+@dataclass(frozen=True)
+class PeerUnreached:
+    """The agent of ``node`` cannot connect to the agent of ``peer`` at the address that this one advertises.
+
+    ``problem`` is the error of the last attempt.
+    """
+
+    node: str
+    peer: str
+    address: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class NodeRefused:
+    """An agent that cannot reach the control plane has left the message ``reason`` in the run's directory.
+
+    ``node`` is the name of that agent; another agent has found the message.
+    """
+
+    node: str
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,150 @@
+"""Runs that can never start: each is refused within 30 s, with both nodes' names and what to do."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from agent_jobs import ROOT, Job
+from harness import started
+from nodes import Lab, why_not
+
+LIMIT_S = 30.0
+SCRIPT = "import time\ntime.sleep(1000)\n"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Return a function that starts the two agents of a run on this machine, each in a folder of its own."""
+    jobs = []
+
+    def start(*arguments, run_dirs=("run", "run"), **environ_of_second: str) -> list[Job]:
+        port = free_port()
+        (tmp_path / "train.py").write_text(SCRIPT)
+        for rank, run_dir in enumerate(run_dirs):
+            here = tmp_path / f"node{rank}"
+            here.mkdir(exist_ok=True)
+            flags = ["--nnodes", 2, "--node-rank", rank, "--rdzv-endpoint", f"127.0.0.1:{port}"]
+            flags += ["--run-dir", tmp_path / run_dir, "--preload", "none", tmp_path / "train.py", *arguments]
+            jobs.append(Job(here, flags, **(environ_of_second if rank else {})))
+        return jobs
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.send_signal(signal.SIGTERM)
+        job.wait()
+        job.close()
+
+
+def refused_in(job: Job, began: float) -> str:
+    """Return what the job has printed once it is refused; fail if that takes too long."""
+    assert job.wait(LIMIT_S) in (1, 2), job.text()
+    assert time.monotonic() - began < LIMIT_S, f"it took {time.monotonic() - began:.1f} s: {job.text()}"
+    assert "fix: " in job.text(), job.text()
+    return job.text()
+
+
+def test_a_data_set_that_one_node_lacks_is_named(two, tmp_path):
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "corpus.bin").write_bytes(b"")
+    began = time.monotonic()
+    first, _ = two("--data-path", "corpus", "--save", "checkpoints")
+    text = refused_in(first, began)
+    machine = socket.gethostname()
+    assert f"--data-path corpus is on n0 ({machine}), and not on n1 ({machine})" in text
+    assert "mount on n1 what n0 has there" in text
+
+
+def test_versions_that_differ_are_named(two, tmp_path):
+    (tmp_path / "other" / "torch-9.9.dist-info").mkdir(parents=True)
+    (tmp_path / "other" / "torch-9.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.9\n")
+    began = time.monotonic()
+    first, _ = two(PYTHONPATH=f"{tmp_path / 'other'}:{ROOT}")
+    text = refused_in(first, began)
+    assert "torch is " in text and "9.9 on n1" in text and "install the same on every node" in text
+
+
+def test_a_directory_that_is_not_shared_is_named(two):
+    began = time.monotonic()
+    _, second = two(run_dirs=("run", "elsewhere"))
+    text = refused_in(second, began)
+    assert "has no token: it is not the directory of node 0" in text and "give a --run-dir that all nodes share" in text
+
+
+def test_the_process_that_holds_the_port_is_named(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        job = Job(tmp_path, ["--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", "run", "train.py"])
+        text = refused_in(job, began)
+    job.close()
+    assert f"process {os.getpid()} (" in text
+
+
+# --- simulated hosts -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lab():
+    if reason := why_not():
+        pytest.skip(reason)
+    with Lab(2) as made:
+        yield made
+
+
+def agents(lab: Lab, folder: Path, *of_second: str):
+    """Start one agent on each host; return their processes and their output files."""
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    processes = []
+    for host in lab.hosts:
+        words = [sys.executable, "-m", "ft", "run", "--nnodes", "2", "--node-rank", str(host.index)]
+        words += ["--rdzv-endpoint", f"{lab.hosts[0].address}:29400", "--run-dir", str(folder / "run")]
+        words += [*(of_second if host.index else ()), "--preload", "none", str(folder / "train.py")]
+        out = folder / f"{host.name}.out"
+        processes.append((started.start(words, ROOT, environ, out, host), out))
+    return processes
+
+
+def ends(process, out: Path, began: float) -> str:
+    assert process.wait(LIMIT_S) in (1, 2), out.read_text()
+    assert time.monotonic() - began < LIMIT_S
+    return out.read_text()
+
+
+def test_an_address_of_the_wrong_interface_is_named(lab, tmp_path):
+    lab.hosts[1].run("ip", "tuntap", "add", "eth1", "mode", "tun")
+    lab.hosts[1].run("ip", "addr", "add", "192.168.99.2/24", "dev", "eth1")
+    lab.hosts[1].run("ip", "link", "set", "eth1", "up")
+    began = time.monotonic()
+    first, second = agents(lab, tmp_path / "run", "--local-addr", "192.168.99.2")
+    text = ends(*first, began)
+    ends(*second, began)
+    assert "n0 (host0) cannot connect to n1 (host1) at 192.168.99.2:" in text, text
+    assert "the address of its interface eth1" in text and "--local-addr ADDRESS" in text
+    assert f"{lab.hosts[1].address} (eth0)" in text
+
+
+def test_a_control_plane_that_one_host_cannot_reach_is_named_on_both(lab, tmp_path):
+    lab.part([lab.hosts[1]])
+    began = time.monotonic()
+    first, second = agents(lab, tmp_path / "run")
+    of_second = ends(*second, began)
+    of_first = ends(*first, began)
+    told = f"host1 cannot connect to it at {lab.hosts[0].address}:29400"
+    assert told in of_second and told in of_first, of_first + of_second
+    assert "give --rdzv-endpoint an address of node 0" in of_first
