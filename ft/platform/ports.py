@@ -1,14 +1,17 @@
 """Says which process listens on a TCP port of this machine, and which addresses its network interfaces have."""
 
+import contextlib
 import fcntl
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 _LISTENS = "0A"
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES = 15
+_SHOWN = 100
 
 
 def listener(port: int) -> str:
@@ -19,15 +22,27 @@ def listener(port: int) -> str:
     sockets = _listening(port)
     if not sockets:
         return ""
+    wanted = {f"socket:[{inode}]" for inode in sockets}
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            held = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-            if held & {f"socket:[{inode}]" for inode in sockets}:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                return f"process {pid} ({words.strip()[:100]})"
-        except OSError:
-            continue
+        if wanted & set(_held(pid)):
+            return f"process {pid} ({_command(pid)})"
     return f"a process of user {next(iter(sockets.values()))}"
+
+
+def _held(pid: str) -> Iterator[str]:
+    """Yield what the open descriptors of a process lead to; nothing if it has ended or belongs to another user."""
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
+
+
+def _command(pid: str) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "ended"
+    return words.replace(b"\0", b" ").decode(errors="replace").strip()[:_SHOWN]
 
 
 def _listening(port: int) -> dict[str, str]:

@@ -36,7 +36,7 @@ def as_text(found: FirstCause, told: Collection[str] = ()) -> str:
     if found.earlier:
         lines.append(f"  the same error had ended {count(found.earlier, 'earlier attempt')}")
     if found.quiet:
-        lines.append(f"  {_ranks(found.quiet)} had no error: the others may have waited for them")
+        lines.append(f"  {ranks(found.quiet)} had no error: the others may have waited for them")
     if advice := _advice(first, found.cause.kind):
         lines.append(f"  fix: {advice}")
     if first.trace and any(error.worker in told for error in found.cause.errors):
@@ -63,7 +63,7 @@ def _where(group: Group) -> str:
     if group.ranks and number == 1:
         return f"logical rank {first.rank} ({first.worker}" + (f" on {first.node})" if first.node else ")")
     if group.ranks:
-        return f"{_ranks(group.ranks)}; below it is that of {first.worker}" if first.trace else _ranks(group.ranks)
+        return f"{ranks(group.ranks)}; below it is that of {first.worker}" if first.trace else ranks(group.ranks)
     return first.worker or f"node {first.node}"
 
 
@@ -93,19 +93,19 @@ def _short(error: CrashError) -> str:
 
 
 def _ranks_or_names(group: Group) -> str:
-    return _ranks(group.ranks) if group.ranks else ", ".join(error.worker or error.node for error in group.errors[:4])
+    return ranks(group.ranks) if group.ranks else ", ".join(error.worker or error.node for error in group.errors[:4])
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks(numbers: Sequence[int]) -> str:
     """Return "logical rank 3" or "logical ranks 0-3, 7"."""
     runs: list[list[int]] = []
-    for rank in sorted(ranks):
+    for rank in sorted(numbers):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"logical rank{'s' if len(ranks) != 1 else ''} {text}"
+    return f"logical rank{'s' if len(numbers) != 1 else ''} {text}"
 
 
 def as_values(found: FirstCause) -> dict[str, Any]:

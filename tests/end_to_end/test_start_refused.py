@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,14 @@ def refused_in(job: Job, began: float) -> str:
     return job.text()
 
 
+def diagnosed(folder: Path) -> str:
+    """Return what ``ft diagnose start`` says of a run that did not start."""
+    words = [sys.executable, "-m", "ft", "diagnose", "start", str(folder)]
+    done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_a_data_set_that_one_node_lacks_is_named(two, tmp_path):
     (tmp_path / "node0").mkdir()
     (tmp_path / "node0" / "corpus.bin").write_bytes(b"")
@@ -63,6 +72,8 @@ def test_a_data_set_that_one_node_lacks_is_named(two, tmp_path):
     machine = socket.gethostname()
     assert f"--data-path corpus is on n0 ({machine}), and not on n1 ({machine})" in text
     assert "mount on n1 what n0 has there" in text
+    assert "2 of 2 agents joined" in (said := diagnosed(tmp_path / "run"))
+    assert f"- --data-path corpus is on n0 ({machine})" in said and "  fix: mount on n1" in said
 
 
 def test_versions_that_differ_are_named(two, tmp_path):
@@ -137,6 +148,9 @@ def test_an_address_of_the_wrong_interface_is_named(lab, tmp_path):
     assert "n0 (host0) cannot connect to n1 (host1) at 192.168.99.2:" in text, text
     assert "the address of its interface eth1" in text and "--local-addr ADDRESS" in text
     assert f"{lab.hosts[1].address} (eth0)" in text
+    said = diagnosed(tmp_path / "run" / "run")
+    assert "- n0 (host0) cannot connect to n1 (host1) at 192.168.99.2:" in said
+    assert "n1 (host1) at " in said and "advertises 192.168.99.2" in said
 
 
 def test_a_control_plane_that_one_host_cannot_reach_is_named_on_both(lab, tmp_path):
@@ -148,3 +162,4 @@ def test_a_control_plane_that_one_host_cannot_reach_is_named_on_both(lab, tmp_pa
     told = f"host1 cannot connect to it at {lab.hosts[0].address}:29400"
     assert told in of_second and told in of_first, of_first + of_second
     assert "give --rdzv-endpoint an address of node 0" in of_first
+    assert told in diagnosed(tmp_path / "run" / "run")

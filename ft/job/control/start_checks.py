@@ -5,7 +5,7 @@ joined, each agent connects to the next one. Without these checks a run would wa
 cannot come, or fail later on one node with an error that does not name the cause.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ft.base import events
 from ft.faults.verdict import USER_CODE
@@ -153,21 +153,3 @@ def _refuse(state: State, now: float, problems: list[str], out: Decisions) -> No
 
 def _named(agent: Agent) -> str:
     return f"{agent.node} ({agent.machine})" if agent.machine else agent.node
-
-
-def of_events(joined: Sequence[events.Event]) -> dict[str, Agent]:
-    """Return the agents of a run's ``agent_joined`` events, by name, in the order in which they joined."""
-    found: dict[str, Agent] = {}
-    for event in joined:
-        node, detail = str(event.node), event.detail
-        rank = node.removeprefix("n").partition("-")[0]
-        agent = Agent(node, int(rank) if rank.isdecimal() else -1, str(detail.get("host", "")), 0, 0, event.wall)
-        agent.machine = str(detail.get("machine", ""))
-        agent.about, agent.paths = _texts(detail.get("about")), _texts(detail.get("paths"))
-        agent.interfaces = _texts(detail.get("interfaces"))
-        found.setdefault(node, agent)
-    return found
-
-
-def _texts(values: object) -> dict[str, str]:
-    return {str(k): str(v) for k, v in values.items()} if isinstance(values, Mapping) else {}

@@ -5,8 +5,9 @@ from ft.base.subcommands import add_group
 _SUBCOMMANDS = (
     "ft.observe.diagnose.command",
     "ft.observe.diagnose.silent_command",
-    "ft.observe.diagnose.crash_command",
     "ft.observe.diagnose.hang_command",
+    "ft.observe.diagnose.crash_command",
+    "ft.observe.diagnose.start_command",
 )
 """Modules with an ``add_parser`` function each, in the order in which help lists them."""
 
