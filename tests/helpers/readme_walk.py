@@ -400,6 +400,8 @@ DIAGNOSE = (
         after=("silent-out",),
         long=True,
     ),
+    Walk("crash", "ft diagnose crash runs/a", says=("no crash", "recovered from"), after=("hot-swap",)),
+    Walk("start", "ft diagnose start runs/a", says=("the run has made its first step",), after=("hot-swap",)),
 )
 
 CLUSTER = (

@@ -91,7 +91,8 @@ def unreached(agent: Agent, peer: Agent, address: str, problem: str) -> str:
     host = address.rpartition(":")[0]
     interface = next((name for name, own in peer.interfaces.items() if own == host), "")
     where = f"{address}, the address of its interface {interface}" if interface else address
-    others = ", ".join(f"{own} ({name})" for name, own in peer.interfaces.items() if own != host)
+    usable = {name: own for name, own in peer.interfaces.items() if own != host and not own.startswith("127.")}
+    others = ", ".join(f"{own} ({name})" for name, own in usable.items())
     choice = f"one of {others}" if others else "an address that the other nodes reach"
     return (
         f"{_named(agent)} cannot connect to {_named(peer)} at {where}: {problem}\n"
