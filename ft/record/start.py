@@ -266,7 +266,7 @@ def read(folder: Path) -> Start:
         has_begun,
         str(stopped.detail.get("message", "")) if stopped is not None else None,
         tuple(map(str, refused.detail.get("problems", ()))) if refused is not None else (),
-        _messages(folder / "refused"),
+        _messages(folder / "refused", begun.wall if begun is not None else 0.0),
         sum(event.name == events.RUN_STARTED for event in happened),
         lease.where if lease is not None else "",
         control_log=_last_lines(folder / "logs" / "control.log"),
@@ -312,11 +312,14 @@ def _ready(journal: Path, ranks: Mapping[str | None, int | None]) -> list[int]:
     return found
 
 
-def _messages(folder: Path) -> dict[str, str]:
+def _messages(folder: Path, since: float) -> dict[str, str]:
+    """Return the messages that agents have left since a time, in seconds since 1970."""
     found = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
             values = json.loads(path.read_text())
+            if path.stat().st_mtime < since:
+                continue
             found[str(values["node"])] = str(values["reason"])
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -198,7 +198,8 @@ def test_a_message_in_the_directory_is_found_once(tmp_path):
     found = first_contact.Messages(tmp_path)
     assert list(found.new()) == []
     first_contact.leave_message(tmp_path, "node 1 (host1)", "no way")
-    found = first_contact.Messages(tmp_path)
+    found._next = 0.0
     assert list(found.new()) == [("node 1 (host1)", "no way")]
     found._next = 0.0
     assert list(found.new()) == []
+    assert list(first_contact.Messages(tmp_path).new()) == [], "it belongs to an earlier attempt"

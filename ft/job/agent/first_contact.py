@@ -118,10 +118,17 @@ def leave_message(run_dir: Path, node: str, reason: str) -> None:
 
 
 class Messages:
-    """Finds the messages that other agents have left in the run's directory because they cannot take part."""
+    """Finds the messages that other agents leave in the run's directory because they cannot take part.
+
+    Messages that are there before belong to an earlier attempt to start a run in that directory.
+
+    Args:
+        run_dir: the run's directory.
+    """
 
     def __init__(self, run_dir: Path):
-        self._folder, self._known, self._next = run_dir / _FOLDER, set[str](), 0.0
+        self._folder, self._next = run_dir / _FOLDER, 0.0
+        self._known = {path.name for path in self._folder.glob("*")}
 
     def new(self) -> Iterator[tuple[str, str]]:
         """Yield (name of an agent, its reason) for each message that is new; looks at most once a second."""
