@@ -1,8 +1,10 @@
 """A stand-in for ``pynvml`` (nvidia-ml-py): GPUs whose state is in the JSON file that PLANTED_GPUS names.
 
 The file holds a list with a dict for each GPU: "used" and "total" (bytes), "action" (NVML's recovery action),
-"row_failed", "retired", "errors", "lost". A missing entry means a question that the GPU does not support, which NVML
-answers with NVMLError_NotSupported (value 3), as in nvidia-ml-py's ``_nvmlCheckReturn``.
+"row_failed", "retired", "errors", "lost", and for the readings of health "corrected", "temperature", "milliwatts",
+"reasons" (bits for lowered clocks), "replays" (of PCIe), "links" (a list of counters for each NVLink, null for one that
+is down) and "xids" (a list of numbers, which events deliver once). A missing entry means a question that the GPU does
+not support, which NVML answers with NVMLError_NotSupported (value 3), as in nvidia-ml-py's ``_nvmlCheckReturn``.
 """
 
 import json
@@ -12,7 +14,10 @@ from types import SimpleNamespace
 
 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
 NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
-_NOT_SUPPORTED, _LOST = 3, 15
+NVML_NVLINK_MAX_LINKS = 18
+nvmlEventTypeXidCriticalError = 8
+_NOT_SUPPORTED, _TIMEOUT, _LOST = 3, 10, 15
+_delivered: dict[int, int] = {}
 
 
 class NVMLError(Exception):
@@ -20,7 +25,7 @@ class NVMLError(Exception):
 
     def __init__(self, value: int):
         self.value = value
-        super().__init__({_NOT_SUPPORTED: "Not Supported", _LOST: "GPU is lost"}[value])
+        super().__init__({_NOT_SUPPORTED: "Not Supported", _TIMEOUT: "Timeout", _LOST: "GPU is lost"}[value])
 
 
 def _gpus() -> list[dict]:
@@ -82,5 +87,71 @@ def nvmlDeviceGetRetiredPagesPendingStatus(handle: int) -> int:
 
 
 def nvmlDeviceGetTotalEccErrors(handle: int, kind: int, counter: int) -> int:
-    assert (kind, counter) == (NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC)
-    return _asked(handle, "errors")
+    assert counter == NVML_VOLATILE_ECC
+    return _asked(handle, "errors" if kind == NVML_MEMORY_ERROR_TYPE_UNCORRECTED else "corrected")
+
+
+def nvmlDeviceGetIndex(handle: int) -> int:
+    return handle
+
+
+def nvmlDeviceGetPciInfo(handle: int) -> SimpleNamespace:
+    return SimpleNamespace(busId=f"00000000:{0x3A + handle:02X}:00.0")
+
+
+def nvmlDeviceGetTemperature(handle: int, sensor: int) -> int:
+    return _asked(handle, "temperature")
+
+
+def nvmlDeviceGetTemperatureThreshold(handle: int, threshold: int) -> int:
+    _asked(handle, "temperature")
+    return 87
+
+
+def nvmlDeviceGetPowerUsage(handle: int) -> int:
+    return _asked(handle, "milliwatts")
+
+
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle: int) -> int:
+    return _asked(handle, "reasons")
+
+
+def nvmlDeviceGetPcieReplayCounter(handle: int) -> int:
+    return _asked(handle, "replays")
+
+
+def nvmlDeviceGetNvLinkState(handle: int, link: int) -> int:
+    return int(_link(handle, link) is not None)
+
+
+def nvmlDeviceGetNvLinkErrorCounter(handle: int, link: int, counter: int) -> int:
+    return _link(handle, link)[counter]
+
+
+def _link(handle: int, link: int) -> list[int] | None:
+    links = _asked(handle, "links")
+    if link >= len(links):
+        raise NVMLError(_NOT_SUPPORTED)
+    return links[link]
+
+
+def nvmlEventSetCreate() -> str:
+    return "events"
+
+
+def nvmlEventSetFree(events: str) -> None:
+    pass
+
+
+def nvmlDeviceRegisterEvents(handle: int, kinds: int, events: str) -> None:
+    assert (kinds, events) == (nvmlEventTypeXidCriticalError, "events")
+    _delivered[handle] = 0
+
+
+def nvmlEventSetWait_v2(events: str, timeout_ms: int) -> SimpleNamespace:
+    for handle, count in _delivered.items():
+        xids = _gpus()[handle].get("xids", [])
+        if count < len(xids):
+            _delivered[handle] = count + 1
+            return SimpleNamespace(device=handle, eventData=xids[count])
+    raise NVMLError(_TIMEOUT)

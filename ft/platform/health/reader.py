@@ -1,0 +1,88 @@
+"""Takes readings of a node: asks every source once, and collects what they observe and which of them cannot be read."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ft.platform.health import clock, disks, memory, nics, processors
+from ft.platform.health.files import Source
+from ft.platform.health.gpus import Gpus, find_nvml
+from ft.platform.health.kernel_log import KernelLog
+from ft.platform.health.observation import Observation, Reading
+
+
+class Reader:
+    """Takes readings of one node. Used by one thread, which may wait long for a driver that hangs.
+
+    Args:
+        node: name of the node.
+        root: root of the file tree that is read, normally "/".
+        nvml: the module ``pynvml``, or None for a node without it.
+        watched: folders whose disks are observed.
+        clock_status: function that returns what ``clock.kernel_status`` does.
+
+    Attributes:
+        asking: name of the source that is being read, "" between readings; any thread may look at it.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        root: Path = Path("/"),
+        nvml: Any = None,
+        watched: Sequence[Path] = (),
+        clock_status: Callable[[], tuple[int, int] | None] = clock.kernel_status,
+    ):
+        self._node, self._root, self._watched, self._clock_status = node, root, tuple(watched), clock_status
+        self._gpus = Gpus(nvml)
+        self._log = KernelLog(root / "dev/kmsg")
+        self.asking = ""
+
+    def read(self) -> Reading:
+        """Return what the node says of itself now. Events are those since the last reading."""
+        node, root, when = self._node, self._root, time.time()
+        ahead = clock.ahead_of_monotonic()
+        observations: list[Observation] = []
+        unreadable: dict[str, str] = {}
+        aliases: dict[str, str] = {}
+        sources: dict[str, Callable[[], Source]] = {
+            "GPUs": lambda: self._gpus.read(node, when),
+            "network ports": lambda: nics.read(root, node, when),
+            "memory": lambda: memory.read(root, node, when),
+            "disks": lambda: disks.read(root, node, when, self._watched),
+            "clock": lambda: clock.read(root, node, when, self._clock_status, ahead),
+            "processors": lambda: processors.read(root, node, when),
+            # last, because it names devices as the other sources do
+            "kernel log": lambda: self._log.read(node, when, ahead, aliases),
+        }
+        for name, ask in sources.items():
+            self.asking = name
+            try:
+                found = ask()
+            except Exception as error:  # what one source answers unexpectedly must not hide the others
+                found = Source(node, when, unreadable=f"{type(error).__name__}: {error}")
+            observations += found.observations
+            aliases.update(found.aliases)
+            if found.unreadable:
+                unreadable[name] = found.unreadable
+        self.asking = ""
+        return Reading(node, when, tuple(observations), unreadable, aliases)
+
+    def close(self) -> None:
+        """Release the driver and the log."""
+        self._gpus.close()
+        self._log.close()
+
+
+def of_this_node(node: str, root: Path | None = None, watched: Sequence[Path] = ()) -> Reader:
+    """Return a reader of the node that this process runs on.
+
+    Args:
+        node: name of the node.
+        root: root of another file tree to read instead, in which case no GPU is asked; None: this node's own.
+        watched: folders whose disks are observed.
+    """
+    if root is None:
+        return Reader(node, nvml=find_nvml(), watched=watched)
+    return Reader(node, root, None, watched)
