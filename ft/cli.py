@@ -14,6 +14,7 @@ _SUBCOMMANDS = (
     (("run",), "ft.commands.run", "add_parser"),
     (("check",), "ft.commands.check", "add_parser"),
     (("selftest",), "ft.commands.selftest", "add_parser"),
+    (("health",), "ft.commands.health", "add_parser"),
     (("status", "report"), "ft.commands.report", "add_parsers"),
     (("protections",), "ft.commands.protections", "add_parser"),
     (("faults",), "ft.faults.commands", "add_parser"),

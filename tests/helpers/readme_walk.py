@@ -404,6 +404,22 @@ DIAGNOSE = (
     Walk("start", "ft diagnose start runs/a", says=("the run has made its first step",), after=("hot-swap",)),
 )
 
+HEALTH = (
+    Walk(
+        "health",
+        "ft health",
+        {"health": "health --root node"},
+        ("no findings", "memory.oom_kills", "cannot be read: GPUs"),
+        before="mkdir -p node/proc && echo 'oom_kill 3' > node/proc/vmstat",
+    ),
+    Walk(
+        "health-watch",
+        "ft health --watch 10 --json",
+        not_run="it runs until it is interrupted: tests/processes/test_health_command.py",
+    ),
+    Walk("health-rules", "ft health --rules", says=("xid.79", "drain", "GPU memory fault")),
+)
+
 CLUSTER = (
     Walk("srun", "srun *", not_run=NO_SLURM),
     Walk("sbatch", "sbatch *", not_run=NO_SLURM),
@@ -510,7 +526,8 @@ REST = (
 )
 
 TABLE: tuple[Walk, ...] = (
-    *HOT_SWAP, *SELFTEST, *BENCHES, *REPLICAS, *SPARE, *DMR, *CHECKFREE, *DIAGNOSE, *CLUSTER, *PLANS, *TRAINING, *REST
+    *HOT_SWAP, *SELFTEST, *BENCHES, *REPLICAS, *SPARE, *DMR, *CHECKFREE, *DIAGNOSE, *HEALTH, *CLUSTER, *PLANS,
+    *TRAINING, *REST
 )  # fmt: skip
 
 

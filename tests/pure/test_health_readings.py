@@ -52,7 +52,7 @@ def test_a_planted_node_is_read_whole(tmp_path):
     assert 0 <= found[str(tmp_path), "disk.free_share"] <= 1 and found[str(tmp_path / "missing"), "disk.unreachable"]
     assert found["", "clock.slow_source"] == 0 and found["", "clock.error"] == 0.0015
     assert found["package0", "cpu.throttled"] == 0 and found["", "cpu.offline"] == 0
-    assert reading.unreadable == {"GPUs": "the Python package nvidia-ml-py is not installed"}
+    assert reading.unreadable == {"GPUs": "the Python package nvidia-ml-py is not there"}
 
 
 def test_what_cannot_be_read_is_named(tmp_path):

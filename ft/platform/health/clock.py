@@ -51,7 +51,7 @@ def read(
         if not bits & _UNSYNCHRONIZED:
             found.add("", "clock.error", error_us / 1e6, "s")
     else:
-        found.unreadable = "adjtimex is not permitted"
+        found.unreadable = "adjtimex is not permitted, or the clock is not this node's"
     found.add("", "clock.ahead", ahead, "s")
     return found
 

@@ -52,7 +52,7 @@ class Gpus:
         """Return the observations of all GPUs. ``when``: wall time in seconds since 1970."""
         found = Source(node, when)
         if self._nvml is None:
-            found.unreadable = "the Python package nvidia-ml-py is not installed"
+            found.unreadable = "the Python package nvidia-ml-py is not there"
             return found
         try:
             self._open()

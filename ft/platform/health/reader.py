@@ -18,7 +18,7 @@ class Reader:
     Args:
         node: name of the node.
         root: root of the file tree that is read, normally "/".
-        nvml: the module ``pynvml``, or None for a node without it.
+        nvml: the module ``pynvml``, or None to ask no GPU.
         watched: folders whose disks are observed.
         clock_status: function that returns what ``clock.kernel_status`` does.
 
@@ -80,9 +80,10 @@ def of_this_node(node: str, root: Path | None = None, watched: Sequence[Path] = 
 
     Args:
         node: name of the node.
-        root: root of another file tree to read instead, in which case no GPU is asked; None: this node's own.
+        root: root of another file tree to read instead, in which case no GPU and no clock is asked; None: this node's
+            own.
         watched: folders whose disks are observed.
     """
     if root is None:
         return Reader(node, nvml=find_nvml(), watched=watched)
-    return Reader(node, root, None, watched)
+    return Reader(node, root, None, watched, lambda: None)
