@@ -39,6 +39,7 @@ RESUMED = "resumed"
 LOOKED = "looked"
 WORKER_LOST = "worker_lost"
 DEVICE_UNUSABLE = "device_unusable"
+HEALTH_FOUND = "health_found"
 RESTARTED = "restarted"
 INVARIANTS_CHECKED = "invariants_checked"
 COPIES_PLACED = "copies_placed"
@@ -122,6 +123,10 @@ SCHEMA: Mapping[str, Needs] = {
     WORKER_LOST: Needs(("node", "worker"), ("reason",)),
     # a device (GPU) of the node gets no further worker; device: its index on the node
     DEVICE_UNUSABLE: Needs(("node",), ("device", "reason")),
+    # a node has found something about itself, by the rules of ft.faults.health; device: its name, "" for the node;
+    # action: "watch", "evict at the next step" or "drain"; index: the device's index among those that workers use, or
+    # None; acts: whether the control plane acts on it (ft run --health drain)
+    HEALTH_FOUND: Needs(("node",), ("device", "observation", "category", "action", "reason", "advice")),
     # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far; also
     # rung, as in REPAIR_ORDERED
     RESTARTED: Needs((), ("number", "reason")),

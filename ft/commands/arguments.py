@@ -142,6 +142,13 @@ def _add_fault_tolerance_flags(group) -> None:
         help="file of devices that computed wrongly in earlier runs, written by ft diagnose silent --out FILE; those "
         "to pull are not used",
     )
+    flag(
+        "health",
+        choices=["off", "watch", "drain"],
+        default="watch",
+        help="read what the node says of itself (GPUs, network ports, memory, disks, kernel log) every 30 s and record "
+        "findings; drain: also give no further worker to a device or node with a finding against it (default: watch)",
+    )
     flag("run-dir", metavar="DIR", help="directory for events, metrics and logs (default: runs/<date-time>)")
     flag(
         "inject",

@@ -521,6 +521,7 @@ REST = (
     Walk("page-of-faults", "python -m ft.faults.page", not_run="it writes what test_faults_table.py compares"),
     Walk("pip", "pip install *", not_run="a test installs nothing"),
     Walk("mention-inject", "ft run --inject", not_run=MENTION),
+    Walk("mention-health", "ft run --health", not_run=MENTION),
     Walk("mention-status", "ft status DIR", not_run=MENTION),
     Walk("mention-report", "ft report DIR", not_run=MENTION),
 )

@@ -361,3 +361,25 @@ def test_events_are_put_in_the_order_of_time(tmp_path):
     history.say(5.0, events.RESUMED, epoch=1, step=40)
     found = load(write(tmp_path / "a", history)).events
     assert [event.wall - START for event in found if event.step is not None][-2:] == [5.0, 9.0]
+
+
+def test_what_nodes_found_about_themselves_is_named(tmp_path, capsys):
+    history = History()
+    for number in range(7):
+        said = {
+            "observation": "xid.31",
+            "category": "c",
+            "action": "watch",
+            "advice": "Look.",
+            "reason": f"no {number}",
+        }
+        history.say(4.0 + number, events.HEALTH_FOUND, node="n1", device="gpu3", **said)
+    history.finish(11.0, 100)
+    folder = write(tmp_path / "a", history, steps=100)
+    _, page = report(folder, capsys)
+    assert "n1 gpu3: watch: no 0" in page.texts and "n1 gpu3: watch: no 6" in page.texts
+    assert cli.main(["status", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "health     n1 gpu3: watch: no 6" in text and "no 1\n" not in text and "and 2 earlier" in text
+    assert cli.main(["status", str(folder), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["health"]) == 7

@@ -148,6 +148,7 @@ class Agent:
         self._pool.start()
         self._parts.devices.start()
         self._uplink.start(self._membership.join, self._life)
+        self._parts.health.start()
 
     @property
     def _node(self) -> str:
@@ -159,6 +160,7 @@ class Agent:
             self._obey(what)
         for report in self._parts.devices.reports():
             self._uplink.post(report)
+        self._parts.health.poll(self._node, time.monotonic())
         self._begin_when_possible()
         now = time.monotonic()
         self._workforce.judge(now)
@@ -436,5 +438,6 @@ class Agent:
         self._parts.room.close()
         if self._has_crashed:
             self._console.complain(cause_of_crash(Path(self._membership.place.run_dir), self._last_words_of))
+        self._parts.health.close()
         # last, because it waits for the reader of stdout: nothing else of the run may wait for that reader
         self._console.close()

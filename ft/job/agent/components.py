@@ -1,5 +1,7 @@
 """Creates and connects the components of a node agent, the supervisor process that ``ft run`` starts on each node."""
 
+import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from ft.job.agent.devices import Devices
 from ft.job.agent.disk_space import Room
 from ft.job.agent.environment import NodeContext
 from ft.job.agent.faults import AgentFaults
+from ft.job.agent.health import HEALTH_ROOT, HealthWatch
 from ft.job.agent.listener import WorkerListener, listen
 from ft.job.agent.membership import Membership, claim_name
 from ft.job.agent.options import RunOptions, count_gpus
@@ -24,6 +27,7 @@ from ft.job.agent.uplink import Uplink
 from ft.job.agent.workforce import Workforce
 from ft.job.control.timeouts import Timeouts
 from ft.platform import network
+from ft.platform.health.reader import Reader, of_this_node
 from ft.platform.supervisor import Supervisor
 
 
@@ -46,6 +50,7 @@ class Components:
         faults: injects the planned faults whose target is this agent.
         timeouts: timeouts of the run.
         devices: the devices (GPUs) of this node.
+        health: reads what the node says of itself.
     """
 
     membership: Membership
@@ -62,6 +67,7 @@ class Components:
     faults: AgentFaults
     timeouts: Timeouts
     devices: Devices
+    health: HealthWatch
 
 
 def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Components:
@@ -108,7 +114,13 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
         faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
         timeouts=timeouts,
         devices=devices,
+        health=HealthWatch(options.health, _reader(options, place.node), devices, uplink.post, console.complain),
     )
+
+
+def _reader(options: RunOptions, node: str) -> Callable[[], Reader]:
+    root = os.environ.get(HEALTH_ROOT)
+    return lambda: of_this_node(node, Path(root) if root else None, [options.run_dir])
 
 
 def _own(faults: list[inject.Fault], place: NodeContext, life: int | None) -> list[inject.Fault]:

@@ -80,6 +80,19 @@ class Devices:
         indices = range(self.count or most)
         return [index for index in indices if index not in self.unusable][:most]
 
+    def index_of(self, uuid: str) -> int | None:
+        """Return the index of the GPU with this id, or None if workers do not use it or it is not known yet."""
+        known = self._before if self._known.is_set() else []
+        return next((index for index, reading in enumerate(known) if uuid and reading.uuid == uuid), None)
+
+    def wait(self) -> None:
+        """Return when the devices are known."""
+        self._known.wait()
+
+    def reject(self, device: int, problem: str) -> None:
+        """Give a device to no further worker."""
+        self.unusable.setdefault(device, problem)
+
     def take(self, worker: str, device: int) -> None:
         """Record that a worker uses a device."""
         self._of_worker[worker] = device

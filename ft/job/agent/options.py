@@ -24,6 +24,8 @@ from ft.platform import election, slurm
 from ft.platform.topology import read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
+OFF, WATCH, DRAIN = "off", "watch", "drain"
+"""Values of ``--health``."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class RunOptions:
     """Devices of this node that computed wrongly in earlier runs (``--suspects``)."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """The timeouts of the run: the defaults, changed by ``--control etcd`` and ``--limits``."""
+    health: str = WATCH
+    """What follows from what a node says of itself: "off" (it is not read), "watch" or "drain"."""
 
     @property
     def world_size(self) -> int:
@@ -218,6 +222,7 @@ def resolve(
         timeouts=timeouts,
         devices=given.devices_per_node,
         left_out=left_out,
+        health=given.health,
     )
 
 

@@ -10,7 +10,7 @@ that is new to its seat. The training script is the user's program, which the ag
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import devices, drift, start_checks
+from ft.job.control import devices, drift, health, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
@@ -196,8 +196,8 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
     """Record an event that a worker has observed.
 
     A layout (of ranks and their copies) is stored. The settings of a worker (``drift.EVENT``) are compared with those
-    of the other workers. An injected fault is logged, and its number is stored, so that it does not happen again. All
-    other events are only logged.
+    of the other workers. A finding of a node about itself is logged and weighed. An injected fault is logged, and its
+    number is stored, so that it does not happen again. All other events are only logged.
     """
     detail = report.detail
     if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:
@@ -219,6 +219,9 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
         worker = state.workers.get(str(detail.get("worker")))
         if worker is not None:
             drift.compare(state, now, worker, detail.get("settings", {}), out)
+        return
+    if report.event == events.HEALTH_FOUND:
+        health.record(state, now, detail, out)
         return
     number = detail.get("number")
     if report.event == events.FAULT_INJECTED and isinstance(number, int) and number not in state.fired:

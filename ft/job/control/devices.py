@@ -67,7 +67,7 @@ def reject(state: State, agent: Agent, device: int, problem: str, out: Decisions
 
 
 def released(state: State, report: m.DeviceReleased, out: Decisions) -> None:
-    """Record that the device of an ended worker is free, or unusable."""
+    """Record that the device of an ended worker is free or unusable, or that a device has become unusable by itself."""
     agent = state.agents.get(report.node)
     if agent is None or agent.gone:
         out.add(f"ignored: device {report.device} of {report.node}, which is unknown or lost")
@@ -77,7 +77,7 @@ def released(state: State, report: m.DeviceReleased, out: Decisions) -> None:
     agent.held.pop(report.worker, None)
     if report.problem:
         reject(state, agent, report.device, report.problem, out)
-    else:
+    elif report.worker:
         out.add(f"{report.worker} has released device {report.device} of {agent.node}")
 
 

@@ -11,7 +11,7 @@ from ft.base import events
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, Verdict
 from ft.job import messages as m
-from ft.job.control import devices, epochs, history, looks
+from ft.job.control import devices, epochs, health, history, looks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Suspicion, Worker
@@ -62,7 +62,7 @@ def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisio
     if worker is None or worker.left:
         out.add(f"ignored: {report.worker} is known to be gone")
         return
-    found = verdict.of_error(report.kinds, report.message)
+    found = health.weigh(state, now, worker, verdict.of_error(report.kinds, report.message))
     is_stale = report.epoch != state.epoch or state.phase not in EPOCH_OPEN
     if is_stale and found.action in (RETRY, RESTART) and state.phase != GATHERING:
         out.add(
@@ -164,7 +164,8 @@ def _seated_exit(state: State, now: float, worker: Worker, code: int, out: Decis
         out.add(f"{worker.name} (logical rank {worker.rank}) has ended with code 0; the others have to end as well")
         ends.finish_if_done(state, now, out)
         return
-    react(state, now, [Fault(worker, verdict.of_exit(code), dead=True)], out)
+    found = health.weigh(state, now, worker, verdict.of_exit(code))
+    react(state, now, [Fault(worker, found, dead=True)], out)
 
 
 def _early_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:

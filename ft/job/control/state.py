@@ -7,6 +7,7 @@ in host memory; a peer copy is the copy of it that a data-parallel neighbour hol
 
 from dataclasses import dataclass, field
 
+from ft.faults.health import Finding
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Beat, GroupReport, Repair, WorkerReleased, WorkerRepaired
 
@@ -83,6 +84,7 @@ class Agent:
         interfaces: name of a network interface of the node -> its address.
         about: settings that must be equal on all nodes.
         paths: flag and path of the command line -> "there" or "missing".
+        evidence: what the node has found against itself, if the run acts on it.
     """
 
     node: str
@@ -105,6 +107,18 @@ class Agent:
     interfaces: dict[str, str] = field(default_factory=dict)
     about: dict[str, str] = field(default_factory=dict)
     paths: dict[str, str] = field(default_factory=dict)
+    evidence: list["Evidence"] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A finding of a node against itself or one of its devices, which has the device's index in its name ("gpu3").
+
+    ``at`` is the time at which it was reported, in seconds.
+    """
+
+    at: float
+    finding: Finding
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class DeviceReleased:
     """The process of a worker has ended, and its device is free for another worker, or turned out to be unusable.
 
     Attributes:
-        worker: name of the worker.
+        worker: name of the worker; "" if the device became unusable by itself (``ft run --health drain``).
         node: name of its agent.
         device: index of its device on that node.
         problem: why no worker can use the device, or "".

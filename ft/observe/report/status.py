@@ -8,12 +8,14 @@ snapshot is a copy of a rank's state in host memory; peers hold copies of it.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ft.base import events
 from ft.observe.report import slow_ranks
 from ft.record import missing as records
 from ft.record.recoveries import UNDER_WAY, Recovery, recoveries
 from ft.record.run import FINISHED, Run
-from ft.show.text import seconds, table
+from ft.show.text import seconds, shortened, table
 
+_MOST_FINDINGS = 5
 _AGO = {False: "updated", True: "ended"}
 
 STALE_S = 10.0
@@ -65,6 +67,7 @@ class Status:
         lacking: sentences about what is missing from the run's files.
         limits: the timeouts of the run that are not the defaults, in seconds by name.
         slow: sentences about the ranks that are persistently slower than others with the same work.
+        health: what nodes have found about themselves, as sentences, the oldest first.
     """
 
     phase: str
@@ -84,6 +87,7 @@ class Status:
     lacking: list[str] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
     slow: list[str] = field(default_factory=list)
+    health: list[str] = field(default_factory=list)
 
     @property
     def stale(self) -> bool:
@@ -125,7 +129,19 @@ def status(run: Run, now: float, gone: str = "") -> Status:
         lacking=records.lacking(run),
         limits=stored["limits"] if isinstance(stored.get("limits"), dict) else {},
         slow=slow_ranks.sentences(stored.get("stragglers")),
+        health=health(run),
     )
+
+
+def health(run: Run) -> list[str]:
+    """Return what nodes have found about themselves, as sentences, the oldest first."""
+    found = []
+    for event in run.events:
+        if event.name == events.HEALTH_FOUND:
+            said = event.detail
+            device = f"{event.node} {said.get('device') or ''}".rstrip()
+            found.append(f"{device}: {said.get('action', '?')}: {shortened(str(said.get('reason', '')), 160)}")
+    return found
 
 
 def as_text(found: Status, folder: str) -> str:
@@ -142,6 +158,9 @@ def as_text(found: Status, folder: str) -> str:
     if found.limits:
         facts.append(("limits", ", ".join(f"{name} = {value:g} s" for name, value in found.limits.items())))
     facts += [("straggler", text) for text in found.slow]
+    facts += [("health", text) for text in found.health[-_MOST_FINDINGS:]]
+    if len(found.health) > _MOST_FINDINGS:
+        facts.append(("", f"and {len(found.health) - _MOST_FINDINGS} earlier, which ft report shows"))
     facts += [("records", text) for text in found.lacking]
     lines = [f"{name:<10} {value}" for name, value in facts]
     if found.members:
@@ -169,6 +188,7 @@ def as_values(found: Status) -> dict[str, Any]:
         "lacking": found.lacking,
         "limits": found.limits,
         "stragglers": found.slow,
+        "health": found.health,
         "last_recovery": None
         if last is None
         else {

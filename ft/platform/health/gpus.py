@@ -65,6 +65,13 @@ class Gpus:
         found.observations += self._xids(found)
         return found
 
+    def news(self, node: str, when: float) -> Source:
+        """Return the Xids since the last call of ``read`` or ``news``; none before the first ``read``."""
+        found = Source(node, when)
+        if self._is_open:
+            found.observations += self._xids(found)
+        return found
+
     def close(self) -> None:
         """Release NVML."""
         if self._is_open:

@@ -1,7 +1,7 @@
 """Takes readings of a node: asks every source once, and collects what they observe and which of them cannot be read."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,13 @@ class Reader:
         self._node, self._root, self._watched, self._clock_status = node, root, tuple(watched), clock_status
         self._gpus = Gpus(nvml)
         self._log = KernelLog(root / "dev/kmsg")
+        self._aliases: dict[str, str] = {}
         self.asking = ""
 
     def read(self) -> Reading:
         """Return what the node says of itself now. Events are those since the last reading."""
         node, root, when = self._node, self._root, time.time()
         ahead = clock.ahead_of_monotonic()
-        observations: list[Observation] = []
-        unreadable: dict[str, str] = {}
         aliases: dict[str, str] = {}
         sources: dict[str, Callable[[], Source]] = {
             "GPUs": lambda: self._gpus.read(node, when),
@@ -56,18 +55,38 @@ class Reader:
             # last, because it names devices as the other sources do
             "kernel log": lambda: self._log.read(node, when, ahead, aliases),
         }
+        reading = self._collect(when, sources, aliases)
+        self._aliases = aliases
+        return reading
+
+    def news(self) -> Reading:
+        """Return only the events since the last reading or the last call; a reading has to come first.
+
+        This takes so little time that it can be done every second.
+        """
+        node, when, aliases = self._node, time.time(), dict(self._aliases)
+        ahead = clock.ahead_of_monotonic()
+        sources: dict[str, Callable[[], Source]] = {
+            "GPUs": lambda: self._gpus.news(node, when),
+            "kernel log": lambda: self._log.read(node, when, ahead, aliases),
+        }
+        return self._collect(when, sources, aliases)
+
+    def _collect(self, when: float, sources: Mapping[str, Callable[[], Source]], aliases: dict[str, str]) -> Reading:
+        observations: list[Observation] = []
+        unreadable: dict[str, str] = {}
         for name, ask in sources.items():
             self.asking = name
             try:
                 found = ask()
             except Exception as error:  # what one source answers unexpectedly must not hide the others
-                found = Source(node, when, unreadable=f"{type(error).__name__}: {error}")
+                found = Source(self._node, when, unreadable=f"{type(error).__name__}: {error}")
             observations += found.observations
             aliases.update(found.aliases)
             if found.unreadable:
                 unreadable[name] = found.unreadable
         self.asking = ""
-        return Reading(node, when, tuple(observations), unreadable, aliases)
+        return Reading(self._node, when, tuple(observations), unreadable, aliases)
 
     def close(self) -> None:
         """Release the driver and the log."""

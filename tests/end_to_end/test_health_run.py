@@ -1,0 +1,49 @@
+"""What a node says of itself during ``ft run``: events, the status, and with --health drain where workers go."""
+
+import os
+import signal
+
+import planted_node
+from ft_runs import flags, leftovers
+from test_hot_swap_nodes import Node
+
+from ft import cli
+from ft.base import events
+from ft.platform.network import free_port
+
+LAYOUT, STEPS = "--use-distributed-optimizer", 120
+
+
+def test_a_node_with_a_memory_error_gets_no_further_worker(corpus, reference, monkeypatch, tmp_path, capsys):
+    """The lost worker's node has a standby, which is preferred otherwise."""
+    port, wanted = free_port(), flags(corpus, LAYOUT, STEPS)
+    nodes = []
+    try:
+        for rank in range(2):
+            monkeypatch.setenv("FT_HEALTH_ROOT", str(planted_node.plant(tmp_path / f"tree{rank}")))
+            options = "--standby 1 --health drain"
+            nodes.append(Node(tmp_path, rank, port, wanted, options, nnodes=2, standby_nodes=0))
+        log = nodes[0].folder / "events.jsonl"
+
+        def seen(name):
+            return [each for each in events.read(log) if each.name == name]
+
+        nodes[0].wait_for(lambda: nodes[0].step() >= 1 and len(seen("standby_ready")) == 2)
+        planted_node.log(tmp_path / "tree1", "[    1.000000] EDAC MC0: 1 UE memory read error on DIMM_A1")
+        nodes[0].wait_for(lambda: seen("health_found"))
+        victim = seen("epoch_opened")[-1].detail["seats"]["3"]
+        os.kill(next(each.detail["pid"] for each in seen("worker_started") if each.worker == victim), signal.SIGKILL)
+        done = nodes[0].wait(150)
+        assert done.code == 0 and nodes[1].process.wait(20) == 0, done.explain()
+    finally:
+        for node in nodes:
+            node.stop()
+    assert not leftovers(nodes[0].folder)
+    (found,) = done.named("health_found")
+    assert (found.node, found.detail["device"], found.detail["acts"]) == ("n1", "mc0", True)
+    seats = done.named("epoch_opened")[-1].detail["seats"]
+    assert seats["3"].startswith("n0.") and seats["2"].startswith("n1."), done.explain()
+    assert done.losses == reference(4, LAYOUT, STEPS)
+    assert cli.main(["status", str(nodes[0].folder)]) == 0
+    said = "health     n1 mc0: evict at the next step: an uncorrectable memory error: [ 1.000000] EDAC MC0: 1 UE"
+    assert said in capsys.readouterr().out
