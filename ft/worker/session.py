@@ -6,6 +6,7 @@ to logical ranks: the control plane closes an epoch after a failure and opens th
 supervisor process of the node, passes on the orders of the control plane.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -15,19 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import token
-from ft.base.errors import DeviceUnusable, UserError
+from ft.base.errors import DeviceUnusable, ReplaceNodeError, UserError
 from ft.base.step_clock import CLOCK
 from ft.faults.flip import Flip
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Close, Look, Observed, Open, StepTimes
 from ft.net.choice import network_of
+from ft.net.streams import TcpNetwork
 from ft.state.groups import Groups, Rendezvous
 from ft.state.snapshot import SnapshotServer
 from ft.worker import looks, protocol
+from ft.worker.admission import Admission
 from ft.worker.orders import Orders
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.settings import surroundings
+
+_REACH_S = 20.0
+"""Longest time without progress of a standby's message to itself, in seconds."""
 
 
 def is_attachable(environment: Mapping[str, str] = os.environ) -> bool:
@@ -52,6 +58,8 @@ def attach(environment: Mapping[str, str] = os.environ, settings: Mapping[str, s
         raise UserError("this process was not started by ft run", "start with: ft run --nproc-per-node N SCRIPT ...")
     session = Session(environment)
     session.observe("settings", settings={**surroundings(environment), **(settings or {})})
+    if environment.get("FT_STANDBY") and environment.get("FT_HEALTH") != "off":
+        session.admission.start()
     protocol.run(protocol.take_seat(session))
     return session
 
@@ -71,6 +79,7 @@ class Session(protocol.Member):
         address: host:port of that server.
         orders: queue of the control plane's orders.
         link: connection to the node agent.
+        admission: checks this process while it is a standby.
     """
 
     def __init__(self, environment: Mapping[str, str]):
@@ -88,7 +97,8 @@ class Session(protocol.Member):
         self.progress.begun = self._on_step
         self.role = ""
         CLOCK.start()
-        self.server = SnapshotServer(network_of(environment), token=self.token)
+        network = network_of(environment)
+        self.server = SnapshotServer(network, token=self.token)
         self.address = self.server.address
         self._left = threading.Event()
         self._lock = threading.Lock()
@@ -97,6 +107,12 @@ class Session(protocol.Member):
         self.link = Link.connect(environment)
         self.link.listen(self.orders.deliver)
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s, self._step_times)
+        # Over MPI, messages pass through one process of the node, and not through a socket of this one.
+        is_tcp = isinstance(network, TcpNetwork)
+        self.admission = Admission(
+            lambda: self.server.reach_itself(_REACH_S) if is_tcp else None,
+            self._on_unfit,
+        )
 
     def send(self, report: Any) -> None:
         self.link.send(report)
@@ -111,6 +127,7 @@ class Session(protocol.Member):
         traceback.print_exception(error)
 
     def enter(self, opened: Open) -> None:
+        self.admission.stop()
         with self._lock:
             super().enter(opened)
             if not self.closed:
@@ -176,6 +193,7 @@ class Session(protocol.Member):
 
     def close(self) -> None:
         """End the session: stop heartbeats, and close the snapshot server and the connection to the agent."""
+        self.admission.stop()
         self._heartbeat.close()
         CLOCK.stop()
         self.server.close()
@@ -215,6 +233,11 @@ class Session(protocol.Member):
         if self.groups is not None:
             self.groups.close(order.epoch, order.reason)
         self._left.set()
+
+    def _on_unfit(self, error: ReplaceNodeError) -> None:
+        """Report that this standby has failed its check; the control plane ends it, and starts no other one here."""
+        with contextlib.suppress(OSError):  # the thread that receives orders detects the agent's death
+            self.send(protocol.failure(self, self.progress.step, error))
 
     def _on_step(self) -> None:
         if self.groups is not None:

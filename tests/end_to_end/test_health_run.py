@@ -4,7 +4,7 @@ import os
 import signal
 
 import planted_node
-from ft_runs import flags, leftovers
+from ft_runs import ROOT, flags, ft_run, leftovers
 from test_hot_swap_nodes import Node
 
 from ft import cli
@@ -47,3 +47,13 @@ def test_a_node_with_a_memory_error_gets_no_further_worker(corpus, reference, mo
     assert cli.main(["status", str(nodes[0].folder)]) == 0
     said = "health     n1 mc0: evict at the next step: an uncorrectable memory error: [ 1.000000] EDAC MC0: 1 UE"
     assert said in capsys.readouterr().out
+
+
+def test_a_standby_that_fails_its_check_is_ended_and_the_run_goes_on(corpus, reference, tmp_path):
+    script = str(ROOT / "tests" / "helpers" / "unfit_standby_gpt.py")
+    done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 40), script=script, nproc=2, standby=1)
+    assert done.code == 0 and done.losses == reference(2, LAYOUT, 40), done.explain()
+    (fault,) = done.named("fault_detected")
+    assert fault.rank is None and "a copy of 16 MiB has another checksum" in fault.detail["reason"], done.explain()
+    assert len(done.named("standby_ready")) == 1, "no other standby is started on this node"
+    assert not done.named("restarted") and len(done.named("epoch_opened")) == 1, done.explain()

@@ -156,6 +156,7 @@ def _place(options: RunOptions, port: int, agent_socket: str, faults: list[injec
         faults=_write(faults, options.run_dir, name),
         domains=options.domains,
         timeouts=options.timeouts.changed(),
+        health=options.health,
     )
 
 

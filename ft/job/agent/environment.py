@@ -27,6 +27,7 @@ class NodeContext:
         faults: file with the planned faults, "" if there are none.
         domains: kind -> name of the node's failure domains, such as "rack" -> "r1".
         timeouts: the run's timeouts that are not the defaults, in seconds by name.
+        health: value of ``--health``; with "off", standbys do not check themselves.
     """
 
     node: str
@@ -41,6 +42,7 @@ class NodeContext:
     faults: str = ""
     domains: Mapping[str, str] = field(default_factory=dict)
     timeouts: Mapping[str, float] = field(default_factory=dict)
+    health: str = "watch"
 
 
 def worker_environment(
@@ -66,6 +68,7 @@ def worker_environment(
         "FT_RUN_DIR": place.run_dir,
         "FT_RESTART": str(restart),
         "FT_STANDBY": "1" if rank is None else "",
+        "FT_HEALTH": place.health,
         "FT_FAULTS": place.faults,
         VARIABLE: json.dumps(dict(place.timeouts)),
         "RANK": str(shown_rank),

@@ -63,6 +63,10 @@ def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisio
         out.add(f"ignored: {report.worker} is known to be gone")
         return
     found = health.weigh(state, now, worker, verdict.of_error(report.kinds, report.message))
+    if worker.rank is None and worker.started_for is None:  # a standby that found itself unfit: nothing is to recover
+        _tell(state, Fault(worker, found), out)
+        _remove(state, now, Fault(worker, found), out)
+        return
     is_stale = report.epoch != state.epoch or state.phase not in EPOCH_OPEN
     if is_stale and found.action in (RETRY, RESTART) and state.phase != GATHERING:
         out.add(

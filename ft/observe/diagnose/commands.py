@@ -1,4 +1,4 @@
-"""Implement ``ft diagnose``, which finds the causes of errors: in runs that crash, hang or never start, and in devices."""
+"""Implement ``ft diagnose``, which finds the causes of errors, in devices and in runs that crash or hang."""
 
 from ft.base.subcommands import add_group
 

@@ -31,6 +31,7 @@ from ft.state.transfer.push import CONNECT_S, Cancelled, Outgoing, PeerLost, Sen
 from ft.state.transfer.server import Server
 
 _FETCH_TRIES = 3
+_NO_STEP = -2
 
 
 def _physical_memory() -> int:
@@ -149,6 +150,24 @@ class SnapshotServer:
                 self._fetching = None
                 source.close()
         raise PeerLost(f"cannot fetch from {whom}: {problem}") from problem
+
+    def reach_itself(self, patience_s: float) -> None:
+        """Ask this server, over its own address, for a snapshot that nobody has, and wait for the answer.
+
+        Raises:
+            ConnectionError: there is no answer within ``patience_s`` seconds, or not the right one.
+        """
+        source = pull.Source(self._network, self.address, self._token, patience_s)
+        try:
+            source.open(patience_s)
+            source.envelope(pull.Wanted(_NO_STEP))
+        except pull.Gone:
+            return
+        except (pull.Lost, pull.Bad) as error:
+            raise ConnectionError(f"{self.address} {error}") from error
+        finally:
+            source.close()
+        raise ConnectionError(f"{self.address} gives out a snapshot that nobody has")
 
     def cancel(self, epoch: int) -> None:
         """Cancel the operations of ``epoch`` and of earlier epochs, and refuse new ones.

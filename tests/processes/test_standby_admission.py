@@ -1,0 +1,129 @@
+"""The check of a standby: what it finds, what it costs, and that a failing standby gets no logical rank."""
+
+import threading
+import time
+
+import numpy
+import pytest
+from control_world import World, kinds, only, opened
+
+from ft.base.errors import ReplaceNodeError
+from ft.job import messages as m
+from ft.state.snapshot import SnapshotServer
+from ft.worker.admission import Admission, examine
+
+
+def flipped(array):
+    """Return a copy with one bit flipped."""
+    damaged = array.copy()
+    damaged.reshape(-1).view(numpy.uint8)[-2] ^= 1
+    return damaged
+
+
+def test_a_sound_machine_passes_in_a_fraction_of_a_second():
+    server = SnapshotServer("127.0.0.1", token="secret")
+    try:
+        reach = lambda: server.reach_itself(20.0)  # noqa: E731
+        examine(reach)
+        took = []
+        for seed in range(5):
+            began = time.thread_time()
+            examine(reach, seed)
+            took.append(time.thread_time() - began)
+        assert min(took) < 1.0, took
+    finally:
+        server.close()
+
+
+def test_a_product_that_differs_once_is_found():
+    calls = []
+
+    def multiply(left, right):
+        calls.append(1)
+        return flipped(left @ right) if len(calls) == 2 else left @ right
+
+    with pytest.raises(ReplaceNodeError, match="differs when it is computed twice"):
+        examine(lambda: None, multiply=multiply)
+
+
+def test_a_product_that_is_wrong_in_the_same_way_each_time_is_found():
+    with pytest.raises(ReplaceNodeError, match="a product of matrices is wrong"):
+        examine(lambda: None, multiply=lambda left, right: flipped(left @ right))
+
+
+def test_a_damaged_copy_is_found():
+    with pytest.raises(ReplaceNodeError, match="a copy of 16 MiB has another checksum"):
+        examine(lambda: None, copy=flipped)
+
+
+def test_a_process_that_cannot_reach_itself_is_found_after_several_tries():
+    server = SnapshotServer("127.0.0.1", token="secret")
+    server.close()
+    with pytest.raises(ReplaceNodeError, match="3 messages to itself were lost"):
+        examine(lambda: server.reach_itself(2.0))
+    answers = iter([ConnectionError("late"), None])
+
+    def reach():
+        if error := next(answers):
+            raise error
+
+    examine(reach)
+
+
+def test_the_check_is_repeated_until_the_standby_has_a_rank():
+    seeds, enough = [], threading.Event()
+
+    def check(reach, seed):
+        seeds.append(seed)
+        if len(seeds) == 3:
+            enough.set()
+
+    admission = Admission(lambda: None, lambda error: None, 0.01, check)
+    admission.start()
+    assert enough.wait(20) and seeds[:3] == [0, 1, 2]
+    admission.stop()
+
+
+def test_a_failure_is_reported_once_and_not_after_the_standby_got_a_rank():
+    failures, begun, goes_on = [], threading.Event(), threading.Event()
+
+    def check(reach, seed):
+        begun.set()
+        goes_on.wait(20)
+        raise ReplaceNodeError("it computes wrongly")
+
+    late = Admission(lambda: None, failures.append, 0.01, check)
+    late.start()
+    assert begun.wait(20)
+    late.stop()
+    early = Admission(lambda: None, failures.append, 0.01, check)
+    early.start()
+    goes_on.set()
+    deadline = time.monotonic() + 20
+    while not failures and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert [str(error) for error in failures] == ["it computes wrongly"]
+
+
+def unfit(name):
+    kinds_of_it = ["ReplaceNodeError", "FtError", "Exception"]
+    return m.WorkerFailed(name, -1, 0, kinds_of_it, "the check of a standby failed: a copy has another checksum")
+
+
+def test_a_standby_that_fails_its_check_is_ended_and_its_node_gets_no_other():
+    world = World(4, 2, standbys=1).run()
+    orders = world.say(unfit("n1.w2"))
+    assert kinds(orders) == ["Kill"] and only(orders, m.Kill).worker == "n1.w2"
+    assert world.state.agents["n1"].suspect and not world.state.agents["n0"].suspect
+    assert [(each["worker"], each["rank"]) for each in world.events("fault_detected")] == [("n1.w2", None)]
+    assert world.state.phase == "running" and "Spawn" not in kinds(world.wait(30))
+    world.exit("n1.w2")
+    assert opened(world.kill(3)).seats["3"].worker == "n0.w2"
+
+
+def test_a_standby_that_fails_its_check_before_training_begins_does_not_restart_the_run():
+    world = World(2, 1, standbys=1)
+    world.join()
+    world.ready(world.start_worker("n0"))
+    assert kinds(world.say(unfit("n0.w0"))) == ["Kill"] and world.state.phase == "gathering"
