@@ -27,7 +27,7 @@ class Orders:
             may be blocked.
     """
 
-    def __init__(self, on_close: Callable[[Close], None], on_look: Callable[[Look], None]):
+    def __init__(self, on_close: Callable[[Close], None], on_look: Callable[[Look], None] = lambda order: None):
         self._on_close, self._on_look = on_close, on_look
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
 

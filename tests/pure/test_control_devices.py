@@ -29,7 +29,7 @@ def test_a_standby_gets_the_device_of_the_worker_it_replaces_once_that_is_free()
 
 def test_a_worker_that_is_killed_keeps_its_device_until_its_process_is_gone():
     world = full(nodes=1)
-    assert kinds(world.say(m.WorkerSilent(world.worker(1), "n0", 0.3, "D"))) == ["Kill", "Close"]
+    assert kinds(world.say(m.WorkerSilent(world.worker(1), "n0", 0.3, "D"))) == ["Look", "Kill", "Close"]
     assert not world.wait(2.0)
     world.exit("n0.w1")
     assert devices(world.say(m.DeviceReleased("n0.w1", "n0", 1))) == [0, 1, 2, 3]

@@ -257,8 +257,8 @@ def test_an_agent_that_ends_without_a_signal_is_a_lost_node():
 def test_silence_is_a_hang():
     world = World().run()
     orders = world.say(m.WorkerSilent(world.worker(1), "n0", 0.3, "T"))
-    assert orders[0] == m.Kill("n0.w1", "no heartbeat for 0.3 s, its process is stopped")
-    assert kinds(orders) == ["Kill", "Close", "Open"]
+    assert orders[1] == m.Kill("n0.w1", "no heartbeat for 0.3 s, its process is stopped")
+    assert kinds(orders) == ["Look", "Kill", "Close", "Open"]
     assert world.exit("n0.w1") == [] and "known to be gone" in world.last
 
 
@@ -268,7 +268,7 @@ def test_a_stall_is_a_hang_when_others_wait():
     hung = {"since_s": 11.0}
     world.beat(all={}, r0=waits, r1=hung)
     orders = world.wait(0.3)
-    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[0].worker == "n0.w1"
+    assert kinds(orders) == ["Look", "Kill", "Close", "Open"] and orders[1].worker == "n0.w1"
     assert "while others wait for it (limit 10.3 s)" in world.reasons
 
 
@@ -288,7 +288,7 @@ def test_when_all_wait_for_long_everybody_starts_over_in_place():
     world = World().run()
     world.beat(all={"doing": "wait", "where": "world", "since_s": 16.0})
     orders = world.wait(0.3)
-    assert kinds(orders) == ["Close", "Open"] and orders[1].joiners == []
+    assert kinds(orders) == ["Look", "Close", "Open"] and orders[2].joiners == []
     assert "everybody keeps the seat" in world.reasons
 
 
@@ -304,8 +304,8 @@ def test_a_lost_connection_with_nobody_dead_is_retried_in_place():
     for rank in (0, 1):
         world.say(m.WorkerSuspects(world.worker(rank), 0, "world", "Connection closed by peer"))
     orders = world.wait(1)
-    assert kinds(orders) == ["Close", "Open"] and orders[1].joiners == []
-    assert "nobody has died" in orders[0].reason
+    assert kinds(orders) == ["Look", "Close", "Open"] and orders[2].joiners == []
+    assert "nobody has died" in orders[1].reason
     assert kinds(world.recover()) == ["Repair", "Resume"]
 
 
@@ -448,8 +448,8 @@ def test_a_survivor_that_does_not_leave_is_replaced():
     world.release(0, 1)
     world.arrive()
     orders = world.wait(LIMITS.drain_s + 1)
-    assert kinds(orders) == ["Kill", "Close", "Open"]
-    assert orders[0] == m.Kill("n0.w3", orders[0].reason) and "it has not left the closed epoch" in orders[0].reason
+    assert kinds(orders) == ["Look", "Kill", "Close", "Open"]
+    assert orders[1] == m.Kill("n0.w3", orders[1].reason) and "it has not left the closed epoch" in orders[1].reason
 
 
 def test_a_joiner_that_does_not_assemble_is_replaced():
@@ -457,7 +457,7 @@ def test_a_joiner_that_does_not_assemble_is_replaced():
     world.kill(2)
     world.release()
     orders = world.wait(LIMITS.assemble_s + 1)
-    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[0].worker == "n0.w4"
+    assert kinds(orders) == ["Look", "Kill", "Close", "Open"] and orders[1].worker == "n0.w4"
 
 
 def test_one_worker_late_with_its_repair_is_replaced():
@@ -467,7 +467,7 @@ def test_one_worker_late_with_its_repair_is_replaced():
     world.arrive()
     world.repair(0, 1, 2)
     orders = world.wait(LIMITS.repair_s + 1)
-    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[0].worker == "n0.w3"
+    assert kinds(orders) == ["Look", "Kill", "Close", "Open"] and orders[1].worker == "n0.w3"
 
 
 def test_when_most_are_late_with_their_repair_who_hangs_shows_in_leaving():
@@ -476,10 +476,10 @@ def test_when_most_are_late_with_their_repair_who_hangs_shows_in_leaving():
     world.release()
     world.arrive()
     orders = world.wait(LIMITS.repair_s + 1)
-    assert kinds(orders) == ["Close", "Open"]
+    assert kinds(orders) == ["Look", "Close", "Open"]
     world.release(0, 1, 2)
     orders = world.wait(LIMITS.drain_s + 1)
-    assert orders[0] == m.Kill("n0.w3", orders[0].reason)
+    assert kinds(orders)[0] == "Look" and orders[1] == m.Kill("n0.w3", orders[1].reason)
 
 
 def test_reports_may_come_twice():

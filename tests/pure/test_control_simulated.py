@@ -25,7 +25,7 @@ def test_the_last_worker_hangs_when_all_others_are_done():
     done = {"doing": "idle", "where": "done"}
     world.beat(r0=done, r1=done, r2=done, r3={"doing": "compute", "since_s": LIMITS.stall_s + 1.0})
     orders = world.wait(1.0)
-    assert kinds(orders)[:3] == ["Kill", "Close", "Open"] and orders[0].worker == "n0.w3"
+    assert kinds(orders)[:4] == ["Look", "Kill", "Close", "Open"] and orders[1].worker == "n0.w3"
 
 
 def test_the_last_worker_may_save_for_long_when_all_others_are_done():

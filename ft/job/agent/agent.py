@@ -435,6 +435,7 @@ class Agent:
         self._control.close()
         self._parts.supervisor.close()
         self._parts.worker_listener.close()
+        self._workforce.looks.close()
         self._parts.room.close()
         if self._has_crashed:
             self._console.complain(cause_of_crash(Path(self._membership.place.run_dir), self._last_words_of))

@@ -20,6 +20,7 @@ from ft.record import looks as record
 
 _WAIT_S = 0.7
 """Seconds for the answers; a process that runs answers within a few milliseconds."""
+_STORE_S = 1.0
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Looks:
     def __init__(self, folder: Path, node: str):
         self._folder, self._node = folder, node
         self._open: _Open | None = None
+        self._writer: threading.Thread | None = None
 
     def begins(self, order: Look, pids: Mapping[str, int | None]) -> None:
         """Begin to collect answers, and ask the operating system about all workers.
@@ -60,10 +62,19 @@ class Looks:
             order: the order, which the caller passes on to the workers.
             pids: pid of each worker of this node.
         """
-        self._close()
+        self.finish()
         ranks = {worker: int(rank) for rank, worker in order.seats.items() if worker in pids}
         silent = {worker: _of_the_system(rank, worker, self._node, pids[worker]) for worker, rank in ranks.items()}
         self._open = _Open(order, time.time(), time.monotonic() + _WAIT_S, silent)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether no answer is missing of a worker that can give one."""
+        look = self._open
+        if look is None:
+            return True
+        awaited = {worker for worker, said in look.silent.items() if said.process == RUNNING}
+        return awaited <= look.answers.keys()
 
     def heard(self, answer: Looked) -> None:
         """Take the answer of a worker."""
@@ -72,17 +83,24 @@ class Looks:
 
     def poll(self) -> None:
         """Store the look if all have answered or the time is up."""
-        look = self._open
-        if look is not None and (look.silent.keys() <= look.answers.keys() or time.monotonic() > look.until):
-            self._close()
+        if self.is_complete or (self._open is not None and time.monotonic() > self._open.until):
+            self.finish()
 
-    def _close(self) -> None:
+    def finish(self) -> None:
+        """Store the look with the answers that there are."""
         look, self._open = self._open, None
         if look is None or not look.silent:
             return
         path = record.path(self._folder, look.order.number, self._node)
         # Not in the agent's own thread: the storage may be what hangs.
-        threading.Thread(target=_store, args=(path, self._values(look)), name="ft-look", daemon=True).start()
+        self._writer = threading.Thread(target=_store, args=(path, self._values(look)), name="ft-look", daemon=True)
+        self._writer.start()
+
+    def close(self) -> None:
+        """Store the look, and wait a moment until it is stored."""
+        self.finish()
+        if self._writer is not None:
+            self._writer.join(_STORE_S)
 
     def _values(self, look: _Open) -> dict[str, Any]:
         silent = [to_json(rank) for worker, rank in look.silent.items() if worker not in look.answers]

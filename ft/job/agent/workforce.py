@@ -37,6 +37,7 @@ from ft.platform import processes
 from ft.platform.standstill import Standstill
 
 _STACK_S = 0.05
+_ANSWER_S, _TICK_S = 0.2, 0.005
 
 
 @dataclass
@@ -198,13 +199,24 @@ class Workforce:
     def kill_hung(self, name: str) -> None:
         """Kill a worker on the control plane's order.
 
-        If the worker can still run, it first writes the stacks of its threads into its log (on SIGUSR1).
+        Before, the others' answers to a look are awaited: the recovery that follows ends what they wait for. If the
+        worker can still run, it first writes the stacks of its threads into its log (on SIGUSR1).
         """
+        self._await_answers()
         worker = self.workers.get(name)
         if worker is not None and worker.pid is not None and processes.state(worker.pid) not in "TZX":
             processes.send(worker.pid, signal.SIGUSR1)
             time.sleep(_STACK_S)
         self.kill(name)
+
+    def _await_answers(self) -> None:
+        """Wait for the workers' answers to a look, at most ``_ANSWER_S`` seconds, and store them."""
+        deadline = time.monotonic() + _ANSWER_S
+        while not self.looks.is_complete and time.monotonic() < deadline:
+            for worker in list(self.workers.values()):
+                self.hear(worker)
+            time.sleep(_TICK_S)
+        self.looks.finish()
 
     def drop_unborn(self) -> None:
         """Remove the workers that the pool has not started yet, at the end of the run.
@@ -215,6 +227,7 @@ class Workforce:
 
     def kill_all(self) -> None:
         """Kill all workers and all processes that they started."""
+        self._await_answers()
         self.kill(*self.workers)
 
     def terminate(self, names: set[str]) -> None:

@@ -102,7 +102,10 @@ def _wrong_order(programs: Programs, choice: random.Random) -> Injected | None:
 
 
 def _elsewhere(call: Call) -> Call:
-    return replace(call, site=f"{call.site} (other branch)")
+    """Return the call at another line: in the other branch of a condition."""
+    file, _, rest = call.site.partition(":")
+    line, _, name = rest.partition(" ")
+    return replace(call, site=f"{file}:{int(line) + 5} {name}")
 
 
 def _wrong_sizes(programs: Programs, choice: random.Random) -> Injected | None:
