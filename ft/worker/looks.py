@@ -15,6 +15,7 @@ from ft.faults.hang.places import COMMUNICATION, KERNEL, place
 from ft.job.messages import Look, Looked
 from ft.net.codec import to_json
 from ft.platform import processes
+from ft.state.groups.history import shortened
 
 if TYPE_CHECKING:
     from ft.worker.session import Session
@@ -54,7 +55,7 @@ def running_threads() -> list[Thread]:
         if thread is threading.current_thread() or thread.ident not in frames:
             continue
         stack = traceback.extract_stack(frames[thread.ident], limit=None)[-_MOST_FRAMES:]
-        calls = tuple(f"{call.filename}:{call.lineno} {call.name}" for call in reversed(stack))
+        calls = tuple(f"{shortened(call.filename)}:{call.lineno} {call.name}" for call in reversed(stack))
         kernel = states.get(thread.native_id or 0, "")
         found.append(Thread(thread.name, calls, thread is threading.main_thread(), kernel))
     return found

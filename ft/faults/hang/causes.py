@@ -21,6 +21,9 @@ STOPPED_, DEAD_, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW
 KINDS = (DEAD_, STOPPED_, MISSING_CALL, MISMATCH, UNMATCHED, BUSY, SLOW_RANK, CYCLE, SLOW_LINK)
 """All kinds of causes, the most certain first."""
 
+_SHOWN = 3
+"""Number of operations that are named in which others wait."""
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -269,12 +272,16 @@ class _Search:
     ) -> Cause:
         waiting = reachable(rank, self._from) | set(delayed)
         sentences = [one if one.endswith(".") else f"{one}." for one in evidence]
-        direct = sorted({edge.rank for edge in self._on.get(rank, ())})
-        if direct:
-            sentences.append(f"Rank(s) {', '.join(map(str, direct))} wait for it in {self._on[rank][0].operation}.")
+        direct: dict[str, list[int]] = defaultdict(list)
+        for edge in self._on.get(rank, ()):
+            direct[str(edge.operation)].append(edge.rank)
+        for what, ranks in list(direct.items())[:_SHOWN]:
+            sentences.append(f"Rank(s) {', '.join(map(str, ranks))} wait for it in {what}.")
+        if len(direct) > _SHOWN:
+            sentences.append(f"Others wait for it in {len(direct) - _SHOWN} further operations.")
         sentences = [one[0].upper() + one[1:] for one in sentences]
-        ranks = tuple(sorted(waiting - {rank}))
-        return Cause(rank, kind, operation.group, operation.name, operation.sequence, place, tuple(sentences), ranks)
+        delayed = tuple(sorted(waiting - {rank}))
+        return Cause(rank, kind, operation.group, operation.name, operation.sequence, place, tuple(sentences), delayed)
 
 
 def _unusual(look: Look) -> dict[int, Departure]:

@@ -5,10 +5,12 @@ before (``ft.faults.hang``). Remembering an operation takes about a microsecond:
 looks.
 """
 
+import os
 import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -143,8 +145,15 @@ def _operation(entry: Entry, done: bool, awaited: bool, now: float) -> Operation
 def line(site: tuple[CodeType, int] | str | None) -> str:
     """Return a place in the program as "file:line function"."""
     if isinstance(site, tuple):
-        return f"{site[0].co_filename}:{site[1]} {site[0].co_name}"
+        return f"{shortened(site[0].co_filename)}:{site[1]} {site[0].co_name}"
     return site or ""
+
+
+@cache
+def shortened(filename: str) -> str:
+    """Return the path of a source file without the folder of installed packages, or the folder of the program."""
+    _, packages, rest = filename.rpartition("/site-packages/")
+    return rest if packages else filename.removeprefix(f"{os.getcwd()}/")
 
 
 def _sizes(values: Sequence) -> tuple:
