@@ -40,6 +40,9 @@ def test_who_is_blocked_in_its_own_code_is_named_with_its_line(corpus, quick, tm
     assert "ft/faults/acts.py" in first["where"], found
     assert {edge["rank"] for edge in found["waiting"]} == {0, 2, 3}, found
     assert len(found["causes"]) == 1, found
+    said = command(tmp_path / "run", "--picture", tmp_path / "hang.png")
+    assert said.stdout.startswith("look at 4 ranks") and (tmp_path / "hang.png").stat().st_size > 0, said
+    assert [event.rank for event in done.named("fault_detected")] == [1], "an innocent rank was replaced"
 
 
 def test_a_stopped_process_is_named(corpus, tmp_path):

@@ -9,6 +9,7 @@ import small_runs
 TINY = small_runs.BASE.replace("--train-iters 4", "--train-iters 8").replace("size 8", "size 12")
 MEGATRON = f"{TINY} --data-path data/corpus"
 LAST_STEP = "iteration        8/       8"
+HUNG = "it needs a run that hangs: tests/end_to_end/test_diagnose_hang.py has some"
 NO_SLURM = "it needs Slurm: tests/end_to_end/test_slurm.py runs the job scripts in a cluster of its own"
 SUITE = "it is what runs this"
 MENTION = "it is named, not shown; another command has it in full"
@@ -163,6 +164,7 @@ SELFTEST = (
 )
 
 BENCHES = (
+    Walk("bench-hang-look", "python tools/bench/hang_look.py", says=("remember_us", "look_ms"), long=True),
     only_help("bench-recovery", "python tools/bench/recovery.py *"),
     only_help("bench-protection", "python tools/bench/protection.py"),
     only_help("bench-control", "python tools/bench/control.py"),
@@ -375,6 +377,16 @@ CHECKFREE = (
     Walk("churn", "ft simulate churn *", says=("6 stages that can fail", "paper"), long=True),
 )
 
+_DUMPS = """
+import json
+def entry(n): return dict(record_id=n, process_group=["0", "default_pg"], collective_seq_id=n + 1,
+    profiling_name="nccl:all_reduce", input_sizes=[[4]], state="started" if n else "completed")
+for rank in (0, 1):
+    dump = dict(version="2.10", entries=[entry(n) for n in range(2 - rank)], pg_config={})
+    json.dump(dump, open(f"traces/trace_{rank}.json", "w"))
+"""
+"""Writes the dumps of two ranks, of which rank 1 has not started the second all-reduce."""
+
 DIAGNOSE = (
     Walk(
         "diagnose",
@@ -399,6 +411,14 @@ DIAGNOSE = (
         (LAST_STEP,),
         after=("silent-out",),
         long=True,
+    ),
+    Walk("hang", "ft diagnose hang runs/hung*", not_run=HUNG),
+    Walk(
+        "hang-traces",
+        "ft diagnose hang --traces traces",
+        says=("cause 1: busy: rank 1", "all_reduce number 2"),
+        code=1,
+        before=f"mkdir -p traces; python -c '{_DUMPS}'",
     ),
     Walk("crash", "ft diagnose crash runs/a", says=("no crash", "recovered from"), after=("hot-swap",)),
     Walk("start", "ft diagnose start runs/a", says=("the run has made its first step",), after=("hot-swap",)),
@@ -454,6 +474,12 @@ PLANS = (
     Walk("plan-disruption", "ft plan disruption *", says=("1,024 GPUs on 128 nodes", "hot-swap")),
     Walk(
         "simulate-recovery", "ft simulate recovery *", {"8..4096": "8"}, ("Groups to rebuild", "connections"), long=True
+    ),
+    Walk(
+        "simulate-hangs",
+        "ft simulate hangs *",
+        {"--cases 2000 --jobs 2": "--cases 10 --jobs 1"},
+        ("rank named", "all "),
     ),
     Walk(
         "simulate-control",

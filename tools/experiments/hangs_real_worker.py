@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from ft.faults.hang.look import DEAD, RECV, SEND, STOPPED
 from ft.job.messages import WorkerResumed
 from ft.lab.simulate.hangs.faults import STEP
 from ft.lab.simulate.hangs.program import Call
+from ft.state.groups import history
 
 COMPUTE_S = 0.004
 LINK_S = 0.2
@@ -140,6 +142,8 @@ HALTS = {
 
 
 def main() -> None:
+    # The line of a call is that of the program, not the one of this file in which all calls are made.
+    history._LIBRARIES = (*history._LIBRARIES, Path(__file__).name)
     with open(sys.argv[1], "rb") as file:
         programs, injected, steps = pickle.load(file)  # written by hangs_real.py just before
     session = ft.worker.session.attach()
