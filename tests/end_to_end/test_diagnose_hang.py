@@ -79,5 +79,8 @@ def test_a_healthy_run_has_no_cause_that_lasts(corpus, tmp_path):
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "replica-0").mkdir()
     done = command(tmp_path)
+    assert done.returncode == 2 and "a run of 1 replicas" in done.stderr, done.stderr
+    done = command(tmp_path / "replica-0")
     assert done.returncode == 2 and "contains no look" in done.stderr, done.stderr

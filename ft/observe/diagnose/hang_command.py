@@ -88,6 +88,9 @@ def _of_run(folder: Path, number: int | None, stored: bool) -> "Look":
 
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder", "give the folder that was given to ft run as --run-dir")
+    if replicas := sorted(one.name for one in folder.glob("replica-*") if one.is_dir()):
+        problem = f"{folder} is a run of {len(replicas)} replicas, each of which has its own processes"
+        raise UserError(problem, f"give the folder of one, such as {folder / replicas[0]}")
     known = looks.numbers(folder)
     if number is None and not stored and _is_live(folder):
         number = _ask(folder, known, set((read_status(folder) or {}).get("nodes", ())))
