@@ -4,6 +4,7 @@ It is called on the thread that receives orders, so it also answers when the tra
 """
 
 import dataclasses
+import itertools
 import os
 import sys
 import threading
@@ -54,8 +55,9 @@ def running_threads() -> list[Thread]:
     for thread in sorted(threading.enumerate(), key=lambda one: one is not threading.main_thread()):
         if thread is threading.current_thread() or thread.ident not in frames:
             continue
-        stack = traceback.extract_stack(frames[thread.ident], limit=None)[-_MOST_FRAMES:]
-        calls = tuple(f"{shortened(call.filename)}:{call.lineno} {call.name}" for call in reversed(stack))
+        # No line of source is read: the storage may be what hangs.
+        stack = itertools.islice(traceback.walk_stack(frames[thread.ident]), _MOST_FRAMES)
+        calls = tuple(f"{shortened(f.f_code.co_filename)}:{line} {f.f_code.co_name}" for f, line in stack)
         kernel = states.get(thread.native_id or 0, "")
         found.append(Thread(thread.name, calls, thread is threading.main_thread(), kernel))
     return found
