@@ -81,7 +81,7 @@ def test_returns_count_while_nothing_new_strikes():
 def test_the_third_stall_after_one_step_ends_the_run_and_says_who_waited_where():
     world = World(standbys=3).run()
     for culprit in (1, 3):  # each time another one: no rank alone shows that it goes round
-        assert kinds(stall(world, culprit))[:3] == ["Kill", "Close", "Open"]
+        assert kinds(stall(world, culprit))[:4] == ["Look", "Kill", "Close", "Open"]
         world.recover()
     orders = stall(world, 1) + world.release() + world.arrive()
     stop = only(orders, m.Stop)

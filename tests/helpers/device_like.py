@@ -15,12 +15,12 @@ from ft.state.groups import Groups
 from ft.state.groups.state import EpochState
 
 
-def begins_to_wait(self: EpochState, group: str) -> None:
-    self.on_device = (group, time.monotonic())
+def begins_to_wait(self: EpochState, group: str, work=None) -> None:
+    self.on_device, self.awaited = (group, time.monotonic()), work
 
 
 def has_waited(self: EpochState) -> None:
-    self.on_device = None
+    self.on_device = self.awaited = None
 
 
 def oldest_unfinished(self: Groups) -> tuple[str, str, float] | None:

@@ -84,7 +84,10 @@ def test_wrong_times_are_refused(wrong, capsys):
 def test_a_watched_node_tells_what_is_new_until_it_is_interrupted(tmp_path):
     planted_node.plant(tmp_path)
     command = [sys.executable, "-m", "ft", "health", "--watch", "0.1", "--json", "--root", str(tmp_path)]
+    # Where the tests run in the background, SIGINT is ignored, and a child would inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     try:
         first = json.loads(process.stdout.readline())
         assert first["findings"] == [] and first["unreadable"].keys() == {"GPUs", "clock"}

@@ -12,7 +12,7 @@ from ft.job.control.state import State
 LEAD_S = 0.5
 """Seconds before the end of a time limit at which the look is ordered. The answers take some milliseconds."""
 _AGAIN_S = 5.0
-"""Seconds within which no second look is taken by itself."""
+"""Seconds within which no second look at the same epoch is taken by itself."""
 
 
 def order(state: State, now: float, why: str, out: Decisions, *, asked: bool = False) -> None:
@@ -25,9 +25,10 @@ def order(state: State, now: float, why: str, out: Decisions, *, asked: bool = F
         out: the decisions, to which the order is added.
         asked: whether a person has asked for it.
     """
-    if not state.seats or (not asked and now - state.looked_at < _AGAIN_S):
+    is_recent = state.looked_in == state.epoch and now - state.looked_at < _AGAIN_S
+    if not state.seats or (is_recent and not asked):
         return
-    state.looked_at, state.looks = now, state.looks + 1
+    state.looked_at, state.looked_in, state.looks = now, state.epoch, state.looks + 1
     seats = {str(rank): worker for rank, worker in sorted(state.seats.items())}
     out.add(f"look {state.looks} at all workers: {why}", m.Look(state.looks, why, seats))
     out.note(events.LOOKED, epoch=max(state.epoch, 0), step=state.newest_step(), number=state.looks, reason=why)

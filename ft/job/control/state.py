@@ -348,6 +348,7 @@ class State:
         last_recovery: the last recovery, for the status file.
         looks: number of looks at all workers that were ordered (``ft.job.control.looks``).
         looked_at: time of the last one.
+        looked_in: the epoch in which it was taken.
         stragglers: logical rank -> its worker, if that is persistently slower than others with the same work.
         evict_factor: a straggler is replaced if its own work takes this many times as long as that of the others; None:
             stragglers keep their seats.
@@ -390,6 +391,7 @@ class State:
     last_recovery: dict[str, str | int | float] = field(default_factory=dict)
     looks: int = 0
     looked_at: float = -1e9
+    looked_in: int = -2
     stragglers: dict[int, Straggler] = field(default_factory=dict)
     evict_factor: float | None = None
     evicted_at: int | None = None

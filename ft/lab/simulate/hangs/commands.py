@@ -3,10 +3,13 @@
 import argparse
 import json
 from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING
 
 from ft.base.errors import UserError
-from ft.lab.simulate.hangs.campaign import Case, Tally, case, count
 from ft.show.text import table
+
+if TYPE_CHECKING:
+    from ft.lab.simulate.hangs.campaign import Case, Tally
 
 _MOST_MISSES = 40
 
@@ -41,13 +44,18 @@ def run(given: argparse.Namespace) -> int:
     """
     if given.cases < 1 or given.jobs < 1:
         raise UserError("--cases and --jobs must be at least 1", "leave them out for the defaults")
+    # Imported here, because it imports torch, for which the help of other commands must not wait.
+    from ft.lab.simulate.hangs.campaign import count
+
     found = count(_cases(given.cases, given.seed, given.jobs))
     print(json.dumps(_values(found)) if given.json else _text(found))
     return 0 if found["all"].ranks >= 0.98 * given.cases and found["all"].kinds >= 0.95 * given.cases else 1
 
 
-def _cases(number: int, seed: int, jobs: int) -> list[Case]:
+def _cases(number: int, seed: int, jobs: int) -> "list[Case]":
     """Return the first ``number`` cases from a seed on; seeds without a case are left out."""
+    from ft.lab.simulate.hangs.campaign import case
+
     found: list[Case] = []
     with ProcessPoolExecutor(jobs) as pool:
         while len(found) < number:
@@ -57,7 +65,7 @@ def _cases(number: int, seed: int, jobs: int) -> list[Case]:
     return found[:number]
 
 
-def _values(found: dict[str, Tally]) -> dict[str, dict]:
+def _values(found: "dict[str, Tally]") -> dict[str, dict]:
     return {
         fault: {
             "cases": tally.cases,
@@ -70,7 +78,7 @@ def _values(found: dict[str, Tally]) -> dict[str, dict]:
     }
 
 
-def _text(found: dict[str, Tally]) -> str:
+def _text(found: "dict[str, Tally]") -> str:
     rows = [
         (fault, str(t.cases), f"{t.ranks / t.cases:.1%}", f"{t.kinds / t.cases:.1%}", str(t.innocents))
         for fault, t in sorted(found.items(), key=lambda item: (item[0] == "all", item[0]))
@@ -84,7 +92,7 @@ def _text(found: dict[str, Tally]) -> str:
     return "\n".join(lines)
 
 
-def _miss(one: Case) -> str:
+def _miss(one: "Case") -> str:
     said = ", ".join(f"rank {rank}: {kind}" for rank, kind in one.found[:3]) or "nothing"
     wanted = ", ".join(f"rank {rank}: {kind}" for rank, kind in one.expected.items())
     return f"  seed {one.seed}, {one.layout}, {one.fault}: {said}; injected was {wanted}"
