@@ -4,7 +4,7 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import UserError
 
@@ -19,7 +19,6 @@ the dumps of torch's flight recorder are read instead, which every run under tor
 
 _EPILOG = "exit code: 0 nobody is at fault, 1 a cause was found, 2 there is nothing to read"
 _PATIENCE_S = 5.0
-_GRACE_S = 0.3
 
 
 def add_parser(subparsers) -> None:
@@ -93,7 +92,7 @@ def _of_run(folder: Path, number: int | None, stored: bool) -> "Look":
         raise UserError(problem, f"give the folder of one, such as {folder / replicas[0]}")
     known = looks.numbers(folder)
     if number is None and not stored and _is_live(folder):
-        number = _ask(folder, known, set((read_status(folder) or {}).get("nodes", ())))
+        number = _ask(folder, known, _nodes(read_status(folder)))
     if number is None:
         if not known:
             raise UserError(
@@ -111,6 +110,12 @@ def _is_live(folder: Path) -> bool:
         return load(folder).state == "not ended"
     except UserError:  # the folder has no events; a look may have been stored
         return False
+
+
+def _nodes(status: dict[str, Any]) -> set[str]:
+    """Return the nodes of which a worker holds a logical rank; only these store a part of a look."""
+    seats = status.get("seats")
+    return {str(seat.get("node")) for seat in seats.values()} if isinstance(seats, dict) else set()
 
 
 def _ask(folder: Path, known: list[int], nodes: set[str]) -> int | None:
@@ -134,9 +139,8 @@ def _ask(folder: Path, known: list[int], nodes: set[str]) -> int | None:
 
 
 def _await_nodes(folder: Path, number: int, nodes: set[str], deadline: float) -> None:
-    """Wait until all nodes have stored their part; a node without workers has none."""
+    """Wait until all nodes have stored their part, at most until ``deadline``; a lost node never does."""
     from ft.record import looks
 
-    until = min(deadline, time.monotonic() + (1.0 if len(nodes) > 1 else _GRACE_S))
-    while time.monotonic() < until and not all(looks.path(folder, number, node).exists() for node in nodes):
+    while time.monotonic() < deadline and not all(looks.path(folder, number, node).exists() for node in nodes):
         time.sleep(0.05)

@@ -1,0 +1,71 @@
+"""The stored looks of a run: parts of several nodes, ranks that nobody speaks of, and files that cannot be read."""
+
+import json
+
+import pytest
+
+from ft.base.errors import UserError
+from ft.faults.hang.look import DEAD, Operation, Rank
+from ft.job.agent.looks import Looks
+from ft.job.messages import Look, Looked
+from ft.net.codec import to_json
+from ft.record import looks
+
+SEATS = {"0": "n0.w0", "1": "n0.w1", "2": "n1.w0"}
+RANK = Rank(0, "n0.w0", "n0", counts={"dp": 3}, operations=(Operation("dp", "all_reduce", 3, sizes=("float32[4]",)),))
+
+
+def part(run, node, *ranks, number=1, wall=1000.0):
+    path = looks.path(run, number, node)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {"number": number, "why": "a stall", "wall": wall, "node": node, "seats": SEATS}
+    path.write_text(json.dumps({**values, "groups": {"dp": [0, 1]}, "ranks": to_json(list(ranks))}))
+
+
+def test_what_was_stored_is_read_and_ranks_that_no_node_speaks_of_are_dead(tmp_path):
+    part(tmp_path, "n0", RANK, Rank(1, "n0.w1", "n0"))
+    found = looks.read(tmp_path, 1)
+    assert found.ranks[0] == RANK and found.groups == {"dp": (0, 1)} and found.why == "a stall"
+    assert (found.ranks[2].process, found.ranks[2].answers, found.ranks[2].node) == (DEAD, False, "n1")
+
+
+def test_a_part_from_an_earlier_life_of_the_run_is_left_out(tmp_path):
+    part(tmp_path, "n0", RANK)
+    part(tmp_path, "n1", Rank(2, "n1.w0", "n1"), wall=10.0)
+    assert looks.read(tmp_path, 1).ranks[2].process == DEAD
+
+
+def test_looks_are_listed_in_order_and_other_files_are_not_looks(tmp_path):
+    assert looks.numbers(tmp_path) == []
+    for number in (12, 2):
+        part(tmp_path, "n0", RANK, number=number)
+    looks.wanted(tmp_path).write_text("somebody")
+    assert looks.numbers(tmp_path) == [2, 12]
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"wall": 1, "why": "", "ranks": [3], "groups": {}, "seats": {}}'])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, text):
+    part(tmp_path, "n0", RANK)
+    looks.path(tmp_path, 1, "n0").write_text(text)
+    with pytest.raises(UserError, match="cannot be read"):
+        looks.read(tmp_path, 1)
+    with pytest.raises(UserError, match="has no look 7"):
+        looks.read(tmp_path, 7)
+
+
+def test_an_agent_stores_the_answers_and_what_the_system_says_of_who_does_not_answer(tmp_path):
+    kept = Looks(tmp_path, "n0")
+    kept.begins(Look(1, "a stall", SEATS), {"n0.w0": None, "n0.w1": None, "n0.w5": 1})
+    kept.heard(Looked("n0.w0", 1, to_json(RANK), {"dp": [0, 1]}))
+    kept.heard(Looked("n0.w1", 9, to_json(RANK), {}))  # an answer to another look
+    kept.close()
+    found = looks.read(tmp_path, 1)
+    assert found.ranks[0] == RANK
+    assert (found.ranks[1].process, found.ranks[1].answers) == (DEAD, False), "it has no process yet"
+
+
+def test_nothing_is_stored_where_no_rank_is(tmp_path):
+    kept = Looks(tmp_path, "n3")
+    kept.begins(Look(1, "a stall", SEATS), {"n3.w0": 1})
+    kept.close()
+    assert looks.numbers(tmp_path) == []
