@@ -5,7 +5,7 @@ from typing import Any
 
 from ft.faults import first_cause as causes
 from ft.faults.first_cause import CrashError, FirstCause, Group
-from ft.show.text import count, shortened
+from ft.show.text import count, shortened, spans
 
 _WIDTH = 200
 _ADVICE = {
@@ -98,14 +98,7 @@ def _ranks_or_names(group: Group) -> str:
 
 def ranks(numbers: Sequence[int]) -> str:
     """Return "logical rank 3" or "logical ranks 0-3, 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(numbers):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"logical rank{'s' if len(numbers) != 1 else ''} {text}"
+    return f"logical rank{'s' if len(numbers) != 1 else ''} {spans(numbers)}"
 
 
 def as_values(found: FirstCause) -> dict[str, Any]:

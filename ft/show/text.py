@@ -1,7 +1,7 @@
 """Format numbers and tables as plain text for a terminal."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def seconds(value: float | None) -> str:
@@ -29,6 +29,17 @@ def percent(value: float | None) -> str:
 def count(number: int, word: str) -> str:
     """Return a number with its noun, such as "1 step" or "2 steps"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return whole numbers as text, with neighbours joined: "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

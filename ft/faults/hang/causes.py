@@ -231,7 +231,7 @@ class _Search:
         ]
         if departed is not None:
             evidence.append(_said(departed))
-        return self._cause(rank, kind, operation, self._place(rank), *evidence, delayed=tuple(sorted(others)))
+        return self._cause(rank, kind, operation, self._place(rank), *evidence, besides=others)
 
     def _of_departure(self, rank: int, departed: Departure) -> Cause:
         about = departed.found if departed.kind == looks.ADDED else departed.expected
@@ -268,9 +268,10 @@ class _Search:
         return "unknown" if said is None else _place_in(said)
 
     def _cause(
-        self, rank: int, kind: str, operation: Operation, place: str, *evidence: str, delayed: Iterable[int] = ()
+        self, rank: int, kind: str, operation: Operation, place: str, *evidence: str, besides: Iterable[int] = ()
     ) -> Cause:
-        waiting = reachable(rank, self._from) | set(delayed)
+        """Return a cause; ``besides``: ranks that it delays although they do not wait for it."""
+        waiting = reachable(rank, self._from) | set(besides)
         sentences = [one if one.endswith(".") else f"{one}." for one in evidence]
         direct: dict[str, list[int]] = defaultdict(list)
         for edge in self._on.get(rank, ()):

@@ -70,7 +70,7 @@ def _why(other: Rank | None, rank: int, operation: Operation) -> str:
     return ""
 
 
-_EQUAL_SIZES = frozenset({"all_reduce", "allreduce", "reduce", "broadcast", "barrier", "all_gather", "reduce_scatter"})
+EQUAL_SIZES = frozenset({"all_reduce", "reduce", "broadcast", "barrier", "all_gather", "reduce_scatter"})
 """Collectives whose tensors are equally large on all members."""
 
 
@@ -80,7 +80,7 @@ def fits(one: Operation, other: Operation) -> bool:
         return not (one.sizes and other.sizes) or one.sizes == other.sizes
     if one.name != other.name:
         return False
-    compared = one.name in _EQUAL_SIZES and one.sizes and other.sizes
+    compared = one.name in EQUAL_SIZES and one.sizes and other.sizes
     return not compared or one.sizes == other.sizes
 
 

@@ -17,6 +17,7 @@ from ft.job.messages import Look, Looked
 from ft.net.codec import to_json
 from ft.platform import processes
 from ft.record import looks as record
+from ft.show import files
 
 _WAIT_S = 0.7
 """Seconds for the answers; a process that runs answers within a few milliseconds."""
@@ -123,8 +124,6 @@ def _of_the_system(rank: int, worker: str, node: str, pid: int | None) -> Rank:
 def _store(path: Path, values: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(json.dumps(values, separators=(",", ":")))
-        temporary.replace(path)
+        files.replace(path, json.dumps(values, separators=(",", ":")))
     except OSError as error:  # the diagnosis is lost; nothing else depends on it
         print(f"ft: a look at the workers cannot be stored: {error}", flush=True)

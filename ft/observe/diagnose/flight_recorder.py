@@ -18,32 +18,13 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.faults.hang.look import RECV, SEND, Departure, Look, Operation, Rank, channel
+from ft.faults.hang.names import operation_name
 from ft.faults.hang.program import departure
 
 _NUMBERED = re.compile(r"(\d+)(?:\.[a-z]+)*$")
 _MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 _VERSIONS = ("1.", "2.")
 _FIX = "give the folder with one dump per rank, each name ending with the rank, such as nccl_trace_rank_0"
-_NAMES = {
-    "_all_gather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_single": "all_gather",
-    "_allgather_base": "all_gather",
-    "allgather": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "ALLGATHER_coalesced": "all_gather",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce_barrier": "barrier",
-    "_broadcast_oop": "broadcast",
-    "_reduce_oop": "reduce",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "REDUCE_SCATTER_coalesced": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "alltoall_base": "all_to_all",
-}
 _LIBRARY = ("/torch/", "torch/distributed", "torch/nn", "torch/autograd", "torch/_", "contextlib.py")
 
 
@@ -236,7 +217,7 @@ def _message(rank: int, entry: Mapping[str, Any], groups: Mapping[str, tuple[int
 
 def _name(entry: Mapping[str, Any]) -> str:
     name = str(entry.get("profiling_name", "")).partition(":")[2].partition(" ")[0]
-    return _NAMES.get(name, name) or "unknown"
+    return operation_name(name) or "unknown"
 
 
 def _sequence(entry: Mapping[str, Any]) -> int:

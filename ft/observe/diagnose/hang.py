@@ -7,7 +7,7 @@ from typing import Any
 
 from ft.faults.hang.causes import Cause, Diagnosis
 from ft.faults.hang.look import Look, Thread
-from ft.show.text import table
+from ft.show.text import spans, table
 
 _MOST_FRAMES = 12
 
@@ -111,11 +111,5 @@ def chain(found: Diagnosis) -> list[str]:
 
 
 def shown(ranks: Iterable[int]) -> str:
-    """Return ranks as text, neighbours joined: "0-3, 7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in runs) or "nobody"
+    """Return ranks as text, "nobody" if there are none."""
+    return spans(ranks) or "nobody"

@@ -59,10 +59,8 @@ def run(given: argparse.Namespace) -> int:
     if given.traces is not None:
         taken = [_traces(given.traces)]
     else:
-        taken = [_of_run(given.run, given.look, given.stored)]
-        for _ in range(given.looks - 1):
-            time.sleep(given.every)
-            taken.append(_of_run(given.run, None, False))
+        asks = given.look is None and not given.stored
+        taken = _of_run(given.run, given.look, given.looks if asks else 0, given.every)
     look, found = taken[-1], over_time(taken)
     if given.picture is not None:
         from ft.observe.diagnose.hang_picture import save
@@ -81,7 +79,8 @@ def _traces(folder: Path) -> "Look":
     return read(folder)
 
 
-def _of_run(folder: Path, number: int | None, stored: bool) -> "Look":
+def _of_run(folder: Path, number: int | None, wanted: int, every_s: float) -> list["Look"]:
+    """Return ``wanted`` new looks if the run is under way, else the stored look of this number (None: the newest)."""
     from ft.record import looks
     from ft.record.run import read_status
 
@@ -90,17 +89,23 @@ def _of_run(folder: Path, number: int | None, stored: bool) -> "Look":
     if replicas := sorted(one.name for one in folder.glob("replica-*") if one.is_dir()):
         problem = f"{folder} is a run of {len(replicas)} replicas, each of which has its own processes"
         raise UserError(problem, f"give the folder of one, such as {folder / replicas[0]}")
+    taken: list[Look] = []
+    if wanted and _is_live(folder):
+        for at in range(wanted):
+            if at:
+                time.sleep(every_s)
+            if (new := _ask(folder, looks.numbers(folder), _nodes(read_status(folder)))) is None:
+                break
+            taken.append(looks.read(folder, new))
+    if taken:
+        return taken
     known = looks.numbers(folder)
-    if number is None and not stored and _is_live(folder):
-        number = _ask(folder, known, _nodes(read_status(folder)))
-    if number is None:
-        if not known:
-            raise UserError(
-                f"{folder} contains no look at its workers",
-                "looks are taken before a time limit passes, or when this command runs while the run does",
-            )
-        number = known[-1]
-    return looks.read(folder, number)
+    if number is None and not known:
+        raise UserError(
+            f"{folder} contains no look at its workers",
+            "looks are taken before a time limit passes, or when this command runs while the run does",
+        )
+    return [looks.read(folder, known[-1] if number is None else number)]
 
 
 def _is_live(folder: Path) -> bool:

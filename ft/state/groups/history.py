@@ -14,33 +14,13 @@ from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ft.faults.hang.look import RECV, Departure, Operation, channel
+from ft.faults.hang.look import Departure, Operation, channel
+from ft.faults.hang.names import operation_name
 from ft.faults.hang.program import departure, missing_end
 
 _MOST = 10_000
 """Number of operations of one step that are remembered. A longer step is compared up to there."""
 _LIBRARIES = ("/torch/", "/ft/state/groups/", "/ft/systems/", "/contextlib.py")
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "monitored_barrier": "barrier",
-    "_end_coalescing": "coalesced",
-    "recv_anysource": RECV,
-}
-"""Method of a process group -> name of the operation; all other methods have that name already."""
 
 
 class Entry(NamedTuple):
@@ -95,8 +75,18 @@ class History:
             work: the work object, which tells when the operation has ended; it is not kept alive.
         """
         if len(self._now) < _MOST:
-            name = _NAMES.get(method, method)
-            self.add(Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))
+            self.add(
+                Entry(
+                    group,
+                    operation_name(method),
+                    peer,
+                    _sizes(values),
+                    _site(),
+                    sequence,
+                    work.began,
+                    weakref.ref(work),
+                )
+            )
 
     def add(self, entry: Entry) -> None:
         """Remember an operation that is described already."""

@@ -15,6 +15,7 @@ from ft.faults.hang.causes import (
     STOPPED_,
     UNMATCHED,
 )
+from ft.faults.hang.graph import EQUAL_SIZES
 from ft.faults.hang.look import DEAD, STOPPED
 from ft.lab.simulate.hangs.machine import Wrong
 from ft.lab.simulate.hangs.program import Batch, Call, Layout, Programs
@@ -29,7 +30,6 @@ _PLACES = {
     "storage": ("torch/serialization.py:970 save", "megatron/training/checkpointing.py:600 save_checkpoint"),
     "kernel": ("torch/cuda/streams.py:225 synchronize", "training/training.py:1500 train_step"),
 }
-_EQUAL = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _elsewhere(call: Call) -> Call:
 
 
 def _wrong_sizes(programs: Programs, choice: random.Random) -> Injected | None:
-    return _edit(programs, choice, lambda c: c.name in _EQUAL, lambda c: (_larger(c),), MISMATCH)
+    return _edit(programs, choice, lambda c: c.name in EQUAL_SIZES, lambda c: (_larger(c),), MISMATCH)
 
 
 def _larger(call: Call) -> Call:

@@ -51,7 +51,7 @@ class Wrong:
 
 @dataclass
 class _Started:
-    """One operation that was started; ``members`` -> the calls of those that have started the same one."""
+    """One operation that a rank has started."""
 
     call: Call
     sequence: int
@@ -90,7 +90,7 @@ class Machine:
         self._fault_step, self._choice = fault_step, choice
         self._runners = {rank: _Runner(rank) for rank in programs.steps}
         self._open: dict[tuple, dict[tuple[int, str], _Started]] = defaultdict(dict)
-        self._queue: list[tuple[float, int, int, tuple]] = []
+        self._queue: list[tuple[float, int, tuple]] = []
         self._number = 0
         self.now = 0.0
         for rank in self._runners:
@@ -99,7 +99,7 @@ class Machine:
     def run(self, until: float = float("inf")) -> None:
         """Go on until this virtual time, or until nothing moves."""
         while self._queue and self._queue[0][0] <= until:
-            self.now, _, _, what = heapq.heappop(self._queue)
+            self.now, _, what = heapq.heappop(self._queue)
             if what[0] == "compute":
                 self._compute(self._runners[what[1]])
             elif what[0] == "start":
@@ -117,7 +117,7 @@ class Machine:
 
     def _later(self, delay: float, what: tuple) -> None:
         self._number += 1
-        heapq.heappush(self._queue, (self.now + delay, self._number, 0, what))
+        heapq.heappush(self._queue, (self.now + delay, self._number, what))
 
     def _program(self, runner: _Runner) -> list[Batch]:
         wrong = self._wrong.get(runner.rank)
@@ -170,7 +170,7 @@ class Machine:
         members = self._open[meeting]
         members[runner.rank, call.name] = started
         complete = len(members) == (2 if call.peer is not None else len(self._programs.groups[call.group]))
-        operations = [_operation(one, False, 0.0) for one in members.values()]
+        operations = [_operation(one) for one in members.values()]
         if complete and all(fits(one, other) for one in operations for other in operations):
             ranks = [rank for rank, _ in members]
             factor = max(self._wrong[rank].link if rank in self._wrong else 1.0 for rank in ranks)
@@ -246,7 +246,7 @@ def _ageless(operation: Operation) -> Operation:
     return replace(operation, age_s=None)
 
 
-def _operation(started: _Started, done: bool, age_s: float) -> Operation:
+def _operation(started: _Started) -> Operation:
     call = started.call
     sizes = tuple(f"{dtype}{list(shape)}" for dtype, shape in call.sizes)
-    return Operation(call.group, call.name, started.sequence, call.peer, sizes, done)
+    return Operation(call.group, call.name, started.sequence, call.peer, sizes)
