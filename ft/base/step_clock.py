@@ -170,7 +170,7 @@ class StepClock:
         self._begin_step()
 
     def ends_step(self, step: int) -> None:
-        """Note that step ``step`` has ended, and the next one begins."""
+        """Record the end of the training step with the number ``step``, and the beginning of the next one."""
         if not self._is_in_step or not self.measures_here:
             return
         self.switch(COMPUTE)

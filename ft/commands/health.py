@@ -21,7 +21,7 @@ HEALTHY, FOUND, UNREADABLE = 0, 1, 2
 """Exit codes."""
 
 _BETWEEN_S = 1.0
-"""Seconds between the two readings that show how fast counters grow."""
+"""Seconds between two readings of the counters; their difference shows how fast each counter grows."""
 _WIDTH = 100
 _MANY = 4
 _SAYS_MUCH = (".up", ".live")

@@ -45,7 +45,13 @@ _MEMORY_WORDS = ("out of memory", "cannot allocate memory", "outofmemory", "std:
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack: the function ``name`` in ``file`` at ``line``."""
+    """One call of a stack trace.
+
+    Attributes:
+        file: path of the source file.
+        line: number of the line in it.
+        name: name of the function.
+    """
 
     file: str
     line: int

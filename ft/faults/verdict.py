@@ -219,7 +219,7 @@ def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
 
 
 def of_straggler(ratio: float, factor: float, cause: str, has_device: bool = False) -> Verdict:
-    """Classify a worker whose own work takes persistently longer than that of the others with the same work.
+    """Return the verdict on a straggler: a worker that is slower, step after step, than others with the same work.
 
     Its device gets no further worker if it computes slowly: another worker would be slow there as well.
 

@@ -201,7 +201,10 @@ def _control_plane(start: Start) -> list[Finding]:
 
 
 def _workers(start: Start) -> list[Finding]:
-    """Return which logical ranks are missing, once all agents are there."""
+    """Return findings about workers that have failed, were never started or have not connected.
+
+    There are none as long as agents are missing, because that explains why workers are.
+    """
     if start.crashed:
         return [Finding(f"the workers' errors: {start.crashed}")]
     if not start.world_size or not start.started or start.problems:
@@ -294,7 +297,7 @@ def _expected(nodes: Mapping[str, Node]) -> int:
 
 
 def _ready(journal: Path, ranks: Mapping[str | None, int | None]) -> list[int]:
-    """Return the logical ranks whose workers have connected."""
+    """Return the logical ranks whose workers have connected to their agents, by the reports in the journal."""
     found = []
     try:
         with open(journal, encoding="utf-8", errors="replace") as lines:

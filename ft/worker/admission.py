@@ -16,7 +16,7 @@ from ft.base.errors import ReplaceNodeError
 from ft.net.checksum import checksum
 
 PERIOD_S = 600.0
-"""Seconds between two checks of a standby."""
+"""Seconds after which a standby that still waits is checked again."""
 _SIZE, _COPY_BYTES = 384, 16 << 20
 _TRIES = 3
 _LOWEST = 19

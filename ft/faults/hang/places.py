@@ -42,7 +42,9 @@ def place(thread: Thread | None) -> str:
 
 
 def where(rank: Rank) -> str:
-    """Return where the training thread of a rank is: the kind of place, and the innermost call."""
+    """Return as text what the training thread of a rank is doing: the kind of place, its innermost Python call, and the
+    kernel function in which it waits. If the threads are unknown, it is the last operation that the rank has started.
+    """
     thread = rank.training
     if thread is None and rank.operations:
         last = rank.operations[-1]

@@ -1,4 +1,4 @@
-"""Compares the operations of a rank's present step with those of its step before.
+"""Compares the communication operations of a rank's present training step with those of its previous step.
 
 A training step starts the same operations in the same order every time. A rank that leaves one out, adds one or swaps
 two departs from this; a rank that only waits for it has started the beginning of its usual step. Steps differ without a

@@ -79,7 +79,7 @@ class ControlPlaneWatch:
         self._first: tuple[float, election.LeaseRecord] | None = None
 
     def failed(self, lease: election.LeaseRecord | None) -> None:
-        """Record that this agent, which the control plane has never answered, could not connect to it.
+        """Record a failed attempt of this agent to connect to the control plane for the first time.
 
         Raises:
             UserError: the control plane can never be reached at its address.

@@ -75,18 +75,8 @@ class History:
             work: the work object, which tells when the operation has ended; it is not kept alive.
         """
         if len(self._now) < _MOST:
-            self.add(
-                Entry(
-                    group,
-                    operation_name(method),
-                    peer,
-                    _sizes(values),
-                    _site(),
-                    sequence,
-                    work.began,
-                    weakref.ref(work),
-                )
-            )
+            name = operation_name(method)
+            self.add(Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))
 
     def add(self, entry: Entry) -> None:
         """Remember an operation that is described already."""
