@@ -20,6 +20,7 @@ def main(
     ranks: int,
     measure: Callable[[], None],
     prepare: Callable[[Path], list[str]] = lambda folder: [],
+    start: Callable[[int, Path], list[str]] = lambda ranks, folder: launcher(ranks),
 ) -> int:
     """Run ``script`` with ``argv`` on ``ranks`` processes beside a small corpus, and print what they publish. Inside
     these processes, call ``measure`` instead.
@@ -30,6 +31,7 @@ def main(
         ranks: number of processes.
         measure: the measurement, which runs in each rank.
         prepare: called with the folder before; the words that it returns are added to ``argv``.
+        start: function (number of processes, folder) that returns the start of the command.
     """
     if _FOLDER in os.environ:
         measure()
@@ -42,7 +44,7 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runs.make_corpus(folder)
-        run([*launcher(ranks), script, *argv, *prepare(folder)], folder)
+        run([*start(ranks, folder), script, *argv, *prepare(folder)], folder)
         print((folder / "result.json").read_text())
     return 0
 
@@ -50,6 +52,12 @@ def main(
 def launcher(ranks: int) -> list[str]:
     """Return the start of a torchrun command on this machine."""
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+
+
+def protected(ranks: int, folder: Path) -> list[str]:
+    """Return the start of an ``ft run`` command whose run is in a folder below ``folder``."""
+    command = [sys.executable, "-m", "ft", "run", "--quiet", "--nproc-per-node", str(ranks)]
+    return [*command, "--run-dir", str(folder / "run")]
 
 
 def run(command: list[str], folder: Path) -> None:

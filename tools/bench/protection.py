@@ -8,17 +8,15 @@ Both sides use the interruptible process groups.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+sys.path.insert(0, str(Path(__file__).parent))
+
+import in_ranks
 
 
 def main(argv: list[str]) -> int:
@@ -32,25 +30,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--global-batch-size", type=int, default=16)
     parser.add_argument("--peers", type=int, default=1, help="copies of each optimizer shard")
     arguments = parser.parse_args(argv)
-    if "FT_AGENT" in os.environ:
-        measure(arguments)
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        import small_runs as runs
-
-        from megatron import patches
-
-        patches.apply()
-        runs.make_corpus(Path(folder))
-        command = [sys.executable, "-m", "ft", "run", "--quiet", "--nproc-per-node", str(arguments.ranks)]
-        command += ["--run-dir", str(Path(folder) / "run"), __file__, *argv]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FOLDER": folder, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-        result = Path(folder) / "result.json"
-        if done.returncode or not result.exists():
-            raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-        print(result.read_text())
-    return 0
+    return in_ranks.main(__file__, argv, arguments.ranks, lambda: measure(arguments), start=in_ranks.protected)
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -107,7 +87,7 @@ def measure(arguments: argparse.Namespace) -> None:
     guard.run_with_recovery(work)
     if session.rank == 0:
         found = result(arguments, times, stats, count_parameters(job.trainee.chunks), guard)
-        (Path(os.environ["BENCH_FOLDER"]) / "result.json").write_text(json.dumps(found))
+        in_ranks.publish(found)
     session.close()
 
 
@@ -119,7 +99,7 @@ def options_of(arguments: argparse.Namespace):
 
     flags = (
         f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} "
-        f"--num-attention-heads 8 --seq-length {arguments.seq_length} --data-path {os.environ['BENCH_FOLDER']}/corpus "
+        f"--num-attention-heads 8 --seq-length {arguments.seq_length} --data-path {in_ranks.folder()}/corpus "
         f"--global-batch-size {arguments.global_batch_size} --train-iters 10000 --use-distributed-optimizer "
         f"--ft-hot-swap --ft-snapshot-peers {arguments.peers}"
     )
