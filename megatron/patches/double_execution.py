@@ -117,6 +117,15 @@ class Listener(Protocol):
     def completed(self, tensors: Sequence[Any]) -> None:
         """Note that all collectives that write into the memory of ``tensors`` are complete."""
 
+    def compiled(self, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
+        """Execute a graph that ``torch.compile`` has compiled, and return its results.
+
+        Args:
+            graph: the graph.
+            run: executes it on a list of inputs, which it empties.
+            inputs: the inputs.
+        """
+
 
 _listener: Listener | None = None
 _is_waiting = False
@@ -130,7 +139,7 @@ def listen(listener: Listener | None) -> None:
 
 def follow(ways: Sequence[Sequence[int]]) -> None:
     """Announce the routes of the microbatches of an iteration that is about to begin; see :meth:`Listener.follow`."""
-    listener = _active()
+    listener = active()
     if listener is not None:
         listener.follow(ways)
 
@@ -153,7 +162,8 @@ def apply() -> None:
     replace("torch.distributed", "all_to_all_single", _all_to_all_single)
 
 
-def _active() -> Listener | None:
+def active() -> Listener | None:
+    """Return the listener, if it wants to be called now."""
     return _listener if _listener is not None and _listener.is_active else None
 
 
@@ -191,7 +201,7 @@ def _forward_step(
             is_last_stage,
         )
 
-    listener = _active()
+    listener = active()
     if listener is None:
         return step()
     return listener.forward_step(step, vp_stage or 0, input_tensor, _outputs, current_microbatch)
@@ -205,7 +215,7 @@ def _backward_step(input_tensor, output_tensor, output_tensor_grad, *rest):
     def step():
         return original(f"{_SCHEDULES}.backward_step")(input_tensor, output_tensor, output_tensor_grad, *rest)
 
-    listener = _active()
+    listener = active()
     return step() if listener is None else listener.backward_step(step, output_tensor, output_tensor_grad)
 
 
@@ -222,7 +232,7 @@ def _on_its_way(requests: Any) -> Any:
 
     The window does not begin when the communication starts, because core may compute between the start and the wait.
     """
-    if _active() is None:
+    if active() is None:
         return requests
     if isinstance(requests, dict):
         return {name: _WindowedRequest(request) for name, request in requests.items()}
@@ -231,20 +241,20 @@ def _on_its_way(requests: Any) -> Any:
 
 def _segment(ctx, run_function, distribute_saved_activations, *args):
     """Replace the forward of ``CheckpointFunction``, which runs an activation-checkpointed function."""
-    listener = _active()
+    listener = active()
     function = run_function if listener is None else listener.recomputed(run_function)
     return original(f"{_RANDOM}.{_SEGMENT}")(ctx, function, distribute_saved_activations, *args)
 
 
 def _outputless(self, run_function, *args):
     """Replace ``CheckpointWithoutOutput.checkpoint``: core discards the function's output and recomputes it later."""
-    listener = _active()
+    listener = active()
     function = run_function if listener is None else listener.recomputed(run_function)
     return original(f"{_RANDOM}.{_OUTPUTLESS}")(self, function, *args)
 
 
 def _finish_grad_sync(self, force_all_reduce=False):
-    listener = _active()
+    listener = active()
     finish = original(f"{_PARALLEL}.{_FINISHED}")
     if listener is None:
         return finish(self, force_all_reduce=force_all_reduce)
@@ -267,7 +277,7 @@ def _finish_param_sync(self, skip_next_bucket_dispatch=False):
 
 def _report_parameters(group: Any) -> None:
     """Report to the listener that the parameters of a bucket group are gathered, if no gather is still in flight."""
-    listener = _active()
+    listener = active()
     if listener is not None and group.param_gather_handle is None:
         listener.completed([bucket.param_data for bucket in group.buckets])
 
@@ -315,7 +325,7 @@ def _all_to_all_single(output, input, output_split_sizes=None, input_split_sizes
         whole = (output, input, output_split_sizes, input_split_sizes, group, is_async)
         return original("torch.distributed.all_to_all_single")(*whole)
 
-    listener = _active()
+    listener = active()
     if listener is None:
         return call(async_op)
     members = dist.get_world_size(group)
@@ -346,7 +356,7 @@ def _watched(
         async_op: whether the caller waits for the end itself.
         details: ``op`` or ``splits`` of ``Listener.communicates``.
     """
-    listener = _active()
+    listener = active()
     group = dist.group.WORLD if group is None else group
     if listener is None or dist.get_world_size(group) == 1:
         return call(async_op)
@@ -369,7 +379,7 @@ def _window(opens: Callable[[], None]) -> Iterator[None]:
     """Return a context in which this rank waits for communication. ``opens`` tells the listener that it begins; a wait
     within another wait is a part of that one."""
     global _is_waiting
-    listener = _active()
+    listener = active()
     if listener is None or _is_waiting:
         yield
         return
@@ -422,4 +432,4 @@ class _ReportingHandle:
         return getattr(self._work, name)
 
 
-__all__: Sequence[str] = ("Listener", "apply", "follow", "listen")
+__all__: Sequence[str] = ("Listener", "active", "apply", "follow", "listen")

@@ -280,6 +280,19 @@ _DMR_TORCH = tuple(
     )
 )
 
+_COMPILED_GRAPHS = (
+    Patch(
+        "torch._inductor.output_code",
+        "CompiledFxGraph.__call__",
+        "the kernels of graphs that torch.compile has compiled bypass torch's dispatcher; DMR executes a graph twice",
+        file="compiled_graphs",
+        when=WITH_DMR,
+        kind="torch",
+        signatures=("(self, inputs)",),
+        checked_on=_TORCH_CHECKED,
+    ),
+)
+
 _PLAIN_KERNELS = tuple(
     Patch(
         f"megatron.core.{module}",
@@ -342,5 +355,5 @@ _CHECKFREE = tuple(
 
 MANIFEST: tuple[Patch, ...] = (
     *(*_CPU_CORE, *_CPU_TORCH),
-    *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_PLAIN_KERNELS, *_CHECKFREE, *_SWAPPED_ENDS),
+    *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_COMPILED_GRAPHS, *_PLAIN_KERNELS, *_CHECKFREE, *_SWAPPED_ENDS),
 )

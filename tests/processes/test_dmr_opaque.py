@@ -7,7 +7,7 @@ import planted_kernels as planted
 import pytest
 import small_runs as runs
 
-from ft.systems.dmr.runtime import opaque
+from ft.systems.dmr.runtime import functions
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler (apt install gcc)")
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
@@ -21,7 +21,7 @@ def step_of(again) -> tuple:
 
 
 def in_every_way(name: str, flags: str) -> dict:
-    opaque._AFTERWARDS = (("planted_kernels", "Flags", "update"),)
+    functions._AFTERWARDS = (("planted_kernels", "Flags", "update"),)
     job = dmr_jobs.assemble(flags)
     planted.plant(job.trainee.chunks, name)
     again = dmr_jobs.Again(job)
@@ -43,8 +43,8 @@ def test_a_step_is_the_same_bit_for_bit_and_effects_count_once(name, flags, rank
             assert found[way + " covers"]["opaque"] and not found[way + " covers"]["unverified"]
 
 
-def with_faults(name: str, flags: str, hit_rank: int) -> list:
-    """One fault after the other, in each execution of each thing that the function computes."""
+def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[str, int], list]:
+    """One fault after the other, in each execution of each thing that the function computes; and the executions."""
     import torch.distributed as dist
 
     from ft.systems.dmr.runtime.suspects import Limits, Memory
@@ -53,9 +53,10 @@ def with_faults(name: str, flags: str, hit_rank: int) -> list:
     planted.plant(job.trainee.chunks, name)
     again = dmr_jobs.Again(job)
     clean = step_of(again)
-    verifier = dmr_jobs.protection(job, "naive")
+    verifier = dmr_jobs.protection(job, way)
     told = []
     verifier._witness.mismatch = lambda step, attempt, reports, outcome: told.append(reports)
+    step_of(again)  # what functions change is learnt
     planted.fault.arm()
     step_of(again)
     counts, found = dict(planted.fault.seen), []
@@ -70,13 +71,17 @@ def with_faults(name: str, flags: str, hit_rank: int) -> list:
             result = step_of(again)
             named = {one.at.operator for reports in told for one in reports.get(hit_rank, ())}
             found.append((place, due, [len(told), named], result[:3] == clean[:3]))
-    return found
+    return counts, found
 
 
+@pytest.mark.parametrize("way, flags", [("naive", ""), ("piggyback", FULL)])
 @pytest.mark.parametrize("name", planted.PLACES)
-def test_a_fault_in_either_execution_is_found_and_the_step_repeated(name, ranks):
+def test_a_fault_in_either_execution_is_found_and_the_step_repeated(name, way, flags, ranks):
     world = 2 if name == "Gathering" else 1
-    for found in ranks(with_faults, world, name, FLAGS, world - 1, timeout=300):
+    for counts, found in ranks(with_faults, world, name, FLAGS + flags, way, world - 1, timeout=300):
+        # each layer and microbatch; with recomputation only what changes something is executed twice in both passes
+        executions = 4 if way == "piggyback" and name == "WithHistory" else 2
+        assert counts[planted.PLACES[name][0]] == executions * 2 * 2 // world
         assert len(found) >= 2 * 2 * 2 // world  # layers, executions, microbatches
         for place, due, (attempts, named), is_clean in found:
             assert attempts == 1, (place, due)

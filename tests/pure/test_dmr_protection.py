@@ -13,7 +13,7 @@ from ft.systems.dmr.runtime.suspects import GIVE_UP, Limits, Outcome
 
 def protection(*, can_evict: bool, any_known: bool) -> IterationVerifier:
     findings = SimpleNamespace(any_known=any_known)
-    engine = SimpleNamespace(findings=findings, iteration=lambda microbatches: nullcontext())
+    engine = SimpleNamespace(findings=findings, iteration=lambda microbatches, learns: nullcontext())
     undo = SimpleNamespace(begin=lambda: None)
     return IterationVerifier(engine, undo, SimpleNamespace(can_evict=can_evict), Limits(), "naive")
 

@@ -13,7 +13,8 @@ from ft.systems.dmr.profile.session import Profiling, Target, device_memory
 from ft.systems.dmr.profile.stopwatch import stopwatch
 from ft.systems.dmr.profile.storages import Storages
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
-from ft.systems.dmr.runtime.opaque import OpaqueCalls, functions_of_core
+from ft.systems.dmr.runtime.functions import functions_of_core
+from ft.systems.dmr.runtime.opaque import OpaqueCalls
 from ft.systems.dmr.unstable import read_unstable
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -51,7 +52,7 @@ def install(
     recorder = Recorder(course, stage, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
-    engine.watch_opaque_calls(OpaqueCalls(engine, of_core=functions_of_core(chunks[0].config), compares=False))
+    engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))
     left_out = frozenset() if unstable is None else frozenset(read_unstable(unstable).operators)
     target = Target(
         path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _reports_for_stage(), left_out

@@ -69,6 +69,11 @@ class Recorder(TorchDispatchMode):
         """Return the times of all events of the last iteration, by the key of the event."""
         return dict(zip(self.keys, self._watch.times(), strict=True))
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Tell ``torch.compile`` to compile as it does in the run that is to be planned."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.is_passing:

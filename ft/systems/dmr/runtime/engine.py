@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.systems.dmr.runtime import compiled, functions
 from ft.systems.dmr.runtime.collectives import Begun, Collectives
 from ft.systems.dmr.runtime.cursor import NO_LAYER, ExecutionCursor
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
@@ -53,12 +54,17 @@ class Engine:
         self._collectives = Collectives(findings, None if wire is None else self._falsify_reduced)
         self._scripts = RecomputationSteps()
         self._opaque: OpaqueCalls | None = None
+        self._of_core: tuple[str, ...] = ()
         self.is_active = False
 
     @contextlib.contextmanager
-    def iteration(self, microbatches: int) -> Iterator[None]:
-        """Return a context in which the operators of one iteration are verified. ``microbatches``: number of
-        microbatches of the iteration."""
+    def iteration(self, microbatches: int, *, learns: bool = False) -> Iterator[None]:
+        """Return a context in which the operators of one iteration are verified.
+
+        Args:
+            microbatches: number of microbatches of the iteration.
+            learns: whether the iteration before was wrong on any rank; see :meth:`opaque.OpaqueCalls.restart`.
+        """
         self.course.restart()
         self.findings.restart()
         self.queue.restart()
@@ -66,8 +72,8 @@ class Engine:
         self._messages.restart(microbatches)
         self.mode.restart()
         if self._opaque is not None:
-            self._opaque.restart()
-            self._opaque.watch()
+            self._opaque.restart(learns=learns)
+            functions.watch(self._opaque, self._of_core)
         self.is_active = True
         try:
             with self.mode:
@@ -75,9 +81,14 @@ class Engine:
         finally:
             self.is_active = False
 
-    def watch_opaque_calls(self, calls: OpaqueCalls) -> None:
-        """Have calls that bypass torch's dispatcher verified by ``calls``."""
-        self._opaque = calls
+    def watch_opaque_calls(self, calls: OpaqueCalls, of_core: tuple[str, ...] = ()) -> None:
+        """Have calls that bypass torch's dispatcher verified.
+
+        Args:
+            calls: verifies them.
+            of_core: how the names of such functions of megatron-core begin (:func:`functions.functions_of_core`).
+        """
+        self._opaque, self._of_core = calls, of_core
 
     def before_update(self) -> None:
         """Execute all deferred verifications, because the optimizer is about to change the parameters that they
@@ -110,6 +121,21 @@ class Engine:
         finally:
             self.is_active = active
         return self.findings.flag()
+
+    @property
+    def has_news(self) -> bool:
+        """Return whether the ranks have to agree on what is known of functions; see :meth:`share`."""
+        return self._opaque is not None and self._opaque.has_news
+
+    def share(self, exchange: Callable[[Any], Sequence[Any]]) -> None:
+        """Agree with all ranks on what is known of the functions that are executed as a whole. All ranks have to call
+        it if ``has_news`` on any.
+
+        Args:
+            exchange: gives a value to all ranks, and returns those of all ranks.
+        """
+        if self._opaque is not None:
+            self._opaque.share(exchange)
 
     def passed(self) -> None:
         """Forget what was compared so far and found equal on all ranks; the next ``flag`` covers the rest alone."""
@@ -265,6 +291,12 @@ class Engine:
         if self.is_active:
             with self.unwatched():
                 self._collectives.end_in(tensors)
+
+    def compiled(self, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
+        """Execute a graph that ``torch.compile`` has compiled, see ``megatron.patches.double_execution.Listener``."""
+        if self._opaque is None:
+            return run(inputs)
+        return compiled.call(self._opaque, graph, run, inputs)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """Execute deferred verifications until ``is_over`` returns True. Called while communication is in flight whose

@@ -14,10 +14,11 @@ from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.falsify import Falsifier
 from ft.systems.dmr.runtime.findings import Findings
+from ft.systems.dmr.runtime.functions import functions_of_core
 from ft.systems.dmr.runtime.injection import make_falsifier
 from ft.systems.dmr.runtime.messages import Messages
 from ft.systems.dmr.runtime.mode import DoubleExecution
-from ft.systems.dmr.runtime.opaque import OpaqueCalls, functions_of_core
+from ft.systems.dmr.runtime.opaque import OpaqueCalls
 from ft.systems.dmr.runtime.optimizers import refuse_opaque_optimizer
 from ft.systems.dmr.runtime.protection import IterationVerifier
 from ft.systems.dmr.runtime.queue import Queue
@@ -64,7 +65,7 @@ def install(
     strategy, plan = settings.strategy(stage, fingerprint)
     falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)
     engine = make_engine(strategy, plan, chunks, stage, run_seed(str(sorted(fingerprint.items()))), falsifier)
-    engine.watch_opaque_calls(OpaqueCalls(engine, settings.left_out(), of_core=functions_of_core(chunks[0].config)))
+    engine.watch_opaque_calls(OpaqueCalls(engine, settings.left_out()), functions_of_core(chunks[0].config))
     subject = TrainingState(chunks, optimizer, scheduler)
     protection = IterationVerifier(
         engine, Undo(subject, position), FindingReporter(session), Limits(retries=settings.retries), strategy.name
@@ -92,8 +93,6 @@ def make_engine(
         falsifier: corrupts results, for tests; None: nothing is corrupted.
     """
     device = next(chunks[0].parameters()).device
-    if device.type == "cuda":
-        torch.compiler.set_stance("force_eager")  # functions compiled by core would bypass the dispatcher
     backend(device)
     digest(torch.zeros(1, device=device), seed)  # keeps the one-time costs of the first digest out of a step
     course, findings = ExecutionCursor(), Findings(device, seed)

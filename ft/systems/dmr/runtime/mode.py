@@ -94,6 +94,12 @@ class DoubleExecution(TorchDispatchMode):
         self.position = 0
         self._misfits_before = sum(self._strategy.misfits.values())
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Tell ``torch.compile`` to compile as it does without this mode; it falls back to plain operators otherwise.
+        What it has compiled is verified as a whole (:mod:`compiled`)."""
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.is_passing:
@@ -102,6 +108,13 @@ class DoubleExecution(TorchDispatchMode):
                 out.zero_()
             return out
         kind = properties_of(func)
+        out = self._execute(kind, func, args, kwargs)
+        if self.segment is not None and not kind.written:
+            self.segment.returned(tensors_in(out), tensors_in((args, kwargs)))
+        return out
+
+    def _execute(self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Execute an operator, have it verified, and return its result."""
         if not is_counted(kind, args, kwargs):
             if kind.written and self._queue:
                 self._queue.before_change(tensors_in(written(kind, args, kwargs)))
@@ -110,13 +123,13 @@ class DoubleExecution(TorchDispatchMode):
         unit, index = course.count()
         if kind.written and self._queue:
             self._queue.before_change(tensors_in(written(kind, args, kwargs)))
-        is_recomputed = self._is_recomputed() and not kind.changes_state
+        is_recomputed = self._is_recomputed(kind, args, kwargs)
         decision = self._strategy.decide(unit, index, kind.name, is_recomputed)
         self.position = decision.ordinal or self.position
         if self.segment is not None:
             decision = self.segment.settle(decision, kind.name, again=self.again)
         state = state_before(kind, args, kwargs) if self._queue.helpers and kind.random else None
-        self.counts[decision.set] = self.counts.get(decision.set, 0) + 1
+        self.count(decision.set)
         if decision.set == NAIVE:
             out = self._at_once(kind, func, args, kwargs, index)
         elif decision.set == PIGGYBACK and self.again and self.segment.is_extra(kind.name):
@@ -140,14 +153,25 @@ class DoubleExecution(TorchDispatchMode):
                 self._queue.help(name, course.at(kind.name, index), kind, (func, args, kwargs), out, state)
         return out
 
+    def count(self, way: str) -> None:
+        """Count an operator, or a call that is verified as a whole. ``way``: the set that it belongs to."""
+        self.counts[way] = self.counts.get(way, 0) + 1
+
+    @property
+    def uses_recomputation(self) -> bool:
+        """Return whether operators of segments are compared with their recomputation."""
+        return self._strategy.uses_recomputation
+
     @property
     def misfits(self) -> int:
         """Return the number of operators of this iteration that the plan does not contain at their place."""
         return sum(self._strategy.misfits.values()) - self._misfits_before
 
-    def _is_recomputed(self) -> bool:
+    def _is_recomputed(self, kind: OperatorProperties, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Return whether the next operator has a second, comparable execution in its segment."""
-        return self.segment is not None and self.segment.is_comparable
+        if self.segment is None or not self.segment.is_comparable or kind.changes_state:
+            return False
+        return not kind.written or self.segment.has_created(tensors_in(written(kind, args, kwargs)))
 
     def _at_once(
         self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int

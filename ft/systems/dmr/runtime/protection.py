@@ -110,7 +110,7 @@ class IterationVerifier:
         self._memory = suspects.Memory(limits.memory)
         self.coverage = Coverage()
         self._missing = 0
-        self._step, self._has_shared = 0, False
+        self._step, self._has_shared, self._was_wrong = 0, False, False
 
     def verify(self) -> None:
         """Verify everything that the ranks of this world have computed so far, before other worlds get its gradients.
@@ -160,11 +160,12 @@ class IterationVerifier:
             self.undo.begin()
             self._has_shared = False
             try:
-                with self.engine.iteration(microbatches):
+                with self.engine.iteration(microbatches, learns=self._was_wrong):
                     result = self._attempt(step, work)
                 reports, earlier = self._agree(self.engine.flag(), step)
             except _WrongSoFar as wrong:
                 reports, earlier = wrong.reports, wrong.earlier
+            self._was_wrong = bool(reports)
             if not reports:
                 self._end(step, attempts)
                 return result
@@ -201,15 +202,15 @@ class IterationVerifier:
         Both are empty if no rank has found a mismatch; this case costs one all-reduce of ``flag`` and one
         synchronisation with the device. The least coverage of all ranks comes with it. All ranks have to call it.
         """
-        own = torch.tensor([missing(self.engine.coverage())], dtype=flag.dtype, device=flag.device)
-        told = torch.cat((flag, own))
+        own = [missing(self.engine.coverage()), int(self.engine.has_news)]
+        told = torch.cat((flag, torch.tensor(own, dtype=flag.dtype, device=flag.device)))
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        is_wrong, self._missing = told.tolist()
+        is_wrong, self._missing, has_news = told.tolist()
+        if has_news:
+            self.engine.share(_exchange)
         if not is_wrong:
             return {}, {}
-        all_ranks: list[Any] = [None] * dist.get_world_size()
-        own = self.engine.settle()[:_MOST_TOLD]
-        dist.all_gather_object(all_ranks, (own, self._memory.before(step)))
+        all_ranks = _exchange((self.engine.settle()[:_MOST_TOLD], self._memory.before(step)))
         return (
             {rank: tuple(found) for rank, (found, _) in enumerate(all_ranks) if found},
             {rank: earlier for rank, (_, earlier) in enumerate(all_ranks)},
@@ -243,6 +244,13 @@ class IterationVerifier:
             raise CorruptionError(f"step {step}: {outcome.reason} (rank {ranks}); run with --ft-hot-swap and a standby")
         if dist.get_rank() in outcome.ranks:
             raise SuspectError(f"silent data corruption: {outcome.reason}")
+
+
+def _exchange(value: Any) -> list[Any]:
+    """Give a value to all ranks, and return those of all ranks. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 _MOST_TOLD = 50

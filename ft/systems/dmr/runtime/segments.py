@@ -13,12 +13,16 @@ immediately. Which operators are extra is learnt from earlier recomputations. Wh
 operator than was expected, this operator and all later operators are verified immediately. At the end the operators of
 the forward pass are looked for among those of the recomputation, in order, by name and digest. A mismatch is noted for
 each operator that is not found.
+
+An operator that writes in place to memory from before the segment, such as a counter, does not come to the same in the
+recomputation. It is verified immediately, in both passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ft.systems.dmr.plan.assign import PIGGYBACK
 from ft.systems.dmr.runtime.cursor import OperatorCall
@@ -79,7 +83,32 @@ class Segment:
         self._expected, self._found = findings.rows(), None
         self._forward: list[tuple[str, bool]] = []
         self._position = 0
+        self._created: dict[int, StorageWeakRef] = {}
+        self._calls: list[str] = []
+        self._called = 0
         self.is_comparable = True
+
+    def calls(self, function: str) -> None:
+        """Note that the forward pass calls a function that is verified as a whole."""
+        self._calls.append(function)
+
+    def called(self) -> str | None:
+        """Return the function that the forward pass has called where the recomputation calls one now; None: none."""
+        self._called += 1
+        return self._calls[self._called - 1] if self._called <= len(self._calls) else None
+
+    def returned(self, results: Iterable[torch.Tensor], arguments: Collection[torch.Tensor]) -> None:
+        """Note which memory an operator of the segment has allocated: that of its results, if no argument has it."""
+        for tensor in results:
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            if address not in self._created and all(one.untyped_storage()._cdata != address for one in arguments):
+                # the weak reference prevents the allocator from giving the same address to another storage
+                self._created[address] = StorageWeakRef(storage)
+
+    def has_created(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return whether the memory of all ``tensors`` was allocated by operators of this pass of the segment."""
+        return all(tensor.untyped_storage()._cdata in self._created for tensor in tensors)
 
     def settle(self, decision: Decision, name: str, *, again: bool) -> Decision:
         """Return the decision for the next operator, changed so that forward pass and recomputation agree.
@@ -119,6 +148,8 @@ class Segment:
         self._rows: list[range] = []
         self._lost_at: int | None = None
         self._position = 0
+        self._created = {}
+        self._called = 0
         self.is_comparable = True
 
     def unchecked(self) -> None:

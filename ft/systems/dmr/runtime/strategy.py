@@ -55,10 +55,13 @@ class Strategy(Protocol):
 
     Attributes:
         name: name of the strategy, for reports.
+        uses_recomputation: whether operators of activation-checkpointing segments are compared with their
+            recomputation.
         misfits: (phase, name of operator) -> number of operators that the plan does not contain at their place.
     """
 
     name: str
+    uses_recomputation: bool
     misfits: Mapping[tuple[str, str], int]
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
@@ -76,7 +79,7 @@ class Strategy(Protocol):
 class Naive:
     """Strategy naive DMR: verify every operator immediately."""
 
-    name, misfits = "naive", NO_MISFITS
+    name, uses_recomputation, misfits = "naive", False, NO_MISFITS
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         return AT_ONCE
@@ -86,7 +89,7 @@ class Piggyback:
     """Strategy P-DMR: compare operators with their activation recomputation where there is one, and verify all other
     operators immediately."""
 
-    name, misfits = "piggyback", NO_MISFITS
+    name, uses_recomputation, misfits = "piggyback", True, NO_MISFITS
 
     def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
         return WITH_RECOMPUTATION if in_segment else AT_ONCE
@@ -127,7 +130,7 @@ class Planned:
         UserError: the plan was not made from a profile of a run, or has no operators of the stage.
     """
 
-    name = "plan"
+    name, uses_recomputation = "plan", True
 
     def __init__(self, plan: Plan, stage: int, unstable: Collection[str] = ()):
         ops = [op for op in plan.trace.ops if op.place.stage == stage]

@@ -25,6 +25,7 @@ class ExcludeUnstable:
 
     def __init__(self, strategy: Strategy, unstable: Collection[str]):
         self.strategy, self._unstable = strategy, frozenset(unstable)
+        self.uses_recomputation = strategy.uses_recomputation
         self.name = f"{strategy.name}, unstable left out: {', '.join(sorted(self._unstable))}"
 
     @property

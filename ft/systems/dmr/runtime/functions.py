@@ -1,0 +1,133 @@
+"""Find the functions whose kernels bypass torch's dispatcher, and have DMR (SpareTrain) verify each call of them.
+
+Kernels of Transformer Engine, flash-attention, Apex, DeepEP and Triton are called from classes of
+``torch.autograd.Function``. The forward and the backward pass of each such class are opaque calls
+(:class:`ft.systems.dmr.runtime.opaque.OpaqueCalls`).
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ft.systems.dmr.runtime.context import FORWARD, Context
+from ft.systems.dmr.runtime.opaque import Executed, OpaqueCalls
+
+_VISIBLE = ("torch", "megatron", "ft")
+"""Packages whose functions compute by torch's operators, or call others that do."""
+_OF_CORE = tuple(
+    f"megatron.core.{name}."
+    for name in (
+        *(f"fusions.fused_{name}" for name in ("softmax", "indices_converter", "mla_yarn_rope_apply")),
+        *("transformer.moe.fused_a2a", "transformer.custom_layers.batch_invariant_kernels"),
+        "transformer.experimental_attention_variant",
+    )
+)
+"""Modules of megatron-core whose functions call extensions of Apex, DeepEP, cuDNN or Triton kernels."""
+_WITH_FUSED_GRADIENTS = "megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication"
+"""Adds to the gradient buffer by an extension of Apex, if gradient accumulation is fused."""
+_REGIONS = frozenset(
+    f"transformer_engine.pytorch.{name}"
+    for name in ("distributed._CheckpointFunction", "cpu_offload_v1.GroupCommitFunction")
+)
+"""Functions that only call others."""
+_AFTERWARDS = tuple(
+    (f"transformer_engine.pytorch.{module}", "FP8GlobalStateManager", "reduce_and_update_fp8_tensors")
+    for module in ("quantization", "fp8")
+)
+"""(module, class, class method) that changes the state of the class after a call: amax histories and scales. The
+class also holds flags that calls change, such as "this is the first layer"."""
+
+_watcher: OpaqueCalls | None = None
+
+
+def watch(calls: OpaqueCalls, of_core: tuple[str, ...] = ()) -> None:
+    """Have all opaque functions that are defined so far call ``calls``, and no other object.
+
+    Args:
+        calls: executes and verifies the calls.
+        of_core: how the names of opaque functions of megatron-core begin (:func:`functions_of_core`).
+    """
+    global _watcher
+    _watcher = calls
+    for kind in _subclasses(torch.autograd.Function):
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        own = kind.__module__.partition(".")[0] not in _VISIBLE and name not in _REGIONS
+        if own or name.startswith(of_core):
+            _wrap(kind, name)
+    for module, kind_name, method in _AFTERWARDS:
+        kind = getattr(sys.modules.get(module), kind_name, None)
+        if kind is not None and isinstance(vars(kind).get(method), classmethod):
+            _wrap_afterwards(kind, method)
+            if kind not in calls.flags:
+                calls.flags.append(kind)
+
+
+def functions_of_core(config: Any) -> tuple[str, ...]:
+    """Return how the names of those functions of megatron-core begin that call extensions or Triton kernels.
+
+    Args:
+        config: core's configuration of the model.
+    """
+    return (*_OF_CORE, _WITH_FUSED_GRADIENTS) if config.gradient_accumulation_fusion else _OF_CORE
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _wrap(kind: Any, name: str) -> None:
+    """Have the forward and backward pass of a class of ``torch.autograd.Function`` call the watcher."""
+    own_setup = kind.setup_context is not torch.autograd.Function.setup_context
+    for phase in ("forward", "backward"):
+        real = vars(kind).get(phase)
+        if isinstance(real, staticmethod) and not hasattr(real.__func__, "seen_by_dmr"):
+            has_context = phase != FORWARD or not own_setup
+            setattr(kind, phase, staticmethod(_watched(real.__func__, f"{name}.{phase}", phase, has_context)))
+
+
+def _watched(real: Callable, name: str, phase: str, has_context: bool) -> Callable:
+    @functools.wraps(real)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        watcher = _watcher
+        if watcher is None or not watcher.is_watching:
+            return real(*args, **kwargs)
+        given = args[0] if has_context and args else None
+        if given is None:
+            return watcher.call(name, lambda: Executed(real(*args, **kwargs)), lambda: {"args": [*args, kwargs]}).value
+        rest, first = args[1:], Context(given, phase)
+
+        def run() -> Executed:
+            context = first.again()
+            return Executed(real(context, *rest, **kwargs), context.stored(), context)
+
+        executed = watcher.call(name, run, lambda: {"args": [*rest, kwargs], "ctx": first.roots()})
+        executed.context.hand_over()
+        return executed.value
+
+    watched.seen_by_dmr = True
+    return watched
+
+
+def _wrap_afterwards(kind: Any, method: str) -> None:
+    real = vars(kind)[method].__func__
+    if hasattr(real, "seen_by_dmr"):
+        return
+
+    @functools.wraps(real)
+    def watched(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Executed:
+            return Executed(real(cls, *args, **kwargs))
+
+        if _watcher is None:
+            return run().value
+        name = f"{kind.__module__}.{kind.__qualname__}.{method}"
+        executed = _watcher.call(name, run, lambda: {kind.__name__: kind}, after=True)
+        return None if executed is None else executed.value
+
+    watched.seen_by_dmr = True
+    setattr(kind, method, classmethod(watched))
