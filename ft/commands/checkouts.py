@@ -7,6 +7,7 @@ Without any such flag the script runs as with torchrun, and this module has no e
 
 import argparse
 import ast
+import itertools
 import json
 import math
 import os
@@ -256,13 +257,22 @@ _NUMBERS = (
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "expert_tensor_parallel_size"),
     *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
 )
-_SWITCHES = (
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    *("moe_router_enable_expert_bias", "tp_comm_overlap", "delay_wgrad_compute", "fp8_param_gather"),
-    *("fp4_param_gather", "enable_cuda_graph", "external_cuda_graph", "moe_paged_stash"),
-    *("overlap_dispatch_backward_with_experts_wgrad", "moe_router_padding_for_fp8"),
-    "moe_router_padding_for_quantization",
-)
+
+
+class _Given(SimpleNamespace):
+    """The flags of a launch line. A flag that was not given is False."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+
+def _others(flags: Sequence[str]) -> dict[str, str | bool]:
+    """Return the values of flags of which nothing is known: the word after them, or True if there is none."""
+    found: dict[str, str | bool] = {}
+    for flag, after in itertools.pairwise((*flags, "--")):
+        if flag.startswith("--"):
+            found[flag.removeprefix("--").replace("-", "_")] = True if after.startswith("--") else after
+    return found
 
 
 def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: int) -> tuple[Any, Any]:
@@ -270,8 +280,6 @@ def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: in
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in {**_SIZES, "micro_batch_size": 1, **dict.fromkeys(_NUMBERS)}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    for name in _SWITCHES:
-        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     parser.add_argument("--clip-grad", type=float, default=1.0)
     parser.add_argument("--rampup-batch-size", nargs="*", type=int)
     parser.add_argument("--moe-router-load-balancing-type", nargs="+", default=["aux_loss"])
@@ -279,9 +287,9 @@ def _view(flags: Sequence[str], options: "FaultToleranceOptions", world_size: in
     parser.add_argument(f"--ddp-{patterns}", nargs="+", dest=patterns.replace("-", "_"), default=[])
     parser.add_argument("--train-iters", type=int)
     parser.add_argument("--save")
-    parser.add_argument("--cuda-graph-impl")
     parser.add_argument("--rerun-mode", default="validate_results")
-    given, _ = parser.parse_known_args(list(flags))
+    known, rest = parser.parse_known_args(list(flags))
+    given = _Given(**_others(rest), **vars(known))
     dp = max(1, world_size // math.prod(getattr(given, name) for name in _SIZES))
     given.global_batch_size = given.global_batch_size or given.micro_batch_size * dp
     vpp = given.num_layers_per_virtual_pipeline_stage or given.num_virtual_stages_per_pipeline_rank

@@ -49,7 +49,10 @@ class Fault:
 
     Attributes:
         seen: place -> number of executions since ``arm``.
+        is_lasting: whether every second execution of ``place`` is hit, from ``due`` on.
     """
+
+    is_lasting = False
 
     def __init__(self):
         self.arm()
@@ -60,7 +63,8 @@ class Fault:
     def __call__(self, place: str, tensor: torch.Tensor) -> None:
         count = self.seen.get(place, 0)
         self.seen[place] = count + 1
-        if (place, count) == (self.place, self.due):
+        lasts = self.is_lasting and count >= self.due >= 0 and (count - self.due) % 2 == 0
+        if place == self.place and (count == self.due or lasts):
             word = ctypes.c_int32.from_address(tensor.data_ptr())
             word.value ^= 1 << 20
 
@@ -179,12 +183,15 @@ class Random(torch.autograd.Function):
 
 
 class Gathering(torch.autograd.Function):
-    """Communicates with the other ranks."""
+    """Computes something, communicates it to the other ranks, and computes with that."""
 
     @staticmethod
     def forward(ctx, x, weight):
+        mine = torch.empty_like(x)
+        _run("scale", x.contiguous(), 1.5, mine)
+        fault("part", mine)
         everybody = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(everybody, x.contiguous())
+        dist.all_gather(everybody, mine)
         out = torch.empty_like(x)
         _run("scale", torch.stack(everybody).mean(0), 1.0, out)
         fault("gathered", out)
@@ -304,7 +311,56 @@ class Placeholder(torch.autograd.Function):
         return gradient.clone(), None
 
 
+@torch.library.custom_op("planted::rows", mutates_args=())
+def rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An operator of another package: the second result is memory that it does not write."""
+    NotReproducible.executions += 1
+    torch.full((64,), float(NotReproducible.executions))  # its memory is taken by the next one
+    return x.clone(), torch.empty(64)
+
+
+rows.register_autograd(lambda ctx, gradient, _: gradient.clone())
+
+
+class Unwritten(torch.autograd.Function):
+    """Calls the operator, and keeps what it does not write for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        out, map_ = torch.ops.planted.rows(x)
+        ctx.save_for_backward(map_)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone(), None
+
+
+class Loose:
+    """Not a function: the operator is called by itself."""
+
+    @staticmethod
+    def apply(x, weight):
+        return torch.ops.planted.rows(x)[0]
+
+
+class OfLayer(torch.autograd.Function):
+    """Gets the layer, as those of Transformer Engine up to 2.14; all of a run can be reached from its configuration."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        out = torch.empty_like(x)
+        _run("scale", x.contiguous(), 1.5, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.5, None
+
+
 _KINDS = (
+    *(Unwritten, Loose, OfLayer),
     *(First, Placeholder, Scaled, Accumulating, WithHistory, Random, Gathering, WithSetup, IntoLastingMemory),
     *(NotReproducible, Late),
 )
@@ -314,7 +370,7 @@ PLACES = {
     "Accumulating": ("buffer",),
     "WithHistory": ("history",),
     "Random": ("drawn",),
-    "Gathering": ("gathered",),
+    "Gathering": ("part", "gathered"),
     "WithSetup": ("apart",),
     "IntoLastingMemory": ("buffered",),
 }
@@ -327,13 +383,14 @@ def plant(chunks: list, name: str) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if type(module).__name__ == "TransformerLayer":
-                module.mlp.register_forward_hook(_hook(FUNCTIONS[name], next(module.mlp.parameters())))
+                layer = module.mlp.linear_fc1
+                module.mlp.register_forward_hook(_hook(FUNCTIONS[name], layer if name == "OfLayer" else layer.weight))
 
 
-def _hook(kind, weight):
+def _hook(kind, given):
     def after(module, inputs, outputs):
         out, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
-        made = kind.apply(out, STATE if kind in (WithHistory, Late) else weight)
+        made = kind.apply(out, STATE if kind in (WithHistory, Late) else given)
         return (made, *rest) if rest else made
 
     return after

@@ -11,7 +11,7 @@ from core_wheels import newest_wheel
 
 from ft.base.errors import UserError
 from ft.systems.dmr import flags as dmr_flags
-from ft.systems.dmr.runtime.optimizers import refuse_opaque_optimizer
+from ft.systems.dmr.runtime.refusals import refuse_opaque_optimizer, refuse_varying_attention
 from megatron.training import config
 from megatron.training.arguments import check, parse
 
@@ -100,6 +100,17 @@ def test_an_optimizer_that_dmr_cannot_see_into_is_refused_by_name():
             refuse_opaque_optimizer(optimizer)
 
 
+def test_attention_that_varies_is_refused_unless_its_switch_is_off():
+    attention = kind("transformer_engine.pytorch.attention", torch.nn.Identity)
+    attention.__name__, attention.__init__ = "DotProductAttention", torch.nn.Identity.__init__
+    of_core = type("TEDotProductAttention", (attention,), {"__module__": "megatron.core.extensions.transformer_engine"})
+    chunks = [torch.nn.Sequential(of_core())]
+    with pytest.raises(UserError, match="set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"):
+        refuse_varying_attention(chunks, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"})
+    refuse_varying_attention(chunks, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"})
+    refuse_varying_attention([torch.nn.Identity()], {})
+
+
 LAYERS = (
     MOE + "--moe-grouped-gemm",
     MOE + "--moe-permute-fusion",
@@ -128,12 +139,37 @@ def test_context_parallelism_is_accepted():
         "--delay-wgrad-compute",
         "--fp8-format hybrid --fp8-param-gather",
         "--cuda-graph-impl local",
+        "--defer-embedding-wgrad-compute",
+        "--overlap-moe-expert-parallel-comm",
+        "--overlap-param-gather-with-optimizer-step",
+        f"{MOE} --moe-router-padding-for-fp8 --moe-permute-fusion --enable-experimental",
     ],
 )
 def test_what_computes_outside_of_functions_is_refused(flags):
     with pytest.raises(UserError) as refused:
         check(parse(f"{runs.BASE} --mock-data {flags} --ft-dmr piggyback"), 2, has_te=True)
     assert "which DMR cannot execute a second time" in str(refused.value)
+
+
+def of_core(more: dict) -> list[str]:
+    """Return what DMR refuses if core has these options, of which older releases do not have all."""
+    options = parse(f"{runs.BASE} --mock-data --ft-dmr piggyback")
+    for name, value in more.items():
+        setattr(options.core, name, value)
+    return [problem for problem, _ in dmr_flags.check(options, None, 0)]
+
+
+def test_backends_of_core_0_19_that_dmr_cannot_see_are_refused():
+    assert not of_core({"dsa_kernel_backend": "none", "moe_flex_dispatcher_backend": "deepep"})
+    assert "--dsa-kernel-backend cudnn" in of_core({"dsa_kernel_backend": "cudnn"})[0]
+    assert "ncclep" in of_core({"moe_flex_dispatcher_backend": "ncclep"})[0]
+
+
+def test_a_fused_router_is_refused_if_it_adds_up_a_loss_and_padding_only_with_fused_permutation():
+    fused = {"moe_router_fusion": True}
+    assert "--moe-router-fusion" in of_core({**fused, "moe_router_load_balancing_type": ["seq_aux_loss"]})[0]
+    assert not of_core({**fused, "moe_router_load_balancing_type": "none"})
+    assert not of_core({"moe_router_padding_for_fp8": True})
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,38 @@ def test_a_step_with_a_flip_is_taken_once_more_by_everybody(name, ranks, corpus)
         assert any(one.at.operator == wanted[2] for one in reports[1])
 
 
+def a_lasting_fault(flags: str, way: str, wanted: tuple) -> tuple[str, set[int]]:
+    """Return what DMR decides where rank 1 computes an operator wrongly in each attempt, and who has mismatches."""
+    import torch.distributed as dist
+
+    from ft.systems.dmr.runtime.protection import CorruptionError
+
+    job = dmr_jobs.assemble(flags)
+    again = dmr_jobs.Again(job)
+    again.step()
+    protection = dmr_jobs.protection(job, way)
+    protection.engine.mode._disturbance = Flip(*wanted, times=1000 if dist.get_rank() == 1 else 0)
+    told: list = []
+    protection._witness.mismatch = lambda step, attempt, reports, outcome: told.append(set(reports))
+    try:
+        again.step()
+    except CorruptionError as error:
+        return str(error), set.union(*told)
+    finally:
+        protection.undo.roll_back()
+    return "nothing", set()
+
+
+@pytest.mark.parametrize("more", ["", "--sequence-parallel "])
+@pytest.mark.parametrize("operator", ["mm", "native_layer_norm", "add.Tensor"])
+def test_a_lasting_fault_is_blamed_on_its_rank_where_others_compute_with_its_results(operator, more, ranks, corpus):
+    flags = f"{runs.BASE} {FULL} {more} --tensor-model-parallel-size 2 --data-path {corpus}"
+    found = ranks(a_lasting_fault, 2, flags, "piggyback", ("primary", "forward", operator), timeout=120)
+    for said, wrong in found:
+        assert "rank 1" in said and "not reproducible" not in said, said
+        assert wrong == {0, 1} or operator != "mm", "what rank 0 has received differs in the recomputation"
+
+
 def flips_of_what_waits(flags: str, folder: Path, hit_rank: int) -> dict:
     """By plan: a flip in each execution of an operator that waits for a window by itself, and of one that waits in an
     AGC segment, where the plan has such."""

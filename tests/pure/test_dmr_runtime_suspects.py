@@ -6,7 +6,17 @@ from hypothesis import strategies as some
 from ft.systems.dmr.plan.trace import FORWARD
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import AT_ONCE, DISPUTED, MESSAGE, RECOMPUTATION, REDUCTION, WINDOW, Mismatch
-from ft.systems.dmr.runtime.suspects import EVICT, GIVE_UP, RETRY, Limits, Memory, decide, own_mismatches
+from ft.systems.dmr.runtime.suspects import (
+    EVICT,
+    GIVE_UP,
+    RETRY,
+    Limits,
+    Memory,
+    decide,
+    most_telling,
+    origins,
+    own_mismatches,
+)
 
 RANKS = 4
 OWN, WIRES = (AT_ONCE, RECOMPUTATION, WINDOW), (MESSAGE, REDUCTION, DISPUTED)
@@ -170,10 +180,64 @@ def test_of_two_that_reduced_to_different_results_neither_is_evicted():
     assert own_mismatches([mismatch(DISPUTED)]) == []
 
 
+def placed(operator: str, index: int, how: str = AT_ONCE, **of_call: int) -> Mismatch:
+    return Mismatch(OperatorCall(operator, FORWARD, 0, 0, 1, index, **of_call), how)
+
+
+def test_what_follows_from_another_rank_s_wrong_result_is_not_blamed_on_the_receiver():
+    """A wrong product on rank 1 reaches rank 0 by an all-reduce within the layer; the recomputation of both differs."""
+    both = {0: (placed("add", 7), placed("mm", 9)), 1: (placed("mm", 4), placed("add", 7), placed("mm", 9))}
+    assert decide([both] * 3, NOBODY, Limits(2)).ranks == (1,)
+    assert {rank: [one.at.operator for one in found] for rank, found in origins(both).items()} == {
+        0: [],
+        1: ["mm", "add", "mm"],
+    }
+    elsewhere = {**both, 2: (placed("gelu", 30),), 0: (*both[0], placed("gelu", 2))}
+    assert decide([elsewhere] * 3, NOBODY, Limits(2)).action == GIVE_UP, "rank 0 has an earlier mismatch of its own"
+
+
+def test_an_operator_that_differs_first_here_and_then_there_is_not_reproducible():
+    several = {0: (placed("index_put_", 4),), 1: (placed("index_put_", 9),)}
+    outcome = decide([several] * 3, NOBODY, Limits(2))
+    assert (outcome.action, "index_put_ differed on ranks 0, 1" in outcome.reason) == (GIVE_UP, True)
+
+
+def test_who_is_always_the_first_is_blamed_even_if_others_go_on_with_the_same_operator():
+    def units(*firsts: tuple[int, int]) -> dict:
+        found: dict[int, list] = {0: [], 1: []}
+        for number, of_ranks in enumerate(firsts):
+            for rank, index in enumerate(of_ranks):
+                found[rank].append(Mismatch(OperatorCall("add", FORWARD, 0, number, 1, index), AT_ONCE))
+        return found
+
+    assert decide([units((9, 4), (9, 4))] * 3, NOBODY, Limits(2)).ranks == (1,)
+    assert decide([units((9, 4))] * 3, NOBODY, Limits(2)).action == GIVE_UP, "three times may be chance"
+    by_turns = [units((9, 4), (9, 4)), units((9, 4), (3, 4)), units((9, 4), (9, 4))]
+    assert decide(by_turns, NOBODY, Limits(2)).action == GIVE_UP
+
+
+def test_of_a_call_that_communicates_the_rank_that_first_sends_something_else_is_blamed():
+    first, second = placed("linear", 4, call=3, part=1), placed("linear", 4, call=3, part=2)
+    result = placed("linear", 4, call=3)
+    assert decide([{0: (result,), 1: (first, second, result), 2: (second, result)}] * 3, NOBODY, Limits(2)).ranks == (
+        1,
+    )
+    assert decide([{0: (first, result), 1: (first, result)}] * 3, NOBODY, Limits(2)).action == GIVE_UP
+    after = {0: (placed("add", 4),), 1: (result,)}
+    assert decide([after] * 3, NOBODY, Limits(2)).ranks == (1,), "a call comes before the operator with its number"
+
+
+def test_what_is_told_has_the_first_mismatch_of_each_unit():
+    late = [placed("mm", number) for number in range(90, 10, -1)]
+    other = Mismatch(OperatorCall("gelu", FORWARD, 0, 5, 1, 400), AT_ONCE)
+    told = most_telling([*late, other], 10)
+    assert len(told) == 10 and other in told and placed("mm", 11) in told
+
+
 def test_wrong_attempts_are_forgotten_after_a_while():
     memory = Memory(10)
-    memory.note(5, [(mismatch(AT_ONCE),), (mismatch(WINDOW, "add"), mismatch(MESSAGE))])
-    memory.note(9, [(mismatch(MESSAGE),), (), (mismatch(AT_ONCE),)])
+    memory.note(5, [(mismatch(AT_ONCE),), (mismatch(WINDOW, "add"),)])
+    memory.note(9, [(), (), (mismatch(AT_ONCE),)])
     assert [len(memory.before(step)) for step in (9, 15, 16, 19, 20)] == [3, 3, 1, 1, 0]
-    memory.note(30, [(mismatch(MESSAGE), mismatch(AT_ONCE, "add"), mismatch(AT_ONCE))])
+    memory.note(30, [(mismatch(AT_ONCE, "add"), mismatch(AT_ONCE))])
     assert memory.before(31) == (frozenset({"add", "mm"}),)

@@ -11,8 +11,10 @@ _OUTSIDE = {
     "--delay-wgrad-compute": "computes gradients outside of the backward pass",
     "--overlap-dispatch-backward-with-experts-wgrad": "computes gradients outside of the backward pass",
     "--moe-paged-stash": "moves activations by kernels outside of the layers",
-    "--moe-router-padding-for-fp8": "pads routing maps by a kernel outside of the layers",
-    "--moe-router-padding-for-quantization": "pads routing maps by a kernel outside of the layers",
+    "--defer-embedding-wgrad-compute": "computes a gradient outside of the backward pass",
+    "--overlap-moe-expert-parallel-comm": "has a schedule of its own, whose messages between stages nothing compares,",
+    "--overlap-param-gather-with-optimizer-step": "gathers parameters in one step for the next one",
+    "--dsa-kernel-backend": "chooses keys by a kernel outside of the layers' functions",
     "--fp8-param-gather": "casts parameters by kernels outside of the layers",
     "--fp4-param-gather": "casts parameters by kernels outside of the layers",
     "--cuda-graph-impl": _REPLAYED,
@@ -20,6 +22,9 @@ _OUTSIDE = {
     "--external-cuda-graph": _REPLAYED,
 }
 """Flag of megatron-core -> what it does outside of operators and of functions."""
+
+_PADDING = ("--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization")
+"""Flags that pad routing maps by a kernel outside of functions, if experimental fused permutation is on as well."""
 
 _SHARDS = {
     "--tensor-parallel-num-weight-shards": ("tensor_model_parallel_size",),
@@ -51,13 +56,37 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
     if asked.ft_dmr_retries < 0:
         yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
     for flag, why in _OUTSIDE.items():
-        value = getattr(options.core, flag.removeprefix("--").replace("-", "_"), None)
+        value = _value(options, flag)
         if value not in (None, False, "none"):
             shown = flag if value is True else f"{flag} {value}"
             yield f"{shown} {why}, which DMR cannot execute a second time", f"drop {flag}, or DMR"
+    yield from _of_experts(options)
     for flag, fields in _SHARDS.items():
-        shards = getattr(options.core, flag.removeprefix("--").replace("-", "_"), None)
+        shards = _value(options, flag)
         plain = next((size for name in fields if (size := getattr(options.core, name, None)) is not None), 1)
         if shards is not None and shards > plain:
             problem = "gathers the next weight and sums another one's gradient within each layer"
             yield f"{flag} {shards} {problem}, which DMR cannot execute a second time", f"drop {flag}, or DMR"
+
+
+def _of_experts(options: Any) -> Iterator[Problem]:
+    """Yield (problem, fix) for flags of mixtures of experts."""
+    if _value(options, "--moe-flex-dispatcher-backend") == "ncclep":
+        problem = "--moe-flex-dispatcher-backend ncclep prepares messages by an operator that communicates, which DMR"
+        yield f"{problem} cannot execute a second time", "use deepep or hybridep, or drop DMR"
+    is_fused = getattr(options.training, "enable_experimental", False) and _value(options, "--moe-permute-fusion")
+    for flag in _PADDING if is_fused else ():
+        if _value(options, flag):
+            problem = f"{flag} with fused permutation pads routing maps by a kernel outside of functions"
+            yield f"{problem}, which DMR cannot execute a second time", f"drop {flag}, --moe-permute-fusion or DMR"
+    balancing = _value(options, "--moe-router-load-balancing-type")
+    has_loss = any("aux_loss" in str(one) for one in (balancing if isinstance(balancing, list) else [balancing]))
+    if _value(options, "--moe-router-fusion") and has_loss and options.fault_tolerance.ft_dmr_unstable is None:
+        problem = "--moe-router-fusion adds up the auxiliary loss in another order each time"
+        fix = "drop --moe-router-fusion, or leave its function out: --ft-dmr-unstable FILE"
+        yield f"{problem}, which DMR takes for an error", fix
+
+
+def _value(options: Any, flag: str) -> Any:
+    """Return the value of a flag of megatron-core; None if this release does not have it."""
+    return getattr(options.core, flag.removeprefix("--").replace("-", "_"), None)

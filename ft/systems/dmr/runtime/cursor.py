@@ -4,6 +4,7 @@ DMR (dual modular redundancy, SpareTrain), which executes every operator twice, 
 plans and mismatches by this position.
 """
 
+import math
 from dataclasses import dataclass
 
 from ft.systems.dmr.plan.trace import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, RECOMPUTE
@@ -39,7 +40,10 @@ class OperatorCall:
         chunk: number of the model chunk.
         microbatch: number of the microbatch.
         layer: number of the transformer layer, from 1; 0 outside of all layers.
-        index: number of the operator in its unit (phase, chunk, microbatch), from 0.
+        index: number of the operator in its unit (phase, chunk, microbatch), from 0. A call that is verified as a whole
+            has the number of the operator after it.
+        call: number of such a call in the iteration, from 1; 0 for an operator.
+        part: of such a call, what it has sent for the ``part``-th time to other ranks, from 1; 0: its results.
     """
 
     operator: str
@@ -48,6 +52,19 @@ class OperatorCall:
     microbatch: int
     layer: int
     index: int
+    call: int = 0
+    part: int = 0
+
+    @property
+    def unit(self) -> tuple[str, int, int]:
+        """Return phase, chunk and microbatch."""
+        return self.phase, self.chunk, self.microbatch
+
+    @property
+    def position(self) -> tuple[int, float, float]:
+        """Return the position within the unit, by which executions are ordered. Ranks of a tensor-parallel group
+        execute the same operators in the same order."""
+        return self.index, self.call or math.inf, self.part or math.inf
 
 
 def operator_id(stage: int, phase: str, chunk: int, microbatch: int, index: int) -> str:

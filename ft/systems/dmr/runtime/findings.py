@@ -76,16 +76,24 @@ class Rows:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Compute the digest of ``tensor`` and append it."""
-        if not self._free:
-            block = torch.empty((_ROWS, 2), dtype=torch.int64, device=self._device)
-            self._blocks.append(block)
-            self._free = list(block.unbind())[::-1]
-        row = self._free.pop()
+        row = self._next()
         if tensor.device.type == self._device.type:
             self._write(tensor, self._seed, row)
         else:
             row.copy_(digest(tensor, self._seed), non_blocking=True)
+
+    def extend(self, digests: torch.Tensor) -> None:
+        """Append digests, int64 [n, 2]."""
+        for row in digests:
+            self._next().copy_(row)
+
+    def _next(self) -> torch.Tensor:
+        if not self._free:
+            block = torch.empty((_ROWS, 2), dtype=torch.int64, device=self._device)
+            self._blocks.append(block)
+            self._free = list(block.unbind())[::-1]
         self.count += 1
+        return self._free.pop()
 
     def table(self) -> torch.Tensor:
         """Return all digests as int64 [count, 2]."""

@@ -30,7 +30,10 @@ _WITH_FUSED_GRADIENTS = "megatron.core.tensor_parallel.layers.LinearWithGradAccu
 """Adds to the gradient buffer by an extension of Apex, if gradient accumulation is fused."""
 _REGIONS = frozenset(
     f"transformer_engine.pytorch.{name}"
-    for name in ("distributed._CheckpointFunction", "cpu_offload_v1.GroupCommitFunction")
+    for name in (
+        *("distributed._CheckpointFunction", "cpu_offload.GroupCommitFunction"),
+        "cpu_offload_v1.GroupCommitFunction",
+    )
 )
 """Functions that only call others."""
 _AFTERWARDS = tuple(
@@ -41,22 +44,22 @@ _AFTERWARDS = tuple(
 class also holds flags that calls change, such as "this is the first layer"."""
 
 _watcher: OpaqueCalls | None = None
+_watched_of_core: tuple[str, ...] = ()
 
 
 def watch(calls: OpaqueCalls, of_core: tuple[str, ...] = ()) -> None:
-    """Have all opaque functions that are defined so far call ``calls``, and no other object.
+    """Have all opaque functions call ``calls``, and no other object.
 
     Args:
         calls: executes and verifies the calls.
         of_core: how the names of opaque functions of megatron-core begin (:func:`functions_of_core`).
     """
-    global _watcher
-    _watcher = calls
+    global _watcher, _watched_of_core
+    _watcher, _watched_of_core = calls, of_core
     for kind in _subclasses(torch.autograd.Function):
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        own = kind.__module__.partition(".")[0] not in _VISIBLE and name not in _REGIONS
-        if own or name.startswith(of_core):
-            _wrap(kind, name)
+        _consider(kind)
+    if "__init_subclass__" not in vars(torch.autograd.Function):  # for those that are defined from now on
+        torch.autograd.Function.__init_subclass__ = classmethod(_is_defined)
     for module, kind_name, method in _AFTERWARDS:
         kind = getattr(sys.modules.get(module), kind_name, None)
         if kind is not None and isinstance(vars(kind).get(method), classmethod):
@@ -72,6 +75,19 @@ def functions_of_core(config: Any) -> tuple[str, ...]:
         config: core's configuration of the model.
     """
     return (*_OF_CORE, _WITH_FUSED_GRADIENTS) if config.gradient_accumulation_fusion else _OF_CORE
+
+
+def _is_defined(kind: type, **kwargs: Any) -> None:
+    super(torch.autograd.Function, kind).__init_subclass__(**kwargs)
+    _consider(kind)
+
+
+def _consider(kind: type) -> None:
+    """Have a class call the watcher if its kernels may bypass the dispatcher."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    own = kind.__module__.partition(".")[0] not in _VISIBLE and name not in _REGIONS
+    if own or name.startswith(_watched_of_core):
+        _wrap(kind, name)
 
 
 def _subclasses(kind: type) -> Iterator[type]:

@@ -1,5 +1,6 @@
 """Construction of double execution (DMR, SpareTrain) for one rank of a training run of megatron-core."""
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,9 @@ from ft.systems.dmr.runtime.injection import make_falsifier
 from ft.systems.dmr.runtime.messages import Messages
 from ft.systems.dmr.runtime.mode import DoubleExecution
 from ft.systems.dmr.runtime.opaque import OpaqueCalls
-from ft.systems.dmr.runtime.optimizers import refuse_opaque_optimizer
 from ft.systems.dmr.runtime.protection import IterationVerifier
 from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.runtime.refusals import refuse_opaque_optimizer, refuse_varying_attention
 from ft.systems.dmr.runtime.settings import Settings, run_seed
 from ft.systems.dmr.runtime.strategy import Planned, Strategy
 from ft.systems.dmr.runtime.suspects import Limits
@@ -58,9 +59,12 @@ def install(
         session: this worker's place in a run in which a standby can replace a suspect; None outside.
 
     Raises:
-        UserError: the plan does not fit this run, an injection is invalid, or the optimizer hides its operators.
+        UserError: the plan does not fit this run, an injection is invalid, or a part of the model or the optimizer
+            cannot be verified.
     """
     refuse_opaque_optimizer(optimizer)
+    if not settings.left_out():
+        refuse_varying_attention(chunks, os.environ)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     strategy, plan = settings.strategy(stage, fingerprint)
     falsifier = make_falsifier(settings.inject, settings.inject_seed, lambda: position.get()["step"] + 1, session)

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK
 from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
-from ft.systems.dmr.runtime.findings import AT_ONCE, Findings
+from ft.systems.dmr.runtime.execution import execute, execute_zeroed
+from ft.systems.dmr.runtime.findings import AT_ONCE, Findings, Rows
 from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.redundant import (
@@ -30,11 +31,6 @@ from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
 
 PRIMARY, CHECKER = "primary", "checker"
 """The first execution of an operator, whose results training uses, and the second execution, which verifies it."""
-
-_ATEN = torch.ops.aten
-_UNINITIALISED = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
-"""Operators whose results hold whatever was in memory. Within a call that is verified as a whole the results are
-zeroed, so that placeholders and padding that no kernel writes are the same in both executions."""
 
 
 class Disturbance(Protocol):
@@ -66,6 +62,7 @@ class DoubleExecution(TorchDispatchMode):
         segment: the activation-checkpointing segment that is being executed; None outside of all segments.
         again: True while that segment is being recomputed.
         is_passing: True while operators are executed once, because the call that they belong to is verified as a whole.
+        sent: receives digests of what such a call sends to other ranks; None: nobody wants them.
         counts: number of verified operators, by set.
         position: ordinal of the last executed operator that was found in the plan. It determines which deferred
             verifications are due in a window. Operators that are not in the plan do not count, so that they do not
@@ -90,6 +87,7 @@ class DoubleExecution(TorchDispatchMode):
         """Begin an iteration."""
         self.segment: Segment | None = None
         self.again = self.is_passing = False
+        self.sent: Rows | None = None
         self.counts: dict[str, int] = {}
         self.position = 0
         self._misfits_before = sum(self._strategy.misfits.values())
@@ -102,12 +100,13 @@ class DoubleExecution(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.is_passing:
-            out = func(*args, **kwargs)
-            if func.overloadpacket in _UNINITIALISED and type(out) is torch.Tensor:
-                out.zero_()
-            return out
         kind = properties_of(func)
+        if self.is_passing:
+            if kind.sent is not None and self.sent is not None:
+                with torch._C._DisableTorchDispatch():
+                    for tensor in tensors_in(args[kind.sent]):
+                        self.sent.add(tensor)
+            return execute_zeroed(func, args, kwargs)
         out = self._execute(kind, func, args, kwargs)
         if self.segment is not None and not kind.written:
             self.segment.returned(tensors_in(out), tensors_in((args, kwargs)))
@@ -118,7 +117,7 @@ class DoubleExecution(TorchDispatchMode):
         if not is_counted(kind, args, kwargs):
             if kind.written and self._queue:
                 self._queue.before_change(tensors_in(written(kind, args, kwargs)))
-            return func(*args, **kwargs)
+            return execute(func, args, kwargs)
         course = self._course
         unit, index = course.count()
         if kind.written and self._queue:
@@ -136,10 +135,10 @@ class DoubleExecution(TorchDispatchMode):
             out = self._at_once(kind, func, args, kwargs, index)
             self.segment.again(course.at(kind.name, index), results(kind, args, kwargs, out))
         elif decision.set == PIGGYBACK:
-            out = func(*args, **kwargs)
+            out = execute(func, args, kwargs)
             self._with_recomputation(kind, args, kwargs, out, index)
         elif decision.set == SKIPPED:
-            out = func(*args, **kwargs)
+            out = execute(func, args, kwargs)
             if self.segment is not None:
                 self.segment.unchecked()
             return out
@@ -178,7 +177,7 @@ class DoubleExecution(TorchDispatchMode):
     ) -> Any:
         if kind.written and not is_verified_by_inspection(kind, args, kwargs):
             again = check_in_place(kind, func, args, kwargs)
-            out = func(*args, **kwargs)
+            out = execute(func, args, kwargs)
             ours = results(kind, args, kwargs, out)
             self.disturb(PRIMARY, kind.name, ours)
         elif kind.written:
@@ -188,7 +187,7 @@ class DoubleExecution(TorchDispatchMode):
             return out
         else:
             state = state_before(kind, args, kwargs)
-            out = func(*args, **kwargs)
+            out = execute(func, args, kwargs)
             ours = tensors_in(out)
             self.disturb(PRIMARY, kind.name, ours)
             again = tensors_in(execute_again(func, args, kwargs, state))
@@ -222,7 +221,7 @@ class DoubleExecution(TorchDispatchMode):
         decision: Any,
     ) -> Any:
         state = state_before(kind, args, kwargs)
-        out = func(*args, **kwargs)
+        out = execute(func, args, kwargs)
         outs = tensors_in(out)
         self.disturb(PRIMARY, kind.name, outs)
         at = self._course.at(kind.name, index)

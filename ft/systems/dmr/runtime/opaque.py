@@ -11,7 +11,7 @@ call changes nothing (SpareTrain, Method 1).
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from ft.systems.dmr.runtime.strategy import SKIPPED, WITH_RECOMPUTATION
 if TYPE_CHECKING:
     from ft.systems.dmr.runtime.cursor import OperatorCall
     from ft.systems.dmr.runtime.engine import Engine
+    from ft.systems.dmr.runtime.findings import Rows
     from ft.systems.dmr.runtime.segments import Segment
 
 OPAQUE = "opaque"
@@ -75,6 +76,7 @@ class OpaqueCalls:
         self._told: dict[str, Knowledge] = {}
         self._learns, self._learnt = False, set[str]()
         self._afterwards: list[Callable[[], Any]] = []
+        self._number = 0
 
     @property
     def is_watching(self) -> bool:
@@ -85,6 +87,7 @@ class OpaqueCalls:
         """Begin an iteration. ``learns``: whether all ranks look anew at what each function changes, because the
         iteration before was wrong."""
         self._is_inside = self._is_scratch = False
+        self._number = 0
         self._afterwards.clear()
         self._learns, self._learnt = learns, set() if learns else set(self._notes)
 
@@ -151,44 +154,40 @@ class OpaqueCalls:
 
     def _verified(self, name: str, run: Callable[[], Executed], roots: Mapping[str, Any]) -> Executed:
         mode, course = self._engine.mode, self._engine.course
-        at, notes = course.at(name, course.unit.index), self._notes.setdefault(name, Notes())
+        self._number += 1
+        at = replace(course.at(name, course.unit.index), call=self._number)
         with self._engine.unwatched():
             before = Reachable(roots)
+        call = _Call(at, run, before, self._notes.setdefault(name, Notes()), self._agreed.get(name))
         if mode.segment is None:
-            return self._twice(at, notes, run, before)[0]
-        execute = self._in_recomputation if mode.again else self._in_forward
-        ours, made = execute(mode.segment, at, notes, run, before)
-        mode.segment.returned(made.values(), before.tensors.values())
-        return ours
+            return self._twice(call).executed
+        ours = (self._in_recomputation if mode.again else self._in_forward)(mode.segment, call)
+        mode.segment.returned(ours.made.values(), before.tensors.values())
+        return ours.executed
 
-    def _in_forward(
-        self, segment: "Segment", at: "OperatorCall", notes: Notes, run: Callable[[], Executed], before: Reachable
-    ) -> tuple[Executed, dict[str, torch.Tensor]]:
+    def _in_forward(self, segment: "Segment", call: "_Call") -> "_Seen":
         """Execute a call in the forward pass of a segment: once, if the recomputation will be the second execution."""
-        name, mode, known = at.operator, self._engine.mode, self._agreed.get(at.operator)
+        name, mode, known = call.at.operator, self._engine.mode, call.known
         waits = mode.uses_recomputation and segment.is_comparable and not self._learns
         waits = waits and known is not None and known.can_wait
         segment.calls(name)
         segment.settle(WITH_RECOMPUTATION if waits else TWICE, name, again=False)
         if waits:
             mode.count(PIGGYBACK)
-            ours = run()
-            made = self._made(PRIMARY, at, ours, before)
+            ours = self._see(PRIMARY, call)
             with self._engine.unwatched():
-                segment.primary(at, _chosen(made, known.in_forward))
+                segment.primary(call.at, _chosen(ours.made, known.in_forward), ours.sent)
         else:
-            ours, made = self._twice(at, notes, run, before)
+            ours = self._twice(call)
             if known is None or not known.is_recomputed:
                 segment.unchecked()
-        notes.made_in_forward(made)
-        return ours, made
+        call.notes.made_in_forward(ours.made)
+        return ours
 
-    def _in_recomputation(
-        self, segment: "Segment", at: "OperatorCall", notes: Notes, run: Callable[[], Executed], before: Reachable
-    ) -> tuple[Executed, dict[str, torch.Tensor]]:
+    def _in_recomputation(self, segment: "Segment", call: "_Call") -> "_Seen":
         """Execute a call in the recomputation of a segment: once, if the forward pass was the first execution and made
         all that is made now."""
-        name, mode, known = at.operator, self._engine.mode, self._agreed.get(at.operator)
+        name, mode, known = call.at.operator, self._engine.mode, call.known
         partner = segment.called()
         if partner is not None:
             self._notes[partner].was_called_again(partner == name)
@@ -197,25 +196,23 @@ class OpaqueCalls:
             segment.is_extra(name)  # whether this is the place in the recomputation at which the function is expected
         if has_waited and not known.keeps_more:
             mode.count(PIGGYBACK)
-            ours = run()
-            made = self._made(CHECKER, at, ours, before)
-            if not known.in_forward.issuperset(made):
-                self._engine.findings.note(Mismatch(at, RECOMPUTATION, note="it keeps more than in earlier steps"))
+            ours = self._see(CHECKER, call)
+            if not known.in_forward.issuperset(ours.made):
+                self._engine.findings.note(Mismatch(call.at, RECOMPUTATION, note="it keeps more than in earlier steps"))
         else:
-            ours, made = self._twice(at, notes, run, before)
+            ours = self._twice(call)
         if has_waited:
             with self._engine.unwatched():
-                segment.again(at, _chosen(made, known.in_forward))
+                segment.again(call.at, _chosen(ours.made, known.in_forward), ours.sent)
         elif partner is not None and (known is None or not known.is_recomputed):
             segment.unchecked()
-        notes.made_again(made)
-        return ours, made
+        call.notes.made_again(ours.made)
+        return ours
 
-    def _twice(
-        self, at: "OperatorCall", notes: Notes, run: Callable[[], Executed], before: Reachable
-    ) -> tuple[Executed, dict[str, torch.Tensor]]:
-        """Execute a call twice and compare. Return the second execution, and what it has made, by paths."""
-        engine, findings, changed = self._engine, self._engine.findings, notes.changed
+    def _twice(self, call: "_Call") -> "_Seen":
+        """Execute a call twice and compare; return the second execution."""
+        engine, findings = self._engine, self._engine.findings
+        at, before, changed = call.at, call.before, call.notes.changed
         engine.mode.count(OPAQUE)
         learns = at.operator not in self._learnt
         with engine.unwatched():
@@ -227,53 +224,84 @@ class OpaqueCalls:
             unchanged = [path for path in before.tensors if path not in copies]
             expected = self._digests(before.contents(path) for path in unchanged)
             generators = rng.blobs()
-        theirs = self._for_comparison(run)
+        theirs = self._see(CHECKER, call, learnt_from=copies if learns else {})
         with engine.unwatched():
             generators_after = rng.blobs()
-            if learns:
-                changed |= {path for path, copy in copies.items() if not same(before.contents(path), copy)}
-            made = self._made(CHECKER, at, theirs, before, changed)
-            paths, digests = list(made), self._digests(made.values())
-            del theirs, made  # digests stay: the second execution may write its results into the same memory
+            paths, digests, sent = list(theirs.made), self._digests(theirs.made.values()), theirs.sent
+            del theirs  # digests stay: the second execution may write its results into the same memory
             before.put_back({path: copies[path] for path in changed if path in copies})
             if generators_after != generators:
                 rng.restore(generators)
-        ours = run()
+        ours = self._see(PRIMARY, call)
         with engine.unwatched():
-            made = self._made(PRIMARY, at, ours, before, changed)
-            if list(made) != paths or generators_after != rng.blobs():
+            if list(ours.made) != paths or generators_after != rng.blobs() or sent.count != ours.sent.count:
                 findings.note(Mismatch(at, AT_ONCE, note="it took another course"))
             else:
-                findings.tables([(at, AT_ONCE)] * len(paths), digests, self._digests(made.values()))
+                parts = [(replace(at, part=number), AT_ONCE) for number in range(1, sent.count + 1)]
+                findings.tables(parts, sent.table(), ours.sent.table())
+                findings.tables([(at, AT_ONCE)] * len(paths), digests, self._digests(ours.made.values()))
             found = self._digests(before.contents(path) for path in unchanged)
             findings.tables([(at, BEFORE)] * len(unchanged), expected, found)
-        return ours, made
+        return ours
 
-    def _made(
-        self, execution: str, at: "OperatorCall", one: Executed, before: Reachable, changed: Collection[str] = ()
-    ) -> dict[str, torch.Tensor]:
-        """Return path -> tensor for what an execution has made: its results and what it has changed."""
-        with self._engine.unwatched():
+    def _see(self, execution: str, call: "_Call", learnt_from: Mapping[str, torch.Tensor] | None = None) -> "_Seen":
+        """Execute a call once.
+
+        Args:
+            execution: PRIMARY or CHECKER.
+            call: the call.
+            learnt_from: not None: the effects of this execution do not count, so that its communication opens no
+                windows and is not recorded; what differs from these copies afterwards is what the call changes.
+        """
+        engine, mode, changed = self._engine, self._engine.mode, call.notes.changed
+        self._is_scratch, engine.is_active = learnt_from is not None, learnt_from is None
+        mode.sent = sent = engine.findings.rows()
+        try:
+            one = call.run()
+        finally:
+            self._is_scratch, engine.is_active, mode.sent = False, True, None
+        with engine.unwatched():
+            before = call.before
+            changed |= {path for path, copy in (learnt_from or {}).items() if not same(before.contents(path), copy)}
             made = Reachable({"result": (one.value, one.kept)}, known=before).tensors
             values = {path: tensor.detach() for path, tensor in made.items()}
             values |= {path: before.contents(path) for path in sorted(changed) if path in before.tensors}
-            self._engine.mode.disturb(execution, at.operator, list(values.values()))
-            return values
-
-    def _for_comparison(self, run: Callable[[], Executed]) -> Executed:
-        """Execute a call whose effects do not count: its communication opens no windows and is not recorded."""
-        engine = self._engine
-        self._is_scratch, engine.is_active = True, False
-        try:
-            return run()
-        finally:
-            self._is_scratch, engine.is_active = False, True
+            mode.disturb(execution, call.at.operator, list(values.values()))
+        return _Seen(one, values, sent)
 
     def _digests(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         rows = self._engine.findings.rows()
         for tensor in tensors:
             rows.add(tensor)
         return rows.table()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call that is to be verified.
+
+    Attributes:
+        at: its place in the iteration.
+        run: executes it.
+        before: what it can reach, as it is before.
+        notes: what this rank has seen of the function.
+        known: what all ranks have agreed on about the function; None: nothing yet.
+    """
+
+    at: "OperatorCall"
+    run: Callable[[], Executed]
+    before: Reachable
+    notes: Notes
+    known: Knowledge | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One execution of a call, with what it has made and changed, by paths, and digests of what it has sent."""
+
+    executed: Executed
+    made: dict[str, torch.Tensor]
+    sent: "Rows"
 
 
 def _chosen(made: Mapping[str, torch.Tensor], paths: Collection[str]) -> list[torch.Tensor]:

@@ -58,6 +58,8 @@ class OperatorProperties:
         functional: for an in-place operator, the variant that returns a new tensor instead; None if there is none.
         copies: True if the operator may copy from one device to another; such a copy is not executed again.
         fresh: for each result, whether it is new, and not one of the written arguments.
+        sent: of an operator that communicates, position of the argument that it sends to other ranks; None: it sends
+            nothing.
     """
 
     name: str
@@ -68,6 +70,7 @@ class OperatorProperties:
     functional: OpOverload | None = None
     copies: bool = False
     fresh: tuple[bool, ...] = ()
+    sent: int | None = None
 
     @property
     def changes_state(self) -> bool:
@@ -82,7 +85,9 @@ def properties_of(func: OpOverload) -> OperatorProperties:
     schema = func._schema
     name = _short(func)
     if schema.name.split("::")[0] in COMMUNICATION_NAMESPACES:
-        return OperatorProperties(name, executes=False, communicates=True, written=_received(schema))
+        return OperatorProperties(
+            name, executes=False, communicates=True, written=_received(schema), sent=_sent(schema)
+        )
     written = tuple(
         (None if argument.kwarg_only else position, argument.name)
         for position, argument in enumerate(schema.arguments)
@@ -105,6 +110,20 @@ def _received(schema: Any) -> tuple[tuple[int | None, str], ...]:
     other operators write to none.
     """
     return ((0, schema.arguments[0].name),) if schema.name.endswith("_") else ()
+
+
+_SENDING = ("allreduce_", "allreduce_coalesced_", "reduce_", "send", "isend")
+"""Collectives and messages whose first argument, of any name, is sent."""
+
+
+def _sent(schema: Any) -> int | None:
+    """Return the position of the argument of a collective that other ranks receive, in ``OperatorProperties.sent``. A
+    broadcast has none: only one rank sends its argument."""
+    if schema.name.partition("::")[2] in _SENDING:
+        return 0
+    names = [argument.name for argument in schema.arguments]
+    is_broadcast = "broadcast" in schema.name
+    return next((at for at, name in enumerate(names) if name.startswith("input") and not is_broadcast), None)
 
 
 def is_counted(kind: OperatorProperties, args: Any, kwargs: dict[str, Any]) -> bool:

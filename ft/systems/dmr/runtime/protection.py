@@ -202,15 +202,16 @@ class IterationVerifier:
         Both are empty if no rank has found a mismatch; this case costs one all-reduce of ``flag`` and one
         synchronisation with the device. The least coverage of all ranks comes with it. All ranks have to call it.
         """
-        own = [missing(self.engine.coverage()), int(self.engine.has_news)]
-        told = torch.cat((flag, torch.tensor(own, dtype=flag.dtype, device=flag.device)))
+        others = [missing(self.engine.coverage()), int(self.engine.has_news)]
+        told = torch.cat((flag, torch.tensor(others, dtype=flag.dtype, device=flag.device)))
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         is_wrong, self._missing, has_news = told.tolist()
         if has_news:
             self.engine.share(_exchange)
         if not is_wrong:
             return {}, {}
-        all_ranks = _exchange((self.engine.settle()[:_MOST_TOLD], self._memory.before(step)))
+        own = suspects.most_telling(self.engine.settle(), _MOST_TOLD)
+        all_ranks = _exchange((own, self._memory.before(step)))
         return (
             {rank: tuple(found) for rank, (found, _) in enumerate(all_ranks) if found},
             {rank: earlier for rank, (_, earlier) in enumerate(all_ranks)},
@@ -230,7 +231,7 @@ class IterationVerifier:
 
     def _remember(self, step: int, attempts: list[Reports]) -> None:
         rank = dist.get_rank()
-        self._memory.note(step, [reports.get(rank, ()) for reports in attempts])
+        self._memory.note(step, [suspects.origins(reports).get(rank, ()) for reports in attempts])
 
     def _answer(self, outcome: Outcome, step: int) -> None:
         if outcome.action == GIVE_UP and outcome.fix:
@@ -254,4 +255,4 @@ def _exchange(value: Any) -> list[Any]:
 
 
 _MOST_TOLD = 50
-"""Maximum number of mismatches that one rank reports; an early error makes many later results wrong."""
+"""Number of mismatches that one rank reports; an early error makes many later results wrong."""

@@ -20,6 +20,9 @@ from ft.base.errors import UserError
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType, Enum, type)
 _FOREIGN = ("torch", "builtins", "threading", "_thread", "logging", "ctypes", "numpy")
 """Packages into whose objects the search does not go; layers (torch.nn.Module) are searched all the same."""
+_CLOSED = ("ft", "megatron.training", "megatron.core.model_parallel_config")
+"""Packages and modules into whose objects the search does not go, nor into those of subclasses: configurations refer to
+functions of the trainer, from which the optimizer and DMR itself can be reached."""
 _APART = ("main_param",)
 """Attributes of parameters that only the optimizer uses."""
 _MOST = 20_000
@@ -123,10 +126,12 @@ class Reachable:
             yield from (("", value.func), ("", value.args), ("", value.keywords))
         elif isinstance(value, types.MethodType):
             yield ".__self__", value.__self__
+            yield "", value.__func__
         elif isinstance(value, types.FunctionType):
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             yield from ((f".{name}", cell.cell_contents) for name, cell in cells if cell != types.CellType())
-        elif isinstance(value, torch.nn.Module) or _package(type(value)) not in _FOREIGN:
+            yield from ((f".__defaults__[{number}]", each) for number, each in enumerate(value.__defaults__ or ()))
+        elif isinstance(value, torch.nn.Module) or not (_package(type(value)) in _FOREIGN or _is_closed(type(value))):
             contents = _attributes(value)
             self._contents.append((value, contents))
             # hooks belong to the model and to other systems, from which all of it can be reached
@@ -149,6 +154,11 @@ class Reachable:
 
 def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
+
+
+@functools.cache
+def _is_closed(kind: type) -> bool:
+    return any(f"{each.__module__}.".startswith(f"{name}.") for each in kind.__mro__ for name in _CLOSED)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ft.systems.dmr.runtime.execution import execute
 from ft.systems.dmr.runtime.operators import OperatorProperties, tensors_in
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,12 +48,12 @@ def execute_again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], state:
     """Execute the operator again and return its result. If ``state`` is given, set the random generator to it before,
     and restore the generator afterwards."""
     if state is None:
-        return func(*args, **kwargs)
+        return execute(func, args, kwargs)
     generator = generator_of(args, kwargs)
     now = generator.get_state()
     generator.set_state(state)
     try:
-        return func(*args, **kwargs)
+        return execute(func, args, kwargs)
     finally:
         generator.set_state(now)
 

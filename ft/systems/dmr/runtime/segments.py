@@ -19,14 +19,14 @@ recomputation. It is verified immediately, in both passes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ft.systems.dmr.plan.assign import PIGGYBACK
 from ft.systems.dmr.runtime.cursor import OperatorCall
-from ft.systems.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch
+from ft.systems.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch, Rows
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 
 _CONFIRMED = 3
@@ -132,10 +132,20 @@ class Segment:
             return WITH_RECOMPUTATION
         return AT_ONCE if decision.set == PIGGYBACK else decision
 
-    def primary(self, at: OperatorCall, outs: Sequence[torch.Tensor]) -> None:
-        """Record the results of an operator of the forward pass."""
+    def primary(self, at: OperatorCall, outs: Sequence[torch.Tensor], sent: Rows | None = None) -> None:
+        """Record the results of an operator of the forward pass.
+
+        Args:
+            at: identity of the execution.
+            outs: its results.
+            sent: digests of what it has sent to other ranks, if it is a call that is verified as a whole.
+        """
+        parts = sent.count if sent is not None else 0
         self._names.append(at.operator)
-        self._widths.append(len(outs))
+        self._widths.append(parts + len(outs))
+        if parts:
+            self._expected.extend(sent.table())
+            self._places += [(replace(at, part=number), RECOMPUTATION) for number in range(1, parts + 1)]
         for tensor in outs:
             self._expected.add(tensor)
             self._places.append((at, RECOMPUTATION))
@@ -165,11 +175,14 @@ class Segment:
             self._lost_at = at
         return self._lost_at is not None or self._script[at].is_extra
 
-    def again(self, at: OperatorCall, outs: Sequence[torch.Tensor]) -> None:
-        """Record the results of an operator of the recomputation."""
+    def again(self, at: OperatorCall, outs: Sequence[torch.Tensor], sent: Rows | None = None) -> None:
+        """Record the results of an operator of the recomputation; the arguments are those of :meth:`primary`."""
         is_extra = self._lost_at is None and self._script[len(self._steps)].is_extra
         self._steps.append(Step(at.operator, is_extra))
-        self._rows.append(range(self._found.count, self._found.count + len(outs)))
+        parts = sent.count if sent is not None else 0
+        self._rows.append(range(self._found.count, self._found.count + parts + len(outs)))
+        if parts:
+            self._found.extend(sent.table())
         for tensor in outs:
             self._found.add(tensor)
 

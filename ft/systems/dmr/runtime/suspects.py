@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import DISPUTED, MESSAGE, REDUCTION, SUM, Mismatch
 
 Reports = Mapping[int, Sequence[Mismatch]]
@@ -19,6 +20,8 @@ Wrong = tuple[frozenset[str], ...]
 
 RETRY, EVICT, GIVE_UP = "retry", "evict", "give up"
 _MOST_NAMED, _MOST_RANKS = 3, 8
+_BY_CHANCE = 6
+"""Times that one of two ranks is the first to differ, each time, by chance with a probability of 2^-5."""
 _FIX = (
     "ft dmr selftest --out FILE finds such operators, and --ft-dmr-unstable FILE leaves them out; "
     "--deterministic-mode avoids many"
@@ -68,22 +71,28 @@ def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Li
     """Decide what to do after the last of ``attempts`` at one iteration went wrong.
 
     A rank whose own executions differed in every attempt is at fault. The exception: an operator that differs on
-    several ranks is taken to be non-reproducible, because devices fail one by one. Where only messages or reductions
-    differed, the ranks that received wrong data in every attempt are at fault, unless all ranks did.
+    several ranks is taken to be non-reproducible, because devices fail one by one. What follows from an earlier
+    difference on another rank does not count (``origins``). Where only messages or reductions differed, the ranks that
+    received wrong data in every attempt are at fault, unless all ranks did.
 
     Args:
         attempts: the reports of each attempt.
         earlier: logical rank -> its wrong attempts in the remembered iterations, for all ranks.
         limits: numbers of wrong attempts from which on a fault counts as permanent.
     """
-    wrong = {rank: [_operators(reports.get(rank, ())) for reports in attempts] for rank in earlier}
+    begun = [origins(reports) for reports in attempts]
+    wrong = {rank: [_operators(found.get(rank, ())) for found in begun] for rank in earlier}
     now = {rank: tuple(filter(None, each)) for rank, each in wrong.items()}
     if len(attempts) <= limits.retries:
         often = _too_often(now, earlier, limits, at_most=1)
         return often or Outcome(RETRY, reason=f"attempt {len(attempts)} of {limits.retries + 1} went wrong")
     always = tuple(rank for rank in sorted(now) if len(now[rank]) == len(attempts))
+    first = always_first(attempts)
+    if first is not None:
+        reason = f"wrong in {len(attempts)} attempts out of {len(attempts)}, and the first rank to differ each time"
+        return Outcome(EVICT, (first,), reason)
     if len(always) == len(earlier) > 1:
-        return _of_operators(attempts)
+        return _of_operators(begun)
     alone = tuple(rank for rank in always if all(_of_nobody_else(rank, now)))
     if alone:
         return Outcome(EVICT, alone, f"wrong in {len(attempts)} attempts out of {len(attempts)}")
@@ -91,12 +100,76 @@ def decide(attempts: Sequence[Reports], earlier: Mapping[int, Wrong], limits: Li
     if often is not None:
         return often
     outcome = Outcome(GIVE_UP) if always else _received(attempts, len(earlier))
-    is_shared = any(len(ranks) > 1 for ranks in _operator_ranks(attempts).values())
-    return _of_operators(attempts) if outcome.action == GIVE_UP and is_shared else outcome
+    is_shared = any(len(ranks) > 1 for ranks in _operator_ranks(begun).values())
+    return _of_operators(begun) if outcome.action == GIVE_UP and is_shared else outcome
+
+
+def origins(reports: Reports) -> dict[int, list[Mismatch]]:
+    """Return the own mismatches of each rank, without those that follow from a mismatch of another rank.
+
+    Where ranks exchange what they have computed within a layer, as with tensor parallelism, a wrong result of one rank
+    makes later results of the others differ from those of a second execution that it was not wrong in. Therefore in
+    each unit (phase, chunk, microbatch) only the ranks count whose first mismatch is the earliest one, or is of the
+    same operator, but not of a later part of the same call.
+    """
+    own = {rank: own_mismatches(found) for rank, found in reports.items()}
+    following = {(rank, unit) for unit, first in _firsts(own).items() for rank in _followers(first)}
+    return {rank: [one for one in found if (rank, one.at.unit) not in following] for rank, found in own.items()}
+
+
+def always_first(attempts: Sequence[Reports]) -> int | None:
+    """Return the rank whose first mismatch is earlier than that of all others, in each unit of each attempt in which
+    several ranks have some; None if there is none, or there are too few such units to exclude chance.
+
+    A faulty rank is the first one each time, also where others go on with the same operator. Of an operator that is not
+    reproducible, now this rank and now that one is the first.
+    """
+    ahead: Counter[int | None] = Counter()
+    for reports in attempts:
+        for first in _firsts({rank: own_mismatches(found) for rank, found in reports.items()}).values():
+            earliest = min(at.position for at in first.values())
+            ranks = [rank for rank, at in first.items() if at.position == earliest]
+            if len(first) > 1:
+                ahead[ranks[0] if len(ranks) == 1 else None] += 1
+    [(rank, times)] = ahead.most_common() if len(ahead) == 1 else [(None, 0)]
+    return rank if times >= _BY_CHANCE else None
+
+
+def _firsts(own: Mapping[int, Sequence[Mismatch]]) -> dict[tuple, dict[int, OperatorCall]]:
+    """Return unit -> rank -> where the first mismatch of the rank is."""
+    firsts: dict[tuple, dict[int, OperatorCall]] = {}
+    for rank, found in own.items():
+        for one in sorted((one.at for one in found), key=lambda at: at.position):
+            firsts.setdefault(one.unit, {}).setdefault(rank, one)
+    return firsts
+
+
+def _followers(first: Mapping[int, OperatorCall]) -> list[int]:
+    """Return the ranks whose first mismatch of a unit follows from that of another rank. ``first``: by rank."""
+    earliest = min(at.position for at in first.values())
+    causes = [at for at in first.values() if at.position == earliest]
+    names = {at.operator for at in causes}
+    calls = {(at.index, at.call) for at in causes if at.call}
+    return [
+        rank
+        for rank, at in first.items()
+        if at.position != earliest and (at.operator not in names or (at.index, at.call) in calls)
+    ]
+
+
+def most_telling(found: Sequence[Mismatch], most: int) -> list[Mismatch]:
+    """Return the first mismatch of each unit, and others up to ``most``."""
+    firsts: dict[tuple, Mismatch] = {}
+    for one in sorted(found, key=lambda one: one.at.position):
+        if own_mismatches([one]):
+            firsts.setdefault(one.at.unit, one)
+    told = {id(one) for one in firsts.values()}
+    others = [one for one in found if id(one) not in told]
+    return [*firsts.values(), *others[: max(most - len(firsts), 0)]]
 
 
 def _operators(found: Sequence[Mismatch]) -> frozenset[str]:
-    return frozenset(one.at.operator for one in own_mismatches(found))
+    return frozenset(one.at.operator for one in found)
 
 
 def _of_nobody_else(rank: int, wrong: Mapping[int, Wrong]) -> list[bool]:
@@ -134,28 +207,28 @@ def _too_often(
     return Outcome(EVICT, (rank,), reason)
 
 
-def _operator_ranks(attempts: Sequence[Reports]) -> dict[str, set[int]]:
+def _operator_ranks(begun: Sequence[Mapping[int, Sequence[Mismatch]]]) -> dict[str, set[int]]:
     """Return operator -> ranks on which its two executions differed. The operators are in the order in which their
-    mismatches were found."""
+    mismatches were found. ``begun``: ``origins`` of each attempt."""
     found: dict[str, set[int]] = {}
-    for reports in attempts:
-        for rank in sorted(reports):
-            for one in own_mismatches(reports[rank]):
+    for of_ranks in begun:
+        for rank in sorted(of_ranks):
+            for one in of_ranks[rank]:
                 found.setdefault(one.at.operator, set()).add(rank)
     return found
 
 
-def _of_operators(attempts: Sequence[Reports]) -> Outcome:
+def _of_operators(begun: Sequence[Mapping[int, Sequence[Mismatch]]]) -> Outcome:
     """Return the outcome that blames operators and no rank, because several ranks computed them wrongly. The reason
     names the operators that differed on the most ranks, in the order in which they were found, because an error
     propagates to later operators."""
-    found = _operator_ranks(attempts)
+    found = _operator_ranks(begun)
     most = max(map(len, found.values()))
     names = [name for name, ranks in found.items() if len(ranks) == most][:_MOST_NAMED]
     ranks = sorted(set().union(*(found[name] for name in names)))
     listed = ", ".join(map(str, ranks[:_MOST_RANKS])) + (" and more" if len(ranks) > _MOST_RANKS else "")
     reason = (
-        f"{len(attempts)} attempts went wrong, and {', '.join(names)} differed on ranks {listed}: probably the "
+        f"{len(begun)} attempts went wrong, and {', '.join(names)} differed on ranks {listed}: probably the "
         "operator is not reproducible; broken devices are less likely"
     )
     return Outcome(GIVE_UP, reason=reason, fix=_FIX)
@@ -192,7 +265,7 @@ class Memory:
         self._wrong: list[tuple[int, frozenset[str]]] = []
 
     def note(self, step: int, attempts: Sequence[Sequence[Mismatch]]) -> None:
-        """Record the mismatches of this rank in the attempts at ``step`` that went wrong on any rank."""
+        """Record what began on this rank (``origins``) in the attempts at ``step`` that went wrong on any rank."""
         self._wrong += [(step, operators) for operators in map(_operators, attempts) if operators]
 
     def before(self, step: int) -> Wrong:
