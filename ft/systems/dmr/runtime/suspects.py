@@ -135,9 +135,9 @@ def always_first(attempts: Sequence[Reports]) -> int | None:
     return rank if times >= _BY_CHANCE else None
 
 
-def _firsts(own: Mapping[int, Sequence[Mismatch]]) -> dict[tuple, dict[int, OperatorCall]]:
+def _firsts(own: Mapping[int, Sequence[Mismatch]]) -> dict[tuple[str, int, int], dict[int, OperatorCall]]:
     """Return unit -> rank -> where the first mismatch of the rank is."""
-    firsts: dict[tuple, dict[int, OperatorCall]] = {}
+    firsts: dict[tuple[str, int, int], dict[int, OperatorCall]] = {}
     for rank, found in own.items():
         for one in sorted((one.at for one in found), key=lambda at: at.position):
             firsts.setdefault(one.unit, {}).setdefault(rank, one)
@@ -159,7 +159,7 @@ def _followers(first: Mapping[int, OperatorCall]) -> list[int]:
 
 def most_telling(found: Sequence[Mismatch], most: int) -> list[Mismatch]:
     """Return the first mismatch of each unit, and others up to ``most``."""
-    firsts: dict[tuple, Mismatch] = {}
+    firsts: dict[tuple[str, int, int], Mismatch] = {}
     for one in sorted(found, key=lambda one: one.at.position):
         if own_mismatches([one]):
             firsts.setdefault(one.at.unit, one)
