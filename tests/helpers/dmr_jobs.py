@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 
-def assemble(flags: str):
-    """Build a job of the trainer, with DMR's patches applied. Call it in an initialized process group."""
+def assemble(flags: str, has_te: bool = False):
+    """Build a job of the trainer, with DMR's patches applied. Call it in an initialized process group. ``has_te``:
+    whether flags that need Transformer Engine are accepted, because something was planted in its place."""
     import torch.distributed as dist
 
     from ft.protection.stack import Protections
@@ -19,7 +20,7 @@ def assemble(flags: str):
 
     patches.apply(WITH_DMR)
     options = parse(f"{flags} --ft-dmr naive")
-    layout = check(options, dist.get_world_size(), has_te=False)
+    layout = check(options, dist.get_world_size(), has_te=has_te)
     init_model_parallel(options.core, layout)
     return pretrain.assemble(options, layout, time.monotonic(), Protections.of(options.fault_tolerance, {}))
 

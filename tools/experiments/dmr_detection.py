@@ -44,7 +44,7 @@ SELECTIVE = "--recompute-granularity selective "
 LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 1 "
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear "
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall "
-PP2, TP2 = "--pipeline-model-parallel-size 2 ", "--tensor-model-parallel-size 2 "
+PP2, TP2, CP2 = (f"--{kind}-parallel-size 2 " for kind in ("pipeline-model", "tensor-model", "context"))
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
 INTERLEAVED = PP2 + "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4 "
 
@@ -64,6 +64,9 @@ CASES = {
     "dp2-fp32": Case(2, "naive", DROPOUT),
     "dp2-overlap-bf16": Case(2, "piggyback", OVERLAP + DROPOUT + FULL + "--bf16 "),
     "ep2-fp32": Case(2, "piggyback", OVERLAP + DROPOUT + EXPERTS + "--expert-model-parallel-size 2 "),
+    "cp2-fp32": Case(2, "naive", CP2 + LLAMA),
+    "cp2-recomputed-bf16": Case(2, "piggyback", CP2 + FULL + "--bf16 "),
+    "tp2-cp2-distributed-bf16": Case(4, "piggyback", TP2 + CP2 + FULL + OVERLAP + "--sequence-parallel --bf16 "),
     "plan-pp2-fp32": Case(2, PLAN, PP2 + DROPOUT + FULL + "--global-batch-size 4 "),
     "plan-pp2-bf16": Case(2, PLAN, PP2 + DROPOUT + "--bf16 --global-batch-size 4 "),
     "plan-ep2-fp32": Case(2, PLAN, DROPOUT + EXPERTS + ALL_TO_ALL + "--expert-model-parallel-size 2 "),
@@ -132,7 +135,6 @@ def launch(given: argparse.Namespace, argv: list[str], folder: Path, script: str
 
 
 def in_rank(given: argparse.Namespace) -> None:
-    import dmr_jobs
     import small_runs as runs
     import torch.distributed as dist
 
@@ -143,7 +145,7 @@ def in_rank(given: argparse.Namespace) -> None:
     case = CASES[given.case] if given.case else CLEAN[given.clean]
     flags = f"{runs.BASE} {TINY} {case.flags} --seed {1234 + given.seed} --data-path {os.environ[_FOLDER]}/corpus"
     init_process_group(parse(flags).core, launch_from(os.environ))
-    job = dmr_jobs.assemble(flags)
+    job = assemble(case, flags)
     if given.case:
         lab = Lab(job, way_of(job, case))
         result = {"case": given.case, **flips_of(lab, case, given.flips, given.seed, given.stop_after)}
@@ -154,6 +156,17 @@ def in_rank(given: argparse.Namespace) -> None:
         (given.into / f"{name}.json").write_text(json.dumps(result) + "\n")
         print(name, {key: value for key, value in result.items() if key != "flips"}, flush=True)
     destroy()
+
+
+def assemble(case: Case, flags: str):
+    """Build the job of a case. Collective."""
+    import dmr_jobs
+
+    if case.divides_sequences:
+        import planted_context
+
+        planted_context.plant()
+    return dmr_jobs.assemble(flags, has_te=case.divides_sequences)
 
 
 def way_of(job, case: Case) -> str | Path:

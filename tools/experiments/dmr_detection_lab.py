@@ -15,6 +15,7 @@ class Case:
     """A kind of run. ``way``: naive, piggyback, or PLAN.
 
     Attributes:
+        divides_sequences: whether attention for context parallelism is planted; the real one needs a GPU.
         indices: whether results that are not floating-point numbers are flipped, too. With two ranks, an index that is
             out of range would end one rank and leave the other waiting.
     """
@@ -22,6 +23,10 @@ class Case:
     world: int
     way: str
     flags: str
+
+    @property
+    def divides_sequences(self) -> bool:
+        return "--context-parallel-size" in self.flags
 
     @property
     def indices(self) -> bool:

@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from dmr_detection import _FOLDER, CASES, ROOT, TINY, launch, way_of
+from dmr_detection import _FOLDER, CASES, ROOT, TINY, assemble, launch, way_of
 
 TABLE = "tools/experiments/results/dmr_storage_flips.txt"
 OUTCOMES = ("found", "masked", "ended", "missed")
@@ -185,7 +185,6 @@ def trials(job, case, way, count: int, seed: int, stop_after: float) -> dict:
 
 
 def in_rank(given: argparse.Namespace) -> None:
-    import dmr_jobs
     import small_runs as runs
     import torch.distributed as dist
 
@@ -196,7 +195,7 @@ def in_rank(given: argparse.Namespace) -> None:
     case = CASES[given.case]
     flags = f"{runs.BASE} {TINY} {case.flags} --seed {1234 + given.seed} --data-path {os.environ[_FOLDER]}/corpus"
     init_process_group(parse(flags).core, launch_from(os.environ))
-    job = dmr_jobs.assemble(flags)
+    job = assemble(case, flags)
     found = trials(job, case, way_of(job, case), given.flips, given.seed, given.stop_after)
     if dist.get_rank() == 0:
         result = {"case": given.case, "world": case.world, "way": case.way, **found}
