@@ -195,6 +195,19 @@ class Context:
         Cuda.active.here.stream = self._outer.pop()
 
 
+@contextlib.contextmanager
+def _without(module: str) -> Iterator[None]:
+    """Return a context in which a module cannot be imported: Triton compiles its kernels for real devices only."""
+    before = sys.modules.get(module)
+    sys.modules[module] = None
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+        if before is not None:
+            sys.modules[module] = before
+
+
 class NcclWork:
     """A collective of NCCL on the stream ``inside``: ``run`` is queued there after the caller's current stream."""
 
@@ -330,6 +343,7 @@ class Cuda:
             (torch.Tensor, "to", lambda t, *args, **kwargs: self._to(to, t, *args, **kwargs)),
         ):
             self._patches.enter_context(mock.patch.object(owner, name, fake))
+        self._patches.enter_context(_without("ft.systems.hsdp.ring.fused"))
         return self
 
     def __exit__(self, *exc_info) -> None:

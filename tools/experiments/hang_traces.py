@@ -11,7 +11,6 @@ import argparse
 import io
 import logging
 import pickle
-import random
 import re
 import sys
 import tempfile
@@ -19,9 +18,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from ft.faults.hang.causes import diagnose
-from ft.lab.simulate.hangs.faults import KINDS, LAYOUTS, STEP
+from ft.lab.simulate.hangs.campaign import choose
+from ft.lab.simulate.hangs.faults import STEP
 from ft.lab.simulate.hangs.machine import Machine
-from ft.lab.simulate.hangs.program import programs
 from ft.observe.diagnose.flight_recorder import read
 from ft.show.text import table
 
@@ -58,23 +57,19 @@ def main() -> int:
 
 def case(seed: int) -> tuple[str, bool, bool, bool] | None:
     """Return (fault, whether we name exactly the ranks, whether torchfrtrace does, whether it fails), or None."""
-    choice = random.Random(seed)
-    layout, fault = choice.choice(LAYOUTS), choice.choice(sorted(KINDS))
-    all_ = programs(layout)
-    injected = KINDS[fault](all_, choice)
-    if injected is None or injected.factor or len(injected.kinds) > 1 or layout.world_size > 32:
+    chosen = choose(seed)
+    if chosen is None or chosen.injected.factor or len(chosen.injected.kinds) > 1 or chosen.layout.world_size > 32:
         return None
-    machine = Machine(all_, STEP + 2, injected.wrong, STEP, choice)
-    machine.run()
-    if all(rank.ended for rank in machine.look().ranks.values()):
+    machine = chosen.hangs(STEP + 2)
+    if machine is None:
         return None
-    expected = set(injected.kinds)
+    expected = set(chosen.injected.kinds)
     with tempfile.TemporaryDirectory() as folder:
-        write(machine, all_, Path(folder))
+        write(machine, chosen.programs, Path(folder))
         causes = diagnose(read(Path(folder))).causes
         ours = {cause.rank for cause in causes[: len(expected)]} == expected
         named, crashed = torchfrtrace(Path(folder))
-    return fault, ours, named == expected, crashed
+    return chosen.fault, ours, named == expected, crashed
 
 
 def write(machine: Machine, all_, folder: Path) -> None:

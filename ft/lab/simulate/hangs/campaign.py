@@ -2,14 +2,14 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ft.faults.hang.causes import Diagnosis
 from ft.faults.hang.series import over_time
 from ft.lab.simulate.hangs.faults import KINDS, LAYOUTS, STEP, Injected
 from ft.lab.simulate.hangs.machine import Machine
-from ft.lab.simulate.hangs.program import Layout, programs
+from ft.lab.simulate.hangs.program import Layout, Programs, programs
 
 _STEPS = 4
 _SLOW_STEPS = 6
@@ -52,33 +52,61 @@ class Tally:
     misses: list[Case] = field(default_factory=list)
 
 
-def case(seed: int) -> Case | None:
-    """Run one case. Return None if the seed's fault makes nothing hang or slow, or finds no place in its layout."""
+@dataclass(frozen=True)
+class Chosen:
+    """A layout and a fault in it, drawn by a seed.
+
+    Attributes:
+        seed: random seed.
+        layout: the layout.
+        fault: name of the fault, of ``faults.KINDS``.
+        programs: what the ranks of the layout do.
+        injected: the fault.
+        choice: random numbers for what follows.
+    """
+
+    seed: int
+    layout: Layout
+    fault: str
+    programs: Programs
+    injected: Injected
+    choice: random.Random
+
+    def hangs(self, steps: int) -> Machine | None:
+        """Return the simulated machine after the fault has stopped it; None if it makes nothing hang."""
+        machine = Machine(self.programs, steps, self.injected.wrong, STEP, self.choice)
+        machine.run()
+        return None if all(rank.ended for rank in machine.look().ranks.values()) else machine
+
+
+def choose(seed: int, layouts: Sequence[Layout] = LAYOUTS, faults: Iterable[str] = KINDS) -> Chosen | None:
+    """Draw a layout and a fault; None if the fault finds no place in the layout."""
     choice = random.Random(seed)
-    layout, fault = choice.choice(LAYOUTS), choice.choice(sorted(KINDS))
+    layout, fault = choice.choice(layouts), choice.choice(sorted(faults))
     all_ = programs(layout)
     injected = KINDS[fault](all_, choice)
-    if injected is None:
+    return None if injected is None else Chosen(seed, layout, fault, all_, injected, choice)
+
+
+def case(seed: int) -> Case | None:
+    """Run one case. Return None if the seed's fault makes nothing hang or slow, or finds no place in its layout."""
+    chosen = choose(seed)
+    if chosen is None:
         return None
-    steps = _SLOW_STEPS if injected.factor else _STEPS
-    machine = Machine(all_, steps, injected.wrong, STEP, choice)
-    if injected.factor:
-        found = _watch(machine, layout, choice, injected)
-        expected = injected.kinds
-    else:
-        machine.run()
-        look = machine.look()
-        if all(rank.ended for rank in look.ranks.values()):
-            return None
-        expected = {rank: kind for rank, kind in injected.kinds.items() if machine.is_wrong(rank)}
-        found = over_time([look])
-    return _judge(seed, layout, fault, expected, found)
+    if chosen.injected.factor:
+        return judge(chosen, chosen.injected.kinds, _watch(chosen))
+    machine = chosen.hangs(_STEPS)
+    if machine is None:
+        return None
+    expected = {rank: kind for rank, kind in chosen.injected.kinds.items() if machine.is_wrong(rank)}
+    return judge(chosen, expected, over_time([machine.look()]))
 
 
-def _watch(machine: Machine, layout: Layout, choice: random.Random, injected: Injected) -> Diagnosis:
+def _watch(chosen: Chosen) -> Diagnosis:
     """Return the diagnosis over looks at random moments of the steps."""
-    length = _length(layout, injected, choice)
-    moments = sorted(choice.uniform(0.2, 0.9) * length for _ in range(_LOOKS))
+    machine = Machine(chosen.programs, _SLOW_STEPS, chosen.injected.wrong, STEP, chosen.choice)
+    length = _length(chosen.layout, chosen.injected, chosen.choice)
+    moments = sorted(chosen.choice.uniform(0.2, 0.9) * length for _ in range(_LOOKS))
     looks = []
     for moment in moments:
         machine.run(moment)
@@ -93,7 +121,14 @@ def _length(layout: Layout, injected: Injected, choice: random.Random) -> float:
     return machine.now
 
 
-def _judge(seed: int, layout: Layout, fault: str, expected: dict[int, str], found: Diagnosis) -> Case:
+def judge(chosen: Chosen, expected: dict[int, str], found: Diagnosis) -> Case:
+    """Return whether a diagnosis is right.
+
+    Args:
+        chosen: the case.
+        expected: logical rank -> kind, of the ranks at fault.
+        found: the diagnosis.
+    """
     named = tuple((cause.rank, cause.kind) for cause in found.causes)
     first = named[: len(expected)]
     # of two ranks at fault, one may delay nobody because of the other
@@ -101,7 +136,7 @@ def _judge(seed: int, layout: Layout, fault: str, expected: dict[int, str], foun
     due = {rank: kind for rank, kind in expected.items() if len(expected) == 1 or rank in waited_for}
     rank_is_right = {rank for rank, _ in first} & due.keys() == due.keys()
     return Case(
-        *(seed, layout, fault, expected, named),
+        *(chosen.seed, chosen.layout, chosen.fault, expected, named),
         rank_is_right=rank_is_right,
         kind_is_right=rank_is_right and all(expected[rank] == kind for rank, kind in first if rank in due),
         innocents=tuple(sorted({rank for rank, _ in named} - expected.keys())),

@@ -48,7 +48,7 @@ def run(given: argparse.Namespace) -> int:
     from ft.lab.simulate.hangs.campaign import count
 
     found = count(_cases(given.cases, given.seed, given.jobs))
-    print(json.dumps(_values(found)) if given.json else _text(found))
+    print(json.dumps(_values(found)) if given.json else as_text(found))
     return 0 if found["all"].ranks >= 0.98 * given.cases and found["all"].kinds >= 0.95 * given.cases else 1
 
 
@@ -78,7 +78,8 @@ def _values(found: "dict[str, Tally]") -> dict[str, dict]:
     }
 
 
-def _text(found: "dict[str, Tally]") -> str:
+def as_text(found: "dict[str, Tally]") -> str:
+    """Return a table of the numbers by fault, and the misses."""
     rows = [
         (fault, str(t.cases), f"{t.ranks / t.cases:.1%}", f"{t.kinds / t.cases:.1%}", str(t.innocents))
         for fault, t in sorted(found.items(), key=lambda item: (item[0] == "all", item[0]))

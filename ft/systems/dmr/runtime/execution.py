@@ -7,7 +7,6 @@ differ. Within a call that is verified as a whole, and within an operator that a
 allocated.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +14,10 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ft.systems.dmr.runtime.operators import COMMUNICATION_NAMESPACES, tensors_in
+from ft.systems.dmr.runtime.operators import properties_of, tensors_in
 
 _ATEN = torch.ops.aten
 _ALLOCATING = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
-_OF_TORCH = frozenset(("aten", "prim", "prims", "rngprims", "inductor", "quantized", *COMMUNICATION_NAMESPACES))
-"""Namespaces whose operators torch itself implements; they write all that they return."""
 
 
 class _Zeroing(TorchDispatchMode):
@@ -39,7 +36,7 @@ _ZEROING = _Zeroing()
 
 def execute(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Execute an operator, and return its result. Memory that an operator of another package allocates is zeroed."""
-    if not _is_foreign(func):
+    if not properties_of(func).is_foreign:
         return func(*args, **kwargs)
     with _ZEROING:
         # from its kernel on: the mode is to see what the operator calls, and not the operator
@@ -52,11 +49,6 @@ def execute_zeroed(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     if func.overloadpacket in _ALLOCATING and type(out) is torch.Tensor:
         out.zero_()
     return out
-
-
-@functools.cache
-def _is_foreign(func: OpOverload) -> bool:
-    return func.namespace not in _OF_TORCH
 
 
 def _backend(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch._C.DispatchKeySet:

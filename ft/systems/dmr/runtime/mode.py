@@ -108,8 +108,9 @@ class DoubleExecution(TorchDispatchMode):
                         self.sent.add(tensor)
             return execute_zeroed(func, args, kwargs)
         out = self._execute(kind, func, args, kwargs)
-        if self.segment is not None and not kind.written:
-            self.segment.returned(tensors_in(out), tensors_in((args, kwargs)))
+        if self.segment is not None and not kind.written and any(kind.fresh):
+            is_new = kind.executes and all(kind.fresh)
+            self.segment.returned(tensors_in(out), () if is_new else tensors_in((args, kwargs)))
         return out
 
     def _execute(self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

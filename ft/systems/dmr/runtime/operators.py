@@ -3,8 +3,7 @@
 DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time.
 """
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ _NOT_EXECUTED = frozenset(
 """Operators that only allocate memory, return their input, or change a tensor's metadata and not its contents."""
 
 COMMUNICATION_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+_OF_TORCH = frozenset(("aten", "prim", "prims", "rngprims", "inductor", "quantized", *COMMUNICATION_NAMESPACES))
+"""Namespaces whose operators torch itself implements; they write all memory that they return."""
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy"))
 
 
@@ -57,9 +58,10 @@ class OperatorProperties:
         random: True if the operator draws from a random generator.
         functional: for an in-place operator, the variant that returns a new tensor instead; None if there is none.
         copies: True if the operator may copy from one device to another; such a copy is not executed again.
-        fresh: for each result, whether it is new, and not one of the written arguments.
+        fresh: for each result, whether it is new, and not one of the written arguments nor a view.
         sent: of an operator that communicates, position of the argument that it sends to other ranks; None: it sends
             nothing.
+        is_foreign: whether another package than torch implements it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class OperatorProperties:
     copies: bool = False
     fresh: tuple[bool, ...] = ()
     sent: int | None = None
+    is_foreign: bool = False
 
     @property
     def changes_state(self) -> bool:
@@ -79,9 +82,20 @@ class OperatorProperties:
         return bool(self.written) and any(self.fresh)
 
 
-@functools.cache
+_KEPT = "properties_for_dmr"
+"""Attribute of an operator under which its properties are kept: to hash an operator takes microseconds."""
+
+
 def properties_of(func: OpOverload) -> OperatorProperties:
     """Return the properties of ``func``, derived from its schema."""
+    found = getattr(func, _KEPT, None)
+    if found is None:
+        found = replace(_derived(func), is_foreign=func.namespace not in _OF_TORCH)
+        setattr(func, _KEPT, found)
+    return found
+
+
+def _derived(func: OpOverload) -> OperatorProperties:
     schema = func._schema
     name = _short(func)
     if schema.name.split("::")[0] in COMMUNICATION_NAMESPACES:
@@ -94,12 +108,12 @@ def properties_of(func: OpOverload) -> OperatorProperties:
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name in _UNMARKED.get(schema.name, ())
     )
+    fresh = tuple(one.alias_info is None for one in schema.returns)
     is_idle = schema.name in _NOT_EXECUTED or torch.Tag.inplace_view in func.tags
     if is_idle or (not schema.returns and not written) or _is_view(schema) or not _yields(schema):
-        return OperatorProperties(name, executes=False, written=written)
+        return OperatorProperties(name, executes=False, written=written, fresh=fresh)
     random = torch.Tag.nondeterministic_seeded in func.tags
     functional = _functional(func) if len(written) == 1 and written[0][0] == 0 and not random else None
-    fresh = tuple(one.alias_info is None for one in schema.returns)
     return OperatorProperties(name, True, False, written, random, functional, schema.name in _COPIES, fresh)
 
 
@@ -175,19 +189,25 @@ def _functional(func: OpOverload) -> OpOverload | None:
     return other if same and not any(a.alias_info for a in theirs) else None
 
 
+_CONTAINERS = (list, tuple, dict)
+
+
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """Return the tensors among arguments or results, in order; searches lists, tuples and dicts recursively."""
+    if isinstance(values, torch.Tensor):
+        return [values]
     found: list[torch.Tensor] = []
     _collect(values, found)
     return found
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            _collect(each, found)
-    elif isinstance(value, dict):
-        for each in value.values():
+def _collect(values: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, _CONTAINERS):
             _collect(each, found)
