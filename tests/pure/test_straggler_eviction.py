@@ -19,6 +19,7 @@ from ft.job.control.state import RUNNING
 from ft.job.control.stragglers import WINDOW
 from ft.observe.report import heat_map, slow_ranks
 from ft.record import step_times
+from ft.show import palette
 from ft.systems.hot_swap import flags
 
 
@@ -218,7 +219,7 @@ def test_the_report_tells_what_became_of_a_straggler():
     assert first[:2] == ("2", "n0.w2 on n0") and "120.0 ms" in first[3] and first[-1].endswith("after step 90")
     assert second[-1] == "replaced after step 140"
     (said,) = slow_ranks.sentences({"2": {"worker": "n0.w2", "ratio": 1.2, "cause": DATA, "step": 50}})
-    assert said.startswith("rank 2 (n0.w2): its own work takes 1.2 times")
+    assert said.startswith("rank 2 (n0.w2): its own work takes 1.20 times")
 
 
 @pytest.mark.parametrize(
@@ -229,3 +230,13 @@ def test_the_flag_needs_a_factor_above_one_and_hot_swap(hot_swap, factor, proble
     given = SimpleNamespace(ft_hot_swap=hot_swap, ft_evict_stragglers=factor, ft_snapshot_peers=1)
     found = list(flags.check(SimpleNamespace(fault_tolerance=given), SimpleNamespace(world_size=4), 0))
     assert len(found) == bool(problem) and all(problem in said for said, _ in found)
+
+
+def test_the_slower_a_rank_is_the_darker_its_cells_are():
+    def brightness(ratio: float) -> int:
+        return sum(bytes.fromhex(heat_map._colour(ratio).removeprefix("#")))
+
+    shades = [brightness(ratio) for ratio in (1.04, 1.1, 1.2, 1.35, 1.5)]
+    assert shades == sorted(shades, reverse=True) and len(set(shades)) == len(shades)
+    assert heat_map._colour(1.5) == heat_map._colour(9.0) == palette.FAULT
+    assert heat_map._colour(1.0) == heat_map._colour(0.7) == palette.FAINT

@@ -144,7 +144,7 @@ def _colour(ratio: float) -> str:
     if ratio < _MARKED:
         return palette.FAINT
     share = min(1.0, 0.15 + 0.85 * (ratio - _MARKED) / (_DARKEST - _MARKED))
-    light, dark = ((int(text[at : at + 2], 16) for at in (1, 3, 5)) for text in (palette.PAPER, palette.FAULT))
+    light, dark = (bytes.fromhex(colour.removeprefix("#")) for colour in (palette.PAPER, palette.FAULT))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(light, dark, strict=True))
 
 

@@ -17,7 +17,7 @@ def rows(history: Sequence[Event]) -> list[tuple[str, ...]]:
             str(event.rank),
             f"{event.worker} on {event.node}",
             str(event.step),
-            f"{_ms(event.detail.get('own_s'))} ({event.detail.get('ratio')} times)",
+            f"{_ms(event.detail.get('own_s'))} ({_times(event.detail.get('ratio'))})",
             _ms(event.detail.get("usual_s")),
             str(event.detail.get("cause")),
             _then(event, history[at + 1 :]),
@@ -33,10 +33,14 @@ def sentences(stored: Any) -> list[str]:
         return []
     known = [(rank, slow) for rank, slow in stored.items() if isinstance(slow, dict) and rank.isdecimal()]
     return [
-        f"rank {rank} ({slow.get('worker')}): its own work takes {slow.get('ratio')} times as long as that of the "
+        f"rank {rank} ({slow.get('worker')}): its own work takes {_times(slow.get('ratio'))} as long as that of the "
         f"others, mostly {slow.get('cause')}, after step {slow.get('step')}"
         for rank, slow in sorted(known, key=lambda item: int(item[0]))
     ]
+
+
+def _times(ratio: Any) -> str:
+    return f"{ratio:.2f} times" if isinstance(ratio, int | float) else "an unknown number of times"
 
 
 def _then(found: Event, later: Sequence[Event]) -> str:
