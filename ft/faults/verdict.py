@@ -3,6 +3,7 @@
 It implements DEADPOOL, table II, with the treatment of NCCL errors of FT-HSDP, section 4.2.
 """
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -117,6 +118,9 @@ RULES = (
 """The rules for exceptions; the first rule that matches applies."""
 
 
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+
+
 def of_error(kinds: Sequence[str], message: str) -> Verdict:
     """Classify an exception that a worker has caught. ``kinds``: names of its class and base classes, most
     specific first.
@@ -126,7 +130,8 @@ def of_error(kinds: Sequence[str], message: str) -> Verdict:
     said = message.lower()
     rule = next(rule for rule in RULES if _fits(rule, kinds, said))
     reason = message if rule.action == STOP else head
-    key = f"{kinds[:1]} {first}"
+    # the same error names other ranks, addresses and sizes on each rank and at each attempt
+    key = f"{kinds[:1]} {re.sub(_NUMBER, '#', first)}"
     return Verdict(
         rule.category, rule.action, reason, "exception", rule.node_suspect, key, device_unusable=rule.device_unusable
     )

@@ -87,6 +87,19 @@ def test_two_retries_are_enough():
     assert history.weigh(past, 500.0, 1, 50, retry).action == verdict.RETRY, "long ago"
 
 
+def test_the_same_error_that_names_other_ranks_and_addresses_ends_the_run_after_one_restart():
+    def error(rank: int, address: str) -> verdict.Verdict:
+        return verdict.of_error(["ValueError"], f"rank {rank}: sample 17 at {address} has no tokens")
+
+    past: list[Incident] = []
+    first = error(2, "0x7f11a0")
+    assert history.weigh(past, 0.0, 2, 5, first).action == verdict.RESTART
+    history.record(past, 0.0, 2, 5, first)
+    assert history.weigh(past, 9.0, 3, 5, error(3, "0x7f99c8")).action == verdict.STOP
+    other = verdict.of_error(["ValueError"], "the tokenizer is missing")
+    assert history.weigh(past, 9.0, 3, 5, other).action == verdict.RESTART
+
+
 def test_history_is_bounded():
     past: list[Incident] = []
     for at in range(1000):
