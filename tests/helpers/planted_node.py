@@ -26,6 +26,11 @@ HEALTHY = {
     "sys/class/nvme/nvme0/state": "live",
     "sys/class/nvme/nvme0/hwmon1/temp1_input": "41850",
     "sys/block/sda/device/ioerr_cnt": "0x1f",
+    "sys/bus/pci/devices/0000:08:00.0/aer_dev_correctable": "RxErr 3\nBadTLP 0\nTOTAL_ERR_COR 3",
+    "sys/bus/pci/devices/0000:08:00.0/aer_dev_nonfatal": "Undefined 0\nTOTAL_ERR_NONFATAL 0",
+    "sys/bus/pci/devices/0000:08:00.0/aer_dev_fatal": "Undefined 0\nTOTAL_ERR_FATAL 0",
+    "sys/bus/pci/devices/0000:08:00.0/current_link_width": "16",
+    "sys/bus/pci/devices/0000:08:00.0/max_link_width": "16",
     "proc/meminfo": "MemTotal:       1000 kB\nMemAvailable:    400 kB\nHardwareCorrupted:     0 kB",
     "proc/vmstat": "nr_free_pages 12\noom_kill 1",
     "dev/kmsg": "6,1,1000000,-;Linux version 6.8",
@@ -37,7 +42,22 @@ def plant(root: Path, changes: dict[str, str] | None = None) -> Path:
     """Write a healthy node's tree with ``changes`` (path -> content) below ``root``, and return ``root``."""
     for path, content in {**HEALTHY, **(changes or {})}.items():
         change(root, path, content)
+    device = root / "sys/class/infiniband/mlx5_0/device"
+    if not device.is_symlink():
+        device.symlink_to("../../../bus/pci/devices/0000:08:00.0")
     return root
+
+
+def gpus(root: Path, *addresses: str) -> None:
+    """Write what NVIDIA's driver says of its GPUs in /proc; the unique ids are "GPU-of-<address>"."""
+    for number, address in enumerate(addresses):
+        lines = (
+            "Model: \t\t NVIDIA H100 80GB HBM3",
+            f"GPU UUID: \t GPU-of-{address}",
+            f"Bus Location: \t {address}",
+            f"Device Minor: \t {number}",
+        )
+        change(root, f"proc/driver/nvidia/gpus/{address}/information", "\n".join(lines))
 
 
 def change(root: Path, path: str, content: str) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import planted_node
 import pytest
 
-from ft.platform.health import COUNTER, EVENT, Observation, Reader, Reading, differences
+from ft.platform.health import COUNTER, EVENT, Observation, Reader, Reading, differences, recovery
 from ft.platform.health.clock import kernel_status
-from ft.platform.health.kernel_log import LINES, parse
 from ft.platform.health.reader import of_this_node
 
 PLANTED = Path(__file__).parent.parent / "helpers" / "planted_nvml"
@@ -49,6 +48,8 @@ def test_a_planted_node_is_read_whole(tmp_path):
     assert found["", "memory.oom_kills"] == 1 and found["", "memory.corrupted"] == 0
     assert found["nvme0", "disk.live"] == 1 and found["nvme0", "disk.temperature"] == 41.85
     assert found["sda", "disk.errors"] == 31
+    assert found["mlx5_0", "pcie.corrected"] == 3 and found["mlx5_0", "pcie.fatal"] == 0
+    assert found["mlx5_0", "pcie.lanes_lost"] == 0
     assert 0 <= found[str(tmp_path), "disk.free_share"] <= 1 and found[str(tmp_path / "missing"), "disk.unreachable"]
     assert found["", "clock.slow_source"] == 0 and found["", "clock.error"] == 0.0015
     assert found["package0", "cpu.throttled"] == 0 and found["", "cpu.offline"] == 0
@@ -57,7 +58,7 @@ def test_a_planted_node_is_read_whole(tmp_path):
 
 def test_what_cannot_be_read_is_named(tmp_path):
     reading = Reader("n0", tmp_path, clock_status=lambda: None).read()
-    sources = {"GPUs", "network ports", "memory", "disks", "clock", "processors", "kernel log"}
+    sources = {"GPUs", "network ports", "memory", "disks", "clock", "processors", "PCIe", "kernel log"}
     assert reading.unreadable.keys() == sources and "No such file" in reading.unreadable["kernel log"]
     assert [o.name for o in reading.observations] == ["clock.ahead"]
 
@@ -123,88 +124,91 @@ def test_xids_come_once_by_nvml_and_are_named_as_in_the_kernel_log(tmp_path, nvm
     reader.close()
 
 
-AT = "[ 1234.500000] "
-ADDRESS = "0000:3b:00.0"
+# ------------------------------------------------------------------------------------------------------------ NVML
 
 
-@pytest.mark.parametrize(
-    "line, name, device, value",
-    [
-        ("NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=python, Ch 1", "xid.31", "gpu1", 31),
-        ("NVRM: Xid (0000:5e:00): 48, An uncorrectable double bit error", "xid.48", "pci 0000:5e:00", 48),
-        ("NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.", "log.gpu.off_the_bus", "gpu1", 1),
-        (
-            "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 32 x",
-            "sxid.fatal",
-            "nvswitch 0000:c1:00.0",
-            12028,
-        ),
-        (
-            "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20009, Non-fatal, Link",
-            "sxid.other",
-            "nvswitch 0000:c1:00.0",
-            20009,
-        ),
-        ("EDAC MC1: 3 CE memory read error on CPU_SrcID#1", "log.memory.corrected", "mc1", 3),
-        ("EDAC MC0: 1 UE memory scrubbing error", "log.memory.uncorrected", "mc0", 1),
-        ("Memory failure: 0x1fe4: recovery action for dirty LRU page", "log.memory.uncorrected", "", 1),
-        ("mce: [Hardware Error]: Machine check events logged", "log.machine_check", "", 1),
-        ("{1}[Hardware Error]: event severity: fatal", "log.machine_check.fatal", "", 1),
-        ("pcieport 0000:3b:00.0: AER: Uncorrectable (Fatal) error message received", "log.pcie.fatal", "gpu1", 1),
-        ("nvme 0000:3b:00.0: PCIe Bus Error: severity=Corrected, type=Physical", "log.pcie.corrected", "gpu1", 1),
-        ("nvme 0000:3b:00.0: PCIe Bus Error: severity=Uncorrectable (Non-Fatal)", "log.pcie.uncorrected", "gpu1", 1),
-        ("mlx5_core 0000:08:00.1 eth0: Link down", "log.nic.down", "mlx5_0", 1),
-        ("mlx5_core 0000:08:00.0: poll_health:825: device's health compromised - reached", "log.nic.dead", "mlx5_0", 1),
-        (
-            "mlx5_core 0000:08:00.0: Port module event[error]: module 0, Cable error, High",
-            "log.nic.cable",
-            "mlx5_0",
-            1,
-        ),
-        ("mlx5_core 0000:08:00.0: cmd_work_handler: timeout. Will cause a leak", "log.nic.timeout", "mlx5_0", 1),
-        ("nvme nvme1: I/O 12 QID 3 timeout, aborting", "log.disk.timeout", "nvme1", 1),
-        ("nvme nvme1: I/O 12 QID 3 timeout, reset controller", "log.disk.reset", "nvme1", 1),
-        ("nvme nvme1: controller is down; will reset: CSTS=0xffffffff", "log.disk.reset", "nvme1", 1),
-        ("nvme nvme1: Removing after probe failure status: -19", "log.disk.dead", "nvme1", 1),
-        ("blk_update_request: critical medium error, dev sdb, sector 3", "log.disk.medium", "sdb", 1),
-        ("I/O error, dev nvme1n1, sector 5 op 0x0:(READ)", "log.disk.error", "nvme1n1", 1),
-        ("EXT4-fs error (device sda1): ext4_find_entry:1455", "log.file_system", "sda1", 1),
-        ("XFS (dm-0): Metadata corruption detected", "log.file_system", "dm-0", 1),
-        ("Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB", "log.oom_kill", "", 4711),
-        ("Out of memory: Killed process 4711 (python)", "log.oom_kill", "", 4711),
-        ("watchdog: BUG: soft lockup - CPU#7 stuck for 22s!", "log.soft_lockup", "", 7),
-        ("INFO: task python:12 blocked for more than 120 seconds.", "log.hung_task", "", 120),
-        ("clocksource: Marking clocksource 'tsc' as unstable because", "log.clock.unstable", "", 1),
-    ],
-)
-def test_a_line_of_the_kernel_log_is_an_event(line, name, device, value):
-    aliases = {ADDRESS: "gpu1", "0000:08:00.0": "mlx5_0"}
-    event = parse(AT + line, "n0", 5e9, 1e9, aliases)
-    assert event == Observation("n0", device, name, value, "", 1e9 + 1234.5, EVENT, AT + line)
-    same = parse(f"3,77,1234500000,-;{line}", "n0", 5e9, 1e9, aliases)
-    assert (same.name, same.device, same.when) == (name, device, 1e9 + 1234.5)
-    assert parse(line, "n0", 5e9, 1e9, aliases).when == 5e9, "a line without a time is new"
-
-
-def test_the_table_of_lines_is_tested_whole():
-    tested = {mark.args[1][index][1] for mark in test_a_line_of_the_kernel_log_is_an_event.pytestmark for index in
-              range(len(mark.args[1]))}  # fmt: skip
-    left = {line.name for line in LINES} - tested - {"xid.{code}", "log.nic.heat"}
-    assert not left
-
-
-@pytest.mark.parametrize("line", ["usb 1-1: new device", "EXT4-fs (vda): mounted", "NVRM: loading NVIDIA UNIX", ""])
-def test_other_lines_are_no_events(line):
-    assert parse(AT + line, "n0", 5e9, 1e9, {}) is None
-
-
-def test_only_complete_new_lines_of_a_log_are_read(tmp_path):
-    planted_node.plant(tmp_path)
-    reader = Reader("n0", tmp_path)
-    assert not [o for o in reader.read().observations if o.kind == EVENT]
-    with (tmp_path / "dev/kmsg").open("a") as file:
-        file.write("[ 5.0] NVRM: Xid (PCI:0000:3b:00): 3")
-    assert not [o for o in reader.read().observations if o.kind == EVENT]
-    planted_node.log(tmp_path, "1, pid=3")
-    assert [o.name for o in reader.read().observations if o.kind == EVENT] == ["xid.31"]
+def test_more_is_read_of_newer_gpus(tmp_path, nvml):
+    module, plant = nvml
+    fields = {"208": 1 << 33, "214": 0, "215": 2}
+    newer = {**GPU, "links": [[], []], "link_fields": fields, "full_banks": 1, "sram": 1, "margin": 30, "action": 1}
+    broken = {**GPU, "fabric": [3, 999, 0x0116], "reasons": 0x08, "action": 4}
+    reader = Reader("n0", tmp_path, module)
+    plant(newer, broken, {**GPU, "fabric": [2, 0, 0], "action": 77}, {**GPU, "fabric": [3, 0, 0xAA | 0x100]})
+    found = values(reader.read())
+    assert found["gpu0/nvlink1", "nvlink.receive_errors"] == (1 << 33) + 1, "in all its 64 bits, of its own link"
+    assert found["gpu0/nvlink0", "nvlink.recoveries"] == 2 and ("gpu0/nvlink0", "nvlink.replays") not in found
+    assert ("gpu0/nvlink0", "nvlink.integrity_errors") not in found, "not in this package"
+    assert found["gpu0", "gpu.rows.banks_without_spare"] == found["gpu0", "gpu.sram.over_threshold"] == 1
+    assert found["gpu0", "gpu.temperature.margin"] == 30 and ("gpu0", "gpu.fabric.failed") not in found
+    assert found["gpu0", "gpu.recovery.gpu_reset"] == found["gpu1", "gpu.recovery.drain_and_reset"] == 1
+    assert found["gpu2", "gpu.recovery.unknown"] == 1 and found["gpu3", "gpu.recovery.none"] == 0
+    assert found["gpu1", "gpu.fabric.failed"] == 1 and found["gpu1", "gpu.fabric.unready"] == 0
+    assert found["gpu1", "gpu.fabric.unhealthy"] == 2, "routes are being recovered and are unhealthy"
+    assert found["gpu2", "gpu.fabric.unready"] == 1 and found["gpu3", "gpu.fabric.unhealthy"] == 0
+    assert found["gpu1", "gpu.throttled.hardware"] == 1 and found["gpu0", "gpu.throttled.hardware"] == 0
     reader.close()
+
+
+def test_the_names_of_recoveries_are_nvmls():
+    assert recovery.name_of(0) == "none" and recovery.name_of(2) == "node_reboot" and recovery.name_of(-1) == "unknown"
+    assert recovery.name_of(5) == "recover_imex_domain" and recovery.name_of(8) == "unknown"
+
+
+def test_a_gpu_that_may_not_be_opened_is_not_lost(tmp_path, nvml):
+    module, plant = nvml
+    plant({**GPU, "closed": 4}, {**GPU, "closed": 999}, GPU)
+    reading = Reader("n0", tmp_path, module).read()
+    found = values(reading)
+    assert ("gpu0", "gpu.lost") not in found and "gpu0: Insufficient Permissions" in reading.unreadable["GPUs"]
+    assert found["gpu1", "gpu.lost"] == 1 and found["gpu2", "gpu.lost"] == 0
+
+
+def test_an_xid_154_of_nvml_says_what_is_asked_for(tmp_path, nvml):
+    module, plant = nvml
+    plant(GPU, GPU)
+    reader = Reader("n0", tmp_path, module)
+    reader.read()
+    plant({**GPU, "action": 2, "xids": [154]}, {**GPU, "action": 0, "xids": [154]})
+    events = [(o.device, o.name) for o in reader.news().observations if o.kind == EVENT]
+    assert events == [("gpu0", "xid.154.node_reboot"), ("gpu1", "gpu.recovered")]
+    reader.close()
+
+
+def test_an_xid_that_the_log_and_nvml_report_is_one_event(tmp_path, nvml):
+    module, plant = nvml
+    planted_node.plant(tmp_path)
+    plant(GPU, GPU)
+    reader = Reader("n0", tmp_path, module)
+    reader.read()
+    plant({**GPU, "xids": [145, 31]}, GPU)
+    planted_node.log(tmp_path, "4,9,2000000,-;NVRM: Xid (PCI:0000:3a:00): 145, RLW_REMAP Fatal XC1 i0 Link 1")
+    events = [(o.device, o.name) for o in reader.news().observations if o.kind == EVENT]
+    assert events == [("gpu0", "xid.31"), ("gpu0", "xid.145.fatal")]
+    reader.close()
+
+
+def test_xids_of_the_others_come_when_one_gpu_is_lost(tmp_path, nvml):
+    module, plant = nvml
+    plant(GPU, GPU, GPU)
+    reader = Reader("n0", tmp_path, module)
+    reader.read()
+    plant(GPU, {"lost": True}, GPU)
+    assert not reader.news().observations, "NVML answers that a GPU is lost"
+    reader.read()
+    plant(GPU, {"lost": True}, {**GPU, "xids": [31]})
+    assert [(o.device, o.name) for o in reader.news().observations if o.kind == EVENT] == [("gpu2", "xid.31")]
+    reader.close()
+
+
+def test_the_driver_names_gpus_that_nvml_cannot(tmp_path, nvml):
+    module, plant = nvml
+    planted_node.plant(tmp_path)
+    planted_node.gpus(tmp_path, "0000:3a:00.0", "0000:3b:00.0", "0001:3c:00.0")
+    without = Reader("n0", tmp_path).read()
+    assert without.aliases["0001:3c:00.0"] == "gpu2" and without.id_of("gpu2") == "GPU-of-0001:3c:00.0"
+    plant(GPU, {**GPU, "closed": 15}, GPU)
+    planted_node.log(tmp_path, "4,9,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")
+    reading = Reader("n0", tmp_path, module).read()
+    assert [(o.device, o.name) for o in reading.observations if o.kind == EVENT] == [("gpu1", "xid.79")]
+    assert reading.id_of("gpu1") == "GPU-of-0000:3b:00.0" and reading.id_of("gpu0") == "GPU-0000"
+    assert reading.aliases["0000:3c:00.0"] == "gpu2" and "0001:3c:00.0" not in reading.aliases, "one name, one GPU"

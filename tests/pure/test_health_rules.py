@@ -8,10 +8,12 @@ import pytest
 from ft.faults import verdict
 from ft.faults.health import ACTIONS, DRAIN, EVICT, RULES, WATCH, Rule, informed, rules
 from ft.faults.health.rule import GREW, HAPPENED, LINK, THIS
-from ft.platform.health import COUNTER, EVENT, GAUGE, Observation, Reading
+from ft.platform.health import COUNTER, EVENT, GAUGE, Observation, Reading, recovery
 from ft.platform.health.kernel_log import LINES
 
-IMPORTANT = (13, 31, 43, 45, 48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 109, 119, 120, 140, 143, 145, 149, 154)
+IMPORTANT = (13, 31, 32, 38, 43, 44, 45, 46, 48, 61, 62, 63, 64, 66, 68, 69, 74, 79, 92, 94, 95, 109, 110, 119, 120)
+IMPORTANT += (*range(121, 126), 136, 137, 140, 143, *range(144, 151), *range(154, 159), 171, 172)
+OF_PROGRAMS = (8, 11, 13, 31, 32, 37, 38, 39, 43, 44, 45, 66, 68, 69, 71, 85, 99, 108, 131, 137, 139, 999)
 CATEGORIES = {verdict.DEVICE, verdict.HOST, verdict.NETWORK, verdict.SOFTWARE}
 
 
@@ -32,6 +34,7 @@ def test_every_row_is_complete():
     for rule in RULES:
         assert rule.category in CATEGORIES and rule.action in ACTIONS, rule
         assert rule.advice.endswith((".", ":")) and rule.meaning and len(rule.source) > 5, rule
+        assert rule.action == WATCH or rule.category != verdict.SOFTWARE, rule
     names = [rule.observation for rule in RULES]
     assert len(set(names)) == len(names)
     assert names.index("xid.*") > max(names.index(f"xid.{number}") for number in IMPORTANT)
@@ -40,7 +43,11 @@ def test_every_row_is_complete():
 def test_every_important_xid_and_every_line_of_the_log_has_a_row():
     rows = {rule.observation for rule in RULES}
     assert {f"xid.{number}" for number in IMPORTANT} <= rows
-    assert {line.name for line in LINES} - {"xid.{code}"} <= rows
+    assert {line.name for line in LINES if "{code}" not in line.name} - {"gpu.recovered"} <= rows
+    assert {f"xid.{number}.fatal" for number in range(144, 150)} | {"xid.94.reset"} <= rows
+    for name in (*recovery.ACTIONS[1:], recovery.UNKNOWN):
+        assert {f"xid.154.{name}", f"gpu.recovery.{name}"} <= rows
+    assert not {"gpu.recovered", "gpu.recovery.none", "xid.154.none"} & rows, "they are no faults"
 
 
 def test_no_row_acts_against_a_device_for_what_others_may_have_done():
@@ -60,15 +67,33 @@ def test_no_row_acts_against_a_device_for_what_others_may_have_done():
         (31, verdict.SOFTWARE, WATCH),
         (43, verdict.SOFTWARE, WATCH),
         (45, verdict.SOFTWARE, WATCH),
+        (46, verdict.DEVICE, DRAIN),
         (48, verdict.DEVICE, EVICT),
+        (61, verdict.DEVICE, WATCH),
         (63, verdict.DEVICE, WATCH),
         (64, verdict.DEVICE, DRAIN),
         (74, verdict.NETWORK, WATCH),
         (79, verdict.HOST, DRAIN),
         (94, verdict.DEVICE, WATCH),
         (95, verdict.DEVICE, DRAIN),
+        (109, verdict.DEVICE, EVICT),
+        (110, verdict.DEVICE, DRAIN),
         (119, verdict.DEVICE, DRAIN),
+        (136, verdict.NETWORK, WATCH),
         (140, verdict.DEVICE, DRAIN),
+        ("145.fatal", verdict.DEVICE, DRAIN),
+        (145, verdict.NETWORK, WATCH),
+        ("149.fatal", verdict.NETWORK, WATCH),
+        (150, verdict.DEVICE, DRAIN),
+        (154, verdict.DEVICE, WATCH),
+        ("154.gpu_reset", verdict.DEVICE, DRAIN),
+        ("154.node_reboot", verdict.HOST, DRAIN),
+        ("154.drain_and_reset", verdict.DEVICE, WATCH),
+        ("154.drain_p2p", verdict.NETWORK, WATCH),
+        ("154.recover_imex_domain", verdict.NETWORK, WATCH),
+        (155, verdict.NETWORK, WATCH),
+        (158, verdict.DEVICE, DRAIN),
+        (175, verdict.DEVICE, DRAIN),
         (999, verdict.SOFTWARE, WATCH),
     ],
 )
@@ -80,7 +105,19 @@ def test_an_xid_is_judged(number, category, action):
         category,
         action,
     )
-    assert "NVRM: Xid" in found.reason and found.source.startswith("NVIDIA Xid catalog")
+    assert "NVRM: Xid" in found.reason and found.source.startswith("NVIDIA ")
+
+
+@pytest.mark.parametrize("number", OF_PROGRAMS)
+def test_what_a_program_may_have_done_is_only_watched(number):
+    (found,) = rules(reading(), reading(xid(number)))
+    assert (found.category, found.action, found.is_evidence) == (verdict.SOFTWARE, WATCH, False)
+
+
+@pytest.mark.parametrize("number", [46, 64, 79, 95, 119, 140, 158])
+def test_each_row_names_the_number_in_its_source(number):
+    (found,) = rules(reading(), reading(xid(number)))
+    assert found.source == f"NVIDIA Xid catalog (docs.nvidia.com/deploy/xid-errors), Xid {number}"
 
 
 # ------------------------------------------------------------------------------------------- two readings
@@ -177,6 +214,30 @@ def test_a_fault_of_another_device_a_peer_or_a_program_changes_no_verdict():
     assert len(others) == 5 and len(path) == 2
     for guess in (GUESS, BUG):
         assert informed(guess, [*others, *path], "gpu3") == guess
+
+
+def test_a_switch_that_goes_down_lays_no_action_on_the_gpus_behind_it():
+    lines = [(f"gpu{index}", name, 1, EVENT, "x") for index in range(8) for name in ("xid.149.fatal", "xid.74")]
+    lines += [(f"gpu{index}", "xid.154.drain_and_reset", 154, EVENT, "x") for index in range(8)]
+    lines += [("nvswitch 0000:c1:00.0", "sxid.fatal", 20034, EVENT, "x"), ("gpu0", "gpu.fabric.failed", 1, GAUGE)]
+    several = found(*lines)
+    assert len(several) == 26 and not [each for each in several if each.is_evidence]
+    assert informed(GUESS, several, "gpu3") == GUESS
+    assert informed(GUESS, found(("nvswitch 0000:c1:00.0", "sxid.switch", 23001, EVENT, "x")), "gpu3").node_suspect
+
+
+def test_of_several_gpus_only_the_one_that_has_to_be_reset_is_left_out():
+    several = found(xid("154.gpu_reset", "gpu1"), xid("145.fatal", "gpu1"), xid(31, "gpu0"), xid(45, "gpu2"))
+    assert informed(GUESS, several, "gpu0") == informed(GUESS, several, "gpu2") == GUESS
+    assert informed(GUESS, several, "gpu1").device_unusable
+    state = rules(None, reading(("gpu1", "gpu.recovery.gpu_reset", 1, GAUGE), ("gpu0", "gpu.recovery.none", 0, GAUGE)))
+    assert [(each.device, each.action) for each in state] == [("gpu1", DRAIN)]
+
+
+def test_a_gpu_that_is_not_known_may_be_that_of_another_job():
+    others = found(xid(79, "gpu 0000:5e:00"), ("gpu 0000:5e:00", "log.pcie.fatal", 1, EVENT, "x"))
+    assert len(others) == 2 and all(each.is_evidence for each in others)
+    assert informed(GUESS, others, "gpu3") == informed(GUESS, others, "") == GUESS
 
 
 def test_evidence_against_the_node_makes_the_node_suspect():

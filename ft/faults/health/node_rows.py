@@ -23,6 +23,11 @@ _INTERFACE = "Linux kernel, Documentation/networking/statistics.rst"
 _MLX5 = "Linux kernel, drivers/net/ethernet/mellanox/mlx5/core (health.c, events.c)"
 _EDAC = "Linux kernel, Documentation/admin-guide/ras.rst"
 _PCIE = "Linux kernel, Documentation/PCI/pcieaer-howto.rst"
+_AER = "Linux kernel, Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats"
+_DPC = "Linux kernel, drivers/pci/pcie/dpc.c"
+_LIMITED = "Linux kernel, drivers/pci/pci.c (pcie_report_downtraining), and imbue-ai/cluster-health"
+_LINK_WIDTH = "Linux kernel, Documentation/ABI/testing/sysfs-bus-pci"
+_NFS = "Linux kernel, fs/nfs and net/sunrpc, and leptonai/gpud, components/nfs"
 _PROC = "Linux kernel, Documentation/filesystems/proc.rst"
 _NVME = "Linux kernel, drivers/nvme/host"
 _BLOCK = "Linux kernel, block/blk-core.c"
@@ -36,10 +41,12 @@ _PEER = (
     "Compare with the node at the other end and with the switches between: a counter does not say whose fault it is."
 )
 _ADAPTER = "Reset the network adapter or reboot the node before it is used again; update the adapter's firmware."
+_SLOT = "Check the slot, its riser and its power, and what the firmware has set for it."
 _DIMM = "Find the memory module (EDAC names it) and have it replaced."
 _REBOOT = "Drain the node and run hardware diagnostics."
 _MEMORY = "Give the job less host memory per node (snapshots, data loaders), or find what else runs there."
 _DISK = "Check the disk with its own diagnostics, and have it replaced if the errors go on."
+_SERVER = "Check the file server and the network to it: all nodes that use it wait as well."
 _ROOM = "Make room on this disk, or choose another folder."
 _TIME = "Check the time service (chrony, ntpd) of the node."
 _HEAT = "Check fans and the temperature of the room; a slow node holds up all others."
@@ -75,6 +82,7 @@ _PORTS = (
     _row("interface.tx_errors", GREW, 100, NETWORK, WATCH, LINK, "packets not sent", _CABLE, _INTERFACE),
     _row("log.nic.dead", HAPPENED, 1, NETWORK, EVICT, THIS, "the network adapter failed", _ADAPTER, _MLX5),
     _row("log.nic.heat", HAPPENED, 1, NETWORK, WATCH, THIS, "the network adapter is hot", _HEAT, _MLX5),
+    _row("log.nic.power", HAPPENED, 1, HOST, WATCH, THIS, "the adapter's slot gives too little power", _SLOT, _MLX5),
     _row("log.nic.cable", HAPPENED, 1, NETWORK, WATCH, LINK, "a cable or transceiver failed", _CABLE, _MLX5),
     _row("log.nic.timeout", HAPPENED, 1, NETWORK, WATCH, THIS, "the adapter answered late", _ADAPTER, _MLX5),
     _row("log.nic.down", HAPPENED, 1, NETWORK, WATCH, LINK, "a network link was lost", _CABLE, _MLX5),
@@ -97,7 +105,13 @@ _MACHINE = (
     _row("log.pcie.fatal", HAPPENED, 1, HOST, EVICT, THIS, "a fatal PCIe error", _REBOOT, _PCIE),
     _row("log.pcie.uncorrected", HAPPENED, 1, HOST, WATCH, THIS, "an uncorrected PCIe error", _REBOOT, _PCIE),
     _row("log.pcie.corrected", HAPPENED, 10, HOST, WATCH, THIS, "corrected PCIe errors", _REBOOT, _PCIE),
-    _row("log.soft_lockup", HAPPENED, 1, HOST, WATCH, THIS, "a processor was blocked", _REBOOT, _LOCKUP),
+    _row("log.pcie.contained", HAPPENED, 1, HOST, WATCH, THIS, "a PCIe port was switched off", _REBOOT, _DPC),
+    _row("log.pcie.limited", HAPPENED, 1, HOST, WATCH, THIS, "a PCIe link is slower than its device", _SLOT, _LIMITED),
+    _row("pcie.fatal", GREW, 1, HOST, EVICT, THIS, "fatal PCIe errors", _REBOOT, _AER),
+    _row("pcie.uncorrected", GREW, 1, HOST, WATCH, THIS, "uncorrected PCIe errors", _REBOOT, _AER),
+    _row("pcie.corrected", GREW, 100, HOST, WATCH, THIS, "corrected PCIe errors", _SLOT, _AER),
+    _row("pcie.lanes_lost", ROSE, 1, HOST, WATCH, THIS, "a PCIe link lost lanes", _SLOT, _LINK_WIDTH),
+    _row("log.lockup", HAPPENED, 1, HOST, WATCH, THIS, "a processor was blocked", _REBOOT, _LOCKUP),
     _row("log.hung_task", HAPPENED, 1, HOST, WATCH, PROGRAM, "a process waits for a device", _DISK, _LOCKUP),
     _row("cpu.throttled", GREW, 1, HOST, WATCH, THIS, "heat slowed the processors down", _HEAT, _HOT),
     _row("cpu.offline", ROSE, 1, HOST, WATCH, THIS, "processors went offline", _REBOOT, _HOTPLUG),
@@ -113,6 +127,7 @@ _DISKS = (
     _row("disk.errors", GREW, 10, NETWORK, WATCH, THIS, "errors that a disk counts", _DISK, _BLOCK),
     _row("log.file_system", HAPPENED, 1, NETWORK, EVICT, THIS, "a file system is damaged", _DISK, _BLOCK),
     # A folder of the run may be on storage that all nodes share.
+    _row("log.storage.waiting", HAPPENED, 1, NETWORK, WATCH, LINK, "a file server does not answer", _SERVER, _NFS),
     _row("disk.read_only", AT_LEAST, 1, NETWORK, WATCH, LINK, "a folder cannot be written", _DISK, _PROC),
     _row("disk.unreachable", AT_LEAST, 1, NETWORK, WATCH, LINK, "a folder cannot be reached", _DISK, _PROC),
     _row("disk.free_share", AT_MOST, 0.01, SOFTWARE, WATCH, PROGRAM, "a disk is almost full", _ROOM, _PROC),

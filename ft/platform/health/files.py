@@ -1,9 +1,12 @@
 """Reads small files of /sys and /proc below a root, and collects what one source reports."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft.platform.health.observation import GAUGE, Observation
+
+_PCI = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.\d")
 
 
 @dataclass
@@ -60,7 +63,17 @@ def folders(path: Path) -> list[Path]:
 def pci_address(device: Path) -> str:
     """Return the PCI address that a link to a device in /sys points to, such as "0000:3b:00.0", or ""."""
     try:
-        name = device.resolve(strict=True).name
+        return as_pci_address(device.resolve(strict=True).name)
     except OSError:
         return ""
-    return name.lower() if name.count(":") == 2 else ""
+
+
+def as_pci_address(name: str) -> str:
+    """Return the name of a file as a PCI address, or "" if it is none."""
+    return pci_name(name) if _PCI.fullmatch(name) else ""
+
+
+def pci_name(address: str) -> str:
+    """Return a PCI address as the kernel writes it ("0000:3b:00.0"), whatever the case and length of its domain."""
+    domain, _, rest = address.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"

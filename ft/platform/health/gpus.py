@@ -5,27 +5,51 @@ kernel log cannot be read, as in most containers; those of earlier times are in 
 """
 
 import contextlib
+import ctypes
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from ft.platform.health.files import Source
+from ft.platform.health import recovery
+from ft.platform.health.files import Source, as_pci_address, folders, pci_name, text
 from ft.platform.health.observation import COUNTER, EVENT
 
+FROM_NVML = "NVML: "
+"""How the text of an event begins that NVML has delivered."""
 _LOST = (15, 16)
 """Values of NVMLError for a GPU that has fallen off the bus, and for one that has to be reset."""
+_UNREACHABLE = (8, *_LOST, 28, 999)
+"""Values for a GPU that cannot be opened: it lacks power, as above, it is not found, and an unknown error."""
 _THROTTLED = {
     "gpu.throttled.power_cap": 0x04,
-    "gpu.throttled.hardware": 0x08,
     "gpu.throttled.heat_software": 0x20,
     "gpu.throttled.heat_hardware": 0x40,
     "gpu.throttled.power_brake": 0x80,
 }
 """Names of observations -> bit of NVML's reasons for lowered clocks."""
+_SLOWED, _SLOWED_WHY = 0x08, 0x40 | 0x80
+"""The bit for "slowed down by hardware", and those that say why."""
 _LINK_COUNTERS = {"nvlink.replays": 0, "nvlink.recoveries": 1, "nvlink.crc_flit": 2, "nvlink.crc_data": 3}
-"""Names of observations -> NVML's number of the counter."""
+"""Names of observations -> NVML's number of the counter, up to the fourth generation of NVLink."""
+_LINK_FIELDS = {
+    "nvlink.recoveries": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",
+    "nvlink.recoveries_failed": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS",
+    "nvlink.receive_errors": "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",
+    "nvlink.integrity_errors": "NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS",
+    "nvlink.symbol_errors": "NVML_FI_DEV_NVLINK_COUNT_SYMBOL_ERRORS",
+}
+"""Names of observations -> NVML's name of the field, from the fifth generation on."""
+_UNREADY, _COMPLETED = {1: "not started", 2: "in progress"}, 3
+"""NVML's states of a GPU's registration with the NVLink fabric."""
+_FABRIC_FAULTS = {"less bandwidth": 0, "route recovery": 2, "route unhealthy": 4, "access timeout": 6}
+"""Faults of the fabric -> place of their two bits in NVML's mask; the bits are 1 for a fault."""
+_FABRIC_CONFIGURATION, _CONFIGURED = 8, 1
+"""Place of the four bits for a wrong configuration, and their largest value without one."""
+_VALUE_TYPES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _MOST_EVENTS = 64
 _TIMEOUT = 10
+_RECOVERY_CHANGED = 154
 
 
 def find_nvml() -> Any:
@@ -41,10 +65,12 @@ class Gpus:
 
     Args:
         nvml: the module ``pynvml``, or None.
+        root: root of the file tree, normally "/"; the driver names its GPUs there.
     """
 
-    def __init__(self, nvml: Any):
+    def __init__(self, nvml: Any, root: Path = Path("/")):
         self._nvml = nvml
+        self._root = root
         self._events: Any = None
         self._is_open = False
 
@@ -53,16 +79,13 @@ class Gpus:
         found = Source(node, when)
         if self._nvml is None:
             found.unreadable = "the Python package nvidia-ml-py is not there"
-            return found
-        try:
-            self._open()
-            count = self._nvml.nvmlDeviceGetCount()
-        except Exception as error:
-            found.unreadable = f"NVML: {error}"
-            return found
-        for index in range(count):
-            self._read_one(found, index)
-        found.observations += self._xids(found)
+        else:
+            try:
+                self._open()
+                self._read_all(found)
+            except Exception as error:
+                found.unreadable = f"NVML: {error}"
+        _name_by_driver(found, self._root)
         return found
 
     def news(self, node: str, when: float) -> Source:
@@ -74,22 +97,38 @@ class Gpus:
 
     def close(self) -> None:
         """Release NVML."""
+        self._listen_no_more()
         if self._is_open:
             with contextlib.suppress(Exception):
-                if self._events is not None:
-                    self._nvml.nvmlEventSetFree(self._events)
                 self._nvml.nvmlShutdown()
-        self._events, self._is_open = None, False
+        self._is_open = False
 
     def _open(self) -> None:
         if not self._is_open:
             self._nvml.nvmlInit()
             self._is_open = True
-            with contextlib.suppress(Exception):  # events are optional: MIG and vGPUs have none
-                self._events = self._nvml.nvmlEventSetCreate()
-                for index in range(self._nvml.nvmlDeviceGetCount()):
+        if self._events is None:
+            self._listen()
+
+    def _listen(self) -> None:
+        """Ask for the Xids of all GPUs that can be asked; vGPUs and lost GPUs have no events."""
+        with contextlib.suppress(Exception):
+            self._events = self._nvml.nvmlEventSetCreate()
+            for index in range(self._nvml.nvmlDeviceGetCount()):
+                with contextlib.suppress(self._nvml.NVMLError):
                     handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
                     self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, self._events)
+
+    def _listen_no_more(self) -> None:
+        if self._events is not None:
+            with contextlib.suppress(Exception):
+                self._nvml.nvmlEventSetFree(self._events)
+        self._events = None
+
+    def _read_all(self, found: Source) -> None:
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            self._read_one(found, index)
+        found.observations += self._xids(found)
 
     def _read_one(self, found: Source, index: int) -> None:
         device = f"gpu{index}"
@@ -99,9 +138,13 @@ class Gpus:
             self._memory(found, device, handle)
             self._heat_and_power(found, device, handle)
             self._links(found, device, handle)
+            self._fabric(found, device, handle)
             found.add(device, "gpu.lost", 0)
         except self._nvml.NVMLError as error:
-            found.add(device, "gpu.lost", 1, text=str(error))
+            if getattr(error, "value", None) in _UNREACHABLE:
+                found.add(device, "gpu.lost", 1, text=str(error))
+            else:
+                found.unreadable = f"{device}: {error}"
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Return the answer of an NVML function, or None if this GPU, driver or package does not have it.
@@ -117,11 +160,33 @@ class Gpus:
                 raise
             return None
 
-    def _field(self, handle: Any, name: str) -> float | None:
-        """Return the value of one of NVML's numbered fields, or None."""
-        number = getattr(self._nvml, name, None)
-        answer = self._ask("nvmlDeviceGetFieldValues", handle, [number]) if number is not None else None
-        return answer[0].value.uiVal if answer and answer[0].nvmlReturn == 0 else None
+    def _filled(self, function: str, kind: str, handle: Any) -> Any:
+        """Return a structure that an NVML function has filled, or None if one of both is not there.
+
+        Args:
+            function: name of the function.
+            kind: name of the structure, which knows its version.
+            handle: the GPU.
+        """
+        make: Callable[[], Any] | None = getattr(self._nvml, kind, None)
+        if make is None:
+            return None
+        filled = make()
+        return filled if self._ask(function, handle, ctypes.byref(filled)) is not None else None
+
+    def _fields(self, handle: Any, names: Sequence[str], scope: int = 0) -> list[float | None]:
+        """Return the values of NVML's numbered fields, None for those that are not there.
+
+        Args:
+            handle: the GPU.
+            names: NVML's names of the fields.
+            scope: number of the part of the GPU, such as that of an NVLink.
+        """
+        known = [name for name in names if hasattr(self._nvml, name)]
+        asked = [(getattr(self._nvml, name), scope) for name in known]
+        answers = self._ask("nvmlDeviceGetFieldValues", handle, asked) if asked else None
+        values = dict(zip(known, map(_value, answers or ()), strict=False))
+        return [values.get(name) for name in names]
 
     def _names(self, found: Source, device: str, handle: Any) -> None:
         uuid = self._ask("nvmlDeviceGetUUID", handle)
@@ -129,7 +194,7 @@ class Gpus:
         for alias in (uuid, bus):
             if alias:
                 name = alias.decode() if isinstance(alias, bytes) else alias
-                found.aliases[name if name.startswith("GPU-") else _short(name)] = device
+                found.aliases[name if name.startswith("GPU-") else pci_name(name)] = device
 
     def _memory(self, found: Source, device: str, handle: Any) -> None:
         nvml = self._nvml
@@ -141,14 +206,24 @@ class Gpus:
             found.add(device, "gpu.rows.uncorrected", rows[1], kind=COUNTER)
             found.add(device, "gpu.rows.pending", int(rows[2]))
             found.add(device, "gpu.rows.failed", int(rows[3]))
+        spare = self._ask("nvmlDeviceGetRowRemapperHistogram", handle)
+        found.add(device, "gpu.rows.banks_without_spare", getattr(spare, "none", None))
+        sram = self._filled("nvmlDeviceGetSramEccErrorStatus", "c_nvmlEccSramErrorStatus_v1_t", handle)
+        found.add(device, "gpu.sram.over_threshold", None if sram is None else int(bool(sram.bThresholdExceeded)))
         found.add(device, "gpu.pages.pending", self._ask("nvmlDeviceGetRetiredPagesPendingStatus", handle))
-        found.add(device, "gpu.recovery_action", self._field(handle, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"))
+        if (action := self._recovery_action(handle)) is not None:
+            found.add(device, f"gpu.recovery.{recovery.name_of(action)}", int(action != recovery.NONE))
+
+    def _recovery_action(self, handle: Any) -> float | None:
+        return self._fields(handle, ["NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"])[0]
 
     def _heat_and_power(self, found: Source, device: str, handle: Any) -> None:
         found.add(device, "gpu.temperature", (heat := self._ask("nvmlDeviceGetTemperature", handle, 0)), "C")
-        limit = self._ask("nvmlDeviceGetTemperatureThreshold", handle, 1)  # 1: the GPU slows down
-        if heat is not None and limit:
-            found.add(device, "gpu.temperature.margin", limit - heat, "C", text=f"it slows down at {limit} C")
+        margin = self._ask("nvmlDeviceGetMarginTemperature", handle)  # to the temperature at which the GPU slows down
+        limit = self._ask("nvmlDeviceGetTemperatureThreshold", handle, 1) if margin is None else None
+        if margin is None and heat is not None and limit:
+            margin = limit - heat
+        found.add(device, "gpu.temperature.margin", margin, "C", text=f"it slows down at {limit} C" if limit else "")
         for name, function in (
             ("gpu.power", "nvmlDeviceGetPowerUsage"),
             ("gpu.power.limit", "nvmlDeviceGetEnforcedPowerLimit"),
@@ -158,8 +233,10 @@ class Gpus:
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        for name, bit in _THROTTLED.items() if reasons is not None else ():
-            found.add(device, name, int(bool(reasons & bit)))
+        if reasons is not None:
+            for name, bit in _THROTTLED.items():
+                found.add(device, name, int(bool(reasons & bit)))
+            found.add(device, "gpu.throttled.hardware", int(bool(reasons & _SLOWED) and not reasons & _SLOWED_WHY))
 
     def _links(self, found: Source, device: str, handle: Any) -> None:
         found.add(device, "gpu.pcie.replays", self._ask("nvmlDeviceGetPcieReplayCounter", handle), kind=COUNTER)
@@ -172,9 +249,31 @@ class Gpus:
             if is_up is None:  # the links are numbered without gaps
                 break
             found.add(f"{device}/nvlink{link}", "nvlink.up", is_up)
-            for name, counter in _LINK_COUNTERS.items() if is_up else ():
-                errors = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter)
-                found.add(f"{device}/nvlink{link}", name, errors, kind=COUNTER)
+            if is_up:
+                self._link(found, f"{device}/nvlink{link}", handle, link)
+
+    def _link(self, found: Source, device: str, handle: Any, link: int) -> None:
+        counts = dict(zip(_LINK_FIELDS, self._fields(handle, list(_LINK_FIELDS.values()), link), strict=True))
+        for name, counter in _LINK_COUNTERS.items():
+            errors = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter)
+            if errors is None:  # a GPU has all of them or none
+                break
+            counts[name] = errors
+        for name, count in counts.items():
+            found.add(device, name, count, kind=COUNTER)
+
+    def _fabric(self, found: Source, device: str, handle: Any) -> None:
+        """Add what the GPU knows of the NVLink fabric, which the fabric manager sets up."""
+        fabric = self._filled("nvmlDeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfoV_t", handle)
+        if fabric is None or fabric.state not in (*_UNREADY, _COMPLETED):
+            return
+        status = fabric.status if fabric.state == _COMPLETED else 0
+        mask = fabric.healthMask
+        wrong = [fault for fault, place in _FABRIC_FAULTS.items() if mask >> place & 3 == 1]
+        wrong += ["wrong configuration"] if mask >> _FABRIC_CONFIGURATION & 15 > _CONFIGURED else []
+        found.add(device, "gpu.fabric.unready", int(fabric.state in _UNREADY), text=_UNREADY.get(fabric.state, ""))
+        found.add(device, "gpu.fabric.failed", int(status != 0), text=f"NVML status {status}" if status else "")
+        found.add(device, "gpu.fabric.unhealthy", len(wrong), text=", ".join(wrong))
 
     def _xids(self, found: Source) -> list[Any]:
         """Return the Xids since the last call, as observations."""
@@ -183,9 +282,16 @@ class Gpus:
             with contextlib.suppress(self._nvml.NVMLError):
                 device = f"gpu{self._nvml.nvmlDeviceGetIndex(data.device)}"
                 # the number makes two Xids of one reading two events
-                said = f"NVML: Xid {data.eventData} at {found.when:.3f} ({number})"
-                seen.add(device, f"xid.{data.eventData}", data.eventData, kind=EVENT, text=said)
+                said = f"{FROM_NVML}Xid {data.eventData} at {found.when:.3f} ({number})"
+                seen.add(device, self._name_of(data), data.eventData, kind=EVENT, text=said)
         return seen.observations
+
+    def _name_of(self, data: Any) -> str:
+        """Return the name of the observation of an Xid; that of Xid 154 says what the driver asks for now."""
+        action = self._recovery_action(data.device) if data.eventData == _RECOVERY_CHANGED else None
+        if action is None:
+            return f"xid.{data.eventData}"
+        return "gpu.recovered" if action == recovery.NONE else f"xid.154.{recovery.name_of(action)}"
 
     def _waiting(self) -> Iterator[Any]:
         for _ in range(_MOST_EVENTS if self._events is not None else 0):
@@ -193,11 +299,32 @@ class Gpus:
                 yield self._nvml.nvmlEventSetWait_v2(self._events, 0)
             except self._nvml.NVMLError as error:
                 if getattr(error, "value", None) != _TIMEOUT:
-                    self._events = None
+                    self._listen_no_more()  # the next reading asks again, without a GPU that is lost
                 return
 
 
-def _short(address: str) -> str:
-    """Return a PCI address of NVML ("00000000:3B:00.0") as the kernel writes it ("0000:3b:00.0")."""
-    domain, _, rest = address.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+def _value(answer: Any) -> float | None:
+    """Return the value of one of NVML's fields, or None."""
+    if answer.nvmlReturn != 0 or not 0 <= answer.valueType < len(_VALUE_TYPES):
+        return None
+    value: float = getattr(answer.value, _VALUE_TYPES[answer.valueType])
+    return value
+
+
+def _name_by_driver(found: Source, root: Path) -> None:
+    """Name the GPUs that NVML has not named, or cannot name any more, by the driver's own files in /proc.
+
+    NVML numbers GPUs in the order of their addresses. A GPU is only named if no other one has its number.
+    """
+    base = root / "proc/driver/nvidia/gpus"
+    for index, folder in enumerate(folders(base)):
+        device = f"gpu{index}"
+        address = as_pci_address(folder.name)
+        if not address or address in found.aliases:
+            continue
+        if any(name == device and not alias.startswith("GPU-") for alias, name in found.aliases.items()):
+            continue
+        found.aliases[address] = device
+        for line in (text(folder / "information") or "").splitlines():
+            if line.startswith("GPU UUID:") and "?" not in line:
+                found.aliases.setdefault(line.split()[-1], device)

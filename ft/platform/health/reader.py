@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft.platform.health import clock, disks, memory, nics, processors
+from ft.platform.health import clock, disks, memory, nics, pcie, processors
 from ft.platform.health.files import Source
-from ft.platform.health.gpus import Gpus, find_nvml
+from ft.platform.health.gpus import FROM_NVML, Gpus, find_nvml
 from ft.platform.health.kernel_log import KernelLog
-from ft.platform.health.observation import Observation, Reading
+from ft.platform.health.observation import EVENT, Observation, Reading
 
 
 class Reader:
@@ -35,7 +35,7 @@ class Reader:
         clock_status: Callable[[], tuple[int, int] | None] = clock.kernel_status,
     ):
         self._node, self._root, self._watched, self._clock_status = node, root, tuple(watched), clock_status
-        self._gpus = Gpus(nvml)
+        self._gpus = Gpus(nvml, root)
         self._log = KernelLog(root / "dev/kmsg")
         self._aliases: dict[str, str] = {}
         self.asking = ""
@@ -52,7 +52,8 @@ class Reader:
             "disks": lambda: disks.read(root, node, when, self._watched),
             "clock": lambda: clock.read(root, node, when, self._clock_status, ahead),
             "processors": lambda: processors.read(root, node, when),
-            # last, because it names devices as the other sources do
+            # last, because they name devices as the other sources do
+            "PCIe": lambda: pcie.read(root, node, when, aliases),
             "kernel log": lambda: self._log.read(node, when, ahead, aliases),
         }
         reading = self._collect(when, sources, aliases)
@@ -86,7 +87,7 @@ class Reader:
             if found.unreadable:
                 unreadable[name] = found.unreadable
         self.asking = ""
-        return Reading(self._node, when, tuple(observations), unreadable, aliases)
+        return Reading(self._node, when, tuple(_once(observations)), unreadable, aliases)
 
     def close(self) -> None:
         """Release the driver and the log."""
@@ -106,3 +107,14 @@ def of_this_node(node: str, root: Path | None = None, watched: Sequence[Path] = 
     if root is None:
         return Reader(node, nvml=find_nvml(), watched=watched)
     return Reader(node, root, None, watched, lambda: None)
+
+
+def _once(observations: Sequence[Observation]) -> list[Observation]:
+    """Return observations without the Xids of NVML that the kernel log reports, too, and in more words."""
+    logged = {_xid(each) for each in observations if each.kind == EVENT and not each.text.startswith(FROM_NVML)}
+    return [o for o in observations if not (o.text.startswith(FROM_NVML) and _xid(o) in logged)]
+
+
+def _xid(event: Observation) -> tuple[str, str]:
+    """Return the device and the name of an event without what the name says besides the number of the Xid."""
+    return event.device, ".".join(event.name.split(".")[:2])
