@@ -113,6 +113,29 @@ def tasks(pid: int) -> list[tuple[str, int, str]]:
     return found
 
 
+def folder(pid: int) -> str:
+    """Return the working directory of a process, "" if that is not known."""
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return ""
+
+
+def signals(pid: int) -> dict[str, set[int]]:
+    """Return which signals a process handles ("SigCgt"), ignores ("SigIgn") and blocks in its main thread ("SigBlk").
+
+    All sets are empty once it is gone.
+    """
+    found: dict[str, set[int]] = {"SigCgt": set(), "SigIgn": set(), "SigBlk": set()}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name in found:
+                mask = int(value, 16)
+                found[name] = {number for number in range(1, 65) if mask >> (number - 1) & 1}
+    return found
+
+
 def _line(path: Path) -> str:
     try:
         return path.read_text().strip()

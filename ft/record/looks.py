@@ -1,16 +1,29 @@
-"""The stored looks of a run: what all workers were doing at one moment, one folder per look with a file per node."""
+"""The stored looks of a run: what all workers were doing at one moment, one folder per look with a file per node.
+
+In a run of replicas (FT-HSDP) each replica's folder has its own looks. Those of about the same time are a moment of the
+run; the launcher that keeps the quorum server adds what the operating system says of that process.
+"""
 
 import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ft.base.errors import UserError
-from ft.faults.hang.look import DEAD, Look, Rank
-from ft.net.codec import BadMessage, Numbers, from_json
+from ft.faults.hang.look import DEAD, Across, Look, Rank
+from ft.faults.hang.replicas import combine
+from ft.net.codec import BadMessage, Numbers, from_json, to_json
 
-_FOLDER, _WANTED = "looks", "wanted"
+_FOLDER, _WANTED, _SERVER = "looks", "wanted", "server.jsonl"
+_REPLICA = re.compile(r"replica-(\d+)")
+_WALL = re.compile(rb'"wall":\s*([0-9.e+]+)')
+_HEAD_BYTES = 4096
 _TOGETHER_S = 60.0
 """Seconds within which all nodes have written their parts of one look, by clocks that may differ."""
+_MOMENT_S = 3.0
+"""Seconds within which looks at different replicas belong to one moment."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +34,21 @@ class _Part:
     why: str
     ranks: list[Rank]
     groups: dict[str, tuple[int, ...]]
+    across: dict[str, Across]
     seats: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Looks at several replicas at about the same time.
+
+    Attributes:
+        wall: time of the first of them, in seconds since 1970.
+        numbers: replica -> number of its look.
+    """
+
+    wall: float
+    numbers: Mapping[int, int]
 
 
 def path(run: Path, number: int, node: str) -> Path:
@@ -50,9 +77,18 @@ def numbers(run: Path) -> list[int]:
 def read(run: Path, number: int) -> Look:
     """Return a stored look. Ranks of which no node says anything are dead.
 
+    Of a replica, the look says of the ranks of others only that its own ranks wait for them.
+
     Raises:
         UserError: the look does not exist, or a file of it cannot be read.
     """
+    look, replica = _read(run, number), _replica(run)
+    if replica is None:
+        return look
+    return combine({replica: look}, server=_server(run.parent, look.wall), home=replica)
+
+
+def _read(run: Path, number: int) -> Look:
     files = sorted((run / _FOLDER / f"{number:04d}").glob("*.json"))
     if not files:
         raise UserError(f"{run} has no look {number}", "list the folder looks in it")
@@ -62,11 +98,16 @@ def read(run: Path, number: int) -> Look:
     parts = [part for part in parts if newest - part.wall < _TOGETHER_S]
     ranks = {rank.rank: rank for part in parts for rank in part.ranks}
     groups = {name: members for part in parts for name, members in part.groups.items()}
+    across: dict[str, Across] = {}
+    for part in parts:
+        for name, found in part.across.items():
+            known = across.get(name, found)
+            across[name] = Across(tuple(sorted({*known.replicas, *found.replicas})), found.rank)
     seats = {name: worker for part in parts for name, worker in part.seats.items()}
     for name, worker in seats.items():
         if int(name) not in ranks:
             ranks[int(name)] = Rank(int(name), worker, worker.partition(".")[0], DEAD, answers=False)
-    return Look(ranks, groups, newest, parts[0].why)
+    return Look(ranks, groups, newest, parts[0].why, across)
 
 
 def _part(file: Path) -> _Part:
@@ -77,8 +118,119 @@ def _part(file: Path) -> _Part:
             why=str(values["why"]),
             ranks=[from_json(Rank, said) for said in values["ranks"]],
             groups={name: tuple(Numbers.from_json(members)) for name, members in values["groups"].items()},
+            across={name: from_json(Across, members) for name, members in values.get("across", {}).items()},
             seats={str(int(name)): str(worker) for name, worker in values["seats"].items()},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BadMessage) as error:
         problem = f"{file} cannot be read ({type(error).__name__}: {error})"
         raise UserError(problem, "choose another look with --look") from error
+
+
+# --- runs of replicas ------------------------------------------------------------------------------------------------
+
+
+def folders(run: Path) -> dict[int, Path]:
+    """Return replica -> its folder; empty for an ordinary run, and for the folder of one replica."""
+    matches = ((_REPLICA.fullmatch(one.name), one) for one in sorted(run.iterdir()) if one.is_dir())
+    return {int(match[1]): one for match, one in matches if match is not None}
+
+
+def _replica(run: Path) -> int | None:
+    """Return the number of the replica whose folder ``run`` is, None for an ordinary run."""
+    run = run.resolve()
+    match = _REPLICA.fullmatch(run.name)
+    return int(match[1]) if match is not None and (run.parent / "quorum.json").exists() else None
+
+
+def moments(run: Path) -> list[Moment]:
+    """Return the moments of which a run of replicas has looks, the oldest first."""
+    found = [
+        (wall, replica, number)
+        for replica, folder in folders(run).items()
+        for number in numbers(folder)
+        if (wall := _taken_at(folder, number)) is not None
+    ]
+    return together(found)
+
+
+def together(found: Iterable[tuple[float, int, int]]) -> list[Moment]:
+    """Return which looks belong to one moment: looks at different replicas, none long after the first of them.
+
+    Args:
+        found: (time, replica, number) of each look.
+    """
+    moments: list[tuple[float, dict[int, int]]] = []
+    for wall, replica, number in sorted(found):
+        if not moments or replica in moments[-1][1] or wall - moments[-1][0] > _MOMENT_S:
+            moments.append((wall, {}))
+        moments[-1][1][replica] = number
+    return [Moment(wall, looks) for wall, looks in moments]
+
+
+def _taken_at(folder: Path, number: int) -> float | None:
+    """Return the time of a look, without reading the whole of it; None if that cannot be told."""
+    for file in sorted((folder / _FOLDER / f"{number:04d}").glob("*.json")):
+        try:
+            with file.open("rb") as content:
+                match = _WALL.search(content.read(_HEAD_BYTES))
+            return float(match[1]) if match is not None else None
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def read_together(run: Path, looks: Mapping[int, int], lost: Iterable[int] = ()) -> Look:
+    """Return one look at the replicas of a run.
+
+    Args:
+        run: folder of the run.
+        looks: replica -> number of its look.
+        lost: replicas that were asked and have not answered.
+
+    Raises:
+        UserError: a look does not exist, or cannot be read.
+    """
+    known = folders(run)
+    found = {replica: _read(known[replica], number) for replica, number in looks.items()}
+    wall = max((look.wall for look in found.values()), default=0.0)
+    return combine(found, lost, known, _server(run, wall))
+
+
+# --- the quorum server -----------------------------------------------------------------------------------------------
+
+
+def note_server(run: Path, wall: float, said: Rank) -> None:
+    """Store what the operating system says of the quorum server's process.
+
+    Args:
+        run: folder of the run of replicas.
+        wall: when, in seconds since 1970.
+        said: what it says.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    (run / _FOLDER).mkdir(exist_ok=True)
+    with (run / _FOLDER / _SERVER).open("a") as file:
+        file.write(json.dumps({"wall": wall, "said": to_json(said)}) + "\n")
+
+
+def _server(run: Path, wall: float) -> Rank | None:
+    """Return what is known of the quorum server's process at the time of a look."""
+    try:
+        lines = (run / _FOLDER / _SERVER).read_text().splitlines()
+    except OSError:
+        return None
+    best: tuple[float, Any] | None = None
+    for line in lines:
+        try:
+            values = json.loads(line)
+            apart = abs(float(values["wall"]) - wall)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if apart < _MOMENT_S and (best is None or apart < best[0]):
+            best = apart, values.get("said")
+    try:
+        return None if best is None else from_json(Rank, best[1])
+    except BadMessage:
+        return None

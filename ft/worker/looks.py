@@ -9,9 +9,11 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ft.faults.hang.look import Rank, Thread
+from ft.faults.hang.look import Across, Operation, Rank, Thread
 from ft.faults.hang.places import COMMUNICATION, KERNEL, place
 from ft.job.messages import Look, Looked
 from ft.net.codec import to_json
@@ -24,14 +26,33 @@ if TYPE_CHECKING:
 _MOST_FRAMES = 40
 
 
+@dataclass(frozen=True)
+class Outside:
+    """What a rank does with ranks of other replicas.
+
+    Attributes:
+        operations: its operations with them that have not ended, and the last one of each channel.
+        counts: number of operations with them that it has started, by channel.
+        groups: name of a group of ranks of several replicas -> its members.
+        threads: names of the threads that the training thread waits for.
+    """
+
+    operations: tuple[Operation, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, Across] = field(default_factory=dict)
+    threads: frozenset[str] = frozenset()
+
+
 def answer(session: "Session", order: Look) -> Looked:
     """Return the answer to a look."""
-    groups = session.groups.look() if session.groups is not None else None
+    outside = session.outside() if session.outside is not None else Outside()
+    groups = session.groups.look(outside.threads) if session.groups is not None else None
     threads = running_threads()
     operations = groups.operations if groups is not None else ()
     trainer = next((thread for thread in threads if thread.trains), None)
     # A device carries operations out on its own. Only if its host waits, too, does the rank wait for them.
-    if groups is not None and not groups.blocked and place(trainer) not in (COMMUNICATION, KERNEL):
+    is_blocked = (groups is not None and groups.blocked) or any(one.awaited for one in outside.operations)
+    if groups is not None and not is_blocked and place(trainer) not in (COMMUNICATION, KERNEL):
         operations = tuple(dataclasses.replace(one, awaited=False) for one in operations)
     said = Rank(
         rank=session.rank,
@@ -39,13 +60,14 @@ def answer(session: "Session", order: Look) -> Looked:
         node=session.node,
         ended=session.progress.doing == "idle" and session.progress.place == "done",
         step=session.progress.step,
-        counts=groups.counts if groups is not None else {},
-        operations=operations,
+        counts={**(groups.counts if groups is not None else {}), **outside.counts},
+        operations=(*operations, *outside.operations),
         departure=groups.departure if groups is not None else None,
         threads=tuple(threads),
+        step_s=session.progress.step_time(),
     )
     members = dict(groups.members) if groups is not None else {}
-    return Looked(session.worker, order.number, to_json(said), members)
+    return Looked(session.worker, order.number, to_json(said), members, dict(outside.groups))
 
 
 def running_threads() -> list[Thread]:

@@ -41,7 +41,9 @@ class Progress:
         waiting: see Args.
         unfinished: see Args.
         clock: see Args.
-        begun: function that is called when a step begins.
+        begun: function that is called when a step begins, with whether all that came since the last call was a whole
+            training step, as most are: without an evaluation or a checkpoint, and no failed attempt.
+        interrupted: function that is called when something begins in a step that most steps do not contain.
         lag: function that returns the number of steps by which the newest snapshot held by all peers is behind.
         epoch: number of the present epoch, -1 before the first.
         step: last committed step.
@@ -56,7 +58,9 @@ class Progress:
     ):
         self._times = times
         self.waiting, self.unfinished, self.clock = waiting, unfinished, clock
-        self.begun: Callable[[], None] = lambda: None
+        self.begun: Callable[[bool], None] = lambda is_usual: None
+        self.interrupted: Callable[[], None] = lambda: None
+        self._begun_after: int | None = None
         self.lag: Callable[[], int] = lambda: 0
         self.epoch, self.step = -1, 0
         self._activity: tuple[str, str, float] = ("idle", "start", self.clock())
@@ -89,23 +93,31 @@ class Progress:
         self.step = step
         self._enter("compute", f"step {step + 1}")
         self._step_began, self._aside_s = self._activity[2], 0.0
-        self.begun()
+        self._tell_of_step(step)
         if self._times is not None:
             self._times.begins(self.epoch)
 
-    def committed(self, step: int) -> None:
-        """Record that ``step`` is committed and the next step begins."""
+    def committed(self, step: int, is_usual: bool = True) -> None:
+        """Record that ``step`` is committed and the next step begins.
+
+        Args:
+            step: number of the step.
+            is_usual: whether the worker has computed the step as it computes most steps.
+        """
         if self._step_began is not None:
             self._step_times.append(self.clock() - self._step_began)
         self.step = step
         self._enter("compute", f"step {step + 1}")
         self._step_began, self._aside_s = self._activity[2], 0.0
+        if step != self._begun_after:  # two layers may tell of the same step
+            self._tell_of_step(step, is_usual)
         if self._times is not None:
             self._times.ends_step(step)
 
     def aside(self, what: str) -> None:
         """Record that the step continues with ``what``, which may take long and is exempt from hang detection."""
         self._enter("aside", what)
+        self.interrupted()
 
     def idles(self, where: str) -> None:
         """Record that no step is under way (``where`` says why), and stop measuring the step time."""
@@ -152,6 +164,11 @@ class Progress:
             lag=self.lag(),
             at_step_s=round(self._at_step_s(now), 3),
         )
+
+    def _tell_of_step(self, step: int, is_usual: bool = True) -> None:
+        """Tell that a step begins after ``step``, which was a step only if the last one began after the step before."""
+        is_next, self._begun_after = self._begun_after == step - 1, step
+        self.begun(is_next and is_usual)
 
     def _enter(self, doing: str, where: str) -> None:
         before, now = self._activity, self.clock()

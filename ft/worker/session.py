@@ -24,6 +24,7 @@ from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Close, Look, Observed, Open, StepTimes
 from ft.net.choice import network_of
 from ft.net.streams import TcpNetwork
+from ft.platform import stacks
 from ft.state.groups import Groups, Rendezvous
 from ft.state.snapshot import SnapshotServer
 from ft.worker import looks, protocol
@@ -73,6 +74,8 @@ class Session(protocol.Member):
         faulty_device: function (number of the fault, bit flip) that injects a bit flip into this worker's computation;
             None without redundant execution (SpareTrain).
         progress: progress that heartbeats report.
+        outside: function that returns what this rank does with ranks of other replicas, for a look; None: there are no
+            replicas.
         role: name of the part of the work that the worker does. Workers with the same role have the same work in every
             step, so that one of them that is slower than the others stands out. "": its steps are not compared.
         server: server that sends and receives snapshots.
@@ -94,7 +97,8 @@ class Session(protocol.Member):
             unfinished=lambda: self.groups.oldest_unfinished() if self.groups is not None else None,
             times=CLOCK,
         )
-        self.progress.begun = self._on_step
+        self.progress.begun, self.progress.interrupted = self._on_step, self._on_interruption
+        self.outside: Callable[[], looks.Outside] | None = None
         self.role = ""
         CLOCK.start()
         network = network_of(environment)
@@ -104,7 +108,7 @@ class Session(protocol.Member):
         self._lock = threading.Lock()
         self._when_closed: list[Callable[[int, str], None]] = []
         self.orders = Orders(self._on_close, self._on_look)
-        self.link = Link.connect(environment)
+        self.link = Link.connect(environment, stacks.register(threading.main_thread().ident or 0))
         self.link.listen(self.orders.deliver)
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s, self._step_times)
         # Over MPI, messages pass through one process of the node, and not through a socket of this one.
@@ -239,13 +243,23 @@ class Session(protocol.Member):
         with contextlib.suppress(OSError):  # the thread that receives orders detects the agent's death
             self.send(protocol.failure(self, self.progress.step, error))
 
-    def _on_step(self) -> None:
+    def _on_step(self, is_usual: bool) -> None:
         if self.groups is not None:
-            self.groups.begins_a_step()
+            self.groups.begins_a_step(is_usual)
+
+    def _on_interruption(self) -> None:
+        if self.groups is not None:
+            self.groups.is_interrupted()
 
     def _on_look(self, order: Look) -> None:
-        if self.rank >= 0:
-            self.send(looks.answer(self, order))
+        if self.rank < 0:
+            return
+        try:
+            answer = looks.answer(self, order)
+        except Exception as error:  # this thread has to receive further orders, whatever a look finds
+            self.log_error(error)
+            return
+        self.send(answer)
 
     def suspect(self, group: str, error: BaseException) -> None:
         """Report that a collective failed in an open epoch, and wait for the control plane to close the epoch.

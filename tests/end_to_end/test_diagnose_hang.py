@@ -1,12 +1,18 @@
 """`ft diagnose hang` on real runs: who hangs and where, while the run is under way and after it was recovered."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import replica_runs
 from ft_runs import ROOT, Running, flags, ft_run
+from replica_runs import Replicas
+
+from ft.base import events
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 LIMITS = "stall_s: 2\nsilent_s: 30\ncollective_s: 4\n"
@@ -65,6 +71,20 @@ def test_a_run_under_way_is_asked_while_it_hangs(corpus, tmp_path):
     assert code == 1 and [(one["rank"], one["kind"]) for one in found["causes"]] == [(3, "busy")], found
 
 
+def test_who_holds_the_interpreter_lock_is_named_with_its_line(corpus, tmp_path):
+    injected = "--inject gil@step=6:rank=3:for=60s"
+    run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60), options=injected)
+    try:
+        run.wait_for(lambda: run.step() >= 5)
+        time.sleep(1)
+        code, found = diagnose(tmp_path / "run")
+    finally:
+        run.stop()
+    assert code == 1 and [(one["rank"], one["kind"]) for one in found["causes"]] == [(3, "busy")], found
+    assert "hold_the_interpreter" in found["causes"][0]["where"], found
+    assert any("holds the lock" in sentence for sentence in found["causes"][0]["evidence"]), found
+
+
 def test_a_healthy_run_has_no_cause_that_lasts(corpus, tmp_path):
     run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 200))
     try:
@@ -78,9 +98,80 @@ def test_a_healthy_run_has_no_cause_that_lasts(corpus, tmp_path):
     }
 
 
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+SHARDED = "--use-distributed-optimizer"
+
+
+def named(found) -> list[tuple]:
+    return [(one["replica"], one["rank"], one["kind"]) for one in found["causes"]]
+
+
+def waits(found) -> set[tuple]:
+    """Return (replica, rank, first word of the group, replica, rank) of all waits."""
+    return {(w["replica"], w["rank"], w["group"].split("/")[0], w["on_replica"], w["on"]) for w in found["waiting"]}
+
+
+def test_of_all_replicas_the_rank_is_named_for_which_the_others_wait_in_their_rings(corpus, tmp_path):
+    # In the first step nobody gives up soon, because it may take long on any replica.
+    options = "--inject stall@replica=1:step=1:rank=1:phase=forward"
+    run = Replicas(tmp_path / "run", replica_runs.flags(corpus, SHARDED, 60), replicas=3, nproc=6, options=options)
+    try:
+        log = run.folder / "replica-1" / "events.jsonl"
+        run.wait_for(lambda: any(event.name == events.FAULT_INJECTED for event in events.read(log)))
+        time.sleep(2)  # the others are in the operation in which they wait
+        code, found = diagnose(run.folder)
+        said = command(run.folder, "--picture", tmp_path / "hang.png").stdout
+        alone = diagnose(run.folder / "replica-2")
+        own = diagnose(run.folder / "replica-1")
+    finally:
+        run.stop()
+    assert code == 1 and named(found) == [(1, 1, "busy")], found
+    assert "ft/faults/acts.py" in found["causes"][0]["where"], found
+    ring = {(r, k, "RING", 1, k) for r in (0, 2) for k in (0, 1)}
+    assert waits(found) == ring | {(1, 0, "replica 1", 1, 1)}, found
+    assert len(found["causes"][0]["delayed"]) == 5 and found["moving"] == [], found
+    assert "cause 1: busy: replica 1 rank 1 (n0.w1 on n0)" in said and (tmp_path / "hang.png").stat().st_size, said
+    assert alone[0] == 0 and not alone[1]["causes"], f"an innocent rank of replica 2 is named: {alone}"
+    assert {edge["on_replica"] for edge in alone[1]["waiting"]} == {0, 1}, alone
+    assert own[0] == 1 and named(own[1]) == [(1, 1, "busy")], own
+
+
+def test_a_replica_that_hangs_takes_a_look_and_the_others_are_asked_for_one(corpus, quick, tmp_path):
+    slowly = "slow@replica=0:step=2:rank=0:factor=2:for=300s"
+    options = f"{quick} --inject {slowly} --inject stall@replica=1:step=5:rank=1"
+    done = replica_runs.train(
+        tmp_path / "run", replica_runs.flags(corpus, SHARDED, 60, batch=8), replicas=2, nproc=4, options=options
+    )
+    assert done.code == 0, done.explain()
+    code, found = diagnose(tmp_path / "run")
+    assert code == 1 and named(found) == [(1, 1, "busy")], found
+    assert 1 not in found["moving"] and found["why"].startswith("replica 1: "), found
+    report = subprocess.run(
+        [sys.executable, "-m", "ft", "report", str(tmp_path / "run")], cwd=ROOT, capture_output=True, check=False
+    )
+    assert report.returncode == 0, report
+    assert "busy: replica 1 rank 1" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_stopped_quorum_server_is_named_and_a_run_that_goes_on_has_no_cause(corpus, tmp_path):
+    run = Replicas(tmp_path / "run", replica_runs.flags(corpus, SHARDED, 4000), replicas=3, nproc=3)
+    try:
+        run.wait_for(lambda: run.step() >= 3)
+        before = diagnose(run.folder)
+        os.kill(run.server(), signal.SIGSTOP)
+        time.sleep(2)  # its leaders have noticed that it is silent
+        code, found = diagnose(run.folder)
+        os.kill(run.server(), signal.SIGCONT)
+    finally:
+        run.stop()
+    assert before[0] == 0 and before[1]["moving"] == [0, 1, 2], before
+    assert code == 1 and named(found) == [(None, None, "stopped")], found
+    assert waits(found) == {(replica, 0, "QUORUM", None, None) for replica in range(3)}, found
+
+
 def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "replica-0").mkdir()
-    done = command(tmp_path)
-    assert done.returncode == 2 and "a run of 1 replicas" in done.stderr, done.stderr
-    done = command(tmp_path / "replica-0")
-    assert done.returncode == 2 and "contains no look" in done.stderr, done.stderr
+    for folder in (tmp_path, tmp_path / "replica-0"):
+        done = command(folder)
+        assert done.returncode == 2 and "contains no look" in done.stderr, done.stderr

@@ -165,6 +165,27 @@ def test_a_killed_server_s_successor_goes_on_with_what_was_asked(service):
     assert clients[0].rows(1, 0) == [{"ring": "ring 1.0", "fetch": "f"}] * 2
 
 
+def test_a_leader_can_ask_whom_the_server_waits_for_and_notices_its_silence(service):
+    server = service.serve(2)
+    clients = [service.client(replica) for replica in range(2)]
+    quorum = both(clients, [(0, 0)] * 2)
+    assert clients[0].look(1.0).asked is None
+    waits = ask(clients[0], after(quorum))
+    view = clients[0].look(LIMIT_S)
+    assert view.waits == {1: "is at work in the last quorum"} or view.waits == {
+        1: "was in the last quorum and is slower"
+    }
+    assert (view.following, view.last, view.asked.next_step) == (quorum.number + 1, quorum, quorum.step + 1)
+    assert view.silent_s < 1.0
+    server.send_signal(signal.SIGSTOP)
+    time.sleep(0.5)
+    view = clients[0].look(0.05)
+    assert view.waits is None and view.silent_s > 0.4
+    server.send_signal(signal.SIGCONT)
+    ask(clients[1], after(quorum))
+    assert waits.result(LIMIT_S).number == quorum.number + 1
+
+
 def test_the_older_of_two_servers_loses(service):
     first = service.serve(2)
     clients = [service.client(replica) for replica in range(2)]

@@ -6,6 +6,7 @@ from quorum_world import World
 from ft.base.errors import UserError
 from ft.job.quorum import Limits, NoQuorum, Quorum, Report
 from ft.job.quorum.blame import judge
+from ft.job.quorum.decide import missing
 from ft.job.quorum.server import parse_options
 from ft.job.quorum.state import SPAN, Options
 from ft.job.quorum.values import committed_in, estimated
@@ -41,6 +42,24 @@ def test_the_first_quorum_does_not_wait_for_one_beyond_them_that_has_left():
     world.hello(7)
     world.lose(7)
     assert world.start().members == (0, 1)
+
+
+def test_whom_a_quorum_waits_for_can_be_asked():
+    world = World(3, min_replicas=2)
+    assert missing(world.state, world.now) == {}, "nobody has asked"
+    for replica in range(2):
+        world.hello(replica)
+        world.report(replica, 0, 0, step_s=0.1)
+    assert missing(world.state, world.now) == {2: "is expected and the run begins with all"}
+    quorum = World.start(world)
+    world.commits(quorum, 0, 2)
+    assert missing(world.state, world.now) == {1: "was in the last quorum and is slower"}
+    world.leave(1)
+    world.leave(2)
+    assert missing(world.state, world.now) == {
+        1: "is offline, and too few are here",
+        2: "is offline, and too few are here",
+    }
 
 
 def test_nobody_has_a_state_so_all_load_and_report_again():

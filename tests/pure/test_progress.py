@@ -75,3 +75,16 @@ def test_evaluations_saves_and_idle_times_are_no_part_of_a_step(training):
     assert training.after(1.0).at_step_s == 2.0
     training.progress.idles("recovery")
     assert training.after(70.0).at_step_s == 0.0
+
+
+def test_it_is_told_which_steps_can_be_compared(training):
+    told, progress = [], training.progress
+    progress.begun, progress.interrupted = told.append, lambda: told.append("interrupted")
+    progress.committed(5)
+    progress.aside("evaluate")
+    progress.committed(6)
+    progress.committed(6)  # the layer outside tells of it, too
+    progress.committed(7, is_usual=False)
+    progress.begins(7)  # an attempt has failed
+    progress.committed(8)
+    assert told == [True, "interrupted", True, False, False, True]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from ft.faults.hang import look as looks
 from ft.faults.hang.graph import Wait, counterpart, fits, partners, reachable, waits
-from ft.faults.hang.look import DEAD, RUNNING, Departure, Look, Operation, Rank
+from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation, Rank
 from ft.faults.hang.places import where
+from ft.faults.hang.who import Who
 
 STOPPED_, DEAD_, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW_LINK = (
     *("stopped", "dead", "busy", "missing-call", "mismatch", "unmatched-message", "cycle", "slow-rank", "slow-link"),
@@ -39,6 +40,7 @@ class Cause:
         evidence: sentences that say from what this follows.
         delayed: the other ranks that wait for it, directly or not.
         ends: of a slow connection, all ranks that take part in the operations that do not end.
+        together: all ranks at fault, if a whole replica is.
     """
 
     rank: int
@@ -50,14 +52,16 @@ class Cause:
     evidence: tuple[str, ...]
     delayed: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+    together: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The causes of a hang, the most certain first, and who waits for whom."""
+    """The causes of a hang, the most certain first, and who waits for whom; ``moving``: replicas that train on."""
 
     causes: tuple[Cause, ...]
     waiting: tuple[Wait, ...]
+    moving: tuple[int, ...] = ()
 
 
 def diagnose(look: Look) -> Diagnosis:
@@ -74,7 +78,7 @@ class _Search:
     """The search for causes in one look. Each step leaves out what the steps before it have explained."""
 
     def __init__(self, look: Look):
-        self.look = look
+        self.look, self._who = look, Who(look)
         self.edges = waits(look)
         self._on: dict[int, list[Wait]] = defaultdict(list)
         self._to: dict[int, set[int]] = defaultdict(set)
@@ -90,29 +94,38 @@ class _Search:
     def add(self, cause: Cause) -> None:
         """Record a cause; whoever waits for its rank is explained by it."""
         self.causes.append(cause)
-        self._explained |= {cause.rank, *cause.delayed}
+        self._explained |= {cause.rank, *cause.together, *cause.delayed}
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
     def processes(self) -> Iterator[Cause]:
         """Yield the ranks whose process is stopped, dead or silent, and that others wait for."""
+        lost = self._lost_replicas()
         for rank, edges in sorted(self._on.items()):
-            said = self.look.ranks.get(rank)
-            if said is None:
-                yield self._cause(rank, DEAD_, edges[0].operation, "unknown", f"nothing is known of rank {rank}")
+            if self.look.is_elsewhere(rank):
+                continue
+            said, who = self.look.ranks.get(rank), self._who.one(rank)
+            if together := lost.get(rank, ()):
+                if rank == next(one for one in together if one in self._on):
+                    why = f"no process of replica {self.look.places[rank].replica} is known to live"
+                    cause = self._cause(rank, DEAD_, edges[0].operation, "unknown", why, group=together)
+                    yield replace(cause, together=together)
+            elif said is None:
+                yield self._cause(rank, DEAD_, edges[0].operation, "unknown", f"nothing is known of {who}")
             elif said.process != RUNNING:
                 kind = DEAD_ if said.process == DEAD else STOPPED_
                 ending = "has ended" if said.process == DEAD else "is stopped by a signal (state T)"
-                yield self._cause(rank, kind, edges[0].operation, where(said), f"the process of rank {rank} {ending}")
+                yield self._cause(rank, kind, edges[0].operation, where(said), f"the process of {who} {ending}")
             elif not said.answers:
-                why = f"rank {rank} runs, but no thread of it can run Python code: one of them holds the lock"
+                why = f"{who} runs, but no thread of it can run Python code: one of them holds the lock"
+                why = f"{who} runs, and answers nobody" if rank == SERVER else why
                 yield self._cause(rank, BUSY, edges[0].operation, where(said), why)
 
     def misfits(self) -> Iterator[Cause]:
         """Yield the ranks that are in another operation than the other members, or in the same one with other sizes."""
         seen = set()
         for rank, said in sorted(self.look.ranks.items()):
-            for operation in said.pending:
+            for operation in () if said.moves else said.pending:
                 key = (operation.group, frozenset((rank, operation.peer)) if operation.is_message else None)
                 if key in seen:
                     continue
@@ -129,15 +142,15 @@ class _Search:
             said = self.look.ranks.get(rank)
             if rank in self._explained or said is None or said.pending:
                 continue
-            edge = edges[0]
+            edge, who = edges[0], self._who.one(rank)
             if rank in self._departed:
                 yield self._of_departure(rank, self._departed[rank])
             elif said.ended:
                 kind = UNMATCHED if edge.operation.is_message else MISSING_CALL
-                why = f"rank {rank} has left the training loop and will not start it any more"
+                why = f"{who} has left the training loop and will not start it any more"
                 yield self._cause(rank, kind, edge.operation, where(said), why)
             else:
-                yield self._cause(rank, BUSY, edge.operation, where(said), f"rank {rank} is in no communication")
+                yield self._cause(rank, BUSY, edge.operation, where(said), f"{who} is in no communication")
 
     def circles(self) -> Iterator[Cause]:
         """Yield the causes among the ranks that wait for each other in a circle."""
@@ -151,23 +164,25 @@ class _Search:
             inside = [edge for edge in self.edges if {edge.rank, edge.on} <= circle]
             first = max(inside, key=lambda edge: (edge.operation.age_s or 0.0, -edge.rank))
             messages = any(edge.operation.is_message for edge in inside)
-            chain = " -> ".join(map(str, _around(inside, first.on)))
+            path = _around(inside, first.on)
+            chain = " -> ".join(map(self._who.one if self.look.places else str, path))
             yield self._cause(
                 first.on,
                 UNMATCHED if messages else CYCLE,
                 first.operation,
                 self._place(first.on),
                 f"the ranks wait for each other in a circle: {chain}",
-                *(f"rank {edge.rank} is in {edge.operation}, and waits for rank {edge.on}" for edge in inside[:4]),
+                *(self._waits(edge) for edge in inside[:4]),
             )
 
     def links(self) -> Iterator[Cause]:
         """Yield the connection at fault if everybody has started an operation and it still does not end."""
         stuck = []
         for rank, said in sorted(self.look.ranks.items()):
-            if rank in self._explained or self._to.get(rank):
+            if rank in self._explained or self._to.get(rank) or said.moves:
                 continue
-            stuck += [(rank, operation) for operation in said.pending if self._is_under_way(rank, operation)]
+            pending = [operation for operation in said.pending if operation.name not in SERVED]
+            stuck += [(rank, operation) for operation in pending if self._is_under_way(rank, operation)]
         if not stuck:
             return
         tally: Counter[int] = Counter()
@@ -181,8 +196,8 @@ class _Search:
             SLOW_LINK,
             operation,
             f"a connection of group(s) {groups}",
-            f"all members have started {operation}, and it has not ended",
-            f"rank {rank} takes part in {tally[rank]} of {len(stuck)} operations that do not end",
+            f"all members have started {self._who.operation(operation)}, and it has not ended",
+            f"{self._who.one(rank)} takes part in {tally[rank]} of {len(stuck)} operations that do not end",
         )
         yield replace(found, ends=tuple(sorted(tally)))
 
@@ -224,10 +239,9 @@ class _Search:
         kind = MISMATCH
         if departed is not None and departed.kind == looks.SKIPPED:
             kind = UNMATCHED if departed.expected.is_message else MISSING_CALL
-        ranks = ", ".join(map(str, sorted(others)))
         evidence = [
-            f"rank {rank} has started {own} {_sizes(own)}at {own.site or 'an unknown line'}",
-            f"rank(s) {ranks} have started {operation} {_sizes(operation)}at {operation.site or 'an unknown line'}",
+            f"{self._who.one(rank)} has started {self._call(own)}",
+            f"{self._who.many(others)} have started {self._call(operation)}",
         ]
         if departed is not None:
             evidence.append(_said(departed))
@@ -263,25 +277,66 @@ class _Search:
             return len(started) == 2
         return True
 
+    def _call(self, operation: Operation) -> str:
+        name = f"{self._who.operation(operation)} {_sizes(operation)}"
+        return f"{name}at {operation.site or 'an unknown line'}"
+
+    def _waits(self, edge: Wait) -> str:
+        one, operation, other = self._who.one(edge.rank), self._who.operation(edge.operation), self._who.one(edge.on)
+        return f"{one} is in {operation}, and waits for {other}"
+
+    def _lost_replicas(self) -> dict[int, tuple[int, ...]]:
+        """Return, for each rank of a replica of which no process is known to live, all ranks of that replica."""
+        by: dict[int, list[int]] = defaultdict(list)
+        for rank, place in self.look.places.items():
+            if not self.look.is_elsewhere(rank):
+                by[place.replica].append(rank)
+        lost = [ranks for ranks in by.values() if all(self._is_lost(rank) for rank in ranks)]
+        return {rank: tuple(sorted(ranks)) for ranks in lost for rank in ranks}
+
+    def _is_lost(self, rank: int) -> bool:
+        said = self.look.ranks.get(rank)
+        return said is None or said.process == DEAD
+
     def _place(self, rank: int) -> str:
         said = self.look.ranks.get(rank)
         return "unknown" if said is None else _place_in(said)
 
     def _cause(
-        self, rank: int, kind: str, operation: Operation, place: str, *evidence: str, besides: Iterable[int] = ()
+        self,
+        rank: int,
+        kind: str,
+        operation: Operation,
+        place: str,
+        *evidence: str,
+        besides: Iterable[int] = (),
+        group: Iterable[int] = (),
     ) -> Cause:
-        """Return a cause; ``besides``: ranks that it delays although they do not wait for it."""
-        waiting = reachable(rank, self._from) | set(besides)
+        """Return a cause.
+
+        Args:
+            rank: rank at fault.
+            kind: kind of the cause.
+            operation: operation in which others wait for it.
+            place: where the rank is.
+            evidence: sentences, with or without a full stop.
+            besides: ranks that it delays although they do not wait for it.
+            group: all ranks at fault, if there are several.
+        """
+        guilty = {rank, *group}
+        waiting = {one for each in guilty for one in reachable(each, self._from)} | set(besides)
         sentences = [one if one.endswith(".") else f"{one}." for one in evidence]
-        direct: dict[str, list[int]] = defaultdict(list)
-        for edge in self._on.get(rank, ()):
-            direct[str(edge.operation)].append(edge.rank)
+        direct: dict[str, set[int]] = defaultdict(set)
+        for edge in self.edges:
+            if edge.on in guilty:
+                direct[self._who.operation(edge.operation)].add(edge.rank)
         for what, ranks in list(direct.items())[:_SHOWN]:
-            sentences.append(f"Rank(s) {', '.join(map(str, ranks))} wait for it in {what}.")
+            waits = "waits" if self.look.places and len(ranks) == 1 else "wait"
+            sentences.append(f"{self._who.many(ranks)} {waits} for it in {what}.")
         if len(direct) > _SHOWN:
             sentences.append(f"Others wait for it in {len(direct) - _SHOWN} further operations.")
         sentences = [one[0].upper() + one[1:] for one in sentences]
-        delayed = tuple(sorted(waiting - {rank}))
+        delayed = tuple(sorted(waiting - guilty))
         return Cause(rank, kind, operation.group, operation.name, operation.sequence, place, tuple(sentences), delayed)
 
 

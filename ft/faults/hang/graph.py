@@ -2,7 +2,7 @@
 
 A rank in a collective operation waits for all members that have not started it. A rank that receives waits for the
 sender until it has sent as many messages, and a rank that sends waits for the receiver until it has posted as many
-receives.
+receives. Nobody waits for a rank that is known to make progress.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from ft.faults.hang.look import RECV, RUNNING, SEND, Look, Operation, Rank, channel
 
 ABSENT, UNKNOWN, DIFFERENT = "has not started it", "does not answer", "has started another operation"
-"""Why a rank waits for another one."""
+ELSEWHERE = "is in a replica that was not asked"
+"""Why a rank waits for another one, or seems to."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Wait:
         rank: the rank that waits.
         on: the rank that it waits for.
         operation: the operation in which it waits.
-        why: one of ``ABSENT``, ``UNKNOWN`` and ``DIFFERENT``.
+        why: one of ``ABSENT``, ``UNKNOWN``, ``DIFFERENT`` and ``ELSEWHERE``.
     """
 
     rank: int
@@ -38,7 +39,10 @@ def waits(look: Look) -> list[Wait]:
 
 def _edges(look: Look, rank: Rank, operation: Operation) -> Iterable[Wait]:
     for other in partners(look, rank.rank, operation):
-        why = _why(look.ranks.get(other), rank.rank, operation)
+        said = look.ranks.get(other)
+        if said is not None and said.moves:
+            continue
+        why = ELSEWHERE if look.is_elsewhere(other) else _why(said, rank.rank, operation)
         if why:
             yield Wait(rank.rank, other, operation, why)
 

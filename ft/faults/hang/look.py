@@ -2,11 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 RUNNING, STOPPED, DEAD = "running", "stopped", "dead"
 """States of a process: it runs (or sleeps), it was stopped by a signal, it has ended."""
 
 SEND, RECV = "send", "recv"
+
+QUORUM, FETCH, CONNECT = "quorum", "fetch", "connect"
+"""Names of operations between replicas: the question for the quorum of a step, a fetch of the state, and the connection
+of a ring."""
+SERVED = frozenset({QUORUM, FETCH})
+"""Operations that other processes carry out in the background: that everybody has started one, and that it takes long,
+is nobody's fault."""
+
+SERVER = -1
+"""Rank under which a look at a run of replicas knows the quorum server."""
 
 SKIPPED, SWAPPED, ADDED, CHANGED = "skipped", "swapped", "added", "changed"
 """How a rank departs from its program: it left an operation out, took two in the other order, started one more, or
@@ -36,6 +47,7 @@ class Operation:
             awaited, and gloo does not tell when it has ended.
         site: the line that started it, outside of the communication libraries: "file:line function".
         age_s: seconds since it was started; None where unknown.
+        about: what it is for, for people, such as "step 6".
     """
 
     group: str
@@ -47,6 +59,7 @@ class Operation:
     awaited: bool = True
     site: str = ""
     age_s: float | None = None
+    about: str = ""
 
     @property
     def channel(self) -> str:
@@ -58,7 +71,8 @@ class Operation:
 
     def __str__(self) -> str:
         if self.peer is None:
-            return f"{self.name} number {self.sequence} of group {self.group}"
+            about = f" ({self.about})" if self.about else ""
+            return f"{self.name} number {self.sequence} of group {self.group}{about}"
         way = "to" if self.name == SEND else "from"
         return f"{self.name} number {self.sequence} {way} rank {self.peer} in group {self.group}"
 
@@ -113,6 +127,9 @@ class Rank:
             started.
         departure: how its present step differs from the one before; None if it does not.
         threads: its threads.
+        step_s: usual duration of a step in seconds; None while unknown.
+        moves: whether it is known that this rank, or another one of its replica, makes progress: nobody hangs because
+            of it.
     """
 
     rank: int
@@ -126,6 +143,8 @@ class Rank:
     operations: tuple[Operation, ...] = ()
     departure: Departure | None = None
     threads: tuple[Thread, ...] = ()
+    step_s: float | None = None
+    moves: bool = False
 
     def operation(self, key: str, sequence: int) -> Operation | None:
         """Return the operation of this number in a channel, if it is among ``operations``."""
@@ -145,6 +164,26 @@ class Rank:
         return next((thread for thread in self.threads if thread.trains), None)
 
 
+class Place(NamedTuple):
+    """A rank of a run of replicas: the number of its replica, and its logical rank there."""
+
+    replica: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Across:
+    """A group of ranks of several replicas.
+
+    Attributes:
+        replicas: the replicas that have a member in it; ``SERVER`` stands for the quorum server.
+        rank: logical rank of the member in each of them.
+    """
+
+    replicas: tuple[int, ...]
+    rank: int
+
+
 @dataclass(frozen=True)
 class Look:
     """What all ranks say at one moment.
@@ -154,9 +193,30 @@ class Look:
         groups: name of a process group -> logical ranks of its members.
         wall: when, in seconds since 1970; 0 where unknown.
         why: why the look was taken.
+        across: name of a group of ranks of several replicas -> its members, in a look at one replica. The peers of
+            messages in such a group are numbers of replicas.
+        places: rank -> its replica and its logical rank there, in a look at several replicas
+            (:func:`ft.faults.hang.replicas.combine`), whose ranks are numbered through. Empty in others.
+        home: the replica of which the look is, if it is that of one replica only.
+        takers: replicas that have taken the look by themselves because a limit passed, so that the others were asked.
+            Empty if a person has asked all of them.
+        unasked: replicas that were not asked, or are just being started, so that nothing is known of their ranks.
     """
 
     ranks: Mapping[int, Rank]
     groups: Mapping[str, tuple[int, ...]]
     wall: float = 0.0
     why: str = ""
+    across: Mapping[str, Across] = field(default_factory=dict)
+    places: Mapping[int, Place] = field(default_factory=dict)
+    home: int | None = None
+    takers: frozenset[int] = frozenset()
+    unasked: frozenset[int] = frozenset()
+
+    def is_elsewhere(self, rank: int) -> bool:
+        """Return whether nothing is known of a rank because it was not asked."""
+        if rank in self.ranks:
+            return False
+        if rank == SERVER:
+            return self.home is not None
+        return rank in self.places and self.places[rank].replica in self.unasked

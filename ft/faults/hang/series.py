@@ -3,14 +3,17 @@
 In a run that moves, somebody computes and others wait at any moment, so a single look names whoever happens to compute.
 Over several looks, a slow rank is the one that most of the waiting is for, and a slow connection is the one whose
 operations everybody has started in most looks.
+
+Of several replicas (FT-HSDP), some may hang while others train on. A rank of a replica that moves is not at fault.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ft.faults.hang.causes import BUSY, SLOW_LINK, SLOW_RANK, Cause, Diagnosis, diagnose
-from ft.faults.hang.look import Look
+from ft.faults.hang.look import RUNNING, Look, Rank
+from ft.faults.hang.who import Who
 
 _SHARE = 0.5
 """Share of the looks in which a slow rank is the one that others wait for."""
@@ -18,10 +21,89 @@ _LEAD = 1.5
 """Factor by which its number of looks exceeds that of any other rank."""
 
 
+_AT_WORK = 0.5
+"""A replica does not hang if its newest operation is younger than this share of that of a replica that does."""
+_TELLING = 3
+"""Number of looks from which on a slow rank can be told from one that happens to compute."""
+
+
 def over_time(looks: Sequence[Look]) -> Diagnosis:
     """Return the causes over several looks, in the order in which they were taken; a single one is allowed."""
+    if looks[-1].places:
+        return _over_replicas(looks)
     if len(looks) == 1 or not moves(looks[0], looks[-1]):
         return diagnose(looks[-1])
+    return _slowing(looks)
+
+
+def moves(before: Look, after: Look) -> bool:
+    """Return whether any rank has made progress between two looks."""
+    return any(has_moved(before.ranks.get(rank), said) for rank, said in after.ranks.items())
+
+
+def has_moved(before: Rank | None, after: Rank) -> bool:
+    """Return whether a rank has made progress between two looks at it."""
+    if before is None or not before.answers or not after.answers:
+        return False
+    return (before.step, before.counts) != (after.step, after.counts)
+
+
+# --- replicas --------------------------------------------------------------------------------------------------------
+
+
+def _over_replicas(looks: Sequence[Look]) -> Diagnosis:
+    """Return the causes in replicas that do not move. If all move and there are enough looks, who slows them down."""
+    first, last = looks[0], looks[-1]
+    moving = moving_between(first, last) | (at_work(last) if last.home is None else set())
+    ranks = {rank: replace(said, moves=_is_part_of(last, said, moving)) for rank, said in last.ranks.items()}
+    found = diagnose(replace(last, ranks=ranks))
+    if last.takers and len(looks) == 1:
+        found = replace(found, causes=tuple(cause for cause in found.causes if _concerns(last, cause, last.takers)))
+    if not found.causes and moving and len(looks) >= _TELLING:
+        found = _slowing(looks)
+    return replace(found, moving=tuple(sorted(moving)))
+
+
+def _is_part_of(look: Look, said: Rank, moving: set[int]) -> bool:
+    """Return whether a rank belongs to a replica that moves, and its process has neither ended nor been stopped."""
+    place = look.places.get(said.rank)
+    return place is not None and place.replica in moving and said.process == RUNNING
+
+
+def _concerns(look: Look, cause: Cause, replicas: Collection[int]) -> bool:
+    """Return whether a cause is in one of the replicas, or delays a rank of them."""
+    ranks = (cause.rank, *cause.together, *cause.delayed)
+    return any(look.places[rank].replica in replicas for rank in ranks if rank in look.places)
+
+
+def moving_between(before: Look, after: Look) -> set[int]:
+    """Return the replicas of which a rank has made progress between two looks."""
+    ranks = (rank for rank, said in after.ranks.items() if has_moved(before.ranks.get(rank), said))
+    return {after.places[rank].replica for rank in ranks if rank in after.places}
+
+
+def at_work(look: Look) -> set[int]:
+    """Return the replicas that do not hang as far as a single look tells: their newest operation is younger than a step
+    takes, or much younger than that of a replica in which a limit has passed.
+    """
+    newest: dict[int, float] = {}
+    step_s: dict[int, float] = defaultdict(float)
+    for rank, place in look.places.items():
+        said = look.ranks.get(rank)
+        ages = [one.age_s for one in said.operations if one.age_s is not None] if said is not None else []
+        if said is not None and ages:
+            newest[place.replica] = min(*ages, newest.get(place.replica, float("inf")))
+            step_s[place.replica] = max(step_s[place.replica], said.step_s or 0.0)
+    least_s = _AT_WORK * max((age_s for replica, age_s in newest.items() if replica in look.takers), default=0.0)
+    found = {replica for replica, age_s in newest.items() if age_s < max(least_s, step_s[replica])}
+    return found - look.takers
+
+
+# --- slow ranks ------------------------------------------------------------------------------------------------------
+
+
+def _slowing(looks: Sequence[Look]) -> Diagnosis:
+    """Return the rank or the connection that slows down a run that moves, if one stands out."""
     found = [diagnose(look) for look in looks]
     ranks, links, of_rank, of_link = Counter[int](), Counter[int](), defaultdict(list), defaultdict(list)
     for diagnosis in found:
@@ -41,19 +123,12 @@ def over_time(looks: Sequence[Look]) -> Diagnosis:
         cause = _slow(of_link[link], SLOW_LINK, len(looks))
         alike = sorted(rank for rank, votes in links.items() if votes == links[link])
         if len(alike) > 1:
-            why = f"Ranks {', '.join(map(str, alike))} take part in all of these operations alike: one of them it is."
+            ranks = Who(looks[-1]).listed(alike)
+            ranks = ranks if looks[-1].places else f"ranks {ranks}"
+            why = f"{ranks[0].upper()}{ranks[1:]} take part in all of these operations alike: one of them it is."
             cause = replace(cause, ends=tuple(alike), evidence=(*cause.evidence, why))
         return Diagnosis((cause,), found[-1].waiting)
     return Diagnosis((), found[-1].waiting)
-
-
-def moves(before: Look, after: Look) -> bool:
-    """Return whether any rank has made progress between two looks."""
-    return any(
-        said.answers and earlier.answers and (said.step, said.counts) != (earlier.step, earlier.counts)
-        for rank, said in after.ranks.items()
-        if (earlier := before.ranks.get(rank)) is not None
-    )
 
 
 def _outstanding(votes: Counter[int], least: float, lead: float) -> int | None:

@@ -8,10 +8,12 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ft.base.errors import UserError
 from ft.job.messages import decode, encode
+from ft.platform.stacks import Handler
 
 
 def socket_address(name: str) -> str:
@@ -36,8 +38,12 @@ class Link:
         """Hook for fault injection: function from a report to the reports to send in its place."""
 
     @classmethod
-    def connect(cls, environment: Mapping[str, str]) -> "Link":
+    def connect(cls, environment: Mapping[str, str], stacks: Handler | None = None) -> "Link":
         """Connect to the agent that started this process (FT_AGENT) as worker FT_WORKER.
+
+        Args:
+            environment: environment variables.
+            stacks: handler by which the agent can get the stacks of this process.
 
         Raises:
             UserError: no agent answers, because ``ft run`` did not start this process or the agent has ended.
@@ -52,7 +58,8 @@ class Link:
             sock.close()
             raise UserError(f"no agent answers at {environment['FT_AGENT']} ({error.strerror})", fix) from error
         link = cls(sock)
-        link._write(json.dumps({"worker": environment["FT_WORKER"]}))
+        hello = {"worker": environment["FT_WORKER"]}
+        link._write(json.dumps(hello if stacks is None else {**hello, "stacks": asdict(stacks)}))
         return link
 
     @property

@@ -1,25 +1,28 @@
 """Stores what the workers of this node are doing when a run hangs (order ``Look``).
 
 Each worker answers on a thread of its own. Of a worker that does not answer, because it is stopped or holds the
-interpreter lock, the operating system says what its threads do.
+interpreter lock, the operating system says what its threads do; and if its lock is held, it still writes their Python
+calls (:mod:`ft.platform.stacks`).
 """
 
 import json
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread
+from ft.faults.hang import stacks as calls
+from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Across, Rank, Thread
 from ft.job.messages import Look, Looked
 from ft.net.codec import to_json
-from ft.platform import processes
+from ft.platform import processes, stacks
+from ft.platform.stacks import Handler
 from ft.record import looks as record
 from ft.show import files
 
-_WAIT_S = 0.7
+_WAIT_S = 0.6
 """Seconds for the answers; a process that runs answers within a few milliseconds."""
 _STORE_S = 1.0
 
@@ -33,6 +36,7 @@ class _Open:
         wall: when it arrived, in seconds since 1970.
         until: monotonic time after which nobody is waited for.
         silent: worker -> what the operating system said of it when the order arrived.
+        handlers: worker -> pid of its process, and the handler by which its stacks can be read.
         answers: worker -> its answer.
     """
 
@@ -40,6 +44,7 @@ class _Open:
     wall: float
     until: float
     silent: dict[str, Rank]
+    handlers: dict[str, tuple[int, Handler]] = field(default_factory=dict)
     answers: dict[str, Looked] = field(default_factory=dict)
 
 
@@ -56,17 +61,22 @@ class Looks:
         self._open: _Open | None = None
         self._writer: threading.Thread | None = None
 
-    def begins(self, order: Look, pids: Mapping[str, int | None]) -> None:
+    def begins(
+        self, order: Look, pids: Mapping[str, int | None], handlers: Mapping[str, Handler] | None = None
+    ) -> None:
         """Begin to collect answers, and ask the operating system about all workers.
 
         Args:
             order: the order, which the caller passes on to the workers.
             pids: pid of each worker of this node.
+            handlers: worker -> handler by which its stacks can be read, for those that have one.
         """
         self.finish()
         ranks = {worker: int(rank) for rank, worker in order.seats.items() if worker in pids}
         silent = {worker: _of_the_system(rank, worker, self._node, pids[worker]) for worker, rank in ranks.items()}
-        self._open = _Open(order, time.time(), time.monotonic() + _WAIT_S, silent)
+        known = handlers or {}
+        readable = {name: (pid, known[name]) for name in ranks if name in known and (pid := pids[name]) is not None}
+        self._open = _Open(order, time.time(), time.monotonic() + _WAIT_S, silent, readable)
 
     @property
     def is_complete(self) -> bool:
@@ -92,6 +102,7 @@ class Looks:
         look, self._open = self._open, None
         if look is None or not look.silent:
             return
+        _add_stacks(look)
         path = record.path(self._folder, look.order.number, self._node)
         # Not in the agent's own thread: the storage may be what hangs.
         self._writer = threading.Thread(target=_store, args=(path, self._values(look)), name="ft-look", daemon=True)
@@ -107,10 +118,34 @@ class Looks:
         silent = [to_json(rank) for worker, rank in look.silent.items() if worker not in look.answers]
         answers = list(look.answers.values())
         groups = {name: members for answer in answers for name, members in answer.groups.items()}
+        across = _united(answer.across for answer in answers)
         said = [answer.said for answer in answers]
         order = look.order
         values = {"number": order.number, "why": order.why, "wall": look.wall, "node": self._node}
-        return {**values, "seats": order.seats, "groups": to_json(groups), "ranks": [*said, *silent]}
+        values |= {"seats": order.seats, "groups": to_json(groups), "across": to_json(across)}
+        return {**values, "ranks": [*said, *silent]}
+
+
+def _add_stacks(look: _Open) -> None:
+    """Add the Python calls of workers that run and have not answered."""
+    mute = [worker for worker, said in look.silent.items() if said.process == RUNNING and worker not in look.answers]
+    asked = {worker: look.handlers[worker] for worker in mute if worker in look.handlers}
+    texts = stacks.of_processes(asked, lambda text, handler: calls.has_stack_of(handler.thread, text)) if asked else {}
+    for worker, text in texts.items():
+        pid, handler = asked[worker]
+        threads = calls.read(text, handler.thread, processes.folder(pid))
+        said = look.silent[worker]
+        look.silent[worker] = replace(said, threads=calls.with_kernel(threads, said.threads))
+
+
+def _united(parts: Iterable[Mapping[str, Across]]) -> dict[str, Across]:
+    """Return the groups of ranks of several replicas, each with all members that any worker knows."""
+    found: dict[str, Across] = {}
+    for part in parts:
+        for name, across in part.items():
+            known = found.get(name, across)
+            found[name] = Across(tuple(sorted({*known.replicas, *across.replicas})), across.rank)
+    return found
 
 
 def _of_the_system(rank: int, worker: str, node: str, pid: int | None) -> Rank:

@@ -34,6 +34,7 @@ from ft.job.messages import (
 )
 from ft.net.channel import Channel
 from ft.platform import processes
+from ft.platform.stacks import Handler
 from ft.platform.standstill import Standstill
 
 _STACK_S = 0.05
@@ -59,6 +60,7 @@ class Worker:
         leaving: whether this agent has decided to send SIGTERM to the worker.
         standstill: activity of the worker's process, watched until the worker has attached.
         local_rank: index of the device on this node that the worker was started with.
+        stacks: handler by which the stacks of its process can be read, or None.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Worker:
     leaving: bool = False
     standstill: Standstill = field(default_factory=Standstill)
     local_rank: int = 0
+    stacks: Handler | None = None
 
 
 class Workforce:
@@ -254,12 +257,13 @@ class Workforce:
         Return that worker, or None if there is no such living worker or it already has a connection.
         """
         try:
-            worker = self.workers.get(json.loads(hello)["worker"])
+            said = json.loads(hello)
+            worker = self.workers.get(said["worker"])
         except (ValueError, KeyError, TypeError):
             worker = None
         if worker is None or worker.doomed or worker.channel is not None:
             return None
-        worker.channel = channel
+        worker.channel, worker.stacks = channel, Handler.of(said.get("stacks"))
         return worker
 
     def hear(self, worker: Worker) -> None:
@@ -288,7 +292,9 @@ class Workforce:
 
     def look(self, order: Look) -> None:
         """Ask all workers what they are doing, and store their answers."""
-        self.looks.begins(order, {name: worker.pid for name, worker in self.workers.items()})
+        pids = {name: worker.pid for name, worker in self.workers.items()}
+        handlers = {name: worker.stacks for name, worker in self.workers.items() if worker.stacks is not None}
+        self.looks.begins(order, pids, handlers)
         self.tell(order)
 
     def flush(self) -> None:

@@ -349,6 +349,7 @@ class State:
         looks: number of looks at all workers that were ordered (``ft.job.control.looks``).
         looked_at: time of the last one.
         looked_in: the epoch in which it was taken.
+        look_why: why it was taken, "" if somebody has asked for it.
         stragglers: logical rank -> its worker, if that is persistently slower than others with the same work.
         evict_factor: a straggler is replaced if its own work takes this many times as long as that of the others; None:
             stragglers keep their seats.
@@ -392,6 +393,7 @@ class State:
     looks: int = 0
     looked_at: float = -1e9
     looked_in: int = -2
+    look_why: str = ""
     stragglers: dict[int, Straggler] = field(default_factory=dict)
     evict_factor: float | None = None
     evicted_at: int | None = None

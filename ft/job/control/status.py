@@ -17,6 +17,7 @@ def values(state: State) -> dict[str, Any]:
     ``standbys``: the ready workers without a logical rank. ``lag``: number of steps between the newest snapshot that
     all peers hold and the committed step, of the worker for which it is largest; None without snapshots. ``protected``:
     whether any worker has ever trained under hot-swap protection. ``limits``: the timeouts that are not the defaults.
+    ``look``: [number of the last look at all workers, why it was taken], the latter "" if somebody has asked for it.
     ``stragglers``: logical rank -> its worker, for those that are persistently slower than others with the same work.
     """
     seated = state.seated()
@@ -38,6 +39,7 @@ def values(state: State) -> dict[str, Any]:
             agent.node: agent.gone or (f"suspect: {agent.suspect}" if agent.suspect else "up")
             for agent in sorted(state.agents.values(), key=lambda a: a.node_rank)
         },
+        "look": [state.looks, state.look_why],
         "last_recovery": dict(state.last_recovery) or None,
         "stragglers": {str(rank): asdict(slow) for rank, slow in sorted(eviction.present(state).items())},
     }

@@ -7,6 +7,7 @@ one entry of that map. A joiner is a worker that is new to its seat.
 from dataclasses import dataclass, field
 from typing import Any
 
+from ft.faults.hang.look import Across
 from ft.job.messages.values import Beat, GroupReport, Holdings, StepTimes
 from ft.net.codec import Numbers
 
@@ -307,12 +308,14 @@ class Looked:
         number: number of the look.
         said: JSON values of a ``ft.faults.hang.look.Rank``.
         groups: name of each process group of the worker -> logical ranks of its members.
+        across: name of each group of ranks of several replicas -> its members.
     """
 
     worker: str
     number: int
     said: dict[str, Any]
     groups: dict[str, Numbers]
+    across: dict[str, Across] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

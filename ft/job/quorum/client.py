@@ -5,8 +5,10 @@ is the set of replicas that take part in a training step.
 """
 
 import threading
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,27 @@ from ft.job.quorum.values import NoQuorum, Quorum, Report
 from ft.net.codec import from_json, to_json
 
 Rows = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class View:
+    """What a leader knows of its question for a quorum at one moment.
+
+    Attributes:
+        asked: its report that has no answer yet, or None.
+        asked_s: seconds since it was sent.
+        last: the last quorum that it has received, or None.
+        silent_s: seconds since anything was received from the server.
+        waits: replica -> why the server waits for its report; None: the server has not answered.
+        following: number of the quorum that the server forms next; None: the server has not answered.
+    """
+
+    asked: Report | None
+    asked_s: float
+    last: Quorum | None
+    silent_s: float
+    waits: Mapping[int, str] | None = None
+    following: int | None = None
 
 
 class QuorumClient:
@@ -42,6 +65,9 @@ class QuorumClient:
         self._rows: dict[int, tuple[int, Rows]] = {}
         self._last: Quorum | None = None
         self._asked: tuple[Report, Future[Quorum]] | None = None
+        self._asked_at = 0.0
+        self._waits: tuple[int, dict[int, str]] | None = None
+        self._told = threading.Event()
         self._never: FtError | None = None
         self._left = self._aside = b""
         self._link = Link(Path(run_dir), token, self._limits, self._greet, self._take, self._away)
@@ -86,6 +112,7 @@ class QuorumClient:
         with self._lock:
             report = replace(report, number=self._last.number if self._last else 0)
             previous, self._asked = self._asked, (report, future)
+            self._asked_at = time.monotonic()
             self._aside = b""
             never = self._never
             if never is not None:
@@ -97,6 +124,24 @@ class QuorumClient:
         else:
             self._link.send(_report_frame(report))
         return future
+
+    def look(self, within_s: float) -> View:
+        """Return what is known of the present question; the server is asked whom it waits for.
+
+        Args:
+            within_s: seconds to wait for the server's answer.
+        """
+        with self._lock:
+            asked, since, last = self._asked, self._asked_at, self._last
+            self._waits = None
+            self._told.clear()
+        if asked is None:
+            return View(None, 0.0, last, self._link.silent_s)
+        self._link.send(wire.pack({"kind": "look"}))
+        self._told.wait(within_s)
+        view = View(asked[0], time.monotonic() - since, last, self._link.silent_s)
+        told = self._waits
+        return view if told is None else replace(view, following=told[0], waits=told[1])
 
     def rows(self, replica: int, life: int) -> Rows:
         """Return the addresses that life ``life`` of ``replica`` has passed to ``hello``.
@@ -160,6 +205,10 @@ class QuorumClient:
         elif kind == "rows":
             with self._lock:
                 self._rows[int(message["replica"])] = (int(message["life"]), message["rows"])
+        elif kind == "looked":
+            waits = {int(replica): str(why) for replica, why in message["waits"].items()}
+            self._waits = int(message["next"]), waits
+            self._told.set()
         elif kind == "none":
             self._fail(NoQuorum(str(message.get("reason"))))
 

@@ -81,6 +81,19 @@ def decide(state: State, now: float) -> Decision:
     return Decision(quorum, quorum.reason, to=quorum.members, excluded=excluded)
 
 
+def missing(state: State, now: float) -> dict[int, str]:
+    """Return the replicas whose reports a quorum waits for, each with the reason; none while nobody has asked."""
+    pending = state.pending()
+    if not pending:
+        return {}
+    candidates = _candidates(state, now, pending)
+    found = {one.replica: one.why for one in reversed(awaited(state, now, candidates)) if one.until > now}
+    if found or len(candidates) >= state.options.min_replicas:
+        return dict(sorted(found.items()))
+    absent = {number: one for number, one in sorted(state.replicas.items()) if one.report is None}
+    return {number: f"is {one.phase}, and too few are here" for number, one in absent.items() if not one.has_finished}
+
+
 def _candidates(state: State, now: float, pending: Mapping[int, Report]) -> Mapping[int, Report]:
     """Return the pending reports without those of excluded replicas; all reports if only excluded replicas are
     furthest.
@@ -247,7 +260,7 @@ def _quorum(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, s
     furthest = max(report.state for report in chosen.values())
     healthy = tuple(number for number, report in sorted(chosen.items()) if report.state == furthest)
     return Quorum(
-        number=max(state.highest, state.term * SPAN) + 1,
+        number=next_number(state),
         step=furthest[0],
         lineage=furthest[1],
         healthy=healthy,
@@ -256,6 +269,11 @@ def _quorum(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, s
         load=furthest == NO_STATE,
         reason=_why(state, chosen, excluded),
     )
+
+
+def next_number(state: State) -> int:
+    """Return the number of the next quorum."""
+    return max(state.highest, state.term * SPAN) + 1
 
 
 def _why(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, str]) -> str:

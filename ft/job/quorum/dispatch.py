@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ft.job.quorum import reactions, wire
-from ft.job.quorum.decide import Decision, decide
+from ft.job.quorum.decide import Decision, decide, missing, next_number
 from ft.job.quorum.state import Note, Options, State
 from ft.job.quorum.values import NoQuorum, Quorum, Report
 from ft.net.codec import BadMessage, from_json, is_count, to_json
@@ -148,6 +148,9 @@ class Dispatch:
             raise BadMessage(f"{kind[:20]!r} without a hello")
         elif kind == "report":
             yield from self._asked(now, peer, message)
+        elif kind == "look":
+            waits = {str(number): why for number, why in missing(self.state, now).items()}
+            yield Send(peer, wire.pack({"kind": "looked", "next": next_number(self.state), "waits": waits}))
         elif kind == "aside":
             reactions.aside(self.state, now, peer.replica)
         elif kind == "leave":

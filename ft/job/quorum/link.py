@@ -54,6 +54,7 @@ class Link:
         self._run_dir, self._token, self._limits = run_dir, token, limits
         self._greet, self._take, self._away = greet, take, away
         self._outbox: deque[bytes] = deque()
+        self._heard_at = time.monotonic()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock, self._is_closing = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ft-quorum", daemon=True)
@@ -61,6 +62,11 @@ class Link:
     @property
     def is_started(self) -> bool:
         return self._thread.ident is not None
+
+    @property
+    def silent_s(self) -> float:
+        """Return for how many seconds nothing was received from a server."""
+        return time.monotonic() - self._heard_at
 
     def start(self) -> None:
         self._thread.start()
@@ -151,7 +157,7 @@ class Link:
             self._send_queued(channel)
             now = time.monotonic()
             if ready.get(channel.fileno(), 0) & ~select.POLLOUT:
-                heard_at = now
+                heard_at = self._heard_at = now
                 for body in channel.read():
                     self._take(wire.unpack(body))
             channel.flush()

@@ -108,6 +108,13 @@ class QuorumHost:
         self._due = now + pause_s
         self.look(now)
 
+    def server(self) -> tuple[str, int] | None:
+        """Return (name of this launcher, pid of the server, 0 if it has ended); None if another launcher runs it."""
+        process = self._process
+        if process is None and not self._lease.holds:
+            return None
+        return self._name, 0 if process is None else process.pid
+
     def first_is_lost(self) -> bool:
         """Return whether the launcher of node 0 was replaced by another one without having announced that it leaves."""
         standing = election.read(self._folder)

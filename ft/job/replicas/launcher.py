@@ -13,6 +13,7 @@ from ft.job.quorum import EPOCHS, FailureNotice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.console import MergedConsole
 from ft.job.replicas.host import QuorumHost
+from ft.job.replicas.looks import Company
 from ft.job.replicas.member import Member, next_life
 from ft.job.replicas.stand_in import StandIn
 from ft.job.replicas.watch import Seen, Watch
@@ -57,7 +58,7 @@ class Launcher:
         self._supervisor, self._run_dir, self._host, self._console = supervisor, run_dir, host, console
         self._members = {member.replica: member for member in members}
         self._replicas, self._least, self._stand_in = replicas, least, stand_in
-        self._watch = Watch(run_dir, {member.replica: member.setup.folder for member in members})
+        self._watch = Watch(run_dir, *_watched(members), Company(run_dir, host.server))
         self._signum, self._signalled_at, self._signals = 0, 0.0, 0
         self._finished_at: float | None = None
         self._ending: dict[int, float] = {}
@@ -198,7 +199,7 @@ class Launcher:
         self._members = {member.replica: member for member in members}
         for member in members:
             member.on_exit = self._on_exit
-        self._watch.follow({member.replica: member.setup.folder for member in members})
+        self._watch.follow(*_watched(members))
         self._console.show({member.replica: (member.out, member.err) for member in members})
         numbers = ", ".join(str(replica) for replica in self._members)
         self._console.say(f"this node takes the place of node {self._stand_in.place.number}, in replica {numbers}")
@@ -311,3 +312,9 @@ class Launcher:
         self._supervisor.close()
         self._console.poll(to_the_end=True)
         self._console.close()
+
+
+def _watched(members: list[Member]) -> tuple[dict[int, Path], set[int]]:
+    """Return (replica -> its folder, the replicas whose first node this is)."""
+    folders = {member.replica: member.setup.folder for member in members}
+    return folders, {member.replica for member in members if not member.setup.part.node_rank}

@@ -5,11 +5,12 @@ The launcher starts the replicas (full copies of the model) of one node; each re
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft.job.control.state import ENDED, GATHERING
+from ft.job.replicas.looks import Company
 from ft.job.replicas.marks import Marks, read
 from ft.record.run import read_status
 
@@ -47,22 +48,30 @@ class Watch:
     Args:
         run_dir: directory of the run.
         folders: replica -> its folder, for the replicas to watch.
+        leads: the replicas whose first node is this one.
+        company: gets looks at other replicas when one of these takes a look.
 
     Attributes:
         seen: the state that was read last.
     """
 
-    def __init__(self, run_dir: Path, folders: Mapping[int, Path]):
-        self._run_dir, self._folders = run_dir, folders
+    def __init__(
+        self,
+        run_dir: Path,
+        folders: Mapping[int, Path],
+        leads: Collection[int] = (),
+        company: Company | None = None,
+    ):
+        self._run_dir, self._folders, self._leads, self._company = run_dir, folders, leads, company
         self._closed = threading.Event()
         self.seen = Seen()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="ft-watch", daemon=True).start()
 
-    def follow(self, folders: Mapping[int, Path]) -> None:
+    def follow(self, folders: Mapping[int, Path], leads: Collection[int] = ()) -> None:
         """Watch these replicas from now on, instead of those so far."""
-        self._folders, self.seen = folders, Seen(self.seen.marks)
+        self._folders, self._leads, self.seen = folders, leads, Seen(self.seen.marks)
 
     def look(self) -> Seen:
         """Read the state now."""
@@ -71,6 +80,8 @@ class Watch:
         phases = {replica: str(status.get("phase", "")) for replica, status in found.items()}
         restarts = {replica: _whole(status.get("restarts")) for replica, status in found.items()}
         self.seen = Seen(read(self._run_dir), phases, restarts, now)
+        if self._company is not None:
+            self._company.follow({replica: status.get("look") for replica, status in found.items()}, self._leads)
         return self.seen
 
     def close(self) -> None:

@@ -2,11 +2,12 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 from ft.faults.hang.causes import Cause, Diagnosis
-from ft.faults.hang.look import Look, Thread
+from ft.faults.hang.graph import ELSEWHERE
+from ft.faults.hang.look import FETCH, SERVER, Look, Thread
+from ft.faults.hang.who import THE_SERVER, Who
 from ft.show.text import spans, table
 
 _MOST_FRAMES = 12
@@ -19,13 +20,15 @@ def as_values(look: Look, found: Diagnosis) -> dict[str, Any]:
         ``causes``, the most certain first, each with ``rank`` (logical), ``worker``, ``node``, ``kind``, ``group``,
         ``operation``, ``sequence``, ``where``, ``evidence`` and ``delayed`` (the ranks that wait for it, directly or
         not); ``waiting``, each with ``rank``, ``on``, ``group``, ``operation``, ``sequence`` and ``why``; ``threads``:
-        the stacks of the ranks at fault.
+        the stacks of the ranks at fault. Of a run of replicas, causes and waits also have ``replica``, and waits
+        ``on_replica``; ``delayed`` has objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train
+        on; and the keys of ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
     """
     causes = [_cause(look, cause) for cause in found.causes]
     waiting = [
         {
-            "rank": edge.rank,
-            "on": edge.on,
+            **_place(look, edge.rank),
+            **({"on": edge.on} if not look.places else _place(look, edge.on, "on_replica", "on")),
             "group": edge.operation.group,
             "operation": edge.operation.name,
             "sequence": edge.operation.sequence,
@@ -34,19 +37,35 @@ def as_values(look: Look, found: Diagnosis) -> dict[str, Any]:
         for edge in found.waiting
     ]
     threads = {
-        str(cause.rank): [
+        _key(look, cause.rank): [
             {"name": thread.name, "frames": list(thread.frames), "kernel": thread.kernel} for thread in said.threads
         ]
         for cause in found.causes
         if (said := look.ranks.get(cause.rank)) is not None
     }
-    return {"wall": look.wall, "why": look.why, "causes": causes, "waiting": waiting, "threads": threads}
+    values = {"wall": look.wall, "why": look.why, "causes": causes, "waiting": waiting, "threads": threads}
+    return values if not look.places else {**values, "moving": list(found.moving)}
+
+
+def _place(look: Look, rank: int, replica: str = "replica", name: str = "rank") -> dict[str, int | None]:
+    """Return a rank as JSON values."""
+    if not look.places:
+        return {name: rank}
+    place = look.places.get(rank)
+    return {replica: None, name: None} if place is None else {replica: place.replica, name: place.rank}
+
+
+def _key(look: Look, rank: int) -> str:
+    place = look.places.get(rank)
+    if place is not None:
+        return f"{place.replica}/{place.rank}"
+    return THE_SERVER if rank == SERVER else str(rank)
 
 
 def _cause(look: Look, cause: Cause) -> dict[str, Any]:
     said = look.ranks.get(cause.rank)
     return {
-        "rank": cause.rank,
+        **_place(look, cause.rank),
         "worker": said.worker if said is not None else "",
         "node": said.node if said is not None else "",
         "kind": cause.kind,
@@ -55,7 +74,7 @@ def _cause(look: Look, cause: Cause) -> dict[str, Any]:
         "sequence": cause.sequence,
         "where": cause.where,
         "evidence": list(cause.evidence),
-        "delayed": list(cause.delayed),
+        "delayed": [_place(look, rank) for rank in cause.delayed] if look.places else list(cause.delayed),
     }
 
 
@@ -64,23 +83,51 @@ def as_text(look: Look, found: Diagnosis) -> str:
     lines = []
     if look.wall:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(look.wall))
-        lines.append(f"look at {len(look.ranks)} ranks, {at}{f': {look.why}' if look.why else ''}")
+        lines.append(f"look at {_what(look)}, {at}{f': {look.why}' if look.why else ''}")
     if not found.causes:
-        lines.append("no rank is at fault: " + ("nobody waits" if not found.waiting else "the cause is not known"))
+        lines.append(f"no rank is at fault: {_moving(found) or _why_none(look, found)}")
+    elif found.moving and set(found.moving) < {one.replica for rank in look.ranks if (one := look.places.get(rank))}:
+        lines.append(_moving(found))
     for number, cause in enumerate(found.causes, 1):
         lines += ["", *_text_of(look, number, cause)]
     if found.waiting:
-        lines += ["", *chain(found)]
+        lines += ["", *chain(look, found)]
     return "\n".join(lines).lstrip("\n")
+
+
+def _what(look: Look) -> str:
+    ranks = [rank for rank in look.ranks if rank != SERVER]
+    if not look.places or look.home is not None:
+        return f"{len(ranks)} ranks"
+    replicas = {look.places[rank].replica for rank in ranks}
+    return f"{len(ranks)} ranks of replica{'s' * (len(replicas) > 1)} {spans(replicas)}"
+
+
+def _moving(found: Diagnosis) -> str:
+    """Return which replicas train on, "" if none is known to."""
+    if len(found.moving) == 1:
+        return f"replica {found.moving[0]} trains on"
+    return f"replicas {spans(found.moving)} train on" if found.moving else ""
+
+
+def _why_none(look: Look, found: Diagnosis) -> str:
+    """Return why no rank is at fault."""
+    if any(edge.why == ELSEWHERE for edge in found.waiting):
+        return "it waits for other replicas; ask the whole run" if look.home is not None else "it waits for a replica"
+    fetches = [(rank, one.peer) for rank, said in look.ranks.items() for one in said.pending if one.name == FETCH]
+    if fetches:
+        return f"{Who(look).listed({rank if peer is None else peer for rank, peer in fetches})} fetch their state"
+    return "nobody waits" if not found.waiting else "the cause is not known"
 
 
 def _text_of(look: Look, number: int, cause: Cause) -> list[str]:
     said = look.ranks.get(cause.rank)
-    who = f"rank {cause.rank}" + (f" ({said.worker} on {said.node})" if said is not None and said.worker else "")
+    who = Who(look).title(cause.together or (cause.rank,))
+    who += f" ({said.worker} on {said.node})" if said is not None and said.worker else ""
     lines = [f"cause {number}: {cause.kind}: {who}"]
     lines += [f"  it is    {cause.where}"]
     lines += [f"  because  {sentence}" for sentence in cause.evidence]
-    lines.append(f"  delayed  {shown(cause.delayed)}")
+    lines.append(f"  delayed  {Who(look).listed(cause.delayed)}")
     thread = said.training if said is not None else None
     return lines + (_stack(thread) if thread is not None else [])
 
@@ -95,21 +142,17 @@ def _stack(thread: Thread) -> list[str]:
     )
 
 
-def chain(found: Diagnosis) -> list[str]:
+def chain(look: Look, found: Diagnosis) -> list[str]:
     """Return a table of who waits for whom; ranks that wait in the same operation for the same ranks are one row."""
+    who = Who(look)
     grouped: dict[tuple, set[int]] = defaultdict(set)
     of: dict[tuple, set[int]] = defaultdict(set)
     for edge in found.waiting:
-        of[(edge.rank, str(edge.operation), edge.why)].add(edge.on)
+        of[(edge.rank, who.operation(edge.operation), edge.why)].add(edge.on)
     for (rank, operation, why), on in of.items():
         grouped[(operation, why, tuple(sorted(on)))].add(rank)
     rows = [
-        (shown(ranks), operation, shown(on), why)
+        (who.listed(ranks), operation, who.listed(on), why)
         for (operation, why, on), ranks in sorted(grouped.items(), key=lambda item: min(item[1]))
     ]
     return table(("ranks", "wait in", "for", "which"), rows).splitlines()
-
-
-def shown(ranks: Iterable[int]) -> str:
-    """Return ranks as text, "nobody" if there are none."""
-    return spans(ranks) or "nobody"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from matplotlib.patches import FancyBboxPatch
 
-from ft.faults.hang.causes import Diagnosis
+from ft.faults.hang.causes import Cause, Diagnosis
 from ft.faults.hang.look import Look, Operation
-from ft.observe.diagnose.hang import shown
+from ft.faults.hang.who import Who
 from ft.show import palette
 from ft.show.axes import DPI, rows
 
@@ -60,7 +60,7 @@ def png(look: Look, found: Diagnosis) -> bytes:
 
 
 def _figure(look: Look, found: Diagnosis):
-    columns = _columns(found)
+    columns = _columns(look, found)
     tall = max((len(column) for column in columns), default=1)
     height = tall * (_HIGH + _GAP_Y) + _GAP_Y
     width = max(4.0, len(columns) * (_WIDE + _GAP_X) + _GAP_X)
@@ -88,10 +88,12 @@ def _title(look: Look, found: Diagnosis) -> str:
     if not found.causes:
         return f"{len(look.ranks)} ranks: nobody is at fault"
     first = found.causes[0]
-    return f"Rank {first.rank}: {first.kind}; {len(first.delayed)} of {len(look.ranks)} ranks wait because of it"
+    who = Who(look).title(first.together or (first.rank,))
+    waiting = f"{len(first.delayed)} of {len(look.places) or len(look.ranks)} ranks wait because of it"
+    return f"{who[0].upper()}{who[1:]}: {first.kind}; {waiting}"
 
 
-def _columns(found: Diagnosis) -> list[list[_Box]]:
+def _columns(look: Look, found: Diagnosis) -> list[list[_Box]]:
     """Return the boxes in columns: those at fault, those that wait for them, those that wait for these, and so on.
 
     Ranks of one column that wait in the same kind of operation are one box.
@@ -101,19 +103,25 @@ def _columns(found: Diagnosis) -> list[list[_Box]]:
     for edge in found.waiting:
         on[edge.rank].add(edge.on)
         first.setdefault(edge.rank, edge.operation)
-    guilty = {cause.rank for cause in found.causes}
-    columns = [[_Box({c.rank}, f"rank {c.rank}: {c.kind}", c.where, on[c.rank], at_fault=True) for c in found.causes]]
+    who = Who(look)
+    guilty = {rank for cause in found.causes for rank in (cause.rank, *cause.together)}
+    columns = [[_at_fault(who, cause, on[cause.rank]) for cause in found.causes]]
     left, before = on.keys() - guilty, guilty
     while left:
         ranks = {rank for rank in left if on[rank] & before} or set(left)
         if len(columns) == _MOST_COLUMNS - 1:
             ranks = set(left)
-        columns.append(_merged(ranks, on, first))
+        columns.append(_merged(who, ranks, on, first))
         left, before = left - ranks, ranks
-    return [_cut(column) for column in columns if column]
+    return [_cut(who, column) for column in columns if column]
 
 
-def _merged(ranks: set[int], on: Mapping[int, set[int]], first: Mapping[int, Operation]) -> list[_Box]:
+def _at_fault(who: Who, cause: Cause, on: set[int]) -> _Box:
+    ranks = {cause.rank, *cause.together}
+    return _Box(ranks, f"{who.title(ranks)}: {cause.kind}", cause.where, on, at_fault=True)
+
+
+def _merged(who: Who, ranks: set[int], on: Mapping[int, set[int]], first: Mapping[int, Operation]) -> list[_Box]:
     classes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in sorted(ranks):
         operation = first[rank]
@@ -121,10 +129,9 @@ def _merged(ranks: set[int], on: Mapping[int, set[int]], first: Mapping[int, Ope
     boxes = []
     for (name, kind), members in classes.items():
         groups = sorted({first[rank].group for rank in members})
-        where = str(first[members[0]]) if len(members) == 1 else f"{name} of {_groups(kind, groups)}"
+        where = who.operation(first[members[0]]) if len(members) == 1 else f"{name} of {_groups(kind, groups)}"
         awaited = {other for rank in members for other in on[rank]}
-        word = "rank" if len(members) == 1 else "ranks"
-        boxes.append(_Box(set(members), f"{word} {shown(members)}", f"in {where}", awaited))
+        boxes.append(_Box(set(members), who.title(members), f"in {where}", awaited))
     return boxes
 
 
@@ -132,14 +139,14 @@ def _groups(kind: str, groups: list[str]) -> str:
     return f"group {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups {kind}"
 
 
-def _cut(column: list[_Box]) -> list[_Box]:
+def _cut(who: Who, column: list[_Box]) -> list[_Box]:
     """Return at most ``_MOST_BOXES`` boxes; the last one stands for all further ones."""
     if len(column) <= _MOST_BOXES:
         return column
     rest = column[_MOST_BOXES - 1 :]
     ranks = {rank for box in rest for rank in box.ranks}
     on = {rank for box in rest for rank in box.on}
-    more = _Box(ranks, f"{len(ranks)} further ranks", shown(ranks), on, at_fault=rest[0].at_fault)
+    more = _Box(ranks, f"{len(ranks)} further ranks", who.listed(ranks), on, at_fault=rest[0].at_fault)
     return [*column[: _MOST_BOXES - 1], more]
 
 

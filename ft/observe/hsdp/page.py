@@ -14,6 +14,7 @@ from ft.observe.hsdp.effective import (
 )
 from ft.observe.hsdp.stalls import FAILURE, REJOIN
 from ft.observe.hsdp.story import Story
+from ft.observe.report import hangs
 from ft.observe.report.loss_curve import Mark, curve
 from ft.show.html import cards, document, header, picture, safe, section, table
 from ft.show.text import percent, seconds, shortened
@@ -28,7 +29,7 @@ def page(story: Story, timeline: bytes) -> str:
         story: the run's record and everything that is computed from it.
         timeline: the picture of ``ft.observe.hsdp.timeline`` as PNG.
     """
-    name = story.record.folder.resolve().name
+    name, hung = story.record.folder.resolve().name, hangs.panel(story.record.folder)
     sections = [
         header(name, _subtitle(story)),
         cards(_headlines(story)),
@@ -36,6 +37,7 @@ def page(story: Story, timeline: bytes) -> str:
         section("Timeline", picture(timeline, "replicas over time, time of steps, loss")),
         section("Replicas", _wide(table(text.REPLICA_HEAD, text.replica_rows(story)))),
         section("Failures and rejoins", _incidents(story)),
+        *([section("Hangs", hung)] if hung else []),
         section("Effective training time", _effective(story)),
         section("Loss", _loss(story)),
         section("Steps that did not survive", _superseded(story)),

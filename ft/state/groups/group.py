@@ -128,6 +128,8 @@ class Group(dist.ProcessGroup):
                 if work.trains:
                     peer = None if counters is self._collectives else self.ranks[at]
                     state.history.started(self.label, method, peer, counters[at], args, work)
+                else:
+                    work.sequence = counters[at]
             work.inner = started = getattr(inner, method)(*args, **kwargs)
         except EpochClosed:
             flight.pop(key, None)

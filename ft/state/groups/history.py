@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import CodeType
@@ -18,8 +19,9 @@ from ft.faults.hang.look import Departure, Operation, channel
 from ft.faults.hang.names import operation_name
 from ft.faults.hang.program import departure, missing_end
 
-_MOST = 10_000
-"""Number of operations of one step that are remembered. A longer step is compared up to there."""
+_MOST, _NEWEST = 10_000, 1_000
+"""Number of operations of one step that are remembered, and of the newest ones after them. A longer step is compared up
+to the former."""
 _LIBRARIES = ("/torch/", "/ft/state/groups/", "/ft/systems/", "/contextlib.py")
 
 
@@ -51,17 +53,30 @@ class History:
     """The operations of the present step and of the two before. Only the threads of training add to it."""
 
     def __init__(self) -> None:
+        self.clears()
+
+    def begins(self, is_usual: bool = True) -> None:
+        """Record that a step begins.
+
+        Args:
+            is_usual: whether what was started since the last call was a whole training step, with which others can be
+                compared: not an attempt that has failed, or a step with an evaluation.
+        """
+        self._usual = (*self._usual[1:2], self._usual[2] and is_usual, True)
+        self._older, self._before, self._now = self._before, self._now, []
+        self._newest.clear()
+
+    def is_unusual(self) -> None:
+        """Record that the present step cannot be compared with others, because it contains an evaluation, say."""
+        self._usual = (*self._usual[:2], False)
+
+    def clears(self) -> None:
+        """Forget everything, because of a recovery."""
         self._older: list[Entry] = []
         self._before: list[Entry] = []
         self._now: list[Entry] = []
-
-    def begins(self) -> None:
-        """Record that a step begins."""
-        self._older, self._before, self._now = self._before, self._now, []
-
-    def clears(self) -> None:
-        """Forget everything, because what follows repeats no step: an evaluation, or a recovery."""
-        self._older, self._before, self._now = [], [], []
+        self._newest: deque[Entry] = deque(maxlen=_NEWEST)
+        self._usual: tuple[bool, ...] = (True, True, True)
 
     def started(self, group: str, method: str, peer: int | None, sequence: int, values: Sequence, work: Any) -> None:
         """Remember an operation.
@@ -74,13 +89,15 @@ class History:
             values: arguments of the method.
             work: the work object, which tells when the operation has ended; it is not kept alive.
         """
-        if len(self._now) < _MOST:
-            name = operation_name(method)
-            self.add(Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))
+        name = operation_name(method)
+        self.add(Entry(group, name, peer, _sizes(values), _site(), sequence, work.began, weakref.ref(work)))
 
     def add(self, entry: Entry) -> None:
         """Remember an operation that is described already."""
-        self._now.append(entry)
+        if len(self._now) < _MOST:
+            self._now.append(entry)
+        else:
+            self._newest.append(entry)
 
     def operations(self, status: Callable[[Entry], tuple[bool, bool]]) -> tuple[Operation, ...]:
         """Return the operations that have not ended, and the last one of each channel, in the order of their start.
@@ -89,7 +106,7 @@ class History:
             status: function that returns (whether the operation has ended, whether training waits for it).
         """
         now, found = time.monotonic(), []
-        entries = [*self._before, *self._now]
+        entries = [*self._before, *self._now, *self._newest]
         last: dict[str, int] = {}
         for at, entry in enumerate(entries):
             last[channel(entry.group, entry.name, entry.peer)] = at
@@ -106,8 +123,15 @@ class History:
 
     def departure(self) -> Departure | None:
         """Return how the present step, or the one before, departs from the step before it; None if neither does."""
-        older, before, now = self._older, self._before, self._now
-        found = departure(older, before) or missing_end(older, before, now) or departure(before, now)
+        older, before, now = (
+            step if is_usual else None
+            for step, is_usual in zip((self._older, self._before, self._now), self._usual, strict=True)
+        )
+        found = None
+        if older is not None and before is not None:
+            found = departure(older, before) or missing_end(older, before, self._now)
+        if found is None and before is not None and now is not None:
+            found = departure(before, now)
         if found is None:
             return None
         kind, due, started = found

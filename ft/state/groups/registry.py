@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -335,13 +335,23 @@ class Groups:
 
     # --- queries ------------------------------------------------------------------------------------------------------
 
-    def begins_a_step(self) -> None:
-        """Record that the next operations belong to a new training step."""
-        self._state.history.begins()
+    def begins_a_step(self, is_usual: bool = True) -> None:
+        """Record that the next operations belong to a new training step.
 
-    def look(self) -> GroupsLook:
-        """Return what is known of the operations of training. Safe from any thread."""
-        return look(list(self._groups.values()), self._state)
+        ``is_usual``: whether those since the last call were a whole training step (``History.begins``).
+        """
+        self._state.history.begins(is_usual)
+
+    def is_interrupted(self) -> None:
+        """Record that the next operations belong to something that most training steps do not contain."""
+        self._state.history.is_unusual()
+
+    def look(self, threads: Collection[str] = ()) -> GroupsLook:
+        """Return what is known of the operations of training. Safe from any thread.
+
+        ``threads``: names of the threads that the training thread waits for.
+        """
+        return look(list(self._groups.values()), self._state, threads)
 
     def topology(self) -> str:
         """Return a digest of the names and members of all groups ever created.

@@ -27,11 +27,13 @@ class _Thread(threading.local):
             threads that Python has not started. Such are autograd's, which run the backward pass of a model on a GPU
             while the training thread waits for them. The waits of all other threads do not show whether training makes
             progress.
+        name: name of the thread.
     """
 
     def __init__(self, trainer: int):
-        foreign = isinstance(threading.current_thread(), threading._DummyThread)
-        self.trains = foreign or threading.get_ident() == trainer
+        thread = threading.current_thread()
+        foreign = isinstance(thread, threading._DummyThread)
+        self.trains, self.name = foreign or threading.get_ident() == trainer, thread.name
 
 
 class EpochState:
@@ -46,6 +48,7 @@ class EpochState:
         wake: functions to call after ``closed`` was set, so that waiting threads return.
         waiting: (name of a group, monotonic time) while training is blocked in an operation, otherwise None.
         awaited: the work of that operation; None while training is not blocked, or connects a group.
+        besides: name of another thread -> the work in whose wait it is blocked.
         history: the operations that training has started last.
         thread: its attribute ``trains`` tells whether the calling thread's operations belong to training.
         before_drop: functions to call before connections are dropped; each returns when its thread is in no operation.
@@ -59,6 +62,7 @@ class EpochState:
         self.before_drop: list[Callable[[], None]] = []
         self.waiting: tuple[str, float] | None = None
         self.awaited: Any = None
+        self.besides: dict[str, Any] = {}
         self.history = History()
         self._on_failure, self.thread = on_failure, _Thread(threading.get_ident())
 
@@ -66,11 +70,15 @@ class EpochState:
         if self.thread.trains:
             self.waiting, self.awaited = (group, time.monotonic()), work
             CLOCK.begins_to_wait(group)
+        elif work is not None:
+            self.besides[self.thread.name] = work
 
     def has_waited(self) -> None:
         if self.thread.trains:
             self.waiting = self.awaited = None
             CLOCK.has_waited()
+        else:
+            self.besides.pop(self.thread.name, None)
 
     def settle(self) -> None:
         """Wait until no thread of ``before_drop`` is in an operation. Call it in a closed epoch."""

@@ -27,6 +27,7 @@ class GroupWork(dist.Work):
         on_host: whether the operation's tensors are in host memory, so that gloo carries it out.
         ended: whether a wait for the operation has succeeded.
         operation: name of the operation.
+        sequence: its number in its channel, unless it belongs to training: then the history knows it.
         began: time at which it was started, in monotonic time.
         trains: whether it belongs to training (``EpochState.thread``).
     """
@@ -37,7 +38,11 @@ class GroupWork(dist.Work):
         self.inner: dist.Work | None = None
         self.on_host = True
         self.ended = False
-        self.operation, self.began, self.trains = "", 0.0, False
+        self.operation, self.began, self.trains, self.sequence = "", 0.0, False, 0
+
+    @property
+    def group(self) -> "Group":
+        return self._group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has ended; with NCCL, make the current stream wait for it.

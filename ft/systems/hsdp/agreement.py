@@ -21,6 +21,8 @@ from ft.net.codec import from_json
 from ft.state.groups.tree import Tree
 from ft.systems.hsdp.ports import Agreed, Question
 
+THREAD = "ft-hsdp-agreement"
+"""Name of the agreement thread."""
 _ROW_BYTES = 512
 
 
@@ -30,11 +32,15 @@ class Agreement:
     Args:
         tree: tree over all ranks of this replica, not used for anything else.
         row: addresses of this rank, {"ring": "host:port", "fetch": "host:port"}.
+
+    Attributes:
+        is_awaited: whether the training thread waits for an answer.
     """
 
     def __init__(self, tree: Tree, row: dict[str, str]):
         self._tree, self._row = tree, row
         self._client: QuorumClient | None = None
+        self.is_awaited = False
         self._told = threading.Condition()
         self._number = 0
         self._answer: Agreed | None = None  # answer to the last question
@@ -55,7 +61,7 @@ class Agreement:
         rows = _gather(self._tree, self._row)
         if client is not None:
             client.hello(rows, steps)
-        self._thread = threading.Thread(target=self._run, args=(self._asked,), name="ft-hsdp-agreement", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._asked,), name=THREAD, daemon=True)
         self._thread.start()
 
     def ask(self, question: Question, then: Callable[[Question, Agreed], None]) -> None:
@@ -72,7 +78,9 @@ class Agreement:
     def wait(self) -> Agreed:
         """Return the answer to the last question. The client's time limits ensure that there is one."""
         with self._told:
+            self.is_awaited = True
             self._told.wait_for(lambda: self._answer is not None)
+            self.is_awaited = False
             return self._answer
 
     def close(self) -> None:

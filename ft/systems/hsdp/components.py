@@ -3,13 +3,14 @@
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ft.base.errors import FtError
+from ft.faults.hang.replicas import AGREEMENT
 from ft.faults.worker import Injector
 from ft.job.quorum import QuorumClient, Report
 from ft.net.choice import network_of
@@ -22,6 +23,7 @@ from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.breakage import ReplicaBreakage
 from ft.systems.hsdp.catch_up import CatchUp
 from ft.systems.hsdp.exchange import Exchange
+from ft.systems.hsdp.outside import Doing
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.position import ReplicaPosition
 from ft.systems.hsdp.records import NoRecords, Records
@@ -58,6 +60,7 @@ class Components:
         batch: samples that a replica takes in a step.
         save_interval: steps between checkpoints; None: no interval.
         per_token: whether megatron-core divides gradients by the number of tokens.
+        doing: what the threads of this rank note for a look at a hang.
     """
 
     session: Session
@@ -78,6 +81,7 @@ class Components:
     batch: int
     save_interval: int | None
     per_token: bool
+    doing: Doing = field(default_factory=Doing)
 
     @property
     def optimizer(self) -> Any:
@@ -169,7 +173,7 @@ def build(
         work=work,
         server=server,
         client=client,
-        agreement=Agreement(Tree("AGREEMENT"), row),
+        agreement=Agreement(Tree(AGREEMENT), row),
         catch_up=CatchUp(session, place, state),
         records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
         if is_leader

@@ -24,6 +24,9 @@ from ft.systems.hsdp import equality
 from ft.systems.hsdp.ring import Pending, Ring
 from ft.systems.hsdp.work import Work
 
+QUORUM, RING = "quorum", "ring"
+"""What the training thread can wait for in the exchange."""
+
 
 class Exchange:
     """The gradient exchange of one rank in one step: the bucket groups first, then the tensors of :meth:`add_up`.
@@ -48,6 +51,7 @@ class Exchange:
             contributes no gradients.
         is_repeated: whether the verifier has found the gradients wrong, so that they are computed again.
         is_stale: whether the model of this replica differs from that of the other replicas.
+        waits_for: what the training thread waits for in the exchange: the ``QUORUM`` of the step, the ``RING``, or "".
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._known = threading.Condition(self._lock)
         self.tokens: torch.Tensor | None = None
+        self.waits_for = ""
         self.begin()
 
     def begin(self) -> None:
@@ -210,11 +215,16 @@ class Exchange:
     def _wait_for_all(self) -> None:
         began = time.monotonic()
         with self._aside():
-            with self._known:
-                self._known.wait_for(lambda: self._scale is not None or self.problem)
-                pending, self._pending = self._pending, []
-            for one in pending:
-                outcome = one.wait()
-                if not outcome.ok and not self.problem:
-                    self.problem, self.suspect = outcome.reason, outcome.suspect
+            try:
+                self.waits_for = QUORUM
+                with self._known:
+                    self._known.wait_for(lambda: self._scale is not None or self.problem)
+                    pending, self._pending = self._pending, []
+                self.waits_for = RING
+                for one in pending:
+                    outcome = one.wait()
+                    if not outcome.ok and not self.problem:
+                        self.problem, self.suspect = outcome.reason, outcome.suspect
+            finally:
+                self.waits_for = ""
         self.waited_s += time.monotonic() - began

@@ -41,6 +41,7 @@ class RingGradients:
 
     def connect(self, agreed: Agreed, quorum: Quorum) -> None:
         addresses = [agreed.rows[replica][self._parts.session.rank]["ring"] for replica in quorum.members]
+        self._parts.doing.quorums.append(quorum)
         self._parts.ring.reconfigure(quorum.number, addresses, quorum.members.index(self._parts.place.replica))
 
     def problem(self, quorum: Quorum, is_sure: bool) -> str:
@@ -179,7 +180,7 @@ class TrainingRank:
             self._computed_with,
         )
         self._log_adopted()
-        self._parts.session.progress.committed(position.step)
+        self._parts.session.progress.committed(position.step, is_usual=not caught_up)
 
     def _log_adopted(self) -> None:
         """Log the event that other shard types than before have no host, on the leader."""
@@ -204,14 +205,14 @@ class TrainingRank:
     async def withdraw(self, wait_s: float) -> bool:
         if not wait_s:
             return bool(self._parts.server.withdraw())
-        with self._aside("a replica that fetches"):
+        with self._aside("a replica that fetches"), self._parts.doing.serving():
             return bool(self._parts.server.withdraw(wait_s))
 
     async def fetch(self, agreed: Agreed, quorum: Quorum, keeps_state: bool) -> None:
         self._parts.catch_up.begin(agreed, keeps_state=keeps_state)
 
     async def fetched(self) -> str:
-        with self._aside("fetch"):
+        with self._aside("fetch"), self._parts.doing.fetching():
             return self._parts.catch_up.wait()
 
     def adopt(self) -> None:
@@ -219,7 +220,8 @@ class TrainingRank:
         self._start = self._parts.state.whole()[1]
 
     async def fetch_rng_and_buffers(self, agreed: Agreed, quorum: Quorum) -> str:
-        return self._parts.catch_up.fetch_rng_and_buffers(agreed, self._position.step)
+        with self._parts.doing.fetching():
+            return self._parts.catch_up.fetch_rng_and_buffers(agreed, self._position.step)
 
     def adopt_rng_and_buffers(self) -> None:
         self._parts.catch_up.adopt_rng_and_buffers()

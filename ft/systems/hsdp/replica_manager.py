@@ -22,6 +22,7 @@ from ft.protection.contract import Layer, StepUndone, Update
 from ft.systems.hsdp import lr
 from ft.systems.hsdp.components import Components
 from ft.systems.hsdp.last_save import LastSave
+from ft.systems.hsdp.outside import outside
 from ft.systems.hsdp.position import ReplicaPosition
 from ft.systems.hsdp.protocol import Steps
 from ft.systems.hsdp.rank import TrainingRank
@@ -57,6 +58,7 @@ class ReplicaManager(Layer):
     ):
         self._parts, self._load, self._rehearse, self._last_save = parts, load, rehearse, last_save
         self.session, self._position, place = parts.session, parts.position, parts.place
+        self.session.outside = lambda: outside(parts)
         self.is_inside = is_inside
         self._notice: MendNotice | None = None
         self._position.has_state = not place.comes_back

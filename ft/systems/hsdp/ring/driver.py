@@ -27,6 +27,8 @@ from ft.systems.hsdp.ring.poller import Poller
 from ft.systems.hsdp.ring.reducer import Reducer
 from ft.systems.hsdp.ring.tuning import tuned
 
+THREAD = "ft-ring"
+"""Name of the thread."""
 _TEND_S = 1.0
 _DEVICE_LOOK_S = 0.001
 _NOBODY = "no quorum yet"
@@ -64,6 +66,27 @@ class Operation:
     pending: Pending
 
 
+@dataclass(frozen=True)
+class State:
+    """What the ring is doing at one moment.
+
+    Attributes:
+        number: number of its quorum; -1 before the first one.
+        members: number of its members.
+        connects: whether it is connecting to its neighbours.
+        begun: number of all-reduces with other members that were begun since it was connected.
+        is_busy: whether the last of them is under way.
+        since_s: seconds since the connecting, or the last all-reduce, was begun.
+    """
+
+    number: int
+    members: int
+    connects: bool
+    begun: int
+    is_busy: bool
+    since_s: float
+
+
 @dataclass
 class _Job:
     """A job with its number in the order of submission, and its time limit in seconds."""
@@ -98,8 +121,8 @@ class Driver:
         self._submitted = self._order = 0
         self._cancelled, self._why_cancelled = 0, "its thread has ended"
         self._is_closing = False
-        self._last = self._limit = 0.0
-        self._thread = threading.Thread(target=self._run, name="ft-ring", daemon=True)
+        self._last = self._limit = self._began = 0.0
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
     def submit(self, what: Members | Operation, limit_s: float) -> None:
@@ -117,6 +140,14 @@ class Driver:
             self._cancelled, self._why_cancelled = self._submitted, reason
             if not self._is_closing:
                 self._poller.wake()
+
+    def look(self) -> State:
+        """Return what the thread is doing. The values are read one by one, while the thread goes on."""
+        members, links, since_s = self._members, self._links, time.monotonic() - self._began
+        if links is None:
+            return State(members.number, len(members.addresses), False, 0, False, since_s)
+        connects = links.left is None or links.right is None
+        return State(members.number, len(members.addresses), connects, links.operation, links.busy, since_s)
 
     def close(self) -> None:
         with self._lock:
@@ -221,6 +252,7 @@ class Driver:
             self._links.close(Broken(f"a member has gone on to quorum {members.number}"))
             self._links = None
         self._members, self._broken = members, None
+        self._began = time.monotonic()
         try:
             self._check()
             if len(members.addresses) > 1:
@@ -316,7 +348,7 @@ class Driver:
         if why := links.useless():
             raise why
         links.operation, links.busy = links.operation + 1, True
-        self._last = time.monotonic()
+        self._last = self._began = time.monotonic()
         links.asked = None
         if tensor.numel():
             self._reducer.reduce(tensor, scale, links, self._members.me, count)

@@ -13,7 +13,7 @@ import torch
 from ft.base.errors import UserError
 from ft.net.streams import Network, TcpNetwork
 from ft.systems.hsdp.ring import numbers
-from ft.systems.hsdp.ring.driver import Driver, Members, Operation
+from ft.systems.hsdp.ring.driver import Driver, Members, Operation, State
 from ft.systems.hsdp.ring.options import RingOptions
 from ft.systems.hsdp.ring.outcome import Pending
 from ft.systems.hsdp.ring.staging import when_queued
@@ -112,6 +112,10 @@ class Ring:
         if not limit_s > 0:
             raise UserError(f"a limit of {limit_s} s", "give seconds above 0")
         self._limit = limit_s
+
+    def look(self) -> State:
+        """Return what the ring is doing. Thread-safe; returns at once."""
+        return self._driver.look()
 
     def cancel(self, reason: str) -> None:
         """End all operations submitted so far, running or not, and drop the connections. Thread-safe; returns at once.

@@ -1,0 +1,171 @@
+"""Stacks of processes that cannot run Python code, and processes that must not get the signal for them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ft.faults.hang import stacks as calls
+from ft.faults.hang.look import RUNNING, Rank
+from ft.faults.hang.places import where
+from ft.job.agent.looks import Looks
+from ft.job.messages import Look
+from ft.platform import processes, stacks
+from ft.platform.stacks import Handler
+from ft.record import looks
+
+BEGIN = """
+import ctypes, dataclasses, json, os, signal, sys, threading, time
+from ft.platform import stacks
+def say(handler):
+    print(json.dumps(dataclasses.asdict(handler)), flush=True)
+"""
+REGISTER = "handler = stacks.register(threading.main_thread().ident)\n"
+HOLD = """
+def hold():
+    usleep = ctypes.PyDLL(None).usleep
+    say(handler)
+    while True:
+        usleep(ctypes.c_uint(1_000_000))
+"""
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a program, and returns its process and the handler that it describes."""
+    started = []
+
+    def begin(program: str) -> tuple[subprocess.Popen, Handler]:
+        process = subprocess.Popen([sys.executable, "-c", BEGIN + program], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process, Handler.of(json.loads(process.stdout.readline()))
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def asked(process: subprocess.Popen, handler: Handler) -> str:
+    """Return the stacks of a process; it has to survive."""
+    found = stacks.of_processes({"it": (process.pid, handler)}, lambda text, one: calls.has_stack_of(one.thread, text))
+    time.sleep(0.05)
+    assert process.poll() is None, "the process was killed"
+    return found.get("it", "")
+
+
+def test_who_holds_the_interpreter_lock_in_c_shows_its_line(start):
+    process, handler = start(REGISTER + HOLD + "threading.Thread(target=time.sleep, args=(60,)).start()\nhold()\n")
+    time.sleep(0.1)
+    for _ in range(2):  # each time, it is what was written last
+        threads = calls.read(asked(process, handler), handler.thread)
+        assert [thread.trains for thread in threads] == [True, False], threads
+        assert threads[0].frames[0].endswith(" hold") and threads[0].name == "MainThread", threads
+
+
+def test_an_agent_puts_the_calls_into_the_look(start, tmp_path):
+    process, handler = start(REGISTER + HOLD + "hold()\n")
+    kept = Looks(tmp_path, "n0")
+    kept.begins(Look(1, "a stall", {"0": "n0.w0"}), {"n0.w0": process.pid}, {"n0.w0": handler})
+    deadline = time.monotonic() + 10
+    while not looks.numbers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        kept.poll()
+    kept.close()
+    said: Rank = looks.read(tmp_path, 1).ranks[0]
+    assert (said.process, said.answers) == (RUNNING, False), said
+    assert said.training.frames[0].endswith(" hold") and said.training.kernel, said
+    assert " hold" in where(said)
+    assert process.poll() is None
+
+
+NEVER = {
+    "no handler": "fd = os.memfd_create('ft-stacks')\nsay(stacks.Handler(50, fd, 1))\ntime.sleep(60)\n",
+    "another handler and no file": "signal.signal(50, lambda *_: os._exit(3))\nsay(stacks.Handler(50, 0, 1))\n"
+    "time.sleep(60)\n",
+    "the file is closed": REGISTER + "os.close(handler.fd)\nsay(handler)\ntime.sleep(60)\n",
+    "the descriptor is another file's": REGISTER
+    + "os.dup2(os.open('/dev/null', os.O_WRONLY), handler.fd)\nsay(handler)\ntime.sleep(60)\n",
+}
+
+
+@pytest.mark.parametrize("program", NEVER.values(), ids=NEVER)
+def test_who_has_not_registered_is_never_signalled(start, program):
+    process, handler = start(program)
+    assert asked(process, handler) == ""
+    assert "50" not in _pending(process.pid)
+
+
+def _pending(pid: int) -> str:
+    with open(f"/proc/{pid}/status") as file:
+        masks = [line for line in file if line.startswith(("SigPnd", "ShdPnd"))]
+    return " ".join(str(n) for line in masks for n in range(1, 65) if int(line.split()[1], 16) >> (n - 1) & 1)
+
+
+def test_a_stopped_process_is_left_alone(start):
+    process, handler = start(REGISTER + HOLD + "hold()\n")
+    os.kill(process.pid, signal.SIGSTOP)
+    while processes.state(process.pid) != "T":
+        time.sleep(0.01)
+    assert asked(process, handler) == "" and not _pending(process.pid)
+
+
+def test_a_program_keeps_its_own_handlers(start):
+    own = "signal.signal(50, lambda *_: os._exit(3))\nsignal.signal(49, signal.SIG_IGN)\n"
+    process, handler = start(own + REGISTER + "say(handler)\nwhile True: time.sleep(0.1)\n")
+    assert handler.signum == 48
+    assert "<module>" in asked(process, handler)
+
+
+def test_children_have_files_of_their_own_or_none(start):
+    fork = "if os.fork() == 0:\n    handler = stacks.register(threading.main_thread().ident)\n"
+    loop = "def of_child():\n    while True: time.sleep(0.1)\ndef of_parent():\n    while True: time.sleep(0.1)\n"
+    process, handler = start(
+        REGISTER + loop + fork + "    of_child()\nos.set_inheritable(1, True)\nsay(handler)\nof_parent()\n"
+    )
+    (child,) = processes.children(process.pid)
+    time.sleep(0.2)
+    text = asked(process, handler)
+    assert "of_parent" in text and "of_child" not in text
+    # the descriptors of the child are those of the parent's file and of its own
+    mine = Handler(handler.signum, handler.fd + 1, handler.thread)
+    found = stacks.of_processes({"it": (child, mine)}, lambda text, one: calls.has_stack_of(one.thread, text))
+    assert "of_child" in found["it"] and "of_parent" not in found["it"]
+    assert processes.state(child) not in "ZX"
+    os.kill(child, signal.SIGKILL)
+
+
+def test_it_is_registered_once_in_a_process():
+    first = stacks.register(1)
+    assert first is not None and stacks.register(1) is first
+    assert Handler.of(None) is None and Handler.of({"signum": "x"}) is None
+
+
+TEXT = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/home/u/run/my.py", line 3 in watch
+
+Current thread 0x00007f00 [train] (most recent call first):
+  Garbage-collecting
+  File "/x/site-packages/torch/nn/modules/module.py", line 9 in forward
+  File "/home/u/run/my.py", line 7 in main
+  ...
+
+Thread 0x00007f02 (most recent call first):
+  <no Python frame>
+"""
+
+
+def test_what_faulthandler_writes_is_read():
+    first, second, third = calls.read(TEXT, 0x7F00, "/home/u/run")
+    assert first.trains and first.name == "train"
+    assert first.frames == (calls.COLLECTION, "torch/nn/modules/module.py:9 forward", "my.py:7 main")
+    assert second.frames == ("/usr/lib/python3.11/threading.py:320 wait", "my.py:3 watch") and not third.frames
+    assert calls.has_stack_of(0x7F00, TEXT) and not calls.has_stack_of(0x7F03, TEXT)
+    cut = TEXT[: TEXT.index("  Garbage")]
+    assert not calls.has_stack_of(0x7F00, cut) and calls.read("", 1) == []
