@@ -368,10 +368,10 @@ def test_a_software_error_restarts_from_the_checkpoint_and_again_stops():
 
 def test_another_error_after_a_restart_restarts_again_until_restarts_are_used_up():
     world = World(max_restarts=2).run()
-    for number in (1, 2):
-        assert only(world.fail(1, "ValueError", message=f"bad {number}"), m.Restart).number == number
+    for number, message in enumerate(("bad shape", "bad type"), start=1):
+        assert only(world.fail(1, "ValueError", message=message), m.Restart).number == number
         world.begin(world.start_workers(), step=5)
-    stop = only(world.fail(1, "ValueError", message="bad 3"), m.Stop)
+    stop = only(world.fail(1, "ValueError", message="bad device"), m.Stop)
     assert "2 warm restart(s) are allowed and used up" in stop.message
 
 
