@@ -11,13 +11,13 @@ import time
 from typing import Any
 
 from ft.base.errors import UserError
+from ft.base.files import replace
 from ft.observe.hsdp import commands as hsdp
 from ft.observe.hsdp.record import is_hsdp
 from ft.observe.report.presence import gone
 from ft.observe.report.status import as_text, as_values, status
 from ft.record.recoveries import recoveries
 from ft.record.run import Run, load
-from ft.show.files import replace
 
 _WATCH_S = 1.0
 _CLEAR = "\x1b[H\x1b[2J"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.faults.flip import Flip
 
@@ -149,9 +150,7 @@ def write(path: Path, faults: Sequence[Fault]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(to_json(faults) + "\n")
-    temporary.replace(path)
+    files.replace(path, to_json(faults) + "\n")
 
 
 def planned(environment: Mapping[str, str] = os.environ) -> list[Fault]:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft.base import structured_file
+from ft.base import files, structured_file
 from ft.base.errors import UserError
 
 FORMAT, VERSION = "ft suspects", 1
@@ -147,15 +147,7 @@ def add(path: Path, suspects: Iterable[Suspect]) -> list[Suspect]:
     try:
         with _alone_in(path.parent):
             every = merged(read(path) if path.exists() else (), suspects)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                with temporary.open("w") as file:
-                    file.write(as_text(every))
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            files.replace(path, as_text(every), durable=True)
     except OSError as error:
         raise UserError(f"suspects {path} cannot be written: {error}", "choose another --out") from error
     return every

@@ -67,7 +67,7 @@ def test_traces_and_plans_are_read_as_they_were_written(tmp_path):
         write_trace(path, trace)
         read = read_trace(path)
         assert replace(read, memory=trace.memory, tensors=trace.tensors) == trace
-        assert dict(read.tensors) == dict(trace.tensors) and not list(tmp_path.glob("*.part"))
+        assert dict(read.tensors) == dict(trace.tensors) and not list(tmp_path.glob(".*"))
         found = plan(read, 1e3)
         write_plan(path, found)
         assert read_plan(path) == found

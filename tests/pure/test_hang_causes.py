@@ -7,7 +7,19 @@ import pytest
 from ft.faults.hang import look as looks
 from ft.faults.hang.causes import diagnose
 from ft.faults.hang.graph import waits
-from ft.faults.hang.look import CHANGED, DEAD, SKIPPED, STOPPED, SWAPPED, Departure, Look, Operation, Rank, Thread
+from ft.faults.hang.look import (
+    ADDED,
+    CHANGED,
+    DEAD,
+    SKIPPED,
+    STOPPED,
+    SWAPPED,
+    Departure,
+    Look,
+    Operation,
+    Rank,
+    Thread,
+)
 from ft.faults.hang.places import DATA, KERNEL, LOCK, STORAGE, USER, place
 from ft.faults.hang.program import departure, missing_end
 from ft.faults.hang.series import over_time
@@ -123,6 +135,21 @@ def test_who_has_left_the_loop_will_not_come():
 def test_everybody_is_there_so_a_connection_is_slow():
     found, whole = causes(rank(0, op("tp")), rank(1, op("tp")))
     assert found[0][1] == "slow-link" and whole.causes[0].ends == (0, 1)
+
+
+@pytest.mark.parametrize(("kind", "named"), [(SKIPPED, "missing-call"), (ADDED, "mismatch")])
+def test_everybody_is_there_but_one_departs_from_its_program_in_that_group(kind, named):
+    # gloo carries out an all-reduce of 4 numbers with one of 2: the other rank has gone on to number 2
+    departed = Departure(kind, op("dp", sizes=("float32[2]",)), op("dp", sizes=("float32[4]",)))
+    assert causes(rank(0, op("dp", 2)), rank(2, op("dp", 1), departure=departed))[0] == [(2, named)]
+    assert causes(rank(0, op("dp", 1)), rank(2, op("dp", 1), departure=departed))[0] == [(2, named)]
+
+
+def test_departures_in_other_groups_and_of_all_members_do_not_excuse_a_slow_connection():
+    elsewhere, here = Departure(SKIPPED, op("tp"), op("tp")), Departure(SKIPPED, op("dp"), op("dp"))
+    for one, other in ((elsewhere, None), (here, here)):
+        found = causes(rank(0, op("dp"), departure=one), rank(2, op("dp"), departure=other))[0]
+        assert [kind for _, kind in found] == ["slow-link"]
 
 
 def test_an_operation_in_the_background_is_no_wait():

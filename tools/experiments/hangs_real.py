@@ -1,164 +1,209 @@
 """Injects hangs and slow ranks into real runs of ft run, and counts how often ft diagnose hang names the cause.
 
+    python tools/experiments/hangs_real.py --seeds 0..99 --into FOLDER       one file a case; those that are there stay
+    python tools/experiments/hangs_real.py --report --into FOLDER            the table of all cases in the folder
+
 Each case is a run of 4 or 8 workers that carry out the communication of Megatron's steps (``ft simulate hangs``) with
 real process groups over gloo, and one fault. For a hang, the look is read that the run takes by itself before a time
-limit passes; for a slow rank, ft diagnose hang --looks is used. Operations of wrong sizes are left out, because gloo
-ends the process instead of hanging; so are slow connections, which this machine has not, and killed workers, whose
-death the run sees at once.
+limit passes; for a slow rank or connection, looks are asked for as ft diagnose hang --looks does. A killed worker is
+named by the run at once, as its first fault. For a slow connection each rank is a host of its own, behind a router that
+delays the packets of one of them (``tests/helpers/nodes``; it needs root).
 
-    python tools/experiments/hangs_real.py --cases 200 --into /tmp/hangs
+Also counted are the ranks that the run takes for faulty although nothing is wrong there, of which it would replace a
+worker ("blamed").
+
+Left out are operations of wrong sizes: with gloo the operation ends with an error and does not hang.
 """
 
 import argparse
+import contextlib
+import json
 import os
 import pickle
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ft.base import events
+from ft.faults.hang.causes import DEAD_, Diagnosis
 from ft.faults.hang.series import over_time
+from ft.lab.simulate.hangs.campaign import Case, Chosen, choose, count, judge
+from ft.lab.simulate.hangs.commands import as_text
 from ft.lab.simulate.hangs.faults import KINDS, STEP
-from ft.lab.simulate.hangs.machine import Machine
-from ft.lab.simulate.hangs.program import Layout, programs
+from ft.lab.simulate.hangs.program import Layout
+from ft.observe.diagnose.looking import ask
 from ft.record import looks
-from ft.show.text import table
+from ft.record.run import load
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "tools/experiments/results/hangs_real.txt"
 LAYOUTS = (
     *(Layout(dp=4), Layout(tp=2, dp=2), Layout(pp=2, dp=2), Layout(cp=2, dp=2), Layout(pp=4), Layout(dp=4, ep=2)),
     *(Layout(pp=2, vpp=2, dp=2), Layout(tp=2, pp=2, dp=2, microbatches=2), Layout(tp=2, cp=2, pp=2, microbatches=2)),
 )
-LEFT_OUT = ("killed", "wrong sizes", "wrong size of a message", "slow link")
-LIMIT_S, STEPS, SLOW_STEPS = 60.0, STEP + 2, 2000
+LEFT_OUT = ("wrong sizes", "wrong size of a message")
+SLOW_LINK, LINK_DELAY_S = "slow link", 0.1
+LIMIT_S, LOOKS, EVERY_S = 60.0, 24, 0.3
+STEPS, SLOW_STEPS = STEP + 2, 5000
 LIMITS = "stall_s: 2\nsilent_s: 4\ncollective_s: 3\nstart_s: 5\n"
+PORT = 29417
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was said of one case.
+
+    Attributes:
+        case: the case, and whether the diagnosis is right.
+        blamed: ranks that the run has taken for faulty.
+    """
+
+    case: Case
+    blamed: tuple[int, ...]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--seeds", metavar="A..B", help="random seeds, each at most one case")
+    parser.add_argument("--into", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--report", action="store_true", help="write the table of what is in --into")
     given = parser.parse_args()
     given.into.mkdir(parents=True, exist_ok=True)
-    tally: dict[str, list[int]] = {}
-    misses, seed, done = [], given.seed, 0
-    while done < given.cases:
-        found = case(seed, given.into)
-        seed += 1
-        if found is None:
-            continue
-        done += 1
-        fault, layout, expected, named = found
-        first = named[: len(expected)]
-        ranks = {rank for rank, _ in first} == expected.keys()
-        kinds = ranks and all(expected[rank] == kind for rank, kind in first)
-        for name in (fault, "all"):
-            row = tally.setdefault(name, [0, 0, 0, 0])
-            for at, value in enumerate((1, ranks, kinds, bool({rank for rank, _ in named} - expected.keys()))):
-                row[at] += value
-        if not kinds:
-            misses.append(f"seed {seed - 1}, {layout}, {fault}: {named}; injected was {expected}")
-            print(misses[-1], flush=True)
-    print(f"seeds {given.seed} to {seed - 1}")
-    rows = [
-        (fault, str(n), f"{ranks / n:.1%}", f"{kinds / n:.1%}", str(innocents))
-        for fault, (n, ranks, kinds, innocents) in sorted(tally.items(), key=lambda item: (item[0] == "all", item[0]))
-    ]
-    print(table(("fault", "cases", "rank named", "kind named", "innocents"), rows, right=(1, 2, 3, 4)))
-    print("\n".join(["", "missed:", *misses] if misses else ["", "nothing was missed"]))
+    if given.seeds:
+        first, _, last = given.seeds.partition("..")
+        for seed in range(int(first), int(last or first) + 1):
+            path = given.into / f"{seed}.json"
+            if not path.exists() and (found := run_case(seed, given.into / f"run-{seed}")) is not None:
+                path.write_text(json.dumps(asdict(found)) + "\n")
+                print(seed, found.case.fault, found.case.found, "blamed", found.blamed, flush=True)
+    if given.report:
+        TABLE.write_text(report(given.into))
+        print(TABLE.read_text())
     return 0
 
 
-def case(seed: int, into: Path):
-    """Return (fault, layout, expected kinds by rank, named ranks and kinds); None if the seed has no case."""
-    choice = random.Random(seed)
-    layout, fault = choice.choice(LAYOUTS), choice.choice([kind for kind in sorted(KINDS) if kind not in LEFT_OUT])
-    all_ = programs(layout)
-    injected = KINDS[fault](all_, choice)
-    if injected is None or "dead" in injected.kinds.values():
+def report(folder: Path) -> str:
+    """Return the table of all cases in a folder."""
+    read = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"), key=lambda one: int(one.stem))]
+    results = [Result(_case_of(one["case"]), tuple(one["blamed"])) for one in read]
+    innocents = [one for one in results if set(one.blamed) - one.case.expected.keys()]
+    lines = [
+        "python tools/experiments/hangs_real.py --report --into FOLDER",
+        f"{len(results)} real runs, seeds up to {results[-1].case.seed}",
+        f"runs in which a rank was taken for faulty although nothing was wrong there: {len(innocents)}",
+        *(f"  seed {one.case.seed}, {one.case.fault}: ranks {one.blamed}" for one in innocents),
+    ]
+    return "\n".join([*lines, "", as_text(count(one.case for one in results))]) + "\n"
+
+
+def _case_of(values: dict) -> Case:
+    expected = {int(rank): kind for rank, kind in values["expected"].items()}
+    found = tuple((rank, kind) for rank, kind in values["found"])
+    return Case(**{**values, "layout": Layout(**values["layout"]), "expected": expected, "found": found})
+
+
+# --- one case ---------------------------------------------------------------------------------------------------------
+
+
+def run_case(seed: int, folder: Path) -> Result | None:
+    """Run the case of a seed; None if it has none."""
+    chosen = choose(seed, LAYOUTS, KINDS.keys() - set(LEFT_OUT))
+    if chosen is None:
         return None
-    expected = injected.kinds
-    if not injected.factor:
-        machine = Machine(all_, STEPS, injected.wrong, STEP, choice)
-        machine.run()
-        if all(rank.ended for rank in machine.look().ranks.values()):
-            return None  # nothing hangs
-        waited_for = {edge.on for edge in over_time([machine.look()]).waiting}
-        expected = {
-            r: kind for r, kind in expected.items() if machine.is_wrong(r) and (len(expected) == 1 or r in waited_for)
-        }
-    folder = into / f"case-{seed}"
+    expected = chosen.injected.kinds
+    if not chosen.injected.factor:
+        machine = chosen.hangs(STEPS)
+        if machine is None:
+            return None
+        awaited = {edge.on for edge in over_time([machine.look()]).waiting}
+        expected = {r: k for r, k in expected.items() if machine.is_wrong(r) and (len(expected) == 1 or r in awaited)}
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "limits.yaml").write_text(LIMITS)
-    (folder / "case").write_bytes(pickle.dumps((all_, injected, SLOW_STEPS if injected.factor else STEPS)))
-    found = _run(folder, layout.world_size, slow=bool(injected.factor))
-    return fault, layout, expected, [(cause.rank, cause.kind) for cause in found.causes] if found is not None else []
+    steps = SLOW_STEPS if chosen.injected.factor else STEPS
+    (folder / "case").write_bytes(pickle.dumps((chosen.programs, chosen.injected, steps)))
+    with agents(chosen, folder) as processes:
+        found = watched(folder / "run") if chosen.injected.factor else hung(folder / "run", processes)
+    blamed = tuple(sorted({event.rank for event in _faults(folder / "run")}))
+    if DEAD_ in expected.values() and found is None:
+        first = next(iter(_faults(folder / "run")), None)
+        named = () if first is None else ((first.rank, DEAD_),)
+        right = {rank for rank, _ in named} <= expected.keys() and bool(named)
+        return Result(Case(seed, chosen.layout, chosen.fault, expected, named, right, right, ()), blamed)
+    result = Result(judge(chosen, expected, found or Diagnosis((), ())), blamed)
+    if result.case.kind_is_right and set(blamed) <= expected.keys():
+        shutil.rmtree(folder)
+    return result
 
 
-def _run(folder: Path, size: int, slow: bool):
-    """Run the case, and return the diagnosis; None if no look was taken."""
-    run, here = folder / "run", Path(__file__).parent
-    command = [
-        sys.executable,
-        "-m",
-        "ft",
-        "run",
-        "--nproc-per-node",
-        str(size),
-        "--standby",
-        "0",
-        "--run-dir",
-        str(run),
-    ]
-    command += ["--limits", str(folder / "limits.yaml"), "--max-restarts", "0"]
-    command += [str(here / "hangs_real_worker.py"), str(folder / "case")]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with open(folder / "out", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
-    try:
-        return _slow(run, size) if slow else _hung(run, process)
-    finally:
-        process.send_signal(signal.SIGTERM)
+@contextlib.contextmanager
+def agents(chosen: Chosen, folder: Path):
+    """Return a context with the agents of a run, which are ended at its end: one, or one on each of several hosts."""
+    with contextlib.ExitStack() as stack:
+        if chosen.fault == SLOW_LINK:
+            sys.path[:0] = [str(ROOT / "tests/helpers")]
+            from nodes import Lab
+
+            lab = stack.enter_context(Lab(chosen.layout.world_size))
+            [slow] = chosen.injected.wrong
+            lab.hosts[slow].degrade(delay_s=LINK_DELAY_S)
+            where = ["--nnodes", str(len(lab.hosts)), "--rdzv-endpoint", f"{lab.hosts[0].address}:{PORT}"]
+            # the hosts share the network's name of this machine, but not its address
+            started = [_start(folder, [*where, "--node-rank", str(h.index)], 1, h.start, h.name) for h in lab.hosts]
+        else:
+            started = [_start(folder, [], chosen.layout.world_size, subprocess.Popen, "here")]
         try:
-            process.wait(3)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        subprocess.run(["pkill", "-KILL", "-f", str(folder / "case")], check=False)
+            yield started
+        finally:
+            for process in started:
+                process.send_signal(signal.SIGTERM)
+            for process in started:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+                process.kill()
+                process.wait()
+            subprocess.run(["pkill", "-KILL", "-f", str(folder / "case")], check=False)
 
 
-def _hung(run: Path, process: subprocess.Popen):
+def _start(folder: Path, where: list[str], nproc: int, popen, name: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(nproc), "--standby", "0", *where]
+    command += ["--run-dir", str(folder / "run"), "--limits", str(folder / "limits.yaml"), "--max-restarts", "0"]
+    command += [str(Path(__file__).with_name("hangs_real_worker.py")), str(folder / "case")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with open(folder / f"out-{name}", "w") as log:
+        return popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
+
+
+def hung(run: Path, processes: list[subprocess.Popen]) -> Diagnosis | None:
+    """Return the diagnosis of the look that the run takes by itself; None if it takes none."""
     deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        if looks.path(run, 1, "n0").exists():
-            return over_time([looks.read(run, 1)])
+    while time.monotonic() < deadline and processes[0].poll() is None and not looks.path(run, 1, "n0").exists():
         time.sleep(0.05)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        processes[0].wait(10)  # what the run does about it is counted, too
     return over_time([looks.read(run, 1)]) if looks.path(run, 1, "n0").exists() else None
 
 
-def _slow(run: Path, size: int, number: int = 24):
-    """Take looks at a run under way, as ft diagnose hang --looks does."""
+def watched(run: Path) -> Diagnosis | None:
+    """Return the diagnosis over looks at a run under way, as ft diagnose hang --looks does."""
     deadline = time.monotonic() + LIMIT_S
-    taken = []
-    while time.monotonic() < deadline and len(taken) < number:
-        known = looks.numbers(run)
-        if (run / "status.json").exists() and (run / "status.json").read_text().count('"step": ') > size:
-            looks.wanted(run).parent.mkdir(exist_ok=True)
-            looks.wanted(run).write_text("asked for")
-            until = time.monotonic() + 3
-            while time.monotonic() < until and not (new := [n for n in looks.numbers(run) if n not in known]):
-                time.sleep(0.02)
-            time.sleep(0.05)
-            if new and looks.path(run, new[-1], "n0").exists():
-                taken.append(looks.read(run, new[-1]))
-        time.sleep(0.1)
-    moving = [look for look in taken if any(rank.step > 1 for rank in look.ranks.values())]
-    return over_time(moving) if moving else None
+    status, taken = run / "status.json", []
+    while time.monotonic() < deadline and len(taken) < LOOKS:
+        if status.exists() and (number := ask(run)) is not None:
+            look = looks.read(run, number)
+            taken += [look] if any(rank.step > 1 for rank in look.ranks.values()) else []
+        time.sleep(EVERY_S)
+    return over_time(taken) if taken else None
+
+
+def _faults(run: Path) -> list:
+    if not (run / "events.jsonl").exists():
+        return []
+    return [event for event in load(run).events if event.event == events.FAULT_DETECTED and event.rank is not None]
 
 
 if __name__ == "__main__":

@@ -176,14 +176,21 @@ class _Search:
             )
 
     def links(self) -> Iterator[Cause]:
-        """Yield the connection at fault if everybody has started an operation and it still does not end."""
+        """Yield the cause if everybody has started an operation and it still does not end.
+
+        That is a slow connection, unless a member departs from its step before in this group: a rank that has left a
+        collective out has started the next one under the same number, which the numbers alone do not show.
+        """
         stuck = []
         for rank, said in sorted(self.look.ranks.items()):
             if rank in self._explained or self._to.get(rank) or said.moves:
                 continue
             pending = [operation for operation in said.pending if operation.name not in SERVED]
             stuck += [(rank, operation) for operation in pending if self._is_under_way(rank, operation)]
-        if not stuck:
+        departed = sorted({one for rank, operation in stuck for one in self._departed_from(rank, operation)})
+        for rank in departed:
+            yield self._of_departure(rank, self._departed[rank])
+        if departed or not stuck:
             return
         tally: Counter[int] = Counter()
         for rank, operation in stuck:
@@ -241,7 +248,7 @@ class _Search:
             kind = UNMATCHED if departed.expected.is_message else MISSING_CALL
         evidence = [
             f"{self._who.one(rank)} has started {self._call(own)}",
-            f"{self._who.many(others)} have started {self._call(operation)}",
+            f"{self._who.title(others)} {'has' if len(others) == 1 else 'have'} started {self._call(operation)}",
         ]
         if departed is not None:
             evidence.append(_said(departed))
@@ -269,6 +276,14 @@ class _Search:
                 found.append(circle)
         # a circle that waits for another one follows from it
         return [one for one in found if not any(o is not one and reach[min(one)] & o and not o & one for o in found)]
+
+    def _departed_from(self, rank: int, operation: Operation) -> list[int]:
+        """Return the ranks that take part in an operation of ``rank`` and depart from their step before in its group;
+        none if all of them do."""
+        members = [rank, *partners(self.look, rank, operation)]
+        found = {one: self._departed[one] for one in members if one in self._departed}
+        found = {one: it for one, it in found.items() if operation.group in (it.expected.group, it.found.group)}
+        return [] if len(found) == len(members) else list(found)
 
     def _is_under_way(self, rank: int, operation: Operation) -> bool:
         """Return whether all others have started an operation, and it has ended nowhere, or in part."""
@@ -331,8 +346,7 @@ class _Search:
             if edge.on in guilty:
                 direct[self._who.operation(edge.operation)].add(edge.rank)
         for what, ranks in list(direct.items())[:_SHOWN]:
-            waits = "waits" if self.look.places and len(ranks) == 1 else "wait"
-            sentences.append(f"{self._who.many(ranks)} {waits} for it in {what}.")
+            sentences.append(f"{self._who.title(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for it in {what}.")
         if len(direct) > _SHOWN:
             sentences.append(f"Others wait for it in {len(direct) - _SHOWN} further operations.")
         sentences = [one[0].upper() + one[1:] for one in sentences]

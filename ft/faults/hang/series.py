@@ -123,9 +123,8 @@ def _slowing(looks: Sequence[Look]) -> Diagnosis:
         cause = _slow(of_link[link], SLOW_LINK, len(looks))
         alike = sorted(rank for rank, votes in links.items() if votes == links[link])
         if len(alike) > 1:
-            ranks = Who(looks[-1]).listed(alike)
-            ranks = ranks if looks[-1].places else f"ranks {ranks}"
-            why = f"{ranks[0].upper()}{ranks[1:]} take part in all of these operations alike: one of them it is."
+            ranks = Who(looks[-1]).title(alike)
+            why = f"{ranks[0].upper()}{ranks[1:]} take part in all of these operations, so any of them may be slow."
             cause = replace(cause, ends=tuple(alike), evidence=(*cause.evidence, why))
         return Diagnosis((cause,), found[-1].waiting)
     return Diagnosis((), found[-1].waiting)

@@ -24,13 +24,6 @@ class Who:
             return f"rank {rank if place is None else place.rank}"
         return f"replica {place.replica} rank {place.rank}"
 
-    def many(self, ranks: Iterable[int]) -> str:
-        """Return the names of several ranks as the subject of a sentence."""
-        ranks = sorted(ranks)
-        if any(rank in self._places or rank == SERVER for rank in ranks):
-            return self.listed(ranks)
-        return f"rank(s) {', '.join(map(str, ranks))}"
-
     def title(self, ranks: Iterable[int]) -> str:
         """Return the name of one or several ranks: "rank 3", "ranks 0-4"."""
         ranks = sorted(ranks)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ft.base import files
 from ft.faults.hang import stacks as calls
 from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Across, Rank, Thread
 from ft.job.messages import Look, Looked
@@ -20,7 +21,6 @@ from ft.net.codec import to_json
 from ft.platform import processes, stacks
 from ft.platform.stacks import Handler
 from ft.record import looks as record
-from ft.show import files
 
 _WAIT_S = 0.6
 """Seconds for the answers; a process that runs answers within a few milliseconds."""

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ft.base import events, token
+from ft.base import events, files, token
 from ft.base.errors import UserError
 from ft.job.control import channel as channels
 from ft.job.control import status
@@ -151,7 +151,7 @@ class Sidecar:
             self._status_at = now
             self._look_if_wanted()
             with contextlib.suppress(OSError):
-                status.replace_file(self._folder / "status.json", status.values(state))
+                files.replace(self._folder / "status.json", json.dumps(status.values(state)))
 
     def _look_if_wanted(self) -> None:
         """Order a look at all workers if a person has asked for one, with a file in the run's folder."""

@@ -1,9 +1,7 @@
 """The file ``status.json``: a summary of the control plane's state for people who watch a run."""
 
-import json
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ft.job.control import eviction
@@ -43,13 +41,6 @@ def values(state: State) -> dict[str, Any]:
         "last_recovery": dict(state.last_recovery) or None,
         "stragglers": {str(rank): asdict(slow) for rank, slow in sorted(eviction.present(state).items())},
     }
-
-
-def replace_file(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON atomically: readers see either the old or the new file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)
 
 
 def _member(state: State, worker: Worker) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.lab.selftest.values import FAIL, PASS, SKIPPED, Context, Failed, Result, Skipped
 
@@ -48,9 +49,7 @@ def run(function: str, context: Context) -> Result:
 
 def write(path: Path, result: Result) -> None:
     """Write the result such that a reader sees all of it or nothing."""
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(asdict(result)))
-    draft.replace(path)
+    files.replace(path, json.dumps(asdict(result)))
 
 
 def read(path: Path) -> Result | None:

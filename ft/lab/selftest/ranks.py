@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.base import files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import EpochClosed, FtError
 from ft.lab.selftest.values import Context, Failed
@@ -107,7 +108,7 @@ class Crew:
         # The store starts threads, so it is made after the forks.
         self._server = StoreServer("127.0.0.1", 0, TOKEN)
         self.store = self._server.store
-        _write(self._folder / "address", self._server.address)
+        files.replace(self._folder / "address", self._server.address)
 
     def kill(self, number: int) -> None:
         """Send SIGKILL to a rank."""
@@ -187,7 +188,7 @@ class Crew:
             address = _read(self._folder / "address")
             store = StoreConnection(address, TOKEN, _STORE_S).store
             result = function(Rank(number, self.size, address, planted, store, gpus))
-            _write(self._folder / f"{number}.json", json.dumps(result))
+            files.replace(self._folder / f"{number}.json", json.dumps(result))
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -295,12 +296,6 @@ class Member:
                     self._last_closed = epoch
                     self._closed.notify_all()
                 epoch += 1
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 def _read(path: Path) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import UserError
+from ft.base.files import replace
 from ft.job.replicas.host import FOLDER as LAUNCHERS
 from ft.observe.hsdp.record import load
 from ft.observe.hsdp.status import as_text, as_values, status
 from ft.observe.report.presence import gone
-from ft.show.files import replace
 
 _RECENT = 1 << 18
 """Bytes read from the end of each replica's commit log for the status, which suffices for some hundreds of steps."""

@@ -22,7 +22,7 @@ from ft.faults.hang.program import departure, missing_end
 _MOST, _NEWEST = 10_000, 1_000
 """Number of operations of one step that are remembered, and of the newest ones after them. A longer step is compared up
 to the former."""
-_LIBRARIES = ("/torch/", "/ft/state/groups/", "/ft/systems/", "/contextlib.py")
+_LIBRARIES = ("/torch/", "/ft/state/groups/", "/ft/systems/", "/megatron/patches/", "/contextlib.py")
 
 
 class Entry(NamedTuple):

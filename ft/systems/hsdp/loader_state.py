@@ -10,13 +10,13 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.systems.hsdp.samples import SampleAssignment
 
@@ -89,9 +89,7 @@ def write(run_dir: Path, state: LoaderState) -> str:
                 there = read(run_dir)
                 if there is not None and there.age > state.age:
                     return f"step {there.step} of quorum {there.quorum} is there already"
-            temporary = run_dir / f".{NAME}.tmp"
-            temporary.write_bytes(_encode(state))
-            os.replace(temporary, run_dir / NAME)
+            files.replace(run_dir / NAME, _encode(state))
             return ""
     except OSError as error:
         return str(error)

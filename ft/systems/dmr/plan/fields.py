@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from ft.base import files
 from ft.base.errors import UserError
 
 ABSENT = object()
@@ -146,9 +147,7 @@ def write_object(path: Path, values: dict[str, Any]) -> None:
         UserError: the file cannot be written.
     """
     path = Path(path)
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_text(json.dumps(values, separators=(",", ":")) + "\n", encoding="utf-8")
-        part.replace(path)
+        files.replace(path, json.dumps(values, separators=(",", ":")) + "\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}", "choose another path") from error
