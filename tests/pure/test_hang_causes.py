@@ -69,6 +69,15 @@ def test_a_rank_of_which_nothing_is_known_counts_as_dead():
     assert causes(rank(0, op("tp")))[0] == [(1, "dead")]
 
 
+def test_a_node_of_which_all_processes_are_dead_is_one_cause():
+    lost = [Rank(number, f"n1.w{number}", "n1", process=DEAD, answers=False) for number in (1, 2)]
+    found, whole = causes(rank(0, op("tp"), op("dp")), *lost)
+    assert found == [(1, "dead")] and whole.causes[0].together == (1, 2) and whole.causes[0].delayed == (0,)
+    assert "node n1 is lost" in whole.causes[0].where and "No process of node n1" in whole.causes[0].evidence[0]
+    alive = Rank(2, "n1.w2", "n1", counts={"dp": 1}, operations=(op("dp", done=True),))
+    assert not causes(rank(0, op("tp")), lost[0], alive)[1].causes[0].together
+
+
 def test_a_process_that_runs_without_answering_is_busy():
     assert causes(rank(0, op("tp")), rank(1, answers=False))[0] == [(1, "busy")]
 

@@ -31,8 +31,8 @@ MODEL = (
     "--padded-vocab-size 512 --split 90,10,0 --eval-iters 0 --log-interval 1 --num-workers 0 --mock-data "
     "--use-distributed-optimizer --ft-hot-swap "
 )
-TWO = "--tensor-model-parallel-size 2 --sequence-parallel "
-FOUR = TWO + "--pipeline-model-parallel-size 2 "
+FOUR = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+STAGES = "--pipeline-model-parallel-size 4 "
 SLOW, EVICT = "slow@step=5:rank=5:factor=4:for=600s", FOUR + "--ft-evict-stragglers 2 "
 
 
@@ -66,7 +66,7 @@ EXAMPLES = {
     "unmatched-message": Example("rank 6 sends where it should receive", bug="unmatched-message"),
     "cycle": Example("rank 3 takes two groups in the other order", bug="cycle"),
     "slow-rank": Example("rank 5 computes four times as long", inject=SLOW, flags=EVICT, looks=12),
-    "slow-link": Example("the packets from and to rank 1's host take 100 ms", hosts=4, flags=TWO, looks=40),
+    "slow-link": Example("the packets from and to rank 1's host take 50 ms", hosts=4, flags=STAGES, looks=40),
 }
 
 
@@ -128,7 +128,7 @@ def agents(example: Example, folder: Path) -> Iterator[tuple[subprocess.Popen, o
             where = [[*shared, "--node-rank", str(host.index)] for host in hosts]
             lose = hosts[-1].lose_power if not example.looks else None
             if example.looks:
-                hosts[1].degrade(delay_s=0.1)
+                hosts[1].degrade(delay_s=0.05)
         started = [_start(example, folder, *one) for one in zip(range(len(popens)), popens, where, strict=True)]
         try:
             yield started[0], lose

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from ft.faults.hang import look as looks
 from ft.faults.hang.graph import Wait, counterpart, fits, partners, reachable, waits
-from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation, Rank
+from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation
 from ft.faults.hang.places import where
 from ft.faults.hang.who import Who
+from ft.faults.hang.words import call, of_departure, place_of
 
 STOPPED_, DEAD_, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW_LINK = (
     *("stopped", "dead", "busy", "missing-call", "mismatch", "unmatched-message", "cycle", "slow-rank", "slow-link"),
@@ -40,7 +41,7 @@ class Cause:
         evidence: sentences that say from what this follows.
         delayed: the other ranks that wait for it, directly or not.
         ends: of a slow connection, all ranks that take part in the operations that do not end.
-        together: all ranks at fault, if a whole replica is.
+        together: all ranks at fault, if a whole replica or node is.
     """
 
     rank: int
@@ -100,22 +101,26 @@ class _Search:
 
     def processes(self) -> Iterator[Cause]:
         """Yield the ranks whose process is stopped, dead or silent, and that others wait for."""
-        lost = self._lost_replicas()
+        lost = self._lost_together()
         for rank, edges in sorted(self._on.items()):
             if self.look.is_elsewhere(rank):
                 continue
             said, who = self.look.ranks.get(rank), self._who.one(rank)
-            if together := lost.get(rank, ()):
+            if rank in lost:
+                what, together = lost[rank]
                 if rank == next(one for one in together if one in self._on):
-                    why = f"no process of replica {self.look.places[rank].replica} is known to live"
-                    cause = self._cause(rank, DEAD_, edges[0].operation, "unknown", why, group=together)
+                    why = f"no process of {what} is known to live"
+                    cause = self._cause(
+                        rank, DEAD_, edges[0].operation, f"nowhere: {what} is lost", why, group=together
+                    )
                     yield replace(cause, together=together)
             elif said is None:
                 yield self._cause(rank, DEAD_, edges[0].operation, "unknown", f"nothing is known of {who}")
             elif said.process != RUNNING:
-                kind = DEAD_ if said.process == DEAD else STOPPED_
-                ending = "has ended" if said.process == DEAD else "is stopped by a signal (state T)"
-                yield self._cause(rank, kind, edges[0].operation, where(said), f"the process of {who} {ending}")
+                kind, ending, place = STOPPED_, "is stopped by a signal (state T)", where(said)
+                if said.process == DEAD:
+                    kind, ending, place = DEAD_, "has ended", "nowhere: its process has ended"
+                yield self._cause(rank, kind, edges[0].operation, place, f"the process of {who} {ending}")
             elif not said.answers:
                 why = f"{who} runs, but no thread of it can run Python code: one of them holds the lock"
                 why = f"{who} runs, and answers nobody" if rank == SERVER else why
@@ -198,12 +203,13 @@ class _Search:
         rank = max(tally, key=lambda one: (tally[one], any(one == r and o.name == looks.SEND for r, o in stuck), -one))
         operation = next(o for r, o in stuck if rank in (r, *partners(self.look, r, o)))
         groups = ", ".join(sorted({operation.group for _, operation in stuck}))
+        ends = "both ends" if operation.is_message else "all members"
         found = self._cause(
             rank,
             SLOW_LINK,
             operation,
             f"a connection of group(s) {groups}",
-            f"all members have started {self._who.operation(operation)}, and it has not ended",
+            f"{ends} have started {self._who.operation(operation)}, and it has not ended",
             f"{self._who.one(rank)} takes part in {tally[rank]} of {len(stuck)} operations that do not end",
         )
         yield replace(found, ends=tuple(sorted(tally)))
@@ -246,12 +252,13 @@ class _Search:
         kind = MISMATCH
         if departed is not None and departed.kind == looks.SKIPPED:
             kind = UNMATCHED if departed.expected.is_message else MISSING_CALL
+        started = f"{self._who.title(others)} {'has' if len(others) == 1 else 'have'} started"
         evidence = [
-            f"{self._who.one(rank)} has started {self._call(own)}",
-            f"{self._who.title(others)} {'has' if len(others) == 1 else 'have'} started {self._call(operation)}",
+            f"{self._who.one(rank)} has started {call(self._who.operation(own), own)}",
+            f"{started} {call(self._who.operation(operation), operation)}",
         ]
         if departed is not None:
-            evidence.append(_said(departed))
+            evidence.append(of_departure(departed))
         return self._cause(rank, kind, operation, self._place(rank), *evidence, besides=others)
 
     def _of_departure(self, rank: int, departed: Departure) -> Cause:
@@ -264,7 +271,7 @@ class _Search:
             kind = MISSING_CALL if departed.kind == looks.SKIPPED else MISMATCH
         edge = next((edge for edge in self._on.get(rank, ()) if edge.operation.channel == about.channel), None)
         operation = edge.operation if edge is not None else about
-        return self._cause(rank, kind, operation, self._place(rank), _said(departed))
+        return self._cause(rank, kind, operation, self._place(rank), of_departure(departed))
 
     def _circles(self) -> list[set[int]]:
         """Return the sets of ranks that wait for each other and for nobody whose fault is known."""
@@ -292,22 +299,25 @@ class _Search:
             return len(started) == 2
         return True
 
-    def _call(self, operation: Operation) -> str:
-        name = f"{self._who.operation(operation)} {_sizes(operation)}"
-        return f"{name}at {operation.site or 'an unknown line'}"
-
     def _waits(self, edge: Wait) -> str:
         one, operation, other = self._who.one(edge.rank), self._who.operation(edge.operation), self._who.one(edge.on)
         return f"{one} is in {operation}, and waits for {other}"
 
-    def _lost_replicas(self) -> dict[int, tuple[int, ...]]:
-        """Return, for each rank of a replica of which no process is known to live, all ranks of that replica."""
-        by: dict[int, list[int]] = defaultdict(list)
+    def _lost_together(self) -> dict[int, tuple[str, tuple[int, ...]]]:
+        """Return, for each rank of a replica or a node (with several ranks) of which no process is known to live: the
+        name of the replica or the node, and all its ranks."""
+        nodes: dict[str, list[int]] = defaultdict(list)
+        replicas: dict[str, list[int]] = defaultdict(list)
+        for rank, said in self.look.ranks.items():
+            place = self.look.places.get(rank)
+            if said.node:
+                nodes[f"node {said.node}" + (f" of replica {place.replica}" if place else "")].append(rank)
         for rank, place in self.look.places.items():
             if not self.look.is_elsewhere(rank):
-                by[place.replica].append(rank)
-        lost = [ranks for ranks in by.values() if all(self._is_lost(rank) for rank in ranks)]
-        return {rank: tuple(sorted(ranks)) for ranks in lost for rank in ranks}
+                replicas[f"replica {place.replica}"].append(rank)
+        lost = [*((what, ranks) for what, ranks in nodes.items() if len(ranks) > 1), *replicas.items()]
+        lost = [(what, ranks) for what, ranks in lost if all(map(self._is_lost, ranks))]
+        return {rank: (what, tuple(sorted(ranks))) for what, ranks in lost for rank in ranks}
 
     def _is_lost(self, rank: int) -> bool:
         said = self.look.ranks.get(rank)
@@ -315,7 +325,7 @@ class _Search:
 
     def _place(self, rank: int) -> str:
         said = self.look.ranks.get(rank)
-        return "unknown" if said is None else _place_in(said)
+        return "unknown" if said is None else place_of(said)
 
     def _cause(
         self,
@@ -366,14 +376,6 @@ def _unusual(look: Look) -> dict[int, Departure]:
     return {rank: departure for rank, departure in found.items() if rank not in usual}
 
 
-def _place_in(said: Rank) -> str:
-    operation = next(iter(said.pending), None)
-    if operation is not None and said.training is None:
-        return f"in {operation}" + (f", which was started at {operation.site}" if operation.site else "")
-    place = where(said)
-    return place if operation is None else f"in {operation}: {place}"
-
-
 def _around(edges: list[Wait], start: int) -> list[int]:
     """Return the ranks of a circle in order, from ``start`` back to ``start``."""
     follow: dict[int, int] = {}
@@ -383,23 +385,3 @@ def _around(edges: list[Wait], start: int) -> list[int]:
     while (after := follow.get(path[-1])) is not None and after not in path:
         path.append(after)
     return [*path, start]
-
-
-def _sizes(operation: Operation) -> str:
-    return f"with {', '.join(operation.sizes)} " if operation.sizes else ""
-
-
-def _said(departed: Departure) -> str:
-    expected, found = departed.expected, departed.found
-    how = {
-        looks.SKIPPED: f"left out {expected.name} of group {expected.group}",
-        looks.SWAPPED: f"took {found.name} of group {found.group} before {expected.name} of group {expected.group}",
-        looks.ADDED: f"started {found.name} of group {found.group}, which no step before had there",
-        looks.CHANGED: f"changed {expected.name} of group {expected.group} from {_form(expected)} to {_form(found)}",
-    }[departed.kind]
-    return f"compared with its step before, it {how}: at {found.site or 'an unknown line'}"
-
-
-def _form(operation: Operation) -> str:
-    peer = f" and rank {operation.peer}" if operation.is_message else ""
-    return f"{', '.join(operation.sizes) or 'unknown sizes'}{peer}"

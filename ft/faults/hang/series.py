@@ -122,10 +122,15 @@ def _slowing(looks: Sequence[Look]) -> Diagnosis:
     if link is not None:
         cause = _slow(of_link[link], SLOW_LINK, len(looks))
         alike = sorted(rank for rank, votes in links.items() if votes == links[link])
-        if len(alike) > 1:
-            ranks = Who(looks[-1]).title(alike)
-            why = f"{ranks[0].upper()}{ranks[1:]} take part in all of these operations, so any of them may be slow."
-            cause = replace(cause, ends=tuple(alike), evidence=(*cause.evidence, why))
+        who = Who(looks[-1]).title(alike)
+        least = max((votes for votes in links.values() if votes < links[link]), default=0)
+        why = (
+            f"{who[0].upper()}{who[1:]} took part in the slow operations of {links[link]} looks, the others of {least}"
+        )
+        why += " at most" + (": any of them may be slow." if len(alike) > 1 else ".")
+        # what follows in one look is about the rank that was named there
+        ends = tuple(alike) if len(alike) > 1 else cause.ends
+        cause = replace(cause, ends=ends, evidence=(*cause.evidence[:2], why))
         return Diagnosis((cause,), found[-1].waiting)
     return Diagnosis((), found[-1].waiting)
 
@@ -143,6 +148,6 @@ def _outstanding(votes: Counter[int], least: float, lead: float) -> int | None:
 def _slow(causes: list[Cause], kind: str, number: int) -> Cause:
     where = Counter(cause.where for cause in causes).most_common(1)[0][0]
     one = next(cause for cause in causes if cause.where == where)
-    delayed = tuple(sorted({rank for cause in causes for rank in cause.delayed}))
+    delayed = tuple(sorted({rank for cause in causes for rank in cause.delayed} - {one.rank}))
     why = f"In {len(causes)} of {number} looks the others waited for it, and the run moved on in between."
     return replace(one, kind=kind, where=where, evidence=(why, *one.evidence), delayed=delayed)

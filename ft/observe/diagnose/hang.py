@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from ft.faults.hang.causes import Cause, Diagnosis
@@ -18,11 +19,12 @@ def as_values(look: Look, found: Diagnosis) -> dict[str, Any]:
 
     Returns:
         ``causes``, the most certain first, each with ``rank`` (logical), ``worker``, ``node``, ``kind``, ``group``,
-        ``operation``, ``sequence``, ``where``, ``evidence`` and ``delayed`` (the ranks that wait for it, directly or
-        not); ``waiting``, each with ``rank``, ``on``, ``group``, ``operation``, ``sequence`` and ``why``; ``threads``:
-        the stacks of the ranks at fault. Of a run of replicas, causes and waits also have ``replica``, and waits
-        ``on_replica``; ``delayed`` has objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train
-        on; and the keys of ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
+        ``operation``, ``sequence``, ``where``, ``evidence``, ``together`` (all ranks at fault, if a whole node or
+        replica is) and ``delayed`` (the ranks that wait for it, directly or not); ``waiting``, each with ``rank``,
+        ``on``, ``group``, ``operation``, ``sequence`` and ``why``; ``threads``: the stacks of the ranks at fault. Of a
+        run of replicas, causes and waits also have ``replica``, and waits ``on_replica``; ``together`` and ``delayed``
+        have objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train on; and the keys of
+        ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
     """
     causes = [_cause(look, cause) for cause in found.causes]
     waiting = [
@@ -74,8 +76,13 @@ def _cause(look: Look, cause: Cause) -> dict[str, Any]:
         "sequence": cause.sequence,
         "where": cause.where,
         "evidence": list(cause.evidence),
-        "delayed": [_place(look, rank) for rank in cause.delayed] if look.places else list(cause.delayed),
+        "together": _ranks(look, cause.together),
+        "delayed": _ranks(look, cause.delayed),
     }
+
+
+def _ranks(look: Look, ranks: Iterable[int]) -> list:
+    return [_place(look, rank) for rank in ranks] if look.places else list(ranks)
 
 
 def as_text(look: Look, found: Diagnosis) -> str:
@@ -123,7 +130,8 @@ def _why_none(look: Look, found: Diagnosis) -> str:
 def _text_of(look: Look, number: int, cause: Cause) -> list[str]:
     said = look.ranks.get(cause.rank)
     who = Who(look).title(cause.together or (cause.rank,))
-    who += f" ({said.worker} on {said.node})" if said is not None and said.worker else ""
+    if said is not None and said.worker:
+        who += f" ({said.node})" if cause.together else f" ({said.worker} on {said.node})"
     lines = [f"cause {number}: {cause.kind}: {who}"]
     lines += [f"  it is    {cause.where}"]
     lines += [f"  because  {sentence}" for sentence in cause.evidence]
