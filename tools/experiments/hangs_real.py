@@ -9,8 +9,8 @@ limit passes; for a slow rank or connection, looks are asked for as ft diagnose 
 named by the run at once, as its first fault. For a slow connection each rank is a host of its own, behind a router that
 delays the packets of one of them (``tests/helpers/nodes``; it needs root).
 
-Also counted are the ranks that the run takes for faulty although nothing is wrong there, of which it would replace a
-worker ("blamed").
+Also counted are the ranks of which the run decides to replace the worker ("blamed"). These workers have no system that
+would let the others go on: once a worker is replaced they end with an error, which is not counted.
 
 Left out are operations of wrong sizes: with gloo the operation ends with an error and does not hang.
 """
@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ft.base import events
+from ft.faults import verdict
 from ft.faults.hang.causes import DEAD_, Diagnosis
 from ft.faults.hang.series import over_time
 from ft.lab.simulate.hangs.campaign import Case, Chosen, choose, count, judge
@@ -49,7 +50,7 @@ LEFT_OUT = ("wrong sizes", "wrong size of a message")
 SLOW_LINK, LINK_DELAY_S = "slow link", 0.1
 LIMIT_S, LOOKS, EVERY_S = 60.0, 24, 0.3
 STEPS, SLOW_STEPS = STEP + 2, 5000
-LIMITS = "stall_s: 2\nsilent_s: 4\ncollective_s: 3\nstart_s: 5\n"
+LIMITS = "stall_s: 2\nsilent_s: 4\ncollective_s: 3\nstart_s: 60\n"
 PORT = 29417
 
 
@@ -59,7 +60,7 @@ class Result:
 
     Attributes:
         case: the case, and whether the diagnosis is right.
-        blamed: ranks that the run has taken for faulty.
+        blamed: ranks of which the run has decided to replace the worker.
     """
 
     case: Case
@@ -94,7 +95,7 @@ def report(folder: Path) -> str:
     lines = [
         "python tools/experiments/hangs_real.py --report --into FOLDER",
         f"{len(results)} real runs, seeds up to {results[-1].case.seed}",
-        f"runs in which a rank was taken for faulty although nothing was wrong there: {len(innocents)}",
+        f"runs in which a worker was to be replaced although nothing was wrong there: {len(innocents)}",
         *(f"  seed {one.case.seed}, {one.case.fault}: ranks {one.blamed}" for one in innocents),
     ]
     return "\n".join([*lines, "", as_text(count(one.case for one in results))]) + "\n"
@@ -128,7 +129,7 @@ def run_case(seed: int, folder: Path) -> Result | None:
     (folder / "case").write_bytes(pickle.dumps((chosen.programs, chosen.injected, steps)))
     with agents(chosen, folder) as processes:
         found = watched(folder / "run") if chosen.injected.factor else hung(folder / "run", processes)
-    blamed = tuple(sorted({event.rank for event in _faults(folder / "run")}))
+    blamed = tuple(sorted({one.rank for one in _faults(folder / "run") if one.detail["action"] == verdict.REPLACE}))
     if DEAD_ in expected.values() and found is None:
         first = next(iter(_faults(folder / "run")), None)
         named = () if first is None else ((first.rank, DEAD_),)
@@ -203,7 +204,7 @@ def watched(run: Path) -> Diagnosis | None:
 def _faults(run: Path) -> list:
     if not (run / "events.jsonl").exists():
         return []
-    return [event for event in load(run).events if event.event == events.FAULT_DETECTED and event.rank is not None]
+    return [event for event in load(run).events if event.name == events.FAULT_DETECTED and event.rank is not None]
 
 
 if __name__ == "__main__":
