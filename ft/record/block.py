@@ -4,9 +4,12 @@ The text names the worker that failed, the worker that took over its logical ran
 and the seconds that each phase of the recovery took (:mod:`ft.record.recoveries` lists the phases).
 """
 
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from ft.base.events import Event
+from ft.record import hang
 from ft.record import recoveries as found
 from ft.record.recoveries import PHASES, Recovery
 from ft.show.text import count, seconds, shortened
@@ -22,26 +25,36 @@ _PHASE_WORDS = {
 }
 
 
-def recovery_block(history: Sequence[Event]) -> str:
-    """Return 8 to 12 lines of text about the last recovery in ``history``, or "" if there is none.
+def recovery_block(history: Sequence[Event], run: Path | None = None) -> str:
+    """Return 8 to 15 lines of text about the last recovery in ``history``, or "" if there is none.
 
-    ``history`` contains all events of the run so far.
+    Args:
+        history: all events of the run so far.
+        run: folder of the run, for the cause of a hang; None leaves it out.
     """
     all_of_them = found.recoveries(history)
-    return describe(all_of_them[-1]) if all_of_them else ""
+    if not all_of_them:
+        return ""
+    recovery = all_of_them[-1]
+    return describe(recovery, hang.cause(run, history, recovery) if run is not None else ())
 
 
-def describe(recovery: Recovery) -> str:
+def describe(recovery: Recovery, cause: Sequence[str] = ()) -> str:
     """Return one recovery as text.
 
     The text says what failed, how the failure was classified and why, which worker took over, and how long each phase
     took.
+
+    Args:
+        recovery: the recovery.
+        cause: the cause of a hang, as lines of text.
     """
     title = f"-- recovery {recovery.number}: {_headline(recovery)} "
     lines = [
         title.ljust(_WIDTH, "-"),
         *_row("fault", what_failed(recovery)),
         *_row("verdict", _verdict(recovery)),
+        *_paragraph("cause", cause),
         *_row("seats", seat_changes(recovery)),
         *_row("state", _state(recovery)),
         *_row("stages", ", ".join(map(_stage, recovery.stages))),
@@ -93,6 +106,12 @@ def seat_changes(recovery: Recovery) -> str:
 
 def _row(name: str, text: str) -> list[str]:
     return [f"   {name:<9} {shortened(text, _WIDTH - 13)}"] if text else []
+
+
+def _paragraph(name: str, lines: Sequence[str]) -> list[str]:
+    """Return lines of text under a name; those that are too long go on in the next line."""
+    wrapped = [part for line in lines for part in textwrap.wrap(line, _WIDTH - 13, break_on_hyphens=False)]
+    return [f"   {'' if number else name:<9} {line}" for number, line in enumerate(wrapped)]
 
 
 def _verdict(recovery: Recovery) -> str:

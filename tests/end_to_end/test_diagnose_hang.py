@@ -49,6 +49,7 @@ def test_who_is_blocked_in_its_own_code_is_named_with_its_line(corpus, quick, tm
     said = command(tmp_path / "run", "--picture", tmp_path / "hang.png")
     assert said.stdout.startswith("look at 4 ranks") and (tmp_path / "hang.png").stat().st_size > 0, said
     assert [event.rank for event in done.named("fault_detected")] == [1], "an innocent rank was replaced"
+    assert "cause     busy: rank 1" in done.output and f"ft diagnose hang {tmp_path}/run --look 1" in done.output
 
 
 def test_a_stopped_process_is_named(corpus, tmp_path):

@@ -3,13 +3,16 @@
 import json
 
 import pytest
+from histories import History
 
+from ft.base import events
 from ft.base.errors import UserError
-from ft.faults.hang.look import DEAD, Operation, Rank
+from ft.faults.hang.look import DEAD, Operation, Rank, Thread
 from ft.job.agent.looks import Looks
 from ft.job.messages import Look, Looked
 from ft.net.codec import to_json
 from ft.record import looks
+from ft.record.block import recovery_block
 
 SEATS = {"0": "n0.w0", "1": "n0.w1", "2": "n1.w0"}
 RANK = Rank(0, "n0.w0", "n0", counts={"dp": 3}, operations=(Operation("dp", "all_reduce", 3, sizes=("float32[4]",)),))
@@ -69,3 +72,39 @@ def test_nothing_is_stored_where_no_rank_is(tmp_path):
     kept.begins(Look(1, "a stall", SEATS), {"n3.w0": 1})
     kept.close()
     assert looks.numbers(tmp_path) == []
+
+
+# --- the cause of a hang, at the terminal -----------------------------------------------------------------------------
+
+
+def hung(at=5.0, looked=4.5, epoch=0):
+    """A run that takes look 1 before it replaces rank 1."""
+    history = History()
+    history.say(looked, events.LOOKED, epoch=epoch, number=1, reason="a stall")
+    history.detect(at, 1, step=3, signal="stall")
+    history.close(at)
+    history.open(at + 0.1, r1="n0.w4")
+    history.repair(at + 0.2, 3)
+    return history.events
+
+
+def test_a_recovery_from_a_hang_tells_its_cause(tmp_path):
+    busy = Rank(1, "n0.w1", "n0", threads=(Thread("MainThread", ("train.py:9 sleep",), trains=True),))
+    part(tmp_path, "n0", RANK, busy)
+    said = recovery_block(hung(), tmp_path)
+    assert "cause     busy: rank 1\n             user code (train.py:9 sleep)\n" in said
+    assert f"ft diagnose hang {tmp_path} --look 1" in said and "dead" not in said
+
+
+@pytest.mark.parametrize("when", [{"looked": 4.5, "at": 60.0}, {"epoch": 3}])
+def test_a_look_at_another_time_or_epoch_is_not_about_a_recovery(tmp_path, when):
+    part(tmp_path, "n0", RANK, Rank(1, "n0.w1", "n0"))
+    assert "cause" not in recovery_block(hung(**when), tmp_path)
+
+
+def test_a_look_without_a_cause_or_that_cannot_be_read_is_left_out(tmp_path):
+    assert "cause" not in recovery_block(hung(), tmp_path), "there is no file"
+    part(tmp_path, "n0", Rank(0, "n0.w0", "n0"))
+    assert "cause" not in recovery_block(hung(), tmp_path), "nobody waits"
+    looks.path(tmp_path, 1, "n0").write_text("{")
+    assert "cause" not in recovery_block(hung(), tmp_path)

@@ -179,10 +179,9 @@ def diagnose(run: Path, folder: Path, *more: str) -> str:
 
 
 def what_was_done(log: Path) -> str:
-    """Return the block of the first recovery."""
-    lines = log.read_text().splitlines()
-    first = next((at for at, line in enumerate(lines) if line.startswith("-- recovery ")), None)
-    return "nothing: the run goes on\n" if first is None else "\n".join(lines[first : first + 5]) + "\n"
+    """Return the block of the first recovery, without the times of its phases."""
+    _, title, after = log.read_text().partition("-- recovery ")
+    return title + after.partition("   release ")[0] if title else "nothing: the run goes on\n"
 
 
 def report(folder: Path) -> None:

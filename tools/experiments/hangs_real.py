@@ -50,7 +50,9 @@ LEFT_OUT = ("wrong sizes", "wrong size of a message")
 SLOW_LINK, LINK_DELAY_S = "slow link", 0.1
 LIMIT_S, LOOKS, EVERY_S = 60.0, 24, 0.3
 STEPS, SLOW_STEPS = STEP + 2, 5000
-LIMITS = "stall_s: 2\nsilent_s: 4\ncollective_s: 3\nstart_s: 60\n"
+LIMITS = "stall_s: 2\nsilent_s: 4\ncollective_s: 3\n"
+START_S, START_ON_SLOW_LINK_S = 5, 60
+"""Limits for the first steps, until the usual duration of a step is known."""
 PORT = 29417
 
 
@@ -124,7 +126,8 @@ def run_case(seed: int, folder: Path) -> Result | None:
         expected = {r: k for r, k in expected.items() if machine.is_wrong(r) and (len(expected) == 1 or r in awaited)}
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    (folder / "limits.yaml").write_text(LIMITS)
+    start_s = START_ON_SLOW_LINK_S if chosen.fault == SLOW_LINK else START_S
+    (folder / "limits.yaml").write_text(f"{LIMITS}start_s: {start_s}\n")
     steps = SLOW_STEPS if chosen.injected.factor else STEPS
     (folder / "case").write_bytes(pickle.dumps((chosen.programs, chosen.injected, steps)))
     with agents(chosen, folder) as processes:

@@ -73,7 +73,7 @@ class RecoveryNews:
     def _tell_of(self, history: list[events.Event]) -> None:
         from ft.record.block import recovery_block
 
-        text = recovery_block(history)
+        text = recovery_block(history, self._path.parent)
         if text and text != self._shown:
             self._shown = text
             self._tell(text)

@@ -1,0 +1,52 @@
+"""The cause of the hang from which a run has recovered, from the look that it took shortly before."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ft.base import events
+from ft.base.errors import UserError
+from ft.faults.hang.causes import BUSY
+from ft.faults.hang.series import over_time
+from ft.faults.hang.who import Who
+from ft.record import looks
+from ft.record.recoveries import Recovery
+
+_BEFORE_S = 6.0
+"""Seconds before a fault was detected within which the look at it was taken; it is taken once in 5 s at most."""
+
+
+def cause(run: Path, history: Sequence[events.Event], recovery: Recovery) -> list[str]:
+    """Return the cause of a hang as lines of text; empty if the run has taken no look, or nobody was at fault in it.
+
+    Args:
+        run: folder of the run.
+        history: all events of the run.
+        recovery: the recovery from the hang.
+    """
+    number = _look_of(history, recovery)
+    if number is None:
+        return []
+    try:
+        look = looks.read(run, number)
+    except (UserError, OSError):  # what the run tells of itself must not depend on a file that cannot be read
+        return []
+    found = over_time([look])
+    if not found.causes:
+        return []
+    first = found.causes[0]
+    who = Who(look).title(first.together or (first.rank,))
+    more = f" and {len(found.causes) - 1} more" if len(found.causes) > 1 else ""
+    why = first.where if first.kind == BUSY else first.evidence[0]
+    return [f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --look {number}"]
+
+
+def _look_of(history: Sequence[events.Event], recovery: Recovery) -> int | None:
+    """Return the number of the last look that the run took by itself before it detected the fault."""
+    taken = [
+        event
+        for event in history
+        if event.name == events.LOOKED
+        and event.epoch == recovery.closed
+        and 0 <= recovery.detected_at - event.wall < _BEFORE_S
+    ]
+    return int(taken[-1].detail["number"]) if taken else None
