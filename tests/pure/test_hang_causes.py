@@ -161,6 +161,27 @@ def test_departures_in_other_groups_and_of_all_members_do_not_excuse_a_slow_conn
         assert [kind for _, kind in found] == ["slow-link"]
 
 
+@pytest.mark.parametrize(
+    ("round_trips", "named", "alike"),
+    [
+        ((0.2, 0.0002), 0, False),
+        ((0.0002, 0.2), 1, False),
+        ((0.0002, 0.0004), 0, True),
+        ((None, 0.2), 0, True),
+        ((None, None), 0, True),
+    ],
+)
+def test_of_ranks_that_take_part_alike_in_slow_operations_the_round_trips_tell_which_it_is(round_trips, named, alike):
+    def moment(number):
+        ranks = [rank(n, op("tp", number), round_trip_s=round_trips[n]) for n in (0, 1)]
+        return Look({one.rank: one for one in ranks}, {"tp": (0, 1)})
+
+    (cause,) = over_time([moment(number) for number in range(1, 9)]).causes
+    assert (cause.rank, cause.kind) == (named, "slow-link")
+    assert cause.evidence[-1].endswith("any of them may be slow.") == alike
+    assert alike or "Packets to and from the host of rank" in cause.evidence[-1]
+
+
 def test_an_operation_in_the_background_is_no_wait():
     sent = op("pp", name="send", peer=1, awaited=False)
     assert waits(Look({0: rank(0, sent), 1: rank(1)}, {"pp": (0, 1)})) == []

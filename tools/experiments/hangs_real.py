@@ -48,7 +48,7 @@ LAYOUTS = (
 )
 LEFT_OUT = ("wrong sizes", "wrong size of a message")
 SLOW_LINK, LINK_DELAY_S = "slow link", 0.1
-LIMIT_S, LOOKS, EVERY_S = 60.0, 24, 0.3
+LIMIT_S, LOOKS, EVERY_S = 120.0, 24, 0.3
 STEPS, SLOW_STEPS = STEP + 2, 5000
 LIMITS = "stall_s: 2\nsilent_s: 4\ncollective_s: 3\n"
 START_S, START_ON_SLOW_LINK_S = 5, 60

@@ -130,6 +130,7 @@ class Rank:
         step_s: usual duration of a step in seconds; None while unknown.
         moves: whether it is known that this rank, or another one of its replica, makes progress: nobody hangs because
             of it.
+        round_trip_s: shortest round trip of packets from its host to another one, in seconds; None where unknown.
     """
 
     rank: int
@@ -145,6 +146,7 @@ class Rank:
     threads: tuple[Thread, ...] = ()
     step_s: float | None = None
     moves: bool = False
+    round_trip_s: float | None = None
 
     def operation(self, key: str, sequence: int) -> Operation | None:
         """Return the operation of this number in a channel, if it is among ``operations``."""

@@ -21,6 +21,8 @@ _LEAD = 1.5
 """Factor by which its number of looks exceeds that of any other rank."""
 
 
+_FAR = 3.0
+"""Factor by which the round trip to a host with a slow connection exceeds that to any other."""
 _AT_WORK = 0.5
 """A replica does not hang if its newest operation is younger than this share of that of a replica that does."""
 _TELLING = 3
@@ -120,19 +122,45 @@ def _slowing(looks: Sequence[Look]) -> Diagnosis:
         return Diagnosis((_slow(of_rank[slow], SLOW_RANK, len(looks)),), found[-1].waiting)
     link = _outstanding(links, _SHARE * len(looks), 1.0)
     if link is not None:
-        cause = _slow(of_link[link], SLOW_LINK, len(looks))
-        alike = sorted(rank for rank, votes in links.items() if votes == links[link])
-        who = Who(looks[-1]).title(alike)
-        least = max((votes for votes in links.values() if votes < links[link]), default=0)
-        why = (
-            f"{who[0].upper()}{who[1:]} took part in the slow operations of {links[link]} looks, the others of {least}"
-        )
-        why += " at most" + (": any of them may be slow." if len(alike) > 1 else ".")
-        # what follows in one look is about the rank that was named there
-        ends = tuple(alike) if len(alike) > 1 else cause.ends
-        cause = replace(cause, ends=ends, evidence=(*cause.evidence[:2], why))
+        cause = _slow_link(looks, links, of_link, link)
         return Diagnosis((cause,), found[-1].waiting)
     return Diagnosis((), found[-1].waiting)
+
+
+def _slow_link(looks: Sequence[Look], links: Counter[int], causes: dict[int, list[Cause]], link: int) -> Cause:
+    """Return the cause that names the rank with the slow connection.
+
+    Args:
+        looks: the looks.
+        links: rank -> number of looks in which it took part in operations that everybody had started.
+        causes: rank -> the causes found in these looks.
+        link: the first rank with the highest number.
+    """
+    alike = sorted(rank for rank, votes in links.items() if votes == links[link])
+    far, round_trips = _farthest(looks[-1], alike)
+    is_open = len(alike) > 1 and far is None
+    who, rank = Who(looks[-1]).title(alike), link if far is None else far
+    least = max((votes for votes in links.values() if votes < links[link]), default=0)
+    votes = f"{who[0].upper()}{who[1:]} took part in the slow operations of {links[link]} looks, the others of"
+    votes += f" {least} at most" + (": any of them may be slow." if is_open else ".")
+    found = _slow(causes[rank], SLOW_LINK, len(looks))
+    # what else is known from one look is about the rank that was named there
+    evidence = (*found.evidence[:2], votes, *round_trips)
+    return replace(found, ends=tuple(alike) if is_open else found.ends, evidence=evidence)
+
+
+def _farthest(look: Look, ranks: Collection[int]) -> tuple[int | None, tuple[str, ...]]:
+    """Return, of several ranks, the one to whose host packets take much longer than to the others, and a sentence that
+    says so; None if there is none."""
+    known = {rank: said.round_trip_s for rank in ranks if (said := look.ranks.get(rank)) and said.round_trip_s}
+    if len(known) < 2 or len(known) < len(ranks):
+        return None, ()
+    *_, second, first = sorted(known, key=lambda rank: known[rank])
+    if known[first] < _FAR * known[second]:
+        return None, ()
+    who, other = Who(look).one(first), Who(look).one(second)
+    took = f"{1e3 * known[first]:.3g} ms at least; to and from that of {other}, {1e3 * known[second]:.3g} ms"
+    return first, (f"Packets to and from the host of {who} take {took}.",)
 
 
 def _outstanding(votes: Counter[int], least: float, lead: float) -> int | None:
