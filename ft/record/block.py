@@ -36,10 +36,10 @@ def recovery_block(history: Sequence[Event], run: Path | None = None) -> str:
     if not all_of_them:
         return ""
     recovery = all_of_them[-1]
-    return describe(recovery, hang.cause(run, history, recovery) if run is not None else ())
+    return describe(recovery, hang.cause(run, history, recovery) if run is not None else None)
 
 
-def describe(recovery: Recovery, cause: Sequence[str] = ()) -> str:
+def describe(recovery: Recovery, cause: hang.Cause | None = None) -> str:
     """Return one recovery as text.
 
     The text says what failed, how the failure was classified and why, which worker took over, and how long each phase
@@ -47,14 +47,14 @@ def describe(recovery: Recovery, cause: Sequence[str] = ()) -> str:
 
     Args:
         recovery: the recovery.
-        cause: the cause of a hang, as lines of text.
+        cause: the cause of the hang from which it is a recovery.
     """
     title = f"-- recovery {recovery.number}: {_headline(recovery)} "
     lines = [
         title.ljust(_WIDTH, "-"),
         *_row("fault", what_failed(recovery)),
         *_row("verdict", _verdict(recovery)),
-        *_paragraph("cause", cause),
+        *(_cause(cause) if cause is not None else ()),
         *_row("seats", seat_changes(recovery)),
         *_row("state", _state(recovery)),
         *_row("stages", ", ".join(map(_stage, recovery.stages))),
@@ -108,10 +108,10 @@ def _row(name: str, text: str) -> list[str]:
     return [f"   {name:<9} {shortened(text, _WIDTH - 13)}"] if text else []
 
 
-def _paragraph(name: str, lines: Sequence[str]) -> list[str]:
-    """Return lines of text under a name; those that are too long go on in the next line."""
-    wrapped = [part for line in lines for part in textwrap.wrap(line, _WIDTH - 13, break_on_hyphens=False)]
-    return [f"   {'' if number else name:<9} {line}" for number, line in enumerate(wrapped)]
+def _cause(cause: hang.Cause) -> list[str]:
+    """Return the lines about the cause of a hang. The command stays in one line, so that it can be copied."""
+    lines = [cause.what, *textwrap.wrap(cause.why, _WIDTH - 13, break_on_hyphens=False), cause.more]
+    return [f"   {'' if number else 'cause':<9} {line}" for number, line in enumerate(lines)]
 
 
 def _verdict(recovery: Recovery) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ft.base import events
 from ft.base.errors import UserError
@@ -15,8 +16,22 @@ _BEFORE_S = 6.0
 """Seconds before a fault was detected within which the look at it was taken; it is taken once in 5 s at most."""
 
 
-def cause(run: Path, history: Sequence[events.Event], recovery: Recovery) -> list[str]:
-    """Return the cause of a hang as lines of text; empty if the run has taken no look, or nobody was at fault in it.
+class Cause(NamedTuple):
+    """The cause of a hang, for people.
+
+    Attributes:
+        what: its kind, and the ranks at fault.
+        why: how that is known, or where the rank is.
+        more: the command that says everything.
+    """
+
+    what: str
+    why: str
+    more: str
+
+
+def cause(run: Path, history: Sequence[events.Event], recovery: Recovery) -> Cause | None:
+    """Return the cause of a hang; None if the run has taken no look, or nobody was at fault in it.
 
     Args:
         run: folder of the run.
@@ -25,19 +40,19 @@ def cause(run: Path, history: Sequence[events.Event], recovery: Recovery) -> lis
     """
     number = _look_of(history, recovery)
     if number is None:
-        return []
+        return None
     try:
         look = looks.read(run, number)
     except (UserError, OSError):  # what the run tells of itself must not depend on a file that cannot be read
-        return []
+        return None
     found = over_time([look])
     if not found.causes:
-        return []
+        return None
     first = found.causes[0]
     who = Who(look).title(first.together or (first.rank,))
     more = f" and {len(found.causes) - 1} more" if len(found.causes) > 1 else ""
     why = first.where if first.kind == BUSY else first.evidence[0]
-    return [f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --look {number}"]
+    return Cause(f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --look {number}")
 
 
 def _look_of(history: Sequence[events.Event], recovery: Recovery) -> int | None:
