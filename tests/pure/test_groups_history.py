@@ -48,6 +48,28 @@ def test_a_step_with_an_evaluation_is_not_compared(how):
     assert kind(kept) == SKIPPED, "the steps after it are compared again"
 
 
+def test_after_a_recovery_a_step_is_compared_with_the_last_whole_one_before_it():
+    kept = History()
+    step(kept, "abc")
+    kept.begins()
+    step(kept, "a")
+    for _ in range(2):  # the second attempt hangs, too
+        kept.clears()
+        step(kept, "repair")
+        assert kind(kept) is None, "a repair is no step"
+        kept.begins(is_usual=False)
+        step(kept, "a")
+        assert kind(kept) is None
+        step(kept, "c")
+        assert kind(kept) == SKIPPED
+    kept.clears()
+    kept.begins(is_usual=False)
+    step(kept, "xyz")
+    kept.begins()
+    step(kept, "xyz")
+    assert kind(kept) is None, "a whole step after the recovery takes its place"
+
+
 def test_of_a_step_with_many_operations_the_newest_are_remembered(monkeypatch):
     monkeypatch.setattr(history, "_MOST", 4)
     kept = History()

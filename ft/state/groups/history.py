@@ -50,10 +50,19 @@ class Entry(NamedTuple):
 
 
 class History:
-    """The operations of the present step and of the two before. Only the threads of training add to it."""
+    """The operations of the present step and of the two before. Only the threads of training add to it.
+
+    After a recovery, the last whole step before it takes their place until a step is whole again, because the same hang
+    often follows.
+    """
 
     def __init__(self) -> None:
-        self.clears()
+        self._older: list[Entry] = []
+        self._before: list[Entry] = []
+        self._usual: tuple[bool, ...] = (True, True, True)
+        self._kept: list[Entry] = []
+        self._now: list[Entry] = []
+        self._newest: deque[Entry] = deque(maxlen=_NEWEST)
 
     def begins(self, is_usual: bool = True) -> None:
         """Record that a step begins.
@@ -65,18 +74,21 @@ class History:
         self._usual = (*self._usual[1:2], self._usual[2] and is_usual, True)
         self._older, self._before, self._now = self._before, self._now, []
         self._newest.clear()
+        if self._usual[1] and self._before:
+            self._kept = []
 
     def is_unusual(self) -> None:
         """Record that the present step cannot be compared with others, because it contains an evaluation, say."""
         self._usual = (*self._usual[:2], False)
 
     def clears(self) -> None:
-        """Forget everything, because of a recovery."""
-        self._older: list[Entry] = []
-        self._before: list[Entry] = []
-        self._now: list[Entry] = []
-        self._newest: deque[Entry] = deque(maxlen=_NEWEST)
-        self._usual: tuple[bool, ...] = (True, True, True)
+        """Forget the present step, because of a recovery, and keep the last whole one."""
+        steps = zip((self._before, self._older), (self._usual[1], self._usual[0]), strict=True)
+        self._kept = next((step for step, is_usual in steps if step and is_usual), self._kept)
+        self._older, self._before = [], []
+        self._now = []
+        self._newest.clear()
+        self._usual = (True, True, False)
 
     def started(self, group: str, method: str, peer: int | None, sequence: int, values: Sequence, work: Any) -> None:
         """Remember an operation.
@@ -130,6 +142,7 @@ class History:
         found = None
         if older is not None and before is not None:
             found = departure(older, before) or missing_end(older, before, self._now)
+        before = self._kept or before
         if found is None and before is not None and now is not None:
             found = departure(before, now)
         if found is None:
