@@ -45,7 +45,7 @@ class Handler:
 
     @classmethod
     def of(cls, values: Any) -> "Handler | None":
-        """Return the handler that a process has described by JSON values, None if it has none."""
+        """Return the handler from the JSON values that a process has sent; None if they describe no handler."""
         try:
             return cls(int(values["signum"]), int(values["fd"]), int(values["thread"]))
         except (KeyError, TypeError, ValueError):

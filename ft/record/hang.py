@@ -49,14 +49,14 @@ def cause(run: Path, history: Sequence[events.Event], recovery: Recovery) -> Cau
     if not found.causes:
         return None
     first = found.causes[0]
-    who = Who(look).title(first.together or (first.rank,))
+    who = Who(look).title(first.guilty)
     more = f" and {len(found.causes) - 1} more" if len(found.causes) > 1 else ""
     why = first.where if first.kind == BUSY else first.evidence[0]
     return Cause(f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --look {number}")
 
 
 def _look_of(history: Sequence[events.Event], recovery: Recovery) -> int | None:
-    """Return the number of the last look that the run took by itself before it detected the fault."""
+    """Return the number of the last look shortly before the fault was detected; None if there is none."""
     taken = [
         event
         for event in history

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.faults.hang.look import DEAD, Across, Look, Rank
+from ft.faults.hang.look import DEAD, Across, Look, Rank, united
 from ft.faults.hang.replicas import combine
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
 
@@ -67,6 +67,20 @@ def wanted(run: Path) -> Path:
     return run / _FOLDER / _WANTED
 
 
+def want(run: Path, why: str) -> None:
+    """Ask a run for a look.
+
+    Args:
+        run: folder of the run, or of one replica.
+        why: why, for people.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    wanted(run).parent.mkdir(exist_ok=True)
+    wanted(run).write_text(why)
+
+
 def numbers(run: Path) -> list[int]:
     """Return the numbers of the stored looks of a run, the oldest first."""
     folder = run / _FOLDER
@@ -98,16 +112,11 @@ def _read(run: Path, number: int) -> Look:
     parts = [part for part in parts if newest - part.wall < _TOGETHER_S]
     ranks = {rank.rank: rank for part in parts for rank in part.ranks}
     groups = {name: members for part in parts for name, members in part.groups.items()}
-    across: dict[str, Across] = {}
-    for part in parts:
-        for name, found in part.across.items():
-            known = across.get(name, found)
-            across[name] = Across(tuple(sorted({*known.replicas, *found.replicas})), found.rank)
     seats = {name: worker for part in parts for name, worker in part.seats.items()}
     for name, worker in seats.items():
         if int(name) not in ranks:
             ranks[int(name)] = Rank(int(name), worker, worker.partition(".")[0], DEAD, answers=False)
-    return Look(ranks, groups, newest, parts[0].why, across)
+    return Look(ranks, groups, newest, parts[0].why, united(part.across for part in parts))
 
 
 def _part(file: Path) -> _Part:
@@ -136,7 +145,7 @@ def folders(run: Path) -> dict[int, Path]:
 
 
 def _replica(run: Path) -> int | None:
-    """Return the number of the replica whose folder ``run`` is, None for an ordinary run."""
+    """Return which replica the folder ``run`` belongs to; None if it is the folder of a run without replicas."""
     run = run.resolve()
     match = _REPLICA.fullmatch(run.name)
     return int(match[1]) if match is not None and (run.parent / "quorum.json").exists() else None

@@ -16,6 +16,7 @@ from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, 
 from ft.faults.hang.places import where
 from ft.faults.hang.who import Who
 from ft.faults.hang.words import call, of_departure, place_of
+from ft.show.text import capitalised
 
 STOPPED_, DEAD_, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW_LINK = (
     *("stopped", "dead", "busy", "missing-call", "mismatch", "unmatched-message", "cycle", "slow-rank", "slow-link"),
@@ -55,10 +56,21 @@ class Cause:
     ends: tuple[int, ...] = ()
     together: tuple[int, ...] = ()
 
+    @property
+    def guilty(self) -> tuple[int, ...]:
+        """Return all ranks at fault, at least one."""
+        return self.together or (self.rank,)
+
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The causes of a hang, the most certain first, and who waits for whom; ``moving``: replicas that train on."""
+    """What follows from one or several looks.
+
+    Attributes:
+        causes: the causes of the hang, the most certain first.
+        waiting: who waits for whom.
+        moving: the replicas that go on training; empty in a run without replicas.
+    """
 
     causes: tuple[Cause, ...]
     waiting: tuple[Wait, ...]
@@ -95,7 +107,7 @@ class _Search:
     def add(self, cause: Cause) -> None:
         """Record a cause; whoever waits for its rank is explained by it."""
         self.causes.append(cause)
-        self._explained |= {cause.rank, *cause.together, *cause.delayed}
+        self._explained |= {*cause.guilty, *cause.delayed}
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -110,10 +122,8 @@ class _Search:
                 what, together = lost[rank]
                 if rank == next(one for one in together if one in self._on):
                     why = f"no process of {what} is known to live"
-                    cause = self._cause(
-                        rank, DEAD_, edges[0].operation, f"nowhere: {what} is lost", why, group=together
-                    )
-                    yield replace(cause, together=together)
+                    operation, place = edges[0].operation, f"nowhere: {what} is lost"
+                    yield self._cause(rank, DEAD_, operation, place, why, together=together)
             elif said is None:
                 yield self._cause(rank, DEAD_, edges[0].operation, "unknown", f"nothing is known of {who}")
             elif said.process != RUNNING:
@@ -335,7 +345,7 @@ class _Search:
         place: str,
         *evidence: str,
         besides: Iterable[int] = (),
-        group: Iterable[int] = (),
+        together: tuple[int, ...] = (),
     ) -> Cause:
         """Return a cause.
 
@@ -346,9 +356,9 @@ class _Search:
             place: where the rank is.
             evidence: sentences, with or without a full stop.
             besides: ranks that it delays although they do not wait for it.
-            group: all ranks at fault, if there are several.
+            together: all ranks at fault, if there are several.
         """
-        guilty = {rank, *group}
+        guilty = {rank, *together}
         waiting = {one for each in guilty for one in reachable(each, self._from)} | set(besides)
         sentences = [one if one.endswith(".") else f"{one}." for one in evidence]
         direct: dict[str, set[int]] = defaultdict(set)
@@ -359,9 +369,12 @@ class _Search:
             sentences.append(f"{self._who.title(ranks)} {'waits' if len(ranks) == 1 else 'wait'} for it in {what}.")
         if len(direct) > _SHOWN:
             sentences.append(f"Others wait for it in {len(direct) - _SHOWN} further operations.")
-        sentences = [one[0].upper() + one[1:] for one in sentences]
-        delayed = tuple(sorted(waiting - guilty))
-        return Cause(rank, kind, operation.group, operation.name, operation.sequence, place, tuple(sentences), delayed)
+        return Cause(
+            *(rank, kind, operation.group, operation.name, operation.sequence, place),
+            evidence=tuple(map(capitalised, sentences)),
+            delayed=tuple(sorted(waiting - guilty)),
+            together=together,
+        )
 
 
 def _unusual(look: Look) -> dict[int, Departure]:

@@ -1,6 +1,6 @@
 """The data from which the cause of a hang is found: what every rank says of itself at one moment."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -184,6 +184,16 @@ class Across:
 
     replicas: tuple[int, ...]
     rank: int
+
+
+def united(parts: Iterable[Mapping[str, Across]]) -> dict[str, Across]:
+    """Return the groups of ranks of several replicas, each with all members that any part names."""
+    found: dict[str, Across] = {}
+    for part in parts:
+        for name, across in part.items():
+            known = found.get(name, across)
+            found[name] = Across(tuple(sorted({*known.replicas, *across.replicas})), across.rank)
+    return found
 
 
 @dataclass(frozen=True)

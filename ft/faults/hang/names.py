@@ -23,6 +23,17 @@ _SAME: dict[str, tuple[str, ...]] = {
 _NAMES = {other: name for name, others in _SAME.items() for other in others}
 
 
+def source_name(filename: str, folder: str) -> str:
+    """Return the path of a source file without the folder of installed packages, or without ``folder``.
+
+    Args:
+        filename: the path.
+        folder: working directory of the process that runs it; "" if that is not known.
+    """
+    _, packages, rest = filename.rpartition("/site-packages/")
+    return rest if packages else filename.removeprefix(f"{folder.rstrip('/')}/") if folder else filename
+
+
 def operation_name(name: str) -> str:
     """Return the one name of an operation that torch, or its flight recorder, calls ``name``."""
     return _NAMES.get(name, name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ft.faults.hang.look import SERVER, Departure, Look, Operation, Place, Rank
 
 QUESTIONS = "QUORUM"
-"""Group of the leaders' questions for the quorum of a step."""
+"""Name of the group in which the leaders of all replicas ask for the quorum of a step."""
 AGREEMENT = "AGREEMENT"
 """Purpose of the groups in which the leader of a replica passes the quorum of a step on to its other ranks."""
 
@@ -41,7 +41,8 @@ class _Numbering:
         return self.number(replica, peer) if across is None else self.number(peer, across.rank)
 
     def channel(self, replica: int, look: Look, key: str) -> str:
-        """Return the key of a channel (:func:`ft.faults.hang.look.channel`) for the numbers of the combined look."""
+        """Translate the key of a channel (:func:`ft.faults.hang.look.channel`) of one replica's look into that of the
+        combined look, which has other names of groups and other numbers of ranks."""
         match = _CHANNEL.fullmatch(key)
         if match is None:
             return self.group(replica, look, key)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from ft.faults.hang.causes import BUSY, SLOW_LINK, SLOW_RANK, Cause, Diagnosis, diagnose
 from ft.faults.hang.look import RUNNING, Look, Rank
 from ft.faults.hang.who import Who
+from ft.show.text import capitalised
 
 _SHARE = 0.5
 """Share of the looks in which a slow rank is the one that others wait for."""
@@ -67,14 +68,17 @@ def _over_replicas(looks: Sequence[Look]) -> Diagnosis:
 
 
 def _is_part_of(look: Look, said: Rank, moving: set[int]) -> bool:
-    """Return whether a rank belongs to a replica that moves, and its process has neither ended nor been stopped."""
+    """Return whether a rank is in one of the replicas that make progress, and its process runs.
+
+    A process that has ended or is stopped is at fault even if the other ranks of its replica still make progress.
+    """
     place = look.places.get(said.rank)
     return place is not None and place.replica in moving and said.process == RUNNING
 
 
 def _concerns(look: Look, cause: Cause, replicas: Collection[int]) -> bool:
     """Return whether a cause is in one of the replicas, or delays a rank of them."""
-    ranks = (cause.rank, *cause.together, *cause.delayed)
+    ranks = (*cause.guilty, *cause.delayed)
     return any(look.places[rank].replica in replicas for rank in ranks if rank in look.places)
 
 
@@ -141,7 +145,7 @@ def _slow_link(looks: Sequence[Look], links: Counter[int], causes: dict[int, lis
     is_open = len(alike) > 1 and far is None
     who, rank = Who(looks[-1]).title(alike), link if far is None else far
     least = max((votes for votes in links.values() if votes < links[link]), default=0)
-    votes = f"{who[0].upper()}{who[1:]} took part in the slow operations of {links[link]} looks, the others of"
+    votes = f"{capitalised(who)} took part in the slow operations of {links[link]} looks, the others of"
     votes += f" {least} at most" + (": any of them may be slow." if is_open else ".")
     found = _slow(causes[rank], SLOW_LINK, len(looks))
     # what else is known from one look is about the rank that was named there

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ft.faults.hang.look import Thread
+from ft.faults.hang.names import source_name
 
 _HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*?)\])? \(most recent call first\):")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _COLLECTING = "  Garbage-collecting"
 COLLECTION = "garbage collection of Python"
-"""Innermost call of a thread that collects garbage."""
+"""Stands as the innermost call in the stack of a thread that collects garbage."""
 
 
 def has_stack_of(thread: int, text: str) -> bool:
@@ -35,7 +36,7 @@ def read(text: str, training: int, folder: str = "") -> list[Thread]:
         elif found and line == _COLLECTING:
             found[-1] = replace(found[-1], frames=(COLLECTION,))
         elif found and (call := _CALL.fullmatch(line)) is not None:
-            frame = f"{_shortened(call[1], folder)}:{call[2]} {call[3]}"
+            frame = f"{source_name(call[1], folder)}:{call[2]} {call[3]}"
             found[-1] = replace(found[-1], frames=(*found[-1].frames, frame))
     return sorted(found, key=lambda thread: not thread.trains)
 
@@ -54,8 +55,3 @@ def with_kernel(threads: Sequence[Thread], of_the_system: Sequence[Thread]) -> t
     if not any(thread.trains for thread in merged):
         return (*of_the_system, *merged)
     return (*merged, *(thread for thread in of_the_system if not thread.trains))
-
-
-def _shortened(filename: str, folder: str) -> str:
-    _, packages, rest = filename.rpartition("/site-packages/")
-    return rest if packages else filename.removeprefix(f"{folder.rstrip('/')}/") if folder else filename

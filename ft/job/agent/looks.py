@@ -8,14 +8,14 @@ calls (:mod:`ft.platform.stacks`).
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ft.base import files
 from ft.faults.hang import stacks as calls
-from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Across, Rank, Thread
+from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread, united
 from ft.job.messages import Look, Looked
 from ft.net.codec import to_json
 from ft.platform import connections, processes, stacks
@@ -73,7 +73,7 @@ class Looks:
         """
         self.finish()
         ranks = {worker: int(rank) for rank, worker in order.seats.items() if worker in pids}
-        silent = {worker: _of_the_system(rank, worker, self._node, pids[worker]) for worker, rank in ranks.items()}
+        silent = {worker: of_the_system(rank, worker, self._node, pids[worker]) for worker, rank in ranks.items()}
         known = handlers or {}
         readable = {name: (pid, known[name]) for name in ranks if name in known and (pid := pids[name]) is not None}
         self._open = _Open(order, time.time(), time.monotonic() + _WAIT_S, silent, readable)
@@ -118,7 +118,7 @@ class Looks:
         silent = [to_json(rank) for worker, rank in look.silent.items() if worker not in look.answers]
         answers = list(look.answers.values())
         groups = {name: members for answer in answers for name, members in answer.groups.items()}
-        across = _united(answer.across for answer in answers)
+        across = united(answer.across for answer in answers)
         said = [answer.said for answer in answers]
         order = look.order
         values = {"number": order.number, "why": order.why, "wall": look.wall, "node": self._node}
@@ -138,17 +138,15 @@ def _add_stacks(look: _Open) -> None:
         look.silent[worker] = replace(said, threads=calls.with_kernel(threads, said.threads))
 
 
-def _united(parts: Iterable[Mapping[str, Across]]) -> dict[str, Across]:
-    """Return the groups of ranks of several replicas, each with all members that any worker knows."""
-    found: dict[str, Across] = {}
-    for part in parts:
-        for name, across in part.items():
-            known = found.get(name, across)
-            found[name] = Across(tuple(sorted({*known.replicas, *across.replicas})), across.rank)
-    return found
+def of_the_system(rank: int, worker: str, node: str, pid: int | None) -> Rank:
+    """Return what the operating system says of a process.
 
-
-def _of_the_system(rank: int, worker: str, node: str, pid: int | None) -> Rank:
+    Args:
+        rank: its logical rank.
+        worker: its name.
+        node: name of its node.
+        pid: its pid; None if it has ended.
+    """
     letter = processes.state(pid) if pid is not None else "X"
     process = STOPPED if letter in "Tt" else DEAD if letter in "ZX" else RUNNING
     tasks = processes.tasks(pid) if pid is not None else []

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ft.faults.hang.look import DEAD, RUNNING, SERVER, STOPPED, Rank, Thread
+from ft.faults.hang.look import SERVER
 from ft.faults.hang.replicas import FOR_OTHERS
-from ft.platform import processes
+from ft.job.agent.looks import of_the_system
 from ft.record import looks
 
 
@@ -58,27 +58,14 @@ class Company:
             if why and replica in leads:
                 self._want(replica, why)
         if found and (server := self._server()) is not None:
+            node, pid = server
+            said = of_the_system(SERVER, f"process {pid}" if pid else "", node, pid or None)
             with contextlib.suppress(OSError):  # the diagnosis knows less; nothing else depends on it
-                looks.note_server(self._run_dir, time.time(), state_of(*server))
+                looks.note_server(self._run_dir, time.time(), said)
 
     def _want(self, replica: int, why: str) -> None:
         for other, folder in looks.folders(self._run_dir).items():
             if other == replica:
                 continue
             with contextlib.suppress(OSError):
-                looks.wanted(folder).parent.mkdir(exist_ok=True)
-                looks.wanted(folder).write_text(f"{FOR_OTHERS}{replica}: {why}")
-
-
-def state_of(node: str, pid: int) -> Rank:
-    """Return what the operating system says of the quorum server's process.
-
-    Args:
-        node: name of its node.
-        pid: its pid, 0 if it has ended.
-    """
-    letter = processes.state(pid) if pid else "X"
-    process = STOPPED if letter in "Tt" else DEAD if letter in "ZX" else RUNNING
-    tasks = enumerate(processes.tasks(pid) if pid else [])
-    threads = tuple(Thread(name, (), at == 0, state) for at, (name, _, state) in tasks)
-    return Rank(SERVER, f"process {pid}" if pid else "", node, process, answers=False, threads=threads)
+                looks.want(folder, f"{FOR_OTHERS}{replica}: {why}")

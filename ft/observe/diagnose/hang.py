@@ -129,7 +129,7 @@ def _why_none(look: Look, found: Diagnosis) -> str:
 
 def _text_of(look: Look, number: int, cause: Cause) -> list[str]:
     said = look.ranks.get(cause.rank)
-    who = Who(look).title(cause.together or (cause.rank,))
+    who = Who(look).title(cause.guilty)
     if said is not None and said.worker:
         who += f" ({said.node})" if cause.together else f" ({said.worker} on {said.node})"
     lines = [f"cause {number}: {cause.kind}: {who}"]

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft.base.errors import UserError
-from ft.observe.diagnose.looking import ask, looks_of
+from ft.observe.diagnose.looking import looks_of
 
 if TYPE_CHECKING:
     from ft.faults.hang.look import Look
-
-__all__ = ["add_parser", "ask", "run"]
 
 _DESCRIPTION = """\
 Say why a run hangs: which logical rank the others wait for, in which operation, and where that rank is instead. The

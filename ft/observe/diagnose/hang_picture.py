@@ -14,6 +14,7 @@ from ft.faults.hang.look import Look, Operation
 from ft.faults.hang.who import Who
 from ft.show import palette
 from ft.show.axes import DPI, rows
+from ft.show.text import capitalised
 
 _MOST_BOXES, _MOST_COLUMNS = 8, 5
 _WIDE, _HIGH, _GAP_X, _GAP_Y = 2.3, 0.8, 0.7, 0.25
@@ -88,9 +89,9 @@ def _title(look: Look, found: Diagnosis) -> str:
     if not found.causes:
         return f"{len(look.ranks)} ranks: nobody is at fault"
     first = found.causes[0]
-    who = Who(look).title(first.together or (first.rank,))
+    who = Who(look).title(first.guilty)
     waiting = f"{len(first.delayed)} of {len(look.places) or len(look.ranks)} ranks wait because of it"
-    return f"{who[0].upper()}{who[1:]}: {first.kind}; {waiting}"
+    return f"{capitalised(who)}: {first.kind}; {waiting}"
 
 
 def _columns(look: Look, found: Diagnosis) -> list[list[_Box]]:
@@ -104,7 +105,7 @@ def _columns(look: Look, found: Diagnosis) -> list[list[_Box]]:
         on[edge.rank].add(edge.on)
         first.setdefault(edge.rank, edge.operation)
     who = Who(look)
-    guilty = {rank for cause in found.causes for rank in (cause.rank, *cause.together)}
+    guilty = {rank for cause in found.causes for rank in cause.guilty}
     columns = [[_at_fault(who, cause, on[cause.rank]) for cause in found.causes]]
     left, before = on.keys() - guilty, guilty
     while left:
@@ -117,7 +118,7 @@ def _columns(look: Look, found: Diagnosis) -> list[list[_Box]]:
 
 
 def _at_fault(who: Who, cause: Cause, on: set[int]) -> _Box:
-    ranks = {cause.rank, *cause.together}
+    ranks = set(cause.guilty)
     return _Box(ranks, f"{who.title(ranks)}: {cause.kind}", cause.where, on, at_fault=True)
 
 

@@ -128,8 +128,7 @@ def _ask(folders: Mapping[int, Path]) -> dict[int, int]:
 
 def _want(folder: Path) -> None:
     try:
-        looks.wanted(folder).parent.mkdir(exist_ok=True)
-        looks.wanted(folder).write_text(_ASKED)
+        looks.want(folder, _ASKED)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}", "read a stored look with --stored") from error
 

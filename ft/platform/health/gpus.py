@@ -31,7 +31,7 @@ _THROTTLED = {
 _SLOWED, _SLOWED_WHY = 0x08, 0x40 | 0x80
 """The bit for "slowed down by hardware", and those that say why."""
 _LINK_COUNTERS = {"nvlink.replays": 0, "nvlink.recoveries": 1, "nvlink.crc_flit": 2, "nvlink.crc_data": 3}
-"""Names of observations -> NVML's number of the counter, up to the fourth generation of NVLink."""
+"""Name of the observation -> number by which NVML knows the error counter of an NVLink, for its generations 1 to 4."""
 _LINK_FIELDS = {
     "nvlink.recoveries": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",
     "nvlink.recoveries_failed": "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS",
@@ -39,7 +39,7 @@ _LINK_FIELDS = {
     "nvlink.integrity_errors": "NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS",
     "nvlink.symbol_errors": "NVML_FI_DEV_NVLINK_COUNT_SYMBOL_ERRORS",
 }
-"""Names of observations -> NVML's name of the field, from the fifth generation on."""
+"""Name of the observation -> name of NVML's field with the error counter of an NVLink, from generation 5 on."""
 _UNREADY, _COMPLETED = {1: "not started", 2: "in progress"}, 3
 """NVML's states of a GPU's registration with the NVLink fabric."""
 _FABRIC_FAULTS = {"less bandwidth": 0, "route recovery": 2, "route unhealthy": 4, "access timeout": 6}

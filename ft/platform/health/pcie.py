@@ -33,7 +33,8 @@ def read(root: Path, node: str, when: float, aliases: Mapping[str, str]) -> Sour
 
 
 def _total(counts: str | None) -> float | None:
-    """Return the sum that the last line of a file of errors holds ("TOTAL_ERR_COR 3"), or None."""
+    """Return the number of errors in a file that the kernel ends with their sum, such as "TOTAL_ERR_COR 3"; None if it
+    does not."""
     words = (counts or "").split()
     is_sum = len(words) > 1 and words[-2].startswith("TOTAL_ERR") and words[-1].isdecimal()
     return float(words[-1]) if is_sum else None

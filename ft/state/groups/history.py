@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from ft.faults.hang.look import Departure, Operation, channel
-from ft.faults.hang.names import operation_name
+from ft.faults.hang.names import operation_name, source_name
 from ft.faults.hang.program import departure, missing_end
 
 _MOST, _NEWEST = 10_000, 1_000
@@ -168,9 +168,8 @@ def line(site: tuple[CodeType, int] | str | None) -> str:
 
 @cache
 def shortened(filename: str) -> str:
-    """Return the path of a source file without the folder of installed packages, or the folder of the program."""
-    _, packages, rest = filename.rpartition("/site-packages/")
-    return rest if packages else filename.removeprefix(f"{os.getcwd()}/")
+    """Return the path of a source file of this process as :func:`source_name` does."""
+    return source_name(filename, os.getcwd())
 
 
 def _sizes(values: Sequence) -> tuple:

@@ -28,6 +28,8 @@ _ANSWER_S = 0.15
 """Seconds to wait for the quorum server's answer; a server that runs answers within a millisecond."""
 _SILENT_S = 1.0
 """Seconds without a heartbeat of the quorum server after which it counts as silent. They come four times a second."""
+FETCHES, SERVES = "its own fetch", "fetches of others"
+"""What the training thread can wait for besides the quorum and the ring."""
 _REDUCTION = ("megatron/patches/replicas.py", "wait")
 """(end of the file's name, function) in which the training thread waits until the ring's thread has waited for a
 reduction inside the replica."""
@@ -39,31 +41,21 @@ class Doing:
 
     Attributes:
         quorums: the last quorums that the ring was connected for.
-        fetches: whether the training thread waits for a fetch of the state.
-        serves: whether it waits until replicas that are behind have fetched the state.
+        waits_for: what the training thread waits for: ``FETCHES`` (its own fetch of the state), ``SERVES`` (replicas
+            that are behind and fetch the state), or "".
     """
 
     quorums: deque[Quorum] = field(default_factory=lambda: deque(maxlen=3))
-    fetches: bool = False
-    serves: bool = False
+    waits_for: str = ""
 
     @contextmanager
-    def fetching(self) -> Iterator[None]:
-        """Return a context in which the training thread waits for a fetch."""
-        self.fetches = True
+    def waiting(self, what: str) -> Iterator[None]:
+        """Return a context in which the training thread waits for ``what``."""
+        self.waits_for = what
         try:
             yield
         finally:
-            self.fetches = False
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Return a context in which the training thread waits for replicas that fetch."""
-        self.serves = True
-        try:
-            yield
-        finally:
-            self.serves = False
+            self.waits_for = ""
 
 
 @dataclass
@@ -143,11 +135,11 @@ def _state(found: _Found, doing: Doing) -> None:
     if found.replica in quorum.behind:
         found.meets(group, (), 0)
         found.counts |= {channel(group, SEND, replica): 1 for replica in quorum.healthy}
-    if doing.fetches:
+    if doing.waits_for == FETCHES:
         own = f"FETCH/{quorum.number}/{found.rank}/{found.replica}"
         found.meets(own, (), 1)
         found.operations.append(Operation(own, FETCH, 1))
-    if doing.serves:
+    if doing.waits_for == SERVES:
         found.meets(group, (), 0)
         found.operations += [Operation(group, FETCH, 1, peer=replica) for replica in quorum.behind]
 

@@ -17,6 +17,7 @@ from ft.job.quorum import Quorum
 from ft.job.quorum.values import committed_in
 from ft.systems.hsdp.components import Components
 from ft.systems.hsdp.digest import digest
+from ft.systems.hsdp.outside import FETCHES, SERVES
 from ft.systems.hsdp.ports import Agreed, Question
 from ft.systems.hsdp.protocol import Membership
 from ft.systems.hsdp.votes import Votes
@@ -205,14 +206,14 @@ class TrainingRank:
     async def withdraw(self, wait_s: float) -> bool:
         if not wait_s:
             return bool(self._parts.server.withdraw())
-        with self._aside("a replica that fetches"), self._parts.doing.serving():
+        with self._aside("a replica that fetches"), self._parts.doing.waiting(SERVES):
             return bool(self._parts.server.withdraw(wait_s))
 
     async def fetch(self, agreed: Agreed, quorum: Quorum, keeps_state: bool) -> None:
         self._parts.catch_up.begin(agreed, keeps_state=keeps_state)
 
     async def fetched(self) -> str:
-        with self._aside("fetch"), self._parts.doing.fetching():
+        with self._aside("fetch"), self._parts.doing.waiting(FETCHES):
             return self._parts.catch_up.wait()
 
     def adopt(self) -> None:
@@ -220,7 +221,7 @@ class TrainingRank:
         self._start = self._parts.state.whole()[1]
 
     async def fetch_rng_and_buffers(self, agreed: Agreed, quorum: Quorum) -> str:
-        with self._parts.doing.fetching():
+        with self._parts.doing.waiting(FETCHES):
             return self._parts.catch_up.fetch_rng_and_buffers(agreed, self._position.step)
 
     def adopt_rng_and_buffers(self) -> None:
