@@ -192,7 +192,7 @@ def report(folder: Path) -> None:
         said, done = ((folder / kind / name).read_text().rstrip() for name in ("said.txt", "done.txt"))
         parts += [f"== {kind}: {example.what}", said, "what was done", done]
         shutil.copy(folder / kind / "picture.png", PICTURES / f"{kind}.png")
-    RESULT.write_text("\n\n".join(parts) + "\n")
+    RESULT.write_text("\n\n".join(parts).replace(str(folder.absolute()), "FOLDER") + "\n")
 
 
 if __name__ == "__main__":
