@@ -4,9 +4,9 @@ import os
 import sys
 
 from ft.base.errors import UserError
-from megatron.training.arguments import Options, help_text, may_have_gpu, may_have_te, parse, refusals
-from megatron.training.launcher import launch_from
-from megatron.training.logging.quiet import quieten
+from megatron.ft_trainer.arguments import Options, help_text, may_have_gpu, may_have_te, parse, refusals
+from megatron.ft_trainer.launcher import launch_from
+from megatron.ft_trainer.logging.quiet import quieten
 
 
 def main(argv: list[str]) -> int:
@@ -43,7 +43,7 @@ def run(options: Options) -> int:
     from megatron import patches
 
     patches.apply()  # before any module of megatron.core is imported
-    from megatron.training.launch import launch
+    from megatron.ft_trainer.launch import launch
 
     return launch(options)
 

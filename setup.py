@@ -25,10 +25,10 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     # megatron is a namespace shared with megatron-core: only our portions of it are packaged.
-    packages=find_namespace_packages(include=["ft", "ft.*", "megatron.training*", "megatron.patches*"]),
+    packages=find_namespace_packages(include=["ft", "ft.*", "megatron.ft_trainer*", "megatron.patches*"]),
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["ft = ft.cli:main"]},
-    package_data={"megatron.training.arguments": ["*.txt"]},
+    package_data={"megatron.ft_trainer.arguments": ["*.txt"]},
     ext_modules=[digests],
     install_requires=[
         # The releases that have been run; docs/megatron-compatibility.md says with what.

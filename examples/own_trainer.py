@@ -2,7 +2,7 @@
 
     ft run --nproc-per-node 4 --standby 1 --inject 'kill@step=5:rank=2' examples/own_trainer.py
 
-Nothing of ``megatron/training/`` is used. Data are a function of the number of the step, so a step can be redone.
+Nothing of ``megatron/ft_trainer/`` is used. Data are a function of the number of the step, so a step can be redone.
 """
 
 import argparse

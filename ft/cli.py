@@ -6,7 +6,6 @@ import select
 import signal
 import sys
 
-from ft.base.checkout import CHECKOUT
 from ft.base.errors import UserError
 from ft.base.flags import Parser
 
@@ -36,7 +35,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
     argv = sys.argv[1:] if argv is None else argv
-    _prefer_this_checkout()
     asked_for = [entry for entry in _SUBCOMMANDS if argv and argv[0] in entry[0]]
     for _, module, function in asked_for or _SUBCOMMANDS:
         getattr(importlib.import_module(module), function)(subparsers)
@@ -55,16 +53,6 @@ def main(argv: list[str] | None = None) -> int:
         if not _nobody_reads():
             raise
         return 128 + signal.SIGPIPE
-
-
-def _prefer_this_checkout() -> None:
-    """Put the folder that holds this ``ft`` first on the import path.
-
-    The wheel of megatron-core contains a ``megatron.training`` of its own from 0.19 on. The console script ``ft`` would
-    import that one, because its own folder is first on the path and not the checkout.
-    """
-    if str(CHECKOUT) not in sys.path[:1]:
-        sys.path.insert(0, str(CHECKOUT))
 
 
 def _nobody_reads() -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ft.base.errors import UserError
-from megatron.training.logging.quiet import quieten
+from megatron.ft_trainer.logging.quiet import quieten
 
 
 def main(argv: list[str]) -> int:
@@ -37,9 +37,9 @@ def write_text(arguments: argparse.Namespace) -> None:
     from megatron import patches
 
     patches.apply()
-    from megatron.training.generate import generate
-    from megatron.training.initialize import destroy
-    from megatron.training.restore import load_for_inference
+    from megatron.ft_trainer.generate import generate
+    from megatron.ft_trainer.initialize import destroy
+    from megatron.ft_trainer.restore import load_for_inference
 
     trained = load_for_inference(arguments.load)
     prompt = trained.tokenizer.tokenize(arguments.prompt)

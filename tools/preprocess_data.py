@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout that is not installed
 
 from ft.base.errors import UserError
-from megatron.training.arguments import schema
-from megatron.training.arguments.data import TokenizerOptions
-from megatron.training.data.preprocess import PreprocessOptions, preprocess
+from megatron.ft_trainer.arguments import schema
+from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 
 
 def main(argv: list[str]) -> int:

@@ -16,10 +16,10 @@ from ft.commands.check_memory import memory
 from ft.commands.protection import TRAINER, is_trainer
 from ft.job.agent.options import Script
 from ft.protection import table
-from megatron.training.arguments import Options, read
-from megatron.training.arguments.check import examine
-from megatron.training.arguments.layout import Layout
-from megatron.training.arguments.needs import in_words, needs
+from megatron.ft_trainer.arguments import Options, read
+from megatron.ft_trainer.arguments.check import examine
+from megatron.ft_trainer.arguments.layout import Layout
+from megatron.ft_trainer.arguments.needs import in_words, needs
 
 _FLAG = re.compile(r"--[a-zA-Z][\w-]*")
 

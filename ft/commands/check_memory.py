@@ -5,7 +5,7 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.lab.plan.snapshot.shards import from_flags, shards
-from megatron.training.arguments import Layout, Options
+from megatron.ft_trainer.arguments import Layout, Options
 
 _VOCABULARIES = {"ByteLevelTokenizer": 259, "GPT2BPETokenizer": 50257, None: 259}
 _ANY_VOCABULARY = 128_000

@@ -26,8 +26,8 @@ from ft.protection import table
 
 if TYPE_CHECKING:
     from ft.job.agent.options import Script
-    from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
-    from megatron.training.arguments.needs import Need
+    from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
+    from megatron.ft_trainer.arguments.needs import Need
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
 _SUPPORTED_FLAGS = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
@@ -149,9 +149,9 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
     Raises:
         UserError: a flag is unknown or has a wrong value.
     """
-    from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
-    from megatron.training.arguments.known import explain
-    from megatron.training.arguments.schema import add_flags, all_spellings, build
+    from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
+    from megatron.ft_trainer.arguments.known import explain
+    from megatron.ft_trainer.arguments.schema import add_flags, all_spellings, build
 
     known = all_spellings(FaultToleranceOptions)
     for text in flags:
@@ -177,7 +177,7 @@ def needs_of_model(script: "Script", layer_pattern: str | None) -> "list[Need]":
         script: a script of a checkout.
         layer_pattern: kinds of the layers, such as "M*M-", where M is a Mamba layer; None if the flags give none.
     """
-    from megatron.training.arguments.needs import TE, Need
+    from megatron.ft_trainer.arguments.needs import TE, Need
 
     text = Path(script.target).read_text(encoding="utf-8", errors="replace")
     if not re.search(r"\b(mamba_builder|hybrid_builder|pretrain_hybrid)\b", text):

@@ -23,7 +23,7 @@ from ft.faults.table import row_of
 
 if TYPE_CHECKING:
     from ft.job.agent.options import Script
-    from megatron.training.arguments import Options
+    from megatron.ft_trainer.arguments import Options
 
 HOT_SWAP, REPLICAS, NOTHING, UNKNOWN = "hot-swap", "replicas", "nothing", "unknown"
 
@@ -75,7 +75,7 @@ def is_trainer(script: "Script") -> bool:
 
 def trainers_flags() -> list[str]:
     """Return all flags of this project's trainer, ``pretrain_gpt.py``."""
-    from megatron.training.arguments import all_flags
+    from megatron.ft_trainer.arguments import all_flags
 
     return all_flags()
 
@@ -98,7 +98,7 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
         others = asked.replicas - 1 if asked is not None else -1
         protection = Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)
         return protection, checkouts.outside_checkout(script)
-    from megatron.training.arguments import may_have_gpu, may_have_te, refusals
+    from megatron.ft_trainer.arguments import may_have_gpu, may_have_te, refusals
 
     here = {"has_te": may_have_te(), "has_gpu": may_have_gpu()}
     options, problems = refusals(script.args, size, **here, replicas=replicas)

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ft.base.checkout import CHECKOUT
 
-_OURS = ("ft", "megatron/training", "megatron/patches")
+_OURS = ("ft", "megatron/ft_trainer", "megatron/patches")
 _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine")
 
 

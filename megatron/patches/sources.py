@@ -92,7 +92,7 @@ class OwnSources:
 
     def __init__(self, root: Path | None = None):
         self._root = root = root or Path(__file__).resolve().parents[2]
-        folders = ["ft", "megatron/patches", "megatron/training"]
+        folders = ["ft", "megatron/patches", "megatron/ft_trainer"]
         if (root / "setup.py").is_file():
             folders += ["examples", "tools"]
         files = [file for folder in folders for file in (root / folder).rglob("*.py")]

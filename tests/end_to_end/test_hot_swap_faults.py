@@ -200,7 +200,7 @@ def test_forty_random_faults(corpus, reference, tmp_path):
 
 
 def test_someone_elses_trainer(tmp_path):
-    """A plain megatron-core loop that knows nothing of megatron/training."""
+    """A plain megatron-core loop that knows nothing of megatron/ft_trainer."""
     losses = {}
     for name, faults in (("undisturbed", ""), ("faulty", "--inject kill@step=5:rank=2,hang@step=12:rank=1")):
         folder, file = tmp_path / name, tmp_path / f"{name}.jsonl"

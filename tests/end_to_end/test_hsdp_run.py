@@ -235,7 +235,7 @@ def test_what_replicas_cannot_train_with_is_refused_by_name(extra, batch, says, 
     ],
 )
 def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp_path):
-    from megatron.training.arguments import check, parse
+    from megatron.ft_trainer.arguments import check, parse
 
     flags = replica_runs.flags(corpus, f"{extra} --train-samples 96", batch=8)
     options = parse(re.sub(r"--train-iters \d+", "", flags))

@@ -20,11 +20,11 @@ def losses_without(flags: str, skipped: set[int]) -> dict[int, float]:
     from megatron import patches
 
     patches.apply()
-    from megatron.training.arguments import check, parse
-    from megatron.training.initialize import init_model_parallel
-    from megatron.training.pretrain import assemble
-    from megatron.training.step import train_step
-    from megatron.training.trainer import JobTrainer
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.pretrain import assemble
+    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.trainer import JobTrainer
 
     options = parse(flags.replace("--ft-hot-swap", ""))
     layout = check(options, dist.get_world_size(), has_te=False)

@@ -18,7 +18,7 @@ from slurm.cluster import Cluster, reason_to_skip
 from ft.base import events
 from ft.job.replicas.places import parts_of
 from ft.platform import allocation
-from megatron.training.arguments import check, parse
+from megatron.ft_trainer.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
 STEPS = 80

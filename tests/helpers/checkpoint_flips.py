@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron.training.checkpointing import naming, verify
+from megatron.ft_trainer.checkpointing import naming, verify
 
 
 def places(checkpoint: Path) -> dict:

@@ -13,10 +13,10 @@ def assemble(flags: str, has_te: bool = False):
 
     from ft.protection.stack import Protections
     from megatron import patches
+    from megatron.ft_trainer import pretrain
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel
     from megatron.patches.manifest import WITH_DMR
-    from megatron.training import pretrain
-    from megatron.training.arguments import check, parse
-    from megatron.training.initialize import init_model_parallel
 
     patches.apply(WITH_DMR)
     options = parse(f"{flags} --ft-dmr naive")
@@ -30,8 +30,8 @@ def protection(job, way: str | Path, unstable: Path | None = None):
     operators that are left unverified."""
     from ft.systems.dmr.runtime.install import install
     from ft.systems.dmr.runtime.settings import Settings
-    from megatron.training.fingerprint import fingerprint
-    from megatron.training.position import JobPosition
+    from megatron.ft_trainer.fingerprint import fingerprint
+    from megatron.ft_trainer.position import JobPosition
 
     trainee = job.trainee
     settings = Settings(None, way, unstable) if isinstance(way, Path) else Settings(way, None, unstable)
@@ -45,7 +45,7 @@ def follow(job, session) -> None:
     """Route every step of ``job`` through ``session``: double execution, or its profiler."""
     from ft.protection.stack import Stack
     from ft.systems.dmr.layer import InterceptedStep
-    from megatron.training.trainer import JobTrainer
+    from megatron.ft_trainer.trainer import JobTrainer
 
     job.protection, job.verified = Stack([InterceptedStep(JobTrainer(job), session)]), True
     job.protection.protect(job.trainee.optimizer)
@@ -62,7 +62,7 @@ def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
     from ft.systems.dmr.plan.trace_file import read_trace
     from ft.systems.dmr.profile.install import install
     from ft.systems.dmr.profile.session import ITERATIONS
-    from megatron.training.fingerprint import fingerprint
+    from megatron.ft_trainer.fingerprint import fingerprint
 
     trainee, again, path = job.trainee, Again(job), folder / "plan.json"
     microbatches = job.microbatches(job.options.training.global_batch_size)
@@ -84,7 +84,7 @@ class Again:
     def __init__(self, job):
         from ft.protection.training_state import TrainingState
         from ft.protection.undo import Undo
-        from megatron.training.position import JobPosition
+        from megatron.ft_trainer.position import JobPosition
 
         self._job, self._position = job, JobPosition(job)
         self._subject = TrainingState(job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)
@@ -93,7 +93,7 @@ class Again:
     def step(self) -> SimpleNamespace:
         """Return ``loss``, ``grad_norm``, and ``state``: a digest of parameters, optimizer, generators, schedule and
         buffers."""
-        from megatron.training.step import train_step
+        from megatron.ft_trainer.step import train_step
 
         self._undo.begin()
         self._undo.wait()

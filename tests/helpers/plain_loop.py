@@ -1,4 +1,4 @@
-"""A training loop on plain megatron-core, without `megatron.training`: the reference for this project's trainer.
+"""A training loop on plain megatron-core, without `megatron.ft_trainer`: the reference for this project's trainer.
 
 It uses nothing of this project but the CPU platform and the compilation of fused functions. The latter draws random
 numbers, so both loops must do it alike.
@@ -51,7 +51,7 @@ class PlainTrainer:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.training.warm_up import compile_fused_functions
+        from megatron.ft_trainer.warm_up import compile_fused_functions
 
         s = self.setting = setting
         self.losses, self.grad_norms, self.times = [], [], []

@@ -520,7 +520,7 @@ TRAINING = (
     ),
     Walk(
         "verify",
-        "python -m megatron.training.checkpointing verify runs/mine",
+        "python -m megatron.ft_trainer.checkpointing verify runs/mine",
         says=("iter_0000004: ok", "newest"),
         after=("train",),
     ),

@@ -23,7 +23,7 @@ def run(options) -> int:
     from megatron import patches
 
     patches.apply()
-    from megatron.training import trainer
+    from megatron.ft_trainer import trainer
 
     rehearse = trainer.rehearse
 

@@ -2,7 +2,7 @@
 
 import numpy
 
-from megatron.training.data.indexed import encode_index
+from megatron.ft_trainer.data.indexed import encode_index
 
 SEQ = 16
 

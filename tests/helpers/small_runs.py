@@ -15,8 +15,8 @@ BASE = (
 
 def make_corpus(folder: Path, name: str = "corpus", documents: int = 60) -> str:
     """Write an indexed dataset of sources of the standard library; return its prefix."""
-    from megatron.training.arguments.data import TokenizerOptions
-    from megatron.training.data.preprocess import PreprocessOptions, preprocess
+    from megatron.ft_trainer.arguments.data import TokenizerOptions
+    from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 
     prefix = str(folder / name)
     sources = sorted(str(p) for p in Path(sysconfig.get_path("stdlib")).glob("*.py"))[:documents]
@@ -29,8 +29,8 @@ def run(flags: str) -> dict:
     import torch.distributed as dist
 
     from ft.protection.stack import Protections
-    from megatron.training.arguments import check, parse
-    from megatron.training.pretrain import pretrain
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.pretrain import pretrain
 
     options = parse(flags)
     layout = check(options, dist.get_world_size(), has_te=False)
@@ -43,8 +43,8 @@ def run(flags: str) -> dict:
 
 def launch(flags: str) -> int:
     """Run a whole rank, including process group and error handling; return the exit code."""
-    from megatron.training.arguments import parse
-    from megatron.training.launch import launch
+    from megatron.ft_trainer.arguments import parse
+    from megatron.ft_trainer.launch import launch
 
     return launch(parse(flags))
 
@@ -61,7 +61,7 @@ def slow_launch(flags: str) -> int:
     """Run ``launch`` with a step that lasts until a signal has arrived, and then one minute longer."""
     import time
 
-    from megatron.training import loop
+    from megatron.ft_trainer import loop
 
     def long_step(job):
         print("in a long step", flush=True)
@@ -79,7 +79,7 @@ def launch_with_flip(flags: str, rank: int, step: int, bit: int) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron.training import loop
+    from megatron.ft_trainer import loop
 
     plain_step = loop.train_step
 

@@ -6,7 +6,7 @@ import torch
 
 from ft.observe.diagnose import stored
 from ft.observe.diagnose.difference import of_tensors
-from megatron.training.checkpointing import naming
+from megatron.ft_trainer.checkpointing import naming
 
 Tensors = dict[tuple, torch.Tensor]
 

@@ -23,13 +23,13 @@ def every_stage_in_turn(flags: str) -> list[dict]:
     from ft.systems.checkfree.layer import SwappedEnds, settings_of
     from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
     from megatron import patches
+    from megatron.ft_trainer import pretrain
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.position import JobPosition
+    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.trainer import JobTrainer
     from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
-    from megatron.training import pretrain
-    from megatron.training.arguments import check, parse
-    from megatron.training.initialize import init_model_parallel
-    from megatron.training.position import JobPosition
-    from megatron.training.step import train_step
-    from megatron.training.trainer import JobTrainer
 
     patches.apply(WITH_CHECKFREE, WITH_SWAPPED_ENDS)
     options = parse(flags)
@@ -87,7 +87,7 @@ def every_stage_in_turn(flags: str) -> list[dict]:
 def saved_and_loaded(job) -> dict:
     """A checkpoint of stages whose optimizers have counted differently, loaded anew: what became of the moments."""
     from ft.protection.stack import Protections
-    from megatron.training import pretrain
+    from megatron.ft_trainer import pretrain
 
     trainee = job.trainee
     before = moments(trainee.optimizer)

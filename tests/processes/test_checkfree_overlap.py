@@ -11,9 +11,9 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
     import torch
 
     from ft.systems.checkfree.plus import reduction
+    from megatron.ft_trainer.step import train_step
     from megatron.patches import early_reduction, instances
     from megatron.patches.step_state import bucket_groups
-    from megatron.training.step import train_step
 
     job, _ = assemble(flags)
     chunk, started, found = job.trainee.chunks[0], [], []

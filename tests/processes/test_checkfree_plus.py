@@ -24,10 +24,10 @@ def assemble(flags: str):
     from ft.protection.stack import Protections
     from ft.systems.checkfree.layer import SwappedEnds
     from megatron import patches
+    from megatron.ft_trainer import pretrain
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel
     from megatron.patches.manifest import WITH_SWAPPED_ENDS
-    from megatron.training import pretrain
-    from megatron.training.arguments import check, parse
-    from megatron.training.initialize import init_model_parallel
 
     options = parse(flags)
     plus = options.fault_tolerance.ft_checkfree_plus
@@ -66,7 +66,7 @@ def plant(job) -> None:
 
 
 def gradients(job) -> tuple[dict, list]:
-    from megatron.training.step import _zero_gradients, run_schedule
+    from megatron.ft_trainer.step import _zero_gradients, run_schedule
 
     _zero_gradients(job)
     reported = run_schedule(job, job.train_loaders, job.options.training.global_batch_size, forward_only=False)
@@ -156,7 +156,7 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
 def a_few_steps(flags: str) -> list:
     """After every step the bits of what this rank has twice or as a copy; before the last one its moments are fresh."""
     from ft.systems.checkfree.plus import moments
-    from megatron.training.step import train_step
+    from megatron.ft_trainer.step import train_step
 
     job, doubles = assemble(flags)
     found = []

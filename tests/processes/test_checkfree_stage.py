@@ -23,13 +23,13 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
     from megatron import patches
     from megatron.core import parallel_state
+    from megatron.ft_trainer import pretrain
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.position import JobPosition
+    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.trainer import JobTrainer
     from megatron.patches.manifest import WITH_CHECKFREE
-    from megatron.training import pretrain
-    from megatron.training.arguments import check, parse
-    from megatron.training.initialize import init_model_parallel
-    from megatron.training.position import JobPosition
-    from megatron.training.step import train_step
-    from megatron.training.trainer import JobTrainer
 
     patches.apply(WITH_CHECKFREE)
     options = parse(flags)

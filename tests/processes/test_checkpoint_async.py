@@ -7,14 +7,14 @@ import pytest
 from test_checkpoint_faults import _slow_writer
 from test_checkpoint_gpt import Run, Shape
 
-from megatron.training.checkpointing import verify
-from megatron.training.checkpointing.pending import InThread, Progress, finish
+from megatron.ft_trainer.checkpointing import verify
+from megatron.ft_trainer.checkpointing.pending import InThread, Progress, finish
 
 
 def _save_both_ways(folder: str, shape: Shape) -> dict:
     """Saves the same step in the foreground and, while 3 more steps are trained, in the background."""
-    from megatron.training.arguments.checkpoint import CheckpointOptions
-    from megatron.training.checkpointing import Checkpointer
+    from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+    from megatron.ft_trainer.checkpointing import Checkpointer
 
     run = Run(shape, save=f"{folder}/sync")
     layout, run_info = run.checkpointer._layout, run.checkpointer._run

@@ -11,8 +11,8 @@ import pytest
 from test_checkpoint_gpt import Run, Shape
 from test_checkpoint_load import _load_each
 
-from megatron.training.checkpointing.naming import newest_complete
-from megatron.training.checkpointing.verify import problems, read_manifest, scan
+from megatron.ft_trainer.checkpointing.naming import newest_complete
+from megatron.ft_trainer.checkpointing.verify import problems, read_manifest, scan
 
 
 def _die() -> None:
@@ -21,7 +21,7 @@ def _die() -> None:
 
 def _die_at(point: str) -> None:
     """Arranges that this process is killed when a save gets to ``point``."""
-    from megatron.training.checkpointing import commit, durable, writer
+    from megatron.ft_trainer.checkpointing import commit, durable, writer
 
     def dying(function, before: bool):
         def replaced(*args, **kwargs):
@@ -118,7 +118,7 @@ def _wait_for_death(handle, rank: int) -> None:
 
 def _slow_writer(seconds: float) -> None:
     """Makes every file take ``seconds`` before its first byte, and leaves the writing process's pid behind."""
-    from megatron.training.checkpointing import writer
+    from megatron.ft_trainer.checkpointing import writer
 
     fast = writer._write_file
 
@@ -208,7 +208,7 @@ def _lose_a_writer(folder: str) -> list:
 def _restore_writer() -> None:
     import importlib
 
-    from megatron.training.checkpointing import writer
+    from megatron.ft_trainer.checkpointing import writer
 
     writer._write_file = importlib.reload(writer)._write_file
 
@@ -235,7 +235,7 @@ def small_disk(tmp_path):
 
 
 def _fill_disk(folder: str, options: dict, check_first: bool) -> dict:
-    from megatron.training.checkpointing import save
+    from megatron.ft_trainer.checkpointing import save
 
     if not check_first:
         save.free_bytes = lambda folder: 1 << 40
@@ -317,7 +317,7 @@ def test_a_save_folder_that_cannot_be_is_refused_at_once(ranks, tmp_path):
 
 def _save_in_turn(folder: str, arrived: str, go: str) -> str | None:
     """Saves step 1; makes ``arrived`` when all is written and waits for ``go``. Returns what went wrong."""
-    from megatron.training.checkpointing import commit
+    from megatron.ft_trainer.checkpointing import commit
 
     whole = commit.commit
 

@@ -4,7 +4,7 @@ import hashlib
 import random
 from dataclasses import dataclass
 
-from megatron.training.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
 
 STEPS_SEED = 1234
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 90}
@@ -37,7 +37,7 @@ class Run:
 
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-        from megatron.training.checkpointing import Checkpointer, TrainState
+        from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
 
         self.shape, self.seed, self.sizes = shape, seed, MODEL | (model or {})
         parallel_state.initialize_model_parallel(
@@ -100,7 +100,7 @@ class Run:
         """A hash of all that must survive: weights, optimizer, schedule, generators, counters."""
         import torch
 
-        from megatron.training.checkpointing import rng
+        from megatron.ft_trainer.checkpointing import rng
 
         hashed = hashlib.sha256()
 

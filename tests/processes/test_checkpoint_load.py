@@ -10,9 +10,9 @@ from test_checkpoint_gpt import Run, Shape
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron.core import package_info
-from megatron.training.checkpointing import naming
-from megatron.training.checkpointing.__main__ import main
-from megatron.training.checkpointing.verify import scan
+from megatron.ft_trainer.checkpointing import naming
+from megatron.ft_trainer.checkpointing.__main__ import main
+from megatron.ft_trainer.checkpointing.verify import scan
 
 
 def _save_steps(folder: str, steps: int, options: dict) -> list:
@@ -212,8 +212,8 @@ def _as_nobody(cases: list[dict]) -> list[str]:
     import torch.distributed as dist
 
     from ft.base.errors import UserError
-    from megatron.training.arguments.checkpoint import CheckpointOptions
-    from megatron.training.checkpointing import Checkpointer
+    from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+    from megatron.ft_trainer.checkpointing import Checkpointer
 
     # A store in memory: the harness's is a file, which only its owner may open.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -4,9 +4,9 @@ import numpy
 import pytest
 
 from ft.base.errors import UserError
-from megatron.training.arguments.data import DataOptions
-from megatron.training.data.blend import Blend, dataset_prefixes, parse_blend, parse_recipe, parse_split
-from megatron.training.data.order import CyclicOrder, epoch_permutation, sample_indices
+from megatron.ft_trainer.arguments.data import DataOptions
+from megatron.ft_trainer.data.blend import Blend, dataset_prefixes, parse_blend, parse_recipe, parse_split
+from megatron.ft_trainer.data.order import CyclicOrder, epoch_permutation, sample_indices
 
 
 def test_blends():

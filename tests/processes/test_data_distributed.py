@@ -12,11 +12,11 @@ patches.apply()
 import torch.distributed as dist
 from small_datasets import SEQ, write_dataset
 
-from megatron.training.arguments.data import DataOptions
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.loader import MicrobatchLoader
-from megatron.training.data.share import from_rank_0
-from megatron.training.data.tokenizer import ByteLevelTokenizer
+from megatron.ft_trainer.arguments.data import DataOptions
+from megatron.ft_trainer.data.datasets import build_datasets
+from megatron.ft_trainer.data.loader import MicrobatchLoader
+from megatron.ft_trainer.data.share import from_rank_0
+from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer
 
 
 def build(words, samples=(200, 20, 0), built=(0, 1, 2, 3), **options):

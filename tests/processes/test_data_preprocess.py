@@ -14,10 +14,10 @@ import numpy
 import pytest
 
 from ft.base.errors import UserError
-from megatron.training.arguments.data import TokenizerOptions
-from megatron.training.data.indexed import FILES, encode_index, read_index
-from megatron.training.data.preprocess import PreprocessOptions, preprocess
-from megatron.training.data.sidecar import read_sidecar
+from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.data.indexed import FILES, encode_index, read_index
+from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
+from megatron.ft_trainer.data.sidecar import read_sidecar
 
 TOOL = Path(__file__).resolve().parent.parent.parent / "tools" / "preprocess_data.py"
 EOD = 256
@@ -120,7 +120,7 @@ def test_end_of_document_is_on_unless_switched_off(tmp_path, folder):
 
 
 def test_result_does_not_depend_on_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.training.data.preprocess.UNIT_BYTES", 300)
+    monkeypatch.setattr("megatron.ft_trainer.data.preprocess.UNIT_BYTES", 300)
     lines = [json.dumps({"text": f"document {i} " * (i % 7 + 1)}) for i in range(200)]
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
     results = []
@@ -173,7 +173,7 @@ def test_bad_lines_are_located(tmp_path, content, workers):
 
 
 def test_bad_line_is_counted_from_the_start_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.training.data.preprocess.UNIT_BYTES", 100)
+    monkeypatch.setattr("megatron.ft_trainer.data.preprocess.UNIT_BYTES", 100)
     (tmp_path / "c.jsonl").write_text('{"text": "a document"}\n' * 50 + "oops\n")
     with pytest.raises(UserError, match=r"c\.jsonl:51: not valid JSON"):
         make(tmp_path, tmp_path / "c.jsonl", workers=2)
@@ -308,9 +308,9 @@ def test_crash_while_renaming_never_mixes_two_datasets(tmp_path, folder, monkeyp
         return wrapped
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron.training.data.indexed.IndexedWriter.abort", lambda self: None)
-        patch.setattr("megatron.training.data.indexed.os.unlink", step(os.unlink))
-        patch.setattr("megatron.training.data.indexed.os.replace", step(os.replace))
+        patch.setattr("megatron.ft_trainer.data.indexed.IndexedWriter.abort", lambda self: None)
+        patch.setattr("megatron.ft_trainer.data.indexed.os.unlink", step(os.unlink))
+        patch.setattr("megatron.ft_trainer.data.indexed.os.replace", step(os.replace))
         with pytest.raises(KeyboardInterrupt):
             make(tmp_path, folder / "b.py")
     prefix = str(tmp_path / "out")

@@ -6,8 +6,8 @@ import pytest
 import small_runs as runs
 
 from ft.base.errors import UserError
-from megatron.training import determinism
-from megatron.training.arguments import parse
+from megatron.ft_trainer import determinism
+from megatron.ft_trainer.arguments import parse
 
 # Padded optimizer buckets, as they lie in memory: what is not initialised gets into the files.
 FLAGS = (

@@ -12,8 +12,8 @@ from core_wheels import newest_wheel
 from ft.base.errors import UserError
 from ft.systems.dmr import flags as dmr_flags
 from ft.systems.dmr.runtime.refusals import refuse_opaque_optimizer, refuse_varying_attention
-from megatron.training import config
-from megatron.training.arguments import check, parse
+from megatron.ft_trainer import config
+from megatron.ft_trainer.arguments import check, parse
 
 MOE = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear "
 

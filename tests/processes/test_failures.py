@@ -20,7 +20,7 @@ def fail_on_rank_2(flags: str) -> int:
     """``launch`` on ranks of which the third one's model cannot be built."""
     import os
 
-    from megatron.training import model
+    from megatron.ft_trainer import model
 
     if os.environ["RANK"] == "2":
 

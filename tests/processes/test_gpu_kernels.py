@@ -10,9 +10,9 @@ import pytest
 import small_runs as runs
 
 from megatron.core.tensor_parallel import layers
+from megatron.ft_trainer import config
+from megatron.ft_trainer.arguments import parse
 from megatron.patches import Platform
-from megatron.training import config
-from megatron.training.arguments import parse
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 FITS, OTHER_TORCH = "", "raise ImportError('undefined symbol: _ZN3c104cuda')"

@@ -18,11 +18,11 @@ patches.apply()
 
 from small_datasets import SEQ, write_dataset
 
-from megatron.training.arguments.data import DataOptions
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.loader import MicrobatchLoader
-from megatron.training.data.streams import Cyclic
-from megatron.training.data.tokenizer import ByteLevelTokenizer
+from megatron.ft_trainer.arguments.data import DataOptions
+from megatron.ft_trainer.data.datasets import build_datasets
+from megatron.ft_trainer.data.loader import MicrobatchLoader
+from megatron.ft_trainer.data.streams import Cyclic
+from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer
 
 SEED = 5
 
@@ -149,12 +149,12 @@ def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0,
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.training import model
-    from megatron.training.arguments import check, parse
-    from megatron.training.checkpointing import TrainState
-    from megatron.training.data.tokenizer import build_tokenizer, padded_vocab_size
-    from megatron.training.initialize import init_model_parallel, seed_everything
-    from megatron.training.loaders import make_loaders
+    from megatron.ft_trainer import model
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.checkpointing import TrainState
+    from megatron.ft_trainer.data.tokenizer import build_tokenizer, padded_vocab_size
+    from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
+    from megatron.ft_trainer.loaders import make_loaders
 
     options = parse(flags)
     layout = check(options, dist.get_world_size(), has_te=False)

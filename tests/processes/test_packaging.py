@@ -41,13 +41,13 @@ def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(tmp_pa
         "ft/base/errors.py",
         "pretrain_gpt.py",
         "megatron/patches/cpu.py",
-        "megatron/training/loop.py",
-        "megatron/training/arguments/megatron_lm_flags.txt",
-        "megatron/training/data/loader.py",
-        "megatron/training/checkpointing/save.py",
+        "megatron/ft_trainer/loop.py",
+        "megatron/ft_trainer/arguments/megatron_lm_flags.txt",
+        "megatron/ft_trainer/data/loader.py",
+        "megatron/ft_trainer/checkpointing/save.py",
     ):
         assert needed in names
-    used = [sys.executable, "-c", "import megatron.training.arguments as a, megatron.core, sys; print(a.__file__)"]
+    used = [sys.executable, "-c", "import megatron.ft_trainer.arguments as a, megatron.core, sys; print(a.__file__)"]
     unpacked = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(unpacked)
     done = subprocess.run(

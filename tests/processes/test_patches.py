@@ -111,7 +111,7 @@ def test_the_command_reports_the_misfits_of_a_wheel(tmp_path, capsys):
     assert patches_command(["--wheel", str(wheel)]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "expected (new_state, device=-1, graph_safe=False), found (new_state, device=0," in said
-    place = r"megatron/training/checkpointing/content\.py:\d+ megatron\.core\.utils: unwrap_model: lacks 'model' "
+    place = r"megatron/ft_trainer/checkpointing/content\.py:\d+ megatron\.core\.utils: unwrap_model: lacks 'model' "
     assert re.search(place, said)
     assert patches_command(["--json", "--wheel", str(wheel)]) == 1
     report = json.loads(capsys.readouterr().out)

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from ft.base.errors import UserError
-from megatron.training.arguments.data import TokenizerOptions
-from megatron.training.data.preprocess import PreprocessOptions, preprocess
-from megatron.training.data.sidecar import Sidecar
-from megatron.training.data.tokenizer import (
+from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
+from megatron.ft_trainer.data.sidecar import Sidecar
+from megatron.ft_trainer.data.tokenizer import (
     ByteLevelTokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
@@ -132,7 +132,7 @@ def test_fingerprints_differ_and_are_equal_in_other_processes():
     mine = [ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint]
     assert len(set(mine)) == 3
     code = (
-        "from megatron.training.data.tokenizer import *\n"
+        "from megatron.ft_trainer.data.tokenizer import *\n"
         "print(ByteLevelTokenizer().fingerprint, NullTokenizer(300).fingerprint, NullTokenizer(301).fingerprint)"
     )
     command = [sys.executable, "-c", code]

@@ -8,8 +8,8 @@ import pytest
 
 from ft.base.errors import UserError
 from megatron import patches
-from megatron.training.arguments.data import TokenizerOptions
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.data.tokenizer import build_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1", "the quick brown fox jumps over the lazy dog", "words, and numbers 123 456"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import small_runs as runs
 
-from megatron.training import exits
+from megatron.ft_trainer import exits
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
 
 
 def test_resuming_drops_the_steps_that_are_done_anew_from_the_metrics(tmp_path):
-    from megatron.training.arguments.logging import LoggingOptions
-    from megatron.training.logging.runlog import RunLog
+    from megatron.ft_trainer.arguments.logging import LoggingOptions
+    from megatron.ft_trainer.logging.runlog import RunLog
 
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(1, 6)) + '{"step": 6, "lo')

@@ -279,7 +279,7 @@ def test_the_imports_of_a_script_at_every_level():
 def test_what_the_pool_imports(tmp_path):
     plain, trainer = tmp_path / "plain.py", tmp_path / "trainer.py"
     plain.write_text("import json")
-    trainer.write_text("from megatron.training import launch")
+    trainer.write_text("from megatron.ft_trainer import launch")
     assert preload.plan(str(plain), False, []) == ["torch", "torch.distributed", "json"]
     assert "megatron.core.optimizer" in preload.plan(str(trainer), False, [])
     assert "megatron.core.optimizer" not in preload.plan(str(plain), False, ["csv"])

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from ft.base.errors import UserError
-from megatron.training import arguments
-from megatron.training.arguments import Options, check, core_options, known, parse, schema
-from megatron.training.arguments.batch import global_batch_size, train_steps
+from megatron.ft_trainer import arguments
+from megatron.ft_trainer.arguments import Options, check, core_options, known, parse, schema
+from megatron.ft_trainer.arguments.batch import global_batch_size, train_steps
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 "

@@ -6,7 +6,7 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.systems.checkfree.layer import settings_of
-from megatron.training.arguments import check, parse
+from megatron.ft_trainer.arguments import check, parse
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from ft.base.errors import UserError
-from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.checkpointing import naming
-from megatron.training.checkpointing.manifest import FileRecord, Manifest, ManifestError
-from megatron.training.checkpointing.naming import Entry
-from megatron.training.checkpointing.verify import scan, scan_all, share_of
+from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.checkpointing import naming
+from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest, ManifestError
+from megatron.ft_trainer.checkpointing.naming import Entry
+from megatron.ft_trainer.checkpointing.verify import scan, scan_all, share_of
 
 
 def entries(*steps_and_serials, broken=()):

@@ -75,11 +75,11 @@ def core_of(files) -> CoreSources:
 
 
 def misfits(tmp_path, source: str, files=CORE) -> list[str]:
-    folder = tmp_path / "megatron" / "training"
+    folder = tmp_path / "megatron" / "ft_trainer"
     folder.mkdir(parents=True)
     (folder / "planted.py").write_text(textwrap.dedent(source))
     found = check_calls(OwnSources(tmp_path), core_of(files)).misfits
-    assert {misfit.file for misfit in found} <= {"megatron/training/planted.py"}
+    assert {misfit.file for misfit in found} <= {"megatron/ft_trainer/planted.py"}
     return [f"{misfit.line}: {misfit.problem}" for misfit in found]
 
 

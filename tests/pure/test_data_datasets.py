@@ -17,12 +17,12 @@ from small_datasets import SEQ, write_dataset
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.training.arguments.data import DataOptions, TokenizerOptions
-from megatron.training.data import checks, index_cache
-from megatron.training.data.blend import dataset_prefixes, parse_recipe
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.preprocess import PreprocessOptions, preprocess
-from megatron.training.data.tokenizer import ByteLevelTokenizer, NullTokenizer, build_tokenizer
+from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
+from megatron.ft_trainer.data import checks, index_cache
+from megatron.ft_trainer.data.blend import dataset_prefixes, parse_recipe
+from megatron.ft_trainer.data.datasets import build_datasets
+from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
+from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer, NullTokenizer, build_tokenizer
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ patches.apply()
 
 from small_datasets import SEQ, write_dataset
 
-from megatron.training.arguments import parse
-from megatron.training.arguments.data import DataOptions
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.fim import Rearranged
-from megatron.training.data.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
+from megatron.ft_trainer.arguments import parse
+from megatron.ft_trainer.arguments.data import DataOptions
+from megatron.ft_trainer.data.datasets import build_datasets
+from megatron.ft_trainer.data.fim import Rearranged
+from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer, HuggingFaceTokenizer
 
 MARKS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<|endoftext|>", "<file>"]
 TEXT = "def f(x):\n    return x + 1\n"

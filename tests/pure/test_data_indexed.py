@@ -7,8 +7,8 @@ import numpy
 import pytest
 
 from ft.base.errors import UserError
-from megatron.training.data.indexed import encode_index, id_range, read_index
-from megatron.training.data.sidecar import read_sidecar
+from megatron.ft_trainer.data.indexed import encode_index, id_range, read_index
+from megatron.ft_trainer.data.sidecar import read_sidecar
 
 LENGTHS = [5, 0, 7, 3]
 

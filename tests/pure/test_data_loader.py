@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ft.base.errors import UserError
-from megatron.training.data.loader import MicrobatchLoader
+from megatron.ft_trainer.data.loader import MicrobatchLoader
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -5,9 +5,9 @@ import pytest
 
 from ft.commands.check_line import smallest_world
 from megatron import patches
-from megatron.training.arguments import core_options, known, parse, read
-from megatron.training.arguments.check import examine
-from megatron.training.arguments.needs import GPU, TE, in_words, needs
+from megatron.ft_trainer.arguments import core_options, known, parse, read
+from megatron.ft_trainer.arguments.check import examine
+from megatron.ft_trainer.arguments.needs import GPU, TE, in_words, needs
 
 COMMON = (
     "--use-mcore-models --num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 "
@@ -88,7 +88,7 @@ def test_the_batch_follows_a_schedule_of_thresholds_in_tokens():
     line = COMMON.replace("--train-iters 50", "--train-samples 4000").replace("--seq-length 1024", "--seq-length 1000")
     options = parse(line + "--step-batch-size-schedule '0:32 1M:64 2M:128'")
     examine(options, 4, has_te=True, assumes_machine=True)
-    from megatron.training.arguments.batch import global_batch_size, train_steps
+    from megatron.ft_trainer.arguments.batch import global_batch_size, train_steps
 
     sizes = [global_batch_size(options.training, samples) for samples in (0, 999, 1000, 2000)]
     assert sizes == [32, 32, 64, 128]
@@ -102,7 +102,7 @@ def test_a_new_field_of_core_is_a_new_flag(tmp_path, monkeypatch):
     """The flags are those of the core that is installed: here one with a field that no release has."""
     import shutil
 
-    from megatron.training.arguments import core_fields
+    from megatron.ft_trainer.arguments import core_fields
 
     core = tmp_path / "core"
     for file in {*core_fields.CONFIGS.values(), "transformer/enums.py"}:
@@ -130,7 +130,7 @@ def test_number_formats_have_the_type_that_core_compares_them_with():
     import torch
 
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.training.config import same_names, transformer_config
+    from megatron.ft_trainer.config import same_names, transformer_config
 
     options = parse(COMMON + "--num-experts 4 --disable-bias-linear --moe-router-dtype fp32 --transformer-impl local")
     grid, _ = examine(options, 1, has_te=True, assumes_machine=True)
@@ -154,7 +154,7 @@ def test_a_flag_of_a_newer_core_is_refused_with_the_release_that_has_it(monkeypa
 
 def test_what_captures_cuda_graphs_has_one_name_in_every_release():
     patches.apply()
-    from megatron.training.config import transformer_config
+    from megatron.ft_trainer.config import transformer_config
 
     for flag in ("--cuda-graph-scope", "--cuda-graph-modules"):
         options = parse(COMMON + f"--bf16 --transformer-impl local {flag} attn mlp")

@@ -6,9 +6,9 @@ from pathlib import Path
 import launch_lines as lines
 import pytest
 
-from megatron.training.arguments import read
-from megatron.training.arguments.check import examine
-from megatron.training.arguments.needs import Need, needs
+from megatron.ft_trainer.arguments import read
+from megatron.ft_trainer.arguments.check import examine
+from megatron.ft_trainer.arguments.needs import Need, needs
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools" / "experiments"))
 import launch_lines_scale as scaling

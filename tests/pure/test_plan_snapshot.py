@@ -12,7 +12,7 @@ from ft.lab.plan.snapshot import cluster
 from ft.lab.plan.snapshot.loss import Failures, formula_1, over, risk
 from ft.lab.plan.snapshot.shards import from_flags, shards
 from ft.state.placement.assign import place
-from megatron.training.arguments import layout, parse
+from megatron.ft_trainer.arguments import layout, parse
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 500 --seq-length 32 "
 ZERO = "--use-distributed-optimizer "
@@ -41,9 +41,9 @@ def snapshot_bytes(flags: str) -> dict:
 
     from ft.state.snapshot.capture import Capture
     from megatron.core import parallel_state
-    from megatron.training import model
-    from megatron.training.arguments import check, parse
-    from megatron.training.initialize import init_model_parallel, seed_everything
+    from megatron.ft_trainer import model
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
 
     options = parse(f"{flags} --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 1 --mock-data")
     grid = check(options, dist.get_world_size(), has_te=False)

@@ -89,5 +89,5 @@ def test_without_layers_nothing_is_replaced():
 
 
 def test_the_trainer_knows_no_system():
-    sources = (PAGE.parent.parent / "megatron" / "training").rglob("*.py")
+    sources = (PAGE.parent.parent / "megatron" / "ft_trainer").rglob("*.py")
     assert [path for path in sources if "ft.systems" in path.read_text()] == []

@@ -16,8 +16,8 @@ from ft.lab.simulate.spare.scenario import scenario
 from ft.lab.simulate.spare.study import Estimate, Row
 from ft.systems.spare import run_plan
 from ft.systems.spare.ruler import ruler
-from megatron.training.arguments import parse
-from megatron.training.launch import launch
+from megatron.ft_trainer.arguments import parse
+from megatron.ft_trainer.launch import launch
 
 FOUR = "--groups 200 --mtbf 5m --restart 1h --save 1m"
 

@@ -52,10 +52,10 @@ def measure(arguments: argparse.Namespace) -> None:
 
     from ft.protection.stack import Protections
     from ft.systems.checkfree.layer import settings_of
-    from megatron.training.initialize import destroy, init_model_parallel, init_process_group
-    from megatron.training.launcher import launch_from
-    from megatron.training.pretrain import assemble
-    from megatron.training.trainer import JobTrainer
+    from megatron.ft_trainer.initialize import destroy, init_model_parallel, init_process_group
+    from megatron.ft_trainer.launcher import launch_from
+    from megatron.ft_trainer.pretrain import assemble
+    from megatron.ft_trainer.trainer import JobTrainer
 
     place = launch_from(os.environ)
     options, layout = options_of(arguments, "--ft-checkfree", place.world_size)
@@ -74,7 +74,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def options_of(arguments: argparse.Namespace, way: str, world_size: int):
     import small_runs as runs
 
-    from megatron.training.arguments import check, parse
+    from megatron.ft_trainer.arguments import check, parse
 
     options = parse(
         f"{runs.BASE} --num-layers {2 * arguments.pp} --hidden-size {arguments.hidden_size} --seq-length 64 "
@@ -100,8 +100,8 @@ def alternate(arguments: argparse.Namespace, plain, plus, kept) -> dict[str, lis
     """Return side -> seconds of each measured step."""
     import torch.distributed as dist
 
+    from megatron.ft_trainer.step import train_step
     from megatron.patches import stage_norms, swapped_pipeline
-    from megatron.training.step import train_step
 
     sides = {"off": plain, "on": plain, "plus": plus}
     times: dict[str, list[float]] = {name: [] for name in sides}

@@ -108,10 +108,10 @@ def measure(arguments: argparse.Namespace) -> None:
     patches.apply(WITH_DMR)
     import torch.distributed as dist
 
-    from megatron.training.arguments import check, parse
-    from megatron.training.initialize import destroy, init_model_parallel, init_process_group
-    from megatron.training.launcher import launch_from
-    from megatron.training.pretrain import assemble
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import destroy, init_model_parallel, init_process_group
+    from megatron.ft_trainer.launcher import launch_from
+    from megatron.ft_trainer.pretrain import assemble
 
     place = launch_from(os.environ)
     options = parse(f"{flags(arguments, in_ranks.folder())} --ft-dmr piggyback")
@@ -144,9 +144,9 @@ def protections(arguments: argparse.Namespace, job) -> dict:
     from ft.systems.dmr.layer import InterceptedStep
     from ft.systems.dmr.runtime.install import install
     from ft.systems.dmr.runtime.settings import Settings
-    from megatron.training.fingerprint import fingerprint
-    from megatron.training.position import JobPosition
-    from megatron.training.trainer import JobTrainer
+    from megatron.ft_trainer.fingerprint import fingerprint
+    from megatron.ft_trainer.position import JobPosition
+    from megatron.ft_trainer.trainer import JobTrainer
 
     asked = {"naive": Settings("naive"), "piggyback": Settings("piggyback")}
     if arguments.plan is not None:
@@ -166,7 +166,7 @@ def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
     """Return side -> seconds of each measured step."""
     import torch.distributed as dist
 
-    from megatron.training.step import train_step
+    from megatron.ft_trainer.step import train_step
 
     times = {name: [] for name in sides}
     for number in range(arguments.rounds + WARM_UP):
@@ -184,7 +184,7 @@ def alternate(arguments: argparse.Namespace, job, sides: dict) -> dict:
 
 def times_of_answer(job, side, rounds: int) -> dict:
     """Return the times of the agreement at the end of a step and of a rollback, in milliseconds."""
-    from megatron.training.step import train_step
+    from megatron.ft_trainer.step import train_step
 
     take_side(job, side)
     verifier, verdicts, rollbacks = side[0].layers[0].runner, Spent(), []
@@ -203,7 +203,7 @@ def times_of_answer(job, side, rounds: int) -> dict:
 def second_executions(job, side, rounds: int) -> list[float]:
     """Return the seconds of each step in which operators are executed for the second time."""
     from ft.systems.dmr.runtime import mode
-    from megatron.training.step import train_step
+    from megatron.ft_trainer.step import train_step
 
     take_side(job, side)
     names = ("execute_again", "check_in_place", "expected")
@@ -276,7 +276,7 @@ def peaks(job, sides: dict) -> dict[str, int]:
     """Return side -> the most bytes in use during a step: lasting tensors, and allocations beyond these."""
     from ft.systems.dmr.profile.install import lasting
     from ft.systems.dmr.profile.storages import Storages
-    from megatron.training.step import train_step
+    from megatron.ft_trainer.step import train_step
 
     found = {}
     for name, side in sides.items():

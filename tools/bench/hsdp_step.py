@@ -128,7 +128,7 @@ class Side:
         replicas.exchange_through(self._job.trainee.chunks, self._exchange)
 
     def block(self, steps: int) -> None:
-        from megatron.training.step import train_step
+        from megatron.ft_trainer.step import train_step
 
         for _ in range(steps):
             train_step(self._job)
@@ -143,10 +143,10 @@ def measure(arguments: argparse.Namespace) -> None:
     patches.apply(WITH_REPLICAS)
     from ft.systems.hsdp.place import ReplicaContext
     from ft.worker.session import attach
+    from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.pretrain import assemble
+    from megatron.ft_trainer.trainer import JobTrainer
     from megatron.patches import replicas
-    from megatron.training.initialize import init_model_parallel
-    from megatron.training.pretrain import assemble
-    from megatron.training.trainer import JobTrainer
 
     options, layout = options_of(arguments)
     place, session = ReplicaContext.from_environment(), attach()
@@ -176,7 +176,7 @@ def measure(arguments: argparse.Namespace) -> None:
 def options_of(arguments: argparse.Namespace):
     import small_runs as runs
 
-    from megatron.training.arguments import check, parse
+    from megatron.ft_trainer.arguments import check, parse
 
     overlap = "" if arguments.no_overlap else "--overlap-grad-reduce"
     flags = (
@@ -252,7 +252,7 @@ def alternate(arguments, job, session, cross, sides: dict, times: dict, watch: W
 
 
 def result(arguments: argparse.Namespace, job, times: dict, watch: Watch) -> dict:
-    from megatron.training.logging.summary import count_parameters
+    from megatron.ft_trainer.logging.summary import count_parameters
 
     wall = {name: [one[0] for one in blocks] for name, blocks in times.items()}
     cpu = {name: statistics.median(one[1] for one in blocks) for name, blocks in times.items()}

@@ -42,11 +42,11 @@ def measure(arguments: argparse.Namespace) -> None:
 
     import ft
     from ft.protection.stack import Protections
-    from megatron.training.initialize import init_model_parallel
-    from megatron.training.logging.summary import count_parameters
-    from megatron.training.pretrain import assemble
-    from megatron.training.step import train_step
-    from megatron.training.trainer import JobTrainer
+    from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.logging.summary import count_parameters
+    from megatron.ft_trainer.pretrain import assemble
+    from megatron.ft_trainer.step import train_step
+    from megatron.ft_trainer.trainer import JobTrainer
 
     options, layout = options_of(arguments)
     session = ft.attach()
@@ -95,7 +95,7 @@ def options_of(arguments: argparse.Namespace):
     """Return (the trainer's options, the sizes of its parallel groups)."""
     import small_runs as runs
 
-    from megatron.training.arguments import check, parse
+    from megatron.ft_trainer.arguments import check, parse
 
     flags = (
         f"{runs.BASE} --hidden-size {arguments.hidden_size} --num-layers {arguments.layers} "

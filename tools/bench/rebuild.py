@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from megatron.training.logging.quiet import quieten  # noqa: E402
+from megatron.ft_trainer.logging.quiet import quieten  # noqa: E402
 
 quieten()  # torch and megatron-core are imported below
 from ft.lab.simulate.recovery.measure import KINDS, LAYOUTS, ROUNDS, measure  # noqa: E402

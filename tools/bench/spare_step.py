@@ -54,9 +54,9 @@ def measure(arguments: argparse.Namespace) -> None:
     from ft.systems.hsdp.place import ReplicaContext
     from ft.systems.hsdp.work import OwnStream
     from ft.worker.session import attach
-    from megatron.training.initialize import init_model_parallel
-    from megatron.training.pretrain import assemble
-    from megatron.training.trainer import JobTrainer
+    from megatron.ft_trainer.initialize import init_model_parallel
+    from megatron.ft_trainer.pretrain import assemble
+    from megatron.ft_trainer.trainer import JobTrainer
 
     options, layout = options_of(arguments)
     place, session = ReplicaContext.from_environment(), attach()
@@ -78,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def alternate(arguments, job, guard, session, cross, sides: dict, times: dict) -> dict:
     """Run pairs of blocks, the first ones to warm up. ``times``: name -> [wall, CPU] seconds of a step, by block."""
-    from megatron.training.step import train_step
+    from megatron.ft_trainer.step import train_step
 
     for number in range(arguments.blocks + WARM_UP):
         for name in ("spare", "plain") if number % 2 else ("plain", "spare"):
@@ -98,8 +98,8 @@ def alternate(arguments, job, guard, session, cross, sides: dict, times: dict) -
 
 
 def result(arguments: argparse.Namespace, job, times: dict) -> dict:
+    from megatron.ft_trainer.logging.summary import count_parameters
     from megatron.patches import replicas
-    from megatron.training.logging.summary import count_parameters
 
     pairs = list(zip(times["spare"], times["plain"], strict=True))
     added, added_cpu = ([(spare[i] - plain[i]) / plain[i] for spare, plain in pairs] for i in range(2))

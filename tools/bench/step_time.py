@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 def measure(arguments: argparse.Namespace) -> None:
     """Measure in one rank; rank 0 prints the result."""
     out, sys.stdout = sys.stdout, sys.stderr  # keep the trainers' output apart from the result
-    from megatron.training.logging.quiet import quieten
+    from megatron.ft_trainer.logging.quiet import quieten
 
     quieten()
     from megatron import patches
@@ -101,9 +101,9 @@ def our_side(arguments: argparse.Namespace, corpus: str):
     import small_runs as runs
     import torch.distributed as dist
 
-    from megatron.training.arguments import check, parse
-    from megatron.training.loop import train
-    from megatron.training.pretrain import assemble
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.loop import train
+    from megatron.ft_trainer.pretrain import assemble
 
     flags = (
         f"{runs.BASE} --hidden-size {arguments.hidden_size} --seq-length {arguments.seq_length} --data-path {corpus} "

@@ -80,8 +80,8 @@ class InProcessTrainer:
         from ft.protection.training_state import TrainingState
         from ft.systems.checkfree.layer import settings_of
         from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
-        from megatron.training.position import JobPosition
-        from megatron.training.trainer import JobTrainer
+        from megatron.ft_trainer.position import JobPosition
+        from megatron.ft_trainer.trainer import JobTrainer
 
         self.job, ends = _assemble(flags, straight)
         trainee = self.job.trainee
@@ -98,7 +98,7 @@ class InProcessTrainer:
 
     def step(self) -> float:
         """Run one committed step and return its loss; NaN on all stages but the last."""
-        from megatron.training.step import train_step
+        from megatron.ft_trainer.step import train_step
 
         report = train_step(self.job)
         self._keeper.committed(self.job.state.step)
@@ -106,7 +106,7 @@ class InProcessTrainer:
 
     def look(self) -> float:
         """Return the loss on a fixed set of held-out samples, in the pipeline's normal order, on every rank."""
-        from megatron.training.evaluate import evaluate
+        from megatron.ft_trainer.evaluate import evaluate
 
         if self._held_out is None:
             self._held_out = list(_batches(self.job))
@@ -167,10 +167,10 @@ def _assemble(flags: str, straight: bool):
     from ft.protection.stack import Protections
     from ft.systems.checkfree.layer import SwappedEnds, SwappedModelEnds
     from megatron import patches
+    from megatron.ft_trainer import pretrain
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel
     from megatron.patches.manifest import WITH_CHECKFREE, WITH_SWAPPED_ENDS
-    from megatron.training import pretrain
-    from megatron.training.arguments import check, parse
-    from megatron.training.initialize import init_model_parallel
 
     options = parse(flags)
     plus = options.fault_tolerance.ft_checkfree_plus

@@ -138,9 +138,9 @@ def in_rank(given: argparse.Namespace) -> None:
     import small_runs as runs
     import torch.distributed as dist
 
-    from megatron.training.arguments import parse
-    from megatron.training.initialize import destroy, init_process_group
-    from megatron.training.launcher import launch_from
+    from megatron.ft_trainer.arguments import parse
+    from megatron.ft_trainer.initialize import destroy, init_process_group
+    from megatron.ft_trainer.launcher import launch_from
 
     case = CASES[given.case] if given.case else CLEAN[given.clean]
     flags = f"{runs.BASE} {TINY} {case.flags} --seed {1234 + given.seed} --data-path {os.environ[_FOLDER]}/corpus"
@@ -181,7 +181,7 @@ def train(given: argparse.Namespace, case: Case, job) -> dict:
     import dmr_jobs
     import torch.distributed as dist
 
-    from megatron.training.step import train_step
+    from megatron.ft_trainer.step import train_step
 
     protection = dmr_jobs.protection(job, way_of(job, case))
     alarms: list[str] = []

@@ -188,9 +188,9 @@ def in_rank(given: argparse.Namespace) -> None:
     import small_runs as runs
     import torch.distributed as dist
 
-    from megatron.training.arguments import parse
-    from megatron.training.initialize import destroy, init_process_group
-    from megatron.training.launcher import launch_from
+    from megatron.ft_trainer.arguments import parse
+    from megatron.ft_trainer.initialize import destroy, init_process_group
+    from megatron.ft_trainer.launcher import launch_from
 
     case = CASES[given.case]
     flags = f"{runs.BASE} {TINY} {case.flags} --seed {1234 + given.seed} --data-path {os.environ[_FOLDER]}/corpus"

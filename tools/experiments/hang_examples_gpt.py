@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core import parallel_state
-from megatron.training import loop
+from megatron.ft_trainer import loop
 
 BUG, STEP = os.environ["HANG_EXAMPLE"], 8
 """Name of the bug, and the step in which it shows."""

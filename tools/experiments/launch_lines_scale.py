@@ -16,7 +16,7 @@ import fnmatch
 import math
 from dataclasses import dataclass, field
 
-from megatron.training.arguments.needs import Need
+from megatron.ft_trainer.arguments.needs import Need
 
 RANKS = 4
 VOCABULARY = 257

@@ -50,8 +50,8 @@ def import_trainer(script: str, is_ours: bool) -> None:
         from megatron import patches
 
         patches.apply()
-        training = importlib.import_module("megatron.training")
-        for module in pkgutil.walk_packages(training.__path__, "megatron.training."):
+        training = importlib.import_module("megatron.ft_trainer")
+        for module in pkgutil.walk_packages(training.__path__, "megatron.ft_trainer."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
     else:

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 
-from ft.base.checkout import CHECKOUT
 from ft.job.agent import forking
 
 NOTHING = "none"
@@ -102,8 +101,8 @@ def load(names: list[str], skip: set[str], withheld: set[str] = frozenset(), pro
             if name == "torch" and hasattr(sys.modules.get(name), "cuda"):
                 broken = forking.why_children_fail()
                 rest.enter_context(forking.without_cuda())
-        if _is_own_trainer():
-            for name in _without(_modules_of("megatron.training"), skip):
+        if "megatron.ft_trainer" in sys.modules:
+            for name in _without(_modules_of("megatron.ft_trainer"), skip):
                 _import(name, withholding, probes and not broken)
             _attempt(_rehearse, withholding)
     gc.collect()
@@ -131,12 +130,6 @@ def _attempt(action: Callable[[], object], withholding: forking.Withholding) -> 
         forking.drop_orphans(before)
 
 
-def _is_own_trainer() -> bool:
-    """Return whether ``megatron.training`` was imported, and is this project's and not that of a user's checkout."""
-    found = sys.modules.get("megatron.training")
-    return found is not None and str(CHECKOUT / "megatron" / "training") in list(found.__path__)
-
-
 def _without(names: list[str] | Iterator[str], skip: set[str]) -> Iterator[str]:
     return (name for name in names if name not in skip)
 
@@ -155,7 +148,7 @@ def _read_imports(script: str, is_module: bool) -> list[str]:
 def _companions(wanted: list[str]) -> list[str]:
     """Return modules that the wanted modules import only at run time, so that workers need them too."""
     tops = {name.split(".")[0] for name in wanted}
-    trainer = any(name.startswith("megatron.training") for name in wanted)
+    trainer = any(name.startswith("megatron.ft_trainer") for name in wanted)
     protected = trainer or "ft" in tops
     loop = protected or any(name.startswith("megatron.core") for name in wanted)
     of_replicas = trainer and "FT_HSDP_REPLICA" in os.environ
@@ -176,7 +169,7 @@ def _rehearse() -> None:
     The start-up time of a replacement worker matters, because the other ranks wait for that worker.
     """
     with contextlib.suppress(Exception, SystemExit):
-        importlib.import_module("megatron.training.arguments").parse([])
+        importlib.import_module("megatron.ft_trainer.arguments").parse([])
     if "FT_HSDP_REPLICA" in os.environ:
         with contextlib.suppress(Exception):
             importlib.import_module("megatron.patches").apply("replicas")

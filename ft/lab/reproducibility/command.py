@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ft.lab.reproducibility.text import as_text, as_values
     from ft.systems.dmr.unstable import write_unstable
     from megatron import patches
+    from megatron.ft_trainer.logging.quiet import quieten
     from megatron.patches.manifest import WITH_DMR
-    from megatron.training.logging.quiet import quieten
 
     quieten()
     patches.apply(WITH_DMR)  # the patches of a run with DMR

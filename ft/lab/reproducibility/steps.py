@@ -14,19 +14,19 @@ from ft.base.errors import UserError
 from ft.lab.reproducibility.cases import Case
 from ft.lab.reproducibility.probe import Probe
 from megatron import patches
-from megatron.training import determinism
-from megatron.training.arguments import Options, check, parse
-from megatron.training.arguments.checkpoint import CheckpointOptions
-from megatron.training.arguments.data import DataOptions, TokenizerOptions
-from megatron.training.arguments.fault_tolerance import FaultToleranceOptions
-from megatron.training.arguments.logging import LoggingOptions
-from megatron.training.arguments.training import EvaluationOptions
-from megatron.training.config import transformer_config
-from megatron.training.data import dataset_prefixes
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.initialize import destroy, init_model_parallel
-from megatron.training.pretrain import assemble
-from megatron.training.step import train_step
+from megatron.ft_trainer import determinism
+from megatron.ft_trainer.arguments import Options, check, parse
+from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
+from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
+from megatron.ft_trainer.arguments.logging import LoggingOptions
+from megatron.ft_trainer.arguments.training import EvaluationOptions
+from megatron.ft_trainer.config import transformer_config
+from megatron.ft_trainer.data import dataset_prefixes
+from megatron.ft_trainer.data.tokenizer import build_tokenizer
+from megatron.ft_trainer.initialize import destroy, init_model_parallel
+from megatron.ft_trainer.pretrain import assemble
+from megatron.ft_trainer.step import train_step
 
 STEPS = 2
 """Steps to train: in the second one, gradients and optimizer states are not zero."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.observe.diagnose.stored import Stored
-from megatron.training.checkpointing import naming, verify
+from megatron.ft_trainer.checkpointing import naming, verify
 
 _BESIDE = ("checkpoint", "logging", "fault_tolerance", "evaluation")
 """Groups of the trainer's flags that do not affect the computed numbers. ``_NO_MATTER`` lists such flags of other

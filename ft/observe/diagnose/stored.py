@@ -20,8 +20,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ft.base.errors import UserError
-from megatron.training.checkpointing import naming, verify
-from megatron.training.checkpointing.manifest import Manifest, ManifestError
+from megatron.ft_trainer.checkpointing import naming, verify
+from megatron.ft_trainer.checkpointing.manifest import Manifest, ManifestError
 
 COMMON = "common.pt"
 """The file with the part that is the same on all ranks; rank 0 writes it."""

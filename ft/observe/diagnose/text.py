@@ -11,7 +11,7 @@ from ft.observe.diagnose.compare import Comparison
 from ft.observe.diagnose.stored import COMMON
 from ft.observe.diagnose.verdict import RankShare, Row, outliers, rank_place, ranks, rows, suspects
 from ft.show.text import count, table
-from megatron.training.checkpointing.writer import bytes_in_words
+from megatron.ft_trainer.checkpointing.writer import bytes_in_words
 
 _GATHERED = "fully_reshardable"
 

@@ -16,7 +16,7 @@ from ft.observe.diagnose.compare import Comparison, Finding
 from ft.observe.diagnose.difference import Difference, merged
 from ft.observe.diagnose.grid import coordinates, copies
 from ft.observe.diagnose.stored import COMMON, Piece
-from megatron.training.checkpointing.manifest import Manifest
+from megatron.ft_trainer.checkpointing.manifest import Manifest
 
 _OBJECT = re.compile(r"(.*)/shard_[\d.]+_[\d.]+")
 _STATE = re.compile(r"optimizer(?:\.\d+)?\.state\.([^.]+)\.(.+)")

@@ -56,12 +56,12 @@ def _import_everything() -> None:
             "megatron.core.datasets.gpt_dataset",
         ):
             importlib.import_module(name)
-        training = importlib.import_module("megatron.training")
-        for module in pkgutil.walk_packages(training.__path__, "megatron.training.", onerror=lambda name: None):
+        training = importlib.import_module("megatron.ft_trainer")
+        for module in pkgutil.walk_packages(training.__path__, "megatron.ft_trainer.", onerror=lambda name: None):
             # A rank that needs a broken module gets the same error, in its own test.
             with contextlib.suppress(Exception):
                 importlib.import_module(module.name)
-    importlib.import_module("megatron.training.arguments").all_flags()  # the ranks inherit the parser
+    importlib.import_module("megatron.ft_trainer.arguments").all_flags()  # the ranks inherit the parser
     for package in ("ft.commands", "ft.job", "ft.systems", "ft.worker"):
         for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
             if not module.name.endswith("__main__"):

@@ -10,7 +10,7 @@ import numpy
 
 from ft.base.errors import UserError
 from ft.platform.topology import NODE, Topology
-from megatron.training.arguments.layout import Layout
+from megatron.ft_trainer.arguments.layout import Layout
 
 
 def nodes_of(count: int, topology: Topology | None, hosts: Sequence[str], per_rack: int | None) -> list[dict[str, str]]:

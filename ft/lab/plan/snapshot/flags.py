@@ -14,7 +14,7 @@ from ft.lab.plan.snapshot.loss import Failures
 from ft.lab.plan.snapshot.shards import even, from_flags, shards
 from ft.platform import slurm
 from ft.platform.topology import NODE, read_topology
-from megatron.training.arguments import Layout, Options, layout, parse
+from megatron.ft_trainer.arguments import Layout, Options, layout, parse
 
 GB = 1e9
 _GPU_MTBF_S = 18 * 60.0 * 100_000  # DEADPOOL, section V-C: an interruption every 18 min on 100,000 GPUs

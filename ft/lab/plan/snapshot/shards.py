@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ft.base.errors import UserError
-from megatron.training.arguments.layout import Layout, expanded
+from megatron.ft_trainer.arguments.layout import Layout, expanded
 
 if TYPE_CHECKING:
-    from megatron.training.arguments import Options
+    from megatron.ft_trainer.arguments import Options
 
 MAIN, MOMENTS = 4, {"adam": 8, "sgd": 4, "lion": 4, "muon": 4, "dist_muon": 4, "adaptive_muon": 8, "soap": 8}
 """Bytes per parameter: MAIN for the fp32 main copy, MOMENTS for the fp32 tensors of each optimizer."""

@@ -77,8 +77,8 @@ def reproducible(context: Context) -> tuple[str, Measured]:
     """Train the models of ``ft dmr selftest``, as many as the time allows, and execute every operator again."""
     from ft.lab.reproducibility.probe import Probe
     from ft.lab.reproducibility.steps import watch
+    from megatron.ft_trainer.logging.quiet import quieten
     from megatron.patches.manifest import WITH_DMR
-    from megatron.training.logging.quiet import quieten
 
     began = time.monotonic()
     quieten()

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the layout is impossible, the results are unusable, or the plot cannot be written.
     """
-    from megatron.training.logging.quiet import quieten
+    from megatron.ft_trainer.logging.quiet import quieten
 
     quieten()
     from ft.lab.simulate.recovery.sweep import layouts, sweep

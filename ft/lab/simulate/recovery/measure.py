@@ -95,7 +95,7 @@ class _Ranks:
     def __init__(self, sizes: Sizes):
         self._sizes, self._epoch = sizes, 0
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["ft.lab.simulate.recovery.rank", "megatron.training.initialize"])
+        self._context.set_forkserver_preload(["ft.lab.simulate.recovery.rank", "megatron.ft_trainer.initialize"])
         token = secrets.token_hex(16)
         server = StoreServer("127.0.0.1", 0, token)
         self._rendezvous, self._store = Rendezvous(server.address, token), server.store

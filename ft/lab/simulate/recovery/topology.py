@@ -16,7 +16,7 @@ from ft.state.groups.tree import Tree
 
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"
 """Groups that megatron-core does not create: torch's default group, and the groups of two trees over all ranks
-(``ft.state.groups.tree``): one for the exit flags of ``megatron.training.exits``, and one for the barrier with which
+(``ft.state.groups.tree``): one for the exit flags of ``megatron.ft_trainer.exits``, and one for the barrier with which
 hot-swap commits a step (the fence).
 """
 
@@ -176,9 +176,9 @@ def groups_of(sizes: Sizes) -> list[GroupSpec]:
 
 def make_groups(sizes: Sizes) -> None:
     """Create all process groups except the default group, as a training process does at its start."""
-    from megatron.training.arguments.core_options import CoreOptions
-    from megatron.training.arguments.layout import Layout
-    from megatron.training.initialize import init_model_parallel
+    from megatron.ft_trainer.arguments.core_options import CoreOptions
+    from megatron.ft_trainer.arguments.layout import Layout
+    from megatron.ft_trainer.initialize import init_model_parallel
 
     layout = Layout(
         world_size=sizes.ranks,

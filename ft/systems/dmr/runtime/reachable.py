@@ -20,7 +20,7 @@ from ft.base.errors import UserError
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType, Enum, type)
 _FOREIGN = ("torch", "builtins", "threading", "_thread", "logging", "ctypes", "numpy")
 """Packages into whose objects the search does not go; layers (torch.nn.Module) are searched all the same."""
-_CLOSED = ("ft", "megatron.training", "megatron.core.model_parallel_config")
+_CLOSED = ("ft", "megatron.ft_trainer", "megatron.core.model_parallel_config")
 """Packages and modules into whose objects the search does not go, nor into those of subclasses: configurations refer to
 functions of the trainer, from which the optimizer and DMR itself can be reached."""
 _APART = ("main_param",)

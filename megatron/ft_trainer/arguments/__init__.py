@@ -1,0 +1,260 @@
+"""The trainer's options, parsed from command-line flags with Megatron-LM's names: one small dataclass per topic.
+
+``parse(argv)`` reads the command line. ``check(options, world_size)`` fills in defaults that depend on other flags, and
+rejects combinations that cannot work. ``refusals`` collects the problems that these two would raise, without importing
+torch. There is no global state: ``options.core.hidden_size``, ``options.core.tensor_model_parallel_size``, ... are
+passed to the code that needs them.
+"""
+
+import argparse
+import json
+import re
+import shlex
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ft.base.errors import Problem, Problems, UserError
+from ft.base.flags import groups, read_flags
+from megatron.ft_trainer.arguments import core_options, known, schema
+from megatron.ft_trainer.arguments.check import check, examine
+from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL, CoreOptions
+from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
+from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
+from megatron.ft_trainer.arguments.layout import Layout, layout
+from megatron.ft_trainer.arguments.logging import LoggingOptions
+from megatron.ft_trainer.arguments.needs import may_have_gpu, may_have_te
+from megatron.ft_trainer.arguments.schedule import ScheduleOptions
+from megatron.ft_trainer.arguments.training import EvaluationOptions, TrainingOptions
+
+_OF_A_NODE = ("metrics_file", "tensorboard_dir", "data_cache_path", "progress_bar")
+
+__all__ = [
+    "Layout",
+    "Options",
+    "all_flags",
+    "check",
+    "help_text",
+    "layout",
+    "may_have_gpu",
+    "may_have_te",
+    "parse",
+    "read",
+    "refusals",
+]
+
+_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    "num_layers_per_virtual_pipeline_stage",
+)
+
+_FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+@dataclass
+class Options:
+    """All options of the command line: those of megatron-core, and one dataclass per topic (data, checkpoint, ...)."""
+
+    core: CoreOptions = field(default_factory=CoreOptions)
+    training: TrainingOptions = field(default_factory=TrainingOptions)
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    tokenizer: TokenizerOptions = field(default_factory=TokenizerOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    logging: LoggingOptions = field(default_factory=LoggingOptions)
+    fault_tolerance: FaultToleranceOptions = field(default_factory=FaultToleranceOptions)
+
+    notices: ClassVar[tuple[str, ...]] = ()
+    """Sentences about flags that have no effect, which a run prints once."""
+
+    def as_dict(self) -> dict:
+        """Return a nested plain dict, as stored in checkpoints and event files."""
+        values = {f.name: vars(getattr(self, f.name)) for f in fields(self)}
+        return json.loads(json.dumps(values, default=str))
+
+    def given(self) -> dict[str, str]:
+        """Return flag -> value of every option that differs from its default.
+
+        Options of a single node (paths of logs and caches, the progress bar) are left out.
+        """
+        found = {}
+        for concern in fields(self):
+            defaults = vars(concern.default_factory())
+            for name, value in vars(getattr(self, concern.name)).items():
+                if value != defaults.get(name) and name not in _OF_A_NODE:
+                    found["--" + name.replace("_", "-")] = str(value)
+        return found
+
+    @classmethod
+    def from_dict(cls, stored: dict) -> "Options":
+        """Return the options whose ``as_dict`` is ``stored``. Ignore fields that this version does not have."""
+        flat = {name: value for concern in stored.values() for name, value in concern.items()}
+        concerns: dict[str, Any] = {"core": CoreOptions(**_only(flat, {row.name for row in core_options.rows()}))}
+        for f in fields(cls):
+            if f.name != "core":
+                names = {g.name for g in fields(f.default_factory)}
+                concerns[f.name] = f.default_factory(**_only(stored.get(f.name, {}), names))
+        return cls(**concerns)
+
+
+def _only(values: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
+
+
+def parse(argv: list[str] | str) -> Options:
+    """Parse a command line (words, or one string).
+
+    Raises:
+        UserError: flags are unknown, unsupported or have a wrong value; the message names the nearest known flag.
+    """
+    options, problems, _ = read(argv)
+    if problems:
+        raise UserError.of(problems)
+    return options
+
+
+def refusals(
+    argv: list[str] | str, world_size: int | None, *, has_te: bool, has_gpu: bool | None = None, replicas: int = 0
+) -> tuple[Options | None, list[Problem]]:
+    """Find all problems of a command line: with single flags and, as far as their values are known, combinations.
+
+    Args:
+        argv: the command line (words, or one string).
+        world_size: number of ranks of the job, or of one replica; None: unknown, so combinations are not checked.
+        has_te: as for ``check``.
+        has_gpu: as for ``check``.
+        replicas: number of replicas of the model (FT-HSDP); 0: the job has no replicas.
+
+    Returns:
+        (the options, or None if some cannot be determined; the problems, each with its fix).
+    """
+    options, problems, doubtful = read(argv)
+    if options is None or world_size is None:
+        return options, problems
+    _, found = examine(
+        options, world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas, shapes_are_known=not doubtful
+    )
+    problems += [entry for entry in found if not set(doubtful) & set(_FLAG.findall(f"{entry[0]} {entry[1]}"))]
+    return options, problems
+
+
+def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str]]:
+    """Read a command line, and return (options, problems, doubtful flags).
+
+    Args:
+        argv: the command line (words, or one string).
+
+    Returns:
+        (the options, or None if a value is rejected; the problems of single flags; flags whose values could not be
+        read).
+    """
+    words = shlex.split(argv) if isinstance(argv, str) else list(argv)
+    parser, supported = _parser()
+    explain = partial(known.explain, supported=supported)
+    prepared, notices = _prepared(words)
+    namespace, problems, doubtful = read_flags(parser, prepared, supported, explain)
+    concerns: dict[str, Any] = {}
+    refused = Problems()
+    with refused:
+        concerns["core"] = CoreOptions(**_only(vars(namespace), {row.name for row in core_options.rows()}))
+    for f in _topics():
+        with refused:
+            concerns[f.name] = schema.build(f.default_factory, namespace)
+    problems += refused.found
+    if refused.found:
+        return None, problems, doubtful
+    options = Options(**concerns)
+    if options.checkpoint.use_checkpoint_args and options.checkpoint.load:
+        _take_from_checkpoint(options, Path(options.checkpoint.load))
+    options.notices = (*notices, *known.idle(options))
+    return options, problems, doubtful
+
+
+def _take_from_checkpoint(options: Options, folder: Path) -> None:
+    """Set the shape of the model and the tokenizer in ``options`` from the newest checkpoint in ``folder``, if there is
+    one.
+    """
+    from megatron.ft_trainer.checkpointing import naming, verify
+
+    newest = naming.newest_complete(verify.scan_all(options.checkpoint, folder))
+    if newest is None:
+        return
+    stored = Options.from_dict(verify.manifest_of(folder, newest).run["options"])
+    sizes = _SIZES if options.checkpoint.use_mp_args_from_checkpoint_args else ()
+    for name in (*OF_THE_MODEL, "max_position_embeddings", *sizes):
+        if hasattr(stored.core, name):
+            setattr(options.core, name, getattr(stored.core, name))
+    if options.tokenizer.vocab_size is not None:
+        stored.tokenizer.vocab_size = options.tokenizer.vocab_size
+    options.tokenizer = stored.tokenizer
+    if options.data.seq_length is None:
+        options.data.seq_length = stored.data.seq_length
+
+
+def all_flags() -> list[str]:
+    """Return every flag of the trainer."""
+    return _parser()[1]
+
+
+def help_text() -> str:
+    """Return the help text of all flags."""
+    return _parser()[0].format_help()
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises UserError instead of ending the process."""
+
+    def error(self, message):
+        raise UserError(message.removeprefix("argument "), "see --help")
+
+
+@cache
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """Return the parser, and all its flags."""
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings.",
+        allow_abbrev=False,
+    )
+    core_options.add_flags(parser)
+    supported = core_options.spellings()
+    for concern in _topics():
+        schema.add_flags(parser, concern.default_factory)
+        supported += schema.all_spellings(concern.default_factory)
+    return parser, supported
+
+
+def _topics():
+    return [f for f in fields(Options) if f.name != "core"]
+
+
+def _prepared(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return (the words that are to be parsed, a sentence about each flag that has no effect).
+
+    A list may be written in brackets, in one word or several: ``--recompute-modules "[mlp moe_act]"``.
+    """
+    kept: list[str] = []
+    ignored: dict[str, list[str]] = {}
+    for group in groups(words):
+        flag, equals, value = group[0].partition("=")
+        reason = known.without_effect(flag)
+        if reason is not None:
+            ignored.setdefault(reason, []).append(flag)
+            continue
+        if flag in _list_flags() and len(group) + len(equals) > 1:
+            listed = " ".join([*([value] if equals else []), *group[1:]]).strip()
+            bare = listed[1:-1] if listed.startswith("[") and listed.endswith("]") else listed
+            group = [flag, *bare.split()]
+        kept += group
+    notices = [f"without effect here: {', '.join(dict.fromkeys(flags))} ({why})" for why, flags in ignored.items()]
+    return kept, notices
+
+
+@cache
+def _list_flags() -> frozenset[str]:
+    return frozenset(
+        flag for action in _parser()[0]._actions for flag in action.option_strings if action.nargs == "+"
+    ) - {"--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"}

@@ -1,0 +1,366 @@
+"""Check the command-line flags for combinations that cannot work, before any process group is created.
+
+Each ``_check_*`` is a pure function of the options and the parallel layout. It yields (problem, fix) pairs of texts; a
+problem names the numbers that do not fit together. Combinations that only megatron-core's own configuration rejects are
+reported by ``config.transformer_config``.
+"""
+
+from collections.abc import Iterator
+
+from ft.base.errors import Problem, UserError
+from ft.protection.table import problems as problems_of_protections
+from megatron.ft_trainer.arguments.batch import batch_sizes, global_batch_size
+from megatron.ft_trainer.arguments.layout import Layout, expanded, layout
+from megatron.ft_trainer.arguments.needs import GPU, TE, is_installed, needs, unmet
+from megatron.ft_trainer.arguments.training import read_schedule
+
+REQUIRED = {
+    "core": ("num_layers", "hidden_size", "num_attention_heads"),
+    "data": ("seq_length",),
+    "training": ("micro_batch_size",),
+}
+
+
+def check(options, world_size: int, *, has_te: bool, has_gpu: bool | None = None, replicas: int = 0) -> Layout:
+    """Check the options, and return the parallel layout of ``world_size`` ranks.
+
+    Args:
+        options: ``megatron.ft_trainer.arguments.Options``; defaults that depend on other flags are filled in.
+        world_size: number of ranks of the job.
+        has_te: whether Transformer Engine can be imported.
+        has_gpu: whether there is a GPU; None: the same as ``has_te``.
+        replicas: number of replicas of the model in an FT-HSDP run, each of which has its own process groups; 0 in
+            other runs.
+
+    Raises:
+        UserError: the options cannot work; the message names every problem, each with its fix.
+    """
+    grid, found = examine(options, world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas)
+    if found:
+        raise UserError.of(found)
+    return grid
+
+
+def examine(
+    options,
+    world_size: int,
+    *,
+    has_te: bool,
+    has_gpu: bool | None = None,
+    replicas: int = 0,
+    shapes_are_known: bool = True,
+    assumes_machine: bool = False,
+) -> tuple[Layout | None, list[Problem]]:
+    """Check the options as ``check`` does, but return (layout, problems) instead of raising an error.
+
+    If sizes are missing or do not fit ``world_size``, no layout can be computed. The layout is then None, and only the
+    flags that do not depend on it are checked.
+
+    Args:
+        options: as for ``check``.
+        world_size: as for ``check``.
+        has_te: as for ``check``.
+        replicas: as for ``check``.
+        shapes_are_known: whether ``options`` has the final sizes (of the model, the batch, ...); if not, sizes are not
+            checked.
+        has_gpu: as for ``check``.
+        assumes_machine: whether to assume that the machine has everything that the options require.
+    """
+    found = list(_check_required(options))
+    found += _check_world(options, world_size) if shapes_are_known else ()
+    without_shapes = (_check_schedule, _check_optimizer, _check_checkpoint, _check_data)
+    if found or not shapes_are_known:
+        return None, found + [problem for one in without_shapes for problem in one(options, None)]
+    grid = layout(options.core, options.core.num_layers, world_size)
+    _fill_defaults(options, grid)
+    checks = (
+        *(_check_model, _check_pipeline, _check_moe, _check_batch, _check_length),
+        *without_shapes,
+    )
+    found = [problem for one in checks for problem in one(options, grid)]
+    found += problems_of_protections(options, grid, replicas, {})
+    here = {GPU: has_te if has_gpu is None else has_gpu, TE: has_te}
+    wanted = needs(options, grid)
+    if not assumes_machine:
+        found += _check_transport(options, grid, has_gpu=here[GPU])
+        found += unmet(wanted, lambda name: here[name] if name in here else is_installed(name))
+    return grid, found
+
+
+def _check_transport(options, grid: Layout, *, has_gpu: bool) -> Iterator[Problem]:
+    if has_gpu and options.core.distributed_backend == "gloo" and grid.pp > 1:
+        # ProcessGroupGloo::send (torch) hands the tensor's address to a socket, whatever memory it is in.
+        problem = "--distributed-backend gloo cannot send tensors of a GPU between pipeline stages"
+        yield problem, "use nccl, or one stage"
+
+
+def _fill_defaults(options, grid: Layout) -> None:
+    """Fill in defaults that depend on other flags."""
+    t = options.training
+    if t.step_batch_size_schedule is not None:
+        steps = read_schedule(t.step_batch_size_schedule, options.data.seq_length)
+        t.step_batch_size_schedule = " ".join(f"{samples}s:{size}" for samples, size in steps)
+        t.global_batch_size = steps[-1][1]
+    if options.training.global_batch_size is None:
+        options.training.global_batch_size = options.training.micro_batch_size * grid.dp
+    if options.core.max_position_embeddings is None:
+        options.core.max_position_embeddings = options.data.seq_length
+    if options.data.data_path and options.data.split is None:
+        options.data.split = "969,30,1"
+    if options.core.num_experts and options.core.moe_ffn_hidden_size is None:
+        options.core.moe_ffn_hidden_size = options.core.ffn_hidden_size
+    if grid.tp == 1:
+        options.core.sequence_parallel = False  # as in Megatron-LM: there is nothing to split over
+
+
+def _check_required(options) -> Iterator[Problem]:
+    for concern, names in REQUIRED.items():
+        for name in names:
+            if getattr(getattr(options, concern), name) is None:
+                yield f"--{name.replace('_', '-')} is missing", f"add --{name.replace('_', '-')} N"
+    if not (options.training.train_iters or options.training.train_samples or options.evaluation.skip_train):
+        yield "the length of the run is missing", "add --train-iters N or --train-samples N"
+    if options.core.lr is None and not options.evaluation.skip_train:
+        yield "--lr is missing", "add --lr RATE"
+
+
+def _check_world(options, world_size: int) -> Iterator[Problem]:
+    p = options.core
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    if world_size % (tp * pp * cp):
+        need = tp * pp * cp
+        yield (
+            f"{world_size} ranks cannot be split into TP {tp} x PP {pp} x CP {cp} = {need}",
+            f"start a multiple of {need} ranks, or change the sizes",
+        )
+        return
+    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size or tp
+    if ep > 1 or p.expert_tensor_parallel_size:
+        if world_size % (etp * ep * pp):
+            yield (
+                f"{world_size} ranks cannot be split into expert-TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}",
+                f"start a multiple of {etp * ep * pp} ranks, or change the sizes",
+            )
+        if ep > 1 and not options.core.num_experts:
+            yield f"--expert-model-parallel-size {ep} without experts", "add --num-experts N"
+    dp, instances = world_size // (tp * pp * cp), p.num_distributed_optimizer_instances
+    if (dp * cp) % instances:
+        yield (
+            f"{dp * cp} data-parallel ranks cannot be split into {instances} distributed-optimizer instances",
+            f"make --num-distributed-optimizer-instances a divisor of {dp * cp}",
+        )
+
+
+def _check_model(options, grid: Layout) -> Iterator[Problem]:
+    m, seq = options.core, options.data.seq_length
+    heads, groups = m.num_attention_heads, m.num_query_groups
+    if heads % grid.tp:
+        yield f"{heads} attention heads cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp} heads"
+    if m.kv_channels == 0:
+        yield f"{heads} heads for a hidden size of {m.hidden_size}", f"use at most {m.hidden_size} heads"
+    if m.multi_latent_attention:
+        pass
+    elif m.group_query_attention:
+        if heads % groups:
+            yield f"{heads} heads cannot share {groups} query groups evenly", f"use a divisor of {heads} groups"
+        if groups % grid.tp:
+            yield f"{groups} query groups cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp} groups"
+    elif groups not in (None, 1):
+        yield f"--num-query-groups {groups} without --group-query-attention", "add --group-query-attention"
+    if m.ffn_hidden_size % grid.tp:
+        yield (
+            f"--ffn-hidden-size {m.ffn_hidden_size} cannot be split over TP {grid.tp}",
+            f"use a multiple of {grid.tp}",
+        )
+    if m.max_position_embeddings < seq:
+        yield (
+            f"--max-position-embeddings {m.max_position_embeddings} is shorter than --seq-length {seq}",
+            f"use --max-position-embeddings {seq}",
+        )
+    if options.core.sequence_parallel and seq % grid.tp:
+        yield f"--seq-length {seq} cannot be split over TP {grid.tp}", f"use a multiple of {grid.tp}"
+    if grid.cp > 1 and seq % (2 * grid.cp):
+        yield f"--seq-length {seq} cannot be split over 2 x CP {grid.cp}", f"use a multiple of {2 * grid.cp}"
+    if m.position_embedding_type == "rope" and (m.kv_channels or 0) % 2:
+        yield f"rotary embeddings need an even head width, this is {m.kv_channels}", "set --kv-channels"
+
+
+def _check_pipeline(options, grid: Layout) -> Iterator[Problem]:
+    p, layers = options.core, options.core.num_layers
+    if grid.pp == 1:
+        if p.num_layers_per_virtual_pipeline_stage or p.num_virtual_stages_per_pipeline_rank:
+            yield "the interleaved schedule needs pipeline stages", "add --pipeline-model-parallel-size 2 or more"
+        return
+    chunks = grid.vpp or 1
+    if p.pipeline_model_parallel_layout or p.hybrid_layer_pattern:
+        yield from _check_given_stages(options, grid)
+        return
+    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    rest = layers - (first or 0) - (last or 0)
+    stages = grid.pp - (first is not None) - (last is not None)
+    extra = p.account_for_embedding_in_pipeline_split + p.account_for_loss_in_pipeline_split
+    per_chunk = p.num_layers_per_virtual_pipeline_stage
+    if rest < 0 or (stages == 0 and rest):
+        yield (
+            f"{first} layers on the first and {last} on the last of {grid.pp} stages do not make {layers}",
+            "change --decoder-first-pipeline-num-layers / --decoder-last-pipeline-num-layers",
+        )
+    elif stages and (rest + extra) % (stages * chunks):
+        yield (
+            f"{rest + extra} layers cannot be split over {stages} pipeline stages x {chunks} model chunks",
+            f"use a multiple of {stages * chunks} layers, or --decoder-first/last-pipeline-num-layers",
+        )
+    elif per_chunk and (layers + extra) // grid.pp % per_chunk:
+        yield (
+            f"{(layers + extra) // grid.pp} layers per stage cannot be cut into chunks of {per_chunk}",
+            "change --num-layers-per-virtual-pipeline-stage",
+        )
+    if grid.vpp and not p.overlap_p2p_comm and grid.pp < 3:
+        yield "the interleaved schedule without overlapped communication needs 3 stages", "use PP 3 or more"
+
+
+def _check_given_stages(options, grid: Layout) -> Iterator[Problem]:
+    text = options.core.pipeline_model_parallel_layout
+    if not text:
+        return
+    stages = expanded(text)
+    if len(stages) % grid.pp:
+        yield (
+            f"--pipeline-model-parallel-layout has {len(stages)} stages for PP {grid.pp}",
+            f"give a multiple of {grid.pp} stages",
+        )
+    layers = "".join(stages).count("t")
+    if layers != options.core.num_layers:
+        yield (
+            f"--pipeline-model-parallel-layout has {layers} layers, the model {options.core.num_layers}",
+            "make them equal",
+        )
+
+
+def _check_moe(options, grid: Layout) -> Iterator[Problem]:
+    moe = options.core
+    if not moe.num_experts:
+        return
+    if moe.num_experts % grid.ep:
+        yield f"{moe.num_experts} experts cannot be spread over EP {grid.ep}", f"use a multiple of {grid.ep} experts"
+    if moe.moe_ffn_hidden_size % grid.etp:
+        yield (
+            f"--moe-ffn-hidden-size {moe.moe_ffn_hidden_size} cannot be split over expert-TP {grid.etp}",
+            f"use a multiple of {grid.etp}",
+        )
+    if grid.tp > 1 and not options.core.sequence_parallel:
+        yield "experts with tensor parallelism train only with sequence parallelism", "add --sequence-parallel"
+    if isinstance(moe.moe_layer_freq, list) and len(moe.moe_layer_freq) != options.core.num_layers:
+        yield (
+            f"--moe-layer-freq describes {len(moe.moe_layer_freq)} layers, the model has {options.core.num_layers}",
+            "make them equal",
+        )
+    if options.core.add_bias_linear and moe.moe_shared_expert_intermediate_size:
+        yield "megatron-core's shared experts have no biases", "add --disable-bias-linear"
+    elif options.core.add_bias_linear and grid.etp == grid.ep == 1 and not moe.moe_grouped_gemm:
+        yield "megatron-core cannot add the biases of experts that no rank shares", "add --disable-bias-linear"
+    if moe.moe_pad_expert_input_to_capacity and moe.moe_expert_capacity_factor is None:
+        yield "--moe-pad-expert-input-to-capacity needs a capacity", "add --moe-expert-capacity-factor 1.0"
+
+
+def _check_batch(options, grid: Layout) -> Iterator[Problem]:
+    t, group = options.training, options.core.microbatch_group_size_per_vp_stage or grid.pp
+    rank_samples = t.micro_batch_size * grid.dp
+    if t.rampup_batch_size is not None:
+        start, increment, samples = t.rampup_batch_size
+        if min(start, increment, samples) < 1 or start > t.global_batch_size:
+            yield f"--rampup-batch-size {start} {increment} {samples}", "use positive numbers up to the global batch"
+            return
+        if (t.global_batch_size - start) % increment:
+            yield (
+                f"the batch cannot grow from {start} to {t.global_batch_size} in steps of {increment}",
+                f"make {t.global_batch_size - start} a multiple of the increment",
+            )
+            return
+    for size in sorted(batch_sizes(t)):
+        if size % rank_samples:
+            yield (
+                f"global batch {size} is not a multiple of micro batch {t.micro_batch_size} x DP {grid.dp} = "
+                f"{rank_samples}",
+                f"use a multiple of {rank_samples}",
+            )
+        elif grid.vpp:
+            microbatches = size // rank_samples
+            if microbatches < group or 0 < microbatches % group < grid.pp:
+                yield (
+                    f"{microbatches} microbatches do not fit the interleaved schedule in groups of {group}",
+                    f"make global batch / (micro batch x DP) a multiple of {group}",
+                )
+
+
+def _check_length(options, grid: Layout) -> Iterator[Problem]:
+    t = options.training
+    if t.train_samples and t.rampup_batch_size is None and t.train_samples < global_batch_size(t, 0):
+        yield f"--train-samples {t.train_samples} is less than one batch of {t.global_batch_size}", "train for longer"
+
+
+def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
+    s, by_samples = options.schedule, options.training.train_samples is not None
+    wrong = ("iters", "samples") if by_samples else ("samples", "iters")
+    if not by_samples and not options.training.train_iters:
+        return
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(s, f"{name}_{wrong[0]}"):
+            dashed = name.replace("_", "-")
+            yield (
+                f"--{dashed}-{wrong[0]} does not go with --train-{wrong[1]}",
+                f"use --{dashed}-{wrong[1]}",
+            )
+    if not by_samples and options.training.train_iters:
+        decay = s.lr_decay_iters or options.training.train_iters
+        if s.lr_warmup_iters >= decay and s.lr_decay_style != "constant":
+            yield (
+                f"--lr-warmup-iters {s.lr_warmup_iters} does not end before the decay of {decay} steps",
+                "shorten the warm-up or lengthen --lr-decay-iters",
+            )
+
+
+def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(options.core, name, False):
+            yield (
+                f"--{name.replace('_', '-')} shards parameters in a way that this trainer neither saves nor recovers",
+                "use --use-distributed-optimizer, which shards the optimizer's state",
+            )
+    if options.core.tp_comm_overlap and options.fault_tolerance.ft_hot_swap:
+        yield (
+            "--tp-comm-overlap has buffers that a recovery of --ft-hot-swap cannot connect to a new process",
+            "drop one of them",
+        )
+    if options.core.optimizer == "sgd" and options.core.use_distributed_optimizer:
+        yield "--optimizer sgd has no sharded state for --use-distributed-optimizer", "drop one of them"
+
+
+def _check_checkpoint(options, grid: Layout) -> Iterator[Problem]:
+    c = options.checkpoint
+    if c.distrib_optim_fully_reshardable_mem_efficient and not options.core.create_gloo_process_groups:
+        yield (
+            "--distrib-optim-fully-reshardable-mem-efficient gathers over gloo groups, and there are none",
+            "drop --disable-gloo-process-groups",
+        )
+    if c.stored_format != "torch" or not c.save:
+        return
+    if options.core.use_distributed_optimizer and not options.core.create_gloo_process_groups:
+        yield (
+            "--ckpt-format torch gathers the optimizer's state over gloo groups, and there are none",
+            "drop --disable-gloo-process-groups",
+        )
+    if options.training.data_parallel_random_init:
+        yield (
+            "--ckpt-format torch has generator states of one data-parallel rank, and --data-parallel-random-init makes "
+            "them differ",
+            "use --ckpt-format torch_dist",
+        )
+
+
+def _check_data(options, grid: Layout) -> Iterator[Problem]:
+    d = options.data
+    if not (d.mock_data or d.data_path or d.train_data_path or options.evaluation.skip_train):
+        yield "there is nothing to train on", "add --data-path PREFIX or --mock-data"
+    if d.reset_attention_mask and options.core.transformer_impl == "transformer_engine":
+        yield "--reset-attention-mask needs explicit masks", "add --transformer-impl local"

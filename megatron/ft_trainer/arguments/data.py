@@ -1,0 +1,210 @@
+"""Flags of the training data and its tokenizer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ft.base.errors import UserError
+from megatron.ft_trainer.arguments.schema import flag
+
+OF_CORE = {
+    "GPT2BPETokenizer": "megatron",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
+    "SFTTokenizer": "sft",
+}
+"""Value of --tokenizer-type -> name of the library in megatron-core's tokenizers that reads its files."""
+
+TOKENIZERS = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer", *OF_CORE)
+
+
+@dataclass
+class DataOptions:
+    """data and dataloader"""
+
+    data_path: list[str] | None = None
+    """Indexed dataset prefix, or a blend: weight prefix weight prefix ... (or prefixes alone, weighted by size)."""
+
+    data_args_path: str | None = None
+    """File with the words of --data-path, instead of that flag."""
+
+    split: str | None = None
+    """Comma-separated shares of documents for train, valid and test, e.g. 969,30,1."""
+
+    train_data_path: list[str] | None = None
+    """Blend for training only; with it give --valid-data-path and --test-data-path and no --data-path."""
+
+    valid_data_path: list[str] | None = None
+    """Blend for validation only."""
+
+    test_data_path: list[str] | None = None
+    """Blend for testing only."""
+
+    data_cache_path: str | None = None
+    """Folder for the sample indices; default: a cache folder beside the data."""
+
+    mock_data: bool = False
+    """Train on synthetic samples; needs no data path."""
+
+    seq_length: int | None = flag(None, on=["--seq-length", "--encoder-seq-length"])
+    """Tokens in a sample."""
+
+    num_workers: int = 2
+    """Threads that read samples ahead of the training loop; 0 reads inside it."""
+
+    reset_position_ids: bool = False
+    """Start position ids afresh after every end-of-document token."""
+
+    reset_attention_mask: bool = False
+    """Let no token attend across an end-of-document token."""
+
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+
+    create_attention_mask_in_dataloader: bool = True
+    """Build attention masks with the samples (they are built only where a mask is not simply causal)."""
+
+    mmap_bin_files: bool = True
+    """Map .bin files into memory rather than reading them."""
+
+    num_dataset_builder_threads: int = 1
+    """Threads that build the datasets of a blend."""
+
+    dataloader_type: Literal["single", "cyclic"] | None = None
+    """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
+
+    fim_data: bool = False
+    """Train on fill-in-the-middle samples: the middle of a document, or of its fragments, moves behind its end."""
+
+    fim_rate: float = 0.5
+    """Probability with which a document becomes a fill-in-the-middle document."""
+
+    fim_spm_rate: float = 0.5
+    """Probability of the order suffix, prefix, middle (else prefix, suffix, middle)."""
+
+    fim_split_sample: str | None = None
+    """Token at which a document is cut into fragments, each with a middle of its own."""
+
+    fim_fragment_rate: float | None = None
+    """Probability with which a fragment is rearranged."""
+
+    fim_no_prefix: str | None = None
+    """Leave documents and fragments that begin with this text as they are."""
+
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills up a sample that has become too short."""
+
+    fim_eod_token: str = "<|endoftext|>"
+    """Token that ends a document."""
+
+    def __post_init__(self):
+        if self.fim_data:
+            self._check_fim()
+        if self.data_args_path is not None:
+            if self.data_path:
+                raise UserError("--data-args-path and --data-path were both given", "give one of them")
+            try:
+                self.data_path = Path(self.data_args_path).read_text(encoding="utf-8").split()
+            except OSError as error:
+                raise UserError(f"--data-args-path {self.data_args_path}: {error}", "give a file of words") from error
+        per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
+        if self.data_path and any(per_split):
+            raise UserError(
+                "--data-path and --train/valid/test-data-path were both given",
+                "use --data-path with --split, or one path per split",
+            )
+        if self.split and any(per_split):
+            raise UserError("--split has no meaning with one data path per split", "drop --split")
+        if self.mock_data and (self.data_path or any(per_split)):
+            raise UserError("--mock-data was given together with data paths", "drop one of them")
+        if self.seq_length is not None and self.seq_length < 1:
+            raise UserError(f"--seq-length is {self.seq_length}", "give at least 1")
+
+    def _check_fim(self) -> None:
+        if self.mock_data:
+            raise UserError("--fim-data rearranges text, and --mock-data has none", "give --data-path")
+        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+            if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}", "give a probability in [0, 1]")
+        if self.fim_split_sample is not None and self.fim_fragment_rate is None:
+            raise UserError("--fim-split-sample was given without --fim-fragment-rate", "add --fim-fragment-rate 0.5")
+
+
+@dataclass
+class TokenizerOptions:
+    """tokenizer"""
+
+    tokenizer_type: Literal[TOKENIZERS] | None = None
+    """ByteLevelTokenizer (256 bytes + special tokens), HuggingFaceTokenizer (a local tokenizers file), NullTokenizer
+    (token ids are numbers), or one of megatron-core's library. Default: what the dataset was made with; with
+    --vocab-file and --merge-file GPT2BPETokenizer, else ByteLevelTokenizer."""
+
+    tokenizer_model: str | None = None
+    """File of the tokenizer, or folder of a HuggingFaceTokenizer."""
+
+    vocab_file: str | None = None
+    """Vocabulary of a GPT2BPETokenizer."""
+
+    merge_file: str | None = None
+    """Merges of a GPT2BPETokenizer."""
+
+    tokenizer_metadata: str | None = None
+    """Metadata file of megatron-core's tokenizers. It names the library that reads the files, instead of
+    --tokenizer-type."""
+
+    tokenizer_special_tokens: list[str] | None = None
+    """Further special tokens of a tokenizer of megatron-core's library."""
+
+    tokenizer_sentencepiece_legacy: bool = False
+    """Read a SentencePiece file as older releases did, which allows --tokenizer-special-tokens."""
+
+    tokenizer_hf_use_fast: bool = False
+    """Let a GPT2BPETokenizer use the compiled tokenizer of the transformers library."""
+
+    tokenizer_hf_include_special_tokens: bool = False
+    """Let the tokenizers of the Hugging Face libraries put their special tokens around each text."""
+
+    trust_remote_code: bool = False
+    """Let the transformers library run Python code that comes with a tokenizer."""
+
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """Pattern by which a TikTokenizer splits text into words."""
+
+    tiktoken_num_special_tokens: int = 1000
+    """Number of special tokens of a TikTokenizer."""
+
+    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
+    """Chat template of an SFTTokenizer: default (the tokenizer's own), identity, nemotron-h-aligned or
+    nemotron-nano-v2."""
+
+    vocab_size: int | None = None
+    """Size of the vocabulary before padding; needed by NullTokenizer, checked against the others."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    padded_vocab_size: int | None = None
+    """Padded vocabulary size to use instead of computing it."""
+
+    def __post_init__(self):
+        if self.tokenizer_type == "HuggingFaceTokenizer" and not self.tokenizer_model:
+            raise UserError("HuggingFaceTokenizer needs its file", "add --tokenizer-model /path/to/tokenizer.json")
+        if self.tokenizer_type == "NullTokenizer" and not self.vocab_size:
+            raise UserError("NullTokenizer needs the number of token ids", "add --vocab-size N")
+        if self.tokenizer_type is None and self.vocab_file and self.merge_file:
+            self.tokenizer_type = "GPT2BPETokenizer"
+        if self.tokenizer_type == "GPT2BPETokenizer" and not (self.vocab_file and self.merge_file):
+            raise UserError("GPT2BPETokenizer needs its files", "add --vocab-file FILE --merge-file FILE")
+        if self.tokenizer_type in OF_CORE and self.tokenizer_type != "GPT2BPETokenizer" and not self.tokenizer_model:
+            raise UserError(f"{self.tokenizer_type} needs its file", "add --tokenizer-model FILE")

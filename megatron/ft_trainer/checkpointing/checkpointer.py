@@ -1,0 +1,276 @@
+"""The checkpointing interface of the trainer: save, finalize, load and close, called by the training loop."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ft.base.errors import UserError
+from megatron.core import parallel_state
+from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.checkpointing import commit, content, legacy, naming, optimizer_state, rng, verify
+from megatron.ft_trainer.checkpointing.channel import Channel
+from megatron.ft_trainer.checkpointing.content import TrainState
+from megatron.ft_trainer.checkpointing.legacy import LegacyPlanning
+from megatron.ft_trainer.checkpointing.load import Loader, LoadReport
+from megatron.ft_trainer.checkpointing.pending import Progress
+from megatron.ft_trainer.checkpointing.plan import SavePlanning
+from megatron.ft_trainer.checkpointing.save import Description, Outcome, Saver
+from megatron.ft_trainer.checkpointing.writer import bytes_in_words
+
+
+class Checkpointer:
+    """Saves and loads checkpoints. At most one save is in progress at a time.
+
+    Create it on all ranks after megatron-core's process groups, and call every method on all ranks, in the same order.
+
+    Args:
+        options: checkpoint flags.
+        layout: sizes of the parallel dimensions: ``world_size``, ``tp``, ``pp``, ``dp``, ``cp``, ``ep``, ...
+        run_info: JSON values about the run to store in a checkpoint: ``model`` (the options that shape the model, with
+            ``vocab_size``; compared on loading), ``options`` (all options, by group, for information) and
+            ``fingerprints`` (of ``tokenizer`` and ``data``; compared on loading).
+        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
+        log: prints a message; called on rank 0.
+
+    Attributes:
+        owes_a_save: whether a recovery has abandoned a save, so that the training loop has to save after the next step.
+        last_outcome: result of the last save that has ended, None before.
+
+    Raises:
+        UserError: the folder of --save cannot be written.
+    """
+
+    def __init__(
+        self,
+        options: CheckpointOptions,
+        *,
+        layout: Mapping[str, Any],
+        run_info: Mapping[str, Any],
+        data_parallel_random_init: bool = False,
+        log: Callable[[str], None] = print,
+    ):
+        self._options, self._layout, self._run, self._log = options, layout, run_info, log
+        self._random_init = data_parallel_random_init
+        self._channel = Channel() if options.save or options.load else None
+        self._distrusted: set[str] = set()
+        self._under_way: Progress | None = None
+        self._kept_step: int | None = None
+        self.owes_a_save = False
+        self.last_outcome: Outcome | None = None
+        self._savers: dict[bool, Saver] = self._make_savers() if options.save else {}
+
+    def save(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, *, persistent: bool = True) -> bool:
+        """Save the state after ``state.step`` steps.
+
+        A save that fails (full disk, ...) is logged and has no other effect: training continues, and older checkpoints
+        stay. With --async-save this method returns when the state is captured, and :meth:`maybe_finalize` completes the
+        save. Unless ``persistent``, the checkpoint replaces the last non-persistent one.
+
+        Returns:
+            True: the checkpoint is complete, or in progress. False: it failed, or there is no --save.
+        """
+        if not self._savers:
+            return False
+        self.maybe_finalize(blocking=True)
+        self.owes_a_save = False
+        if self._kept_step == state.step:
+            return True
+        started_at = time.monotonic()
+        kind = None if self._options.no_save_optim else content.optimizer_kind(optimizer, self._options)
+        with_rng = not self._options.no_save_rng
+        state_dict = content.to_save(
+            state,
+            model,
+            optimizer,
+            scheduler,
+            kind=kind,
+            on_first_rank=self._options.distrib_optim_fully_reshardable_mem_efficient,
+            with_rng=with_rng,
+            data_parallel_random_init=self._random_init,
+            optimizer_steps=max(self._channel.share(0 if kind is None else optimizer_state.steps(optimizer))),
+            run=self._run,
+            layout=self._layout,
+            ckpt_format=self._options.stored_format,
+        )
+        grid = rng.grid(self._random_init)[0] if with_rng else None
+        description = Description(state.step, self._layout, kind, grid, self._run, self._options.stored_format)
+        started = self._savers[persistent].start(state_dict, description, started_at)
+        del state_dict
+        if isinstance(started, Outcome):
+            return self._conclude(started)
+        self._under_way = Progress(started)
+        return self._advance(blocking=not self._options.async_save)
+
+    def maybe_finalize(self, blocking: bool = False) -> None:
+        """Advance a save in progress. Call this method after every step.
+
+        It costs nothing when no save is in progress, and never waits for another rank unless ``blocking``.
+
+        Args:
+            blocking: whether to wait for the end of the save.
+        """
+        if self._under_way is not None:
+            self._advance(blocking)
+
+    def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
+        """Load the newest checkpoint that passes verification, or the one of --ckpt-step, into the given objects.
+
+        Checkpoints without a manifest, such as those of Megatron-LM, are loaded unverified, with a message.
+
+        Args:
+            state: receives the position of the run.
+            model: model chunks.
+            optimizer: the optimizer.
+            scheduler: the learning-rate schedule.
+            seed: the run's seed. If the saved states of the random generators belong to another layout, the generators
+                are reseeded from the seed and the step.
+
+        Returns:
+            A report of what was loaded; None without --load, or if the folder contains no checkpoint.
+
+        Raises:
+            NoUsableCheckpoint: there are checkpoints, but all are broken; or the one of --ckpt-step is not usable.
+            UserError: the folder cannot be read, is empty under --exit-on-missing-checkpoint, or the checkpoint belongs
+                to another model, tokenizer or kind of optimizer.
+        """
+        if not self._options.load:
+            return None
+        loader = Loader(
+            Path(self._options.load),
+            self._channel,
+            self._options,
+            self._run,
+            data_parallel_random_init=self._random_init,
+            distrusted=self._distrusted,
+            log=self._log,
+        )
+        report = loader.load(state, model, optimizer, scheduler, seed)
+        if report is not None and not self._options.finetune and self._saves_into(report.path.parent):
+            self._kept_step = report.step
+        return report
+
+    def has_own(self) -> bool:
+        """Return whether the folder of --save holds a complete checkpoint.
+
+        Rank 0 decides, because a file system may show a new checkpoint to some ranks earlier than to others. All ranks
+        have to call it.
+
+        Raises:
+            UserError: rank 0 cannot read the folder.
+        """
+        if not self._options.save:
+            return False
+        answer = None
+        if self._channel.rank == 0:
+            try:
+                found = naming.newest_complete(verify.scan_all(self._options, Path(self._options.save)))
+                answer = {"found": found is not None}
+            except OSError as error:
+                answer = {"error": f"--save: {error.filename or self._options.save}: {error.strerror}"}
+        answer = self._channel.broadcast(answer)
+        if "error" in answer:
+            raise UserError(answer["error"], "give a folder that this user can read")
+        return answer["found"]
+
+    def rejoin(self) -> None:
+        """Abandon a save in progress, and agree again with the other ranks on what is saved. Call it after a recovery.
+
+        All ranks have to call it. An abandoned save is repeated at the end of the next step (``owes_a_save``).
+        """
+        if self._channel is None:
+            return
+        if self._under_way is not None:
+            self._under_way.abandon()
+            self._under_way, self.owes_a_save = None, True
+        said = self._channel.share([self._kept_step, self.owes_a_save, sorted(self._distrusted)])
+        self._kept_step = max((kept for kept, _, _ in said if kept is not None), default=None)
+        self.owes_a_save = any(owes for _, owes, _ in said)
+        self._distrusted.update(*(names for _, _, names in said))
+        for saver in self._savers.values():
+            saver.forget_plan()
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize a save in progress, and release the process group.
+
+        Args:
+            abort: whether other ranks may be dead: then end the writer, wait for no rank, and leave the partial folder.
+        """
+        if abort:
+            if self._under_way is not None:
+                self._under_way.abandon()
+            self._under_way = self._channel = None
+            self._savers = {}
+            return
+        self.maybe_finalize(blocking=True)
+        if self._channel is not None:
+            self._channel.close()
+        self._channel, self._savers = None, {}
+
+    def _advance(self, blocking: bool) -> bool:
+        """Advance the save in progress. Return False if it has ended without a checkpoint."""
+        if not self._under_way.advance(blocking):
+            return True
+        ended, self._under_way = self._under_way, None
+        return self._conclude(ended.result)
+
+    def _conclude(self, outcome: Outcome) -> bool:
+        self.last_outcome = outcome
+        if outcome.error is None:
+            self._kept_step = outcome.step
+        if self._channel.rank == 0:
+            for note in outcome.notes:
+                self._log(f"checkpoint: {note}")
+            self._log(_message(outcome))
+        return outcome.error is None
+
+    def _make_savers(self) -> dict[bool, Saver]:
+        """Return the saver of persistent checkpoints, and with --non-persistent-ckpt-type that of the others."""
+        options = self._options
+        savers = {True: self._make_saver(Path(options.save), options.keep_last, options.save_retain_interval)}
+        if (folder := options.non_persistent_folder(options.save)) is not None:
+            savers[False] = self._make_saver(folder, 1, None)
+        return savers
+
+    def _make_saver(self, folder: Path, keep_last: int | None, retain_interval: int | None) -> Saver:
+        problem = None
+        if self._channel.rank == 0:
+            try:
+                commit.check_writable(folder)
+            except UserError as error:
+                problem = [error.problem, error.fix]
+        problem = self._channel.broadcast(problem)
+        if problem is not None:
+            raise UserError(*problem)
+        return Saver(
+            folder,
+            self._channel,
+            self._planning(),
+            in_background=self._options.async_save,
+            keep_last=keep_last,
+            retain_interval=retain_interval,
+            distrusted=self._distrusted,
+            log=self._log,
+        )
+
+    def _planning(self) -> SavePlanning | LegacyPlanning:
+        if self._options.stored_format == legacy.FORMAT:
+            return LegacyPlanning()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        spread = self._options.ckpt_fully_parallel_save and dist.get_world_size(group) > 1
+        return SavePlanning(group if spread else None, self._options.ckpt_assume_constant_structure)
+
+    def _saves_into(self, folder: Path) -> bool:
+        return any(saver.folder.resolve() == folder.resolve() for saver in self._savers.values())
+
+
+def _message(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return (
+            f"checkpoint: saving step {outcome.step} FAILED: {outcome.error}\n"
+            f"  training goes on; older checkpoints in {outcome.folder} are as they were"
+        )
+    size = bytes_in_words(outcome.bytes)
+    return f"checkpoint: step {outcome.step} saved to {outcome.folder} ({size}, {outcome.seconds:.1f} s)"

@@ -1,0 +1,141 @@
+"""Rank 0's part of a save: preparing the folder, committing the checkpoint atomically, removing old ones."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ft.base.errors import UserError
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.ft_trainer.checkpointing import durable, naming
+from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest
+from megatron.ft_trainer.checkpointing.plan import index_from_json
+from megatron.ft_trainer.checkpointing.verify import checksum, scan
+from megatron.ft_trainer.checkpointing.writer import explain
+
+_CORE_FILES = (".metadata", "metadata.json")
+
+
+def check_writable(folder: Path) -> None:
+    """Create the folder if necessary, and check that files can be created in it.
+
+    Raises:
+        UserError: ``folder`` is a file, or permissions or the file system forbid writing.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"--save {folder}: a file is where the folder should be", "give another folder") from error
+    except OSError as error:
+        raise UserError(f"--save: {explain(error, folder)}", "give a folder that this user can write to") from error
+
+
+def prepare(folder: Path, step: int) -> tuple[Path, int]:
+    """Remove the remains of interrupted saves and removals, and create the folder to write into.
+
+    Only one job writes to a checkpoint folder, and has one save in progress at a time. But workers that a recovery has
+    replaced may not have exited yet, and may still be writing an earlier save. The folder of that save is removed here,
+    so that it cannot be committed or mixed with the new one. If these workers prevent the removal of files, a later
+    save removes them.
+
+    Returns:
+        (the partial folder, the serial number of the new checkpoint).
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in os.listdir(folder):
+        if naming.is_leftover(name):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    partial = folder / naming.partial_name(step)
+    partial.mkdir()
+    return partial, naming.next_serial(scan(folder))
+
+
+def commit(partial: Path, manifest: Manifest, metadata: Metadata | None, reports: list[dict]) -> None:
+    """Turn the partial folder into a checkpoint by renaming it last. Until then no existing checkpoint is affected.
+
+    Args:
+        partial: the folder with the files of all ranks.
+        manifest: the manifest without its files.
+        metadata: metadata of the whole checkpoint, without the locations of the shards; None in the format ``torch``.
+        reports: the reports of all ranks' writers, all of them successful.
+
+    Raises:
+        OSError: a disk operation failed; the partial folder still exists.
+    """
+    written = [file for report in reports for file in report["files"]]
+    files = {file["name"]: FileRecord(file["bytes"], file["crc32"]) for file in written}
+    if metadata is not None:
+        _describe(partial, metadata, written)
+        files |= {name: checksum(partial / name) for name in _CORE_FILES}
+    for folder in {(partial / name).parent for name in files}:
+        durable.fsync_folder(folder)
+    durable.write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
+    durable.fsync_folder(partial)
+    target = partial.with_name(naming.checkpoint_name(manifest.step))
+    aside = partial.with_name(naming.replaced_name(partial.name))
+    durable.move_folder(partial, target, aside)
+
+
+def _describe(partial: Path, metadata: Metadata, written: list[dict]) -> None:
+    """Write megatron-core's files about the whole checkpoint."""
+    results = [
+        WriteResult(index_from_json(index), length, _StorageInfo(file["name"], start, length))
+        for file in written
+        for index, start, length in file["parts"]
+        if index is not None
+    ]
+    FileSystemWriter(partial).finish(metadata, [results])
+    save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+    for name in _CORE_FILES:
+        with open(partial / name, "rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def track(folder: Path, step: int) -> None:
+    """Write the tracker file with the newest checkpoint's step, for Megatron's tools. This project's loader does not
+    need it.
+    """
+    durable.replace_text(folder / naming.TRACKER, f"{step}\n")
+
+
+def discard(partial: Path) -> None:
+    """Remove the partial folder of a failed save. If the removal fails, the next save repeats it."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def retire(
+    folder: Path, keep_last: int | None, distrusted: Collection[str], retain_interval: int | None = None
+) -> list[str]:
+    """Remove checkpoints that were replaced or are not to be kept (``naming.to_remove``).
+
+    Return one text for each failed removal.
+
+    Args:
+        folder: folder of the checkpoints.
+        keep_last: number of checkpoints to keep; None: all.
+        distrusted: names of checkpoints that failed verification.
+        retain_interval: keep only the newest, and those whose step is a multiple of this number; None: all.
+    """
+    failures = []
+    for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
+        with contextlib.suppress(OSError):
+            durable.remove_folder(folder / name, folder / name)
+    for entry in naming.to_remove(scan(folder), keep_last, distrusted, retain_interval):
+        try:
+            durable.remove_folder(folder / entry.name, folder / naming.removed_name(entry.name))
+        except OSError as error:
+            failures.append(explain(error, folder / entry.name))
+    return failures

@@ -1,0 +1,263 @@
+"""The content of a checkpoint: converts model, optimizer and other state to a sharded state dict, and back."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft.base.errors import UserError
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
+from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.checkpointing import foreign, legacy, naming, optimizer_state, rng
+
+# Megatron-LM's version number for the layout of weights inside a layer.
+_WEIGHT_LAYOUT = 3.0
+_CONTENT = "content_metadata"
+_FLOPS = "num_floating_point_operations_so_far"
+
+
+@dataclass
+class TrainState:
+    """The position of a run, apart from its tensors.
+
+    Args:
+        step: number of optimizer steps done.
+        consumed_train_samples: number of training samples used, over all ranks.
+        consumed_valid_samples: number of validation samples used, over all ranks.
+        extra: further values to save; numbers, strings, lists and dicts of them.
+    """
+
+    step: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
+    """Return the format in which the state of ``optimizer`` is stored.
+
+    Returns:
+        None: the optimizer has no state; ``replicated``: it is not core's distributed optimizer;
+            ``fully_reshardable``: the state can be loaded into any layout; ``dp_reshardable``: only the data-parallel
+            size may change (--no-dist-ckpt-optim-fully-reshardable); ``legacy``: the same, in the format ``torch``.
+    """
+    if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
+        return None
+    if not any(isinstance(part, DistributedOptimizer) for part in optimizer_state.parts(optimizer)):
+        return "replicated"
+    if options.ckpt_format == legacy.FORMAT:
+        return "legacy"
+    return "fully_reshardable" if options.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
+
+
+def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str, Any]:
+    """Return the metadata from which core's ``sharded_state_dict`` methods derive the names and the format of shards.
+
+    All of it except the process group is stored in the checkpoint.
+
+    Args:
+        kind: format of the optimizer state (see :func:`optimizer_kind`), None for no optimizer.
+        on_first_rank: whether a fully reshardable optimizer state is gathered on one rank of each data-parallel group.
+    """
+    metadata = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if kind in ("fully_reshardable", "dp_reshardable"):
+        metadata["distrib_optim_sharding_type"] = kind
+    if kind == "fully_reshardable":
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = on_first_rank
+    return metadata
+
+
+def model_shards(model: list, metadata: dict) -> dict[str, Any]:
+    """Return the sharded state of all model chunks, under the key ``model`` or ``model0``, ``model1``, ..."""
+    chunks = unwrap_model(model)
+    return {_chunk_key(i, len(chunks)): c.sharded_state_dict(metadata=metadata) for i, c in enumerate(chunks)}
+
+
+def to_save(
+    state: TrainState,
+    model: list,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    kind: str | None,
+    on_first_rank: bool,
+    with_rng: bool,
+    data_parallel_random_init: bool,
+    optimizer_steps: int,
+    run: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    ckpt_format: str = "torch_dist",
+) -> dict[str, Any]:
+    """Return the state dict to save. Its top-level keys are Megatron-LM's, where Megatron-LM has such a key.
+
+    Args:
+        state: position of the run.
+        model: model chunks.
+        optimizer: the optimizer.
+        scheduler: the learning-rate schedule, or None.
+        kind: format of the optimizer state (see :func:`optimizer_kind`); None: it is not saved.
+        on_first_rank: see :func:`sharding_metadata`.
+        with_rng: whether to save the states of the random generators.
+        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
+        optimizer_steps: the step count to save, which a checkpoint stores once for all parameters: the maximum of
+            :func:`optimizer_state.steps` over all ranks.
+        run: information about the run; only its entry ``options`` (all options, by group) is stored here.
+        layout: sizes of the parallel dimensions.
+        ckpt_format: ``torch_dist``, so that tensors and generator states are sharded, or ``torch``.
+    """
+    sharded = ckpt_format != legacy.FORMAT
+    metadata = sharding_metadata(kind, on_first_rank)
+    contents: dict[str, Any] = {
+        naming.MARK: True,
+        "args": argparse.Namespace(**_megatron_args(state, run, layout, kind, with_rng, ckpt_format)),
+        "checkpoint_version": _WEIGHT_LAYOUT,
+        "iteration": state.step,
+        "consumed_train_samples": state.consumed_train_samples,
+        "consumed_valid_samples": state.consumed_valid_samples,
+        "extra": _plain(state.extra),
+        "options": _plain(run.get("options", {})),
+    }
+    if isinstance(flops := state.extra.get(_FLOPS), int | float):
+        contents[_FLOPS] = flops
+    if sharded:
+        contents[_CONTENT] = {k: v for k, v in metadata.items() if k != "dp_cp_group"}
+        contents |= model_shards(model, metadata)
+    else:
+        contents |= {
+            _chunk_key(i, len(model)): c.state_dict_for_save_checkpoint() for i, c in enumerate(unwrap_model(model))
+        }
+    if kind is not None:
+        # Core cannot save a distributed optimizer before its first step. Of other optimizers it would save the moments
+        # without their step count, because that is zero, and could not load them.
+        optimizer_state.allocate(optimizer, DistributedOptimizer)
+        with optimizer_state.counted_alike(optimizer, optimizer_steps):
+            if sharded:
+                contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
+            else:
+                contents["optimizer"] = optimizer.state_dict()
+                contents[legacy.TENSORS] = legacy.parameter_state(optimizer)
+    if scheduler is not None:
+        contents["opt_param_scheduler"] = scheduler.state_dict()
+    if with_rng:
+        states = rng.sharded(data_parallel_random_init)
+        contents[rng.KEY] = states if sharded else states.data
+    return contents
+
+
+def to_load(
+    model: list, optimizer: Any, *, kind: str | None, with_rng: bool, data_parallel_random_init: bool
+) -> dict[str, Any]:
+    """Return the sharded state dict that describes what this rank has to load.
+
+    Args:
+        model: model chunks.
+        optimizer: the optimizer; its state is allocated if necessary.
+        kind: format of the optimizer state in the checkpoint; None: do not load it.
+        with_rng: whether to load the states of the random generators.
+        data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
+    """
+    metadata = sharding_metadata(kind)
+    wanted = model_shards(model, metadata)
+    if kind is not None:
+        optimizer_state.allocate(optimizer)
+        wanted["optimizer"] = optimizer.sharded_state_dict(wanted, is_loading=True, metadata=metadata)
+    if with_rng:
+        wanted[rng.KEY] = rng.sharded(data_parallel_random_init)
+    return wanted
+
+
+def apply(
+    loaded: dict[str, Any],
+    model: list,
+    optimizer: Any,
+    scheduler: Any,
+    *,
+    with_optimizer: bool,
+    ckpt_format: str = "torch_dist",
+) -> None:
+    """Load tensors into model, optimizer and schedule.
+
+    Args:
+        loaded: the loaded state dict.
+        model: model chunks.
+        optimizer: the optimizer.
+        scheduler: the learning-rate schedule, or None.
+        with_optimizer: whether to load the states of optimizer and schedule from ``loaded``; otherwise the optimizer
+            copies its main (fp32) weights from the model's.
+        ckpt_format: format of the checkpoint.
+    """
+    for i, chunk in enumerate(model):
+        chunk.load_state_dict(loaded[_chunk_key(i, len(model))])
+    if with_optimizer and ckpt_format == legacy.FORMAT:
+        optimizer_state.load_legacy(optimizer, loaded["optimizer"], loaded.get(legacy.TENSORS))
+    elif with_optimizer:
+        optimizer_state.load(optimizer, loaded["optimizer"])
+    elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        optimizer.reload_model_params()
+    if with_optimizer and scheduler is not None and "opt_param_scheduler" in loaded:
+        _load_schedule(scheduler, loaded["opt_param_scheduler"])
+
+
+def _load_schedule(scheduler: Any, stored: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(stored)
+    except AssertionError as error:  # megatron-core raises this when flags and checkpoint differ
+        raise UserError(
+            f"the learning-rate schedule of the flags differs from that of the checkpoint: {error}",
+            "add --override-opt-param-scheduler to use that of the flags, or --use-checkpoint-opt-param-scheduler to "
+            "use that of the checkpoint",
+        ) from error
+
+
+def apply_state(loaded: dict[str, Any], state: TrainState) -> None:
+    """Copy the position of the run from the loaded state dict into ``state``.
+
+    A checkpoint of Megatron-LM stores the numbers of samples in its ``args`` instead of top-level keys.
+    """
+    counted = {**vars(loaded.get("args", argparse.Namespace())), **loaded}
+    state.step = loaded["iteration"]
+    state.consumed_train_samples = counted.get("consumed_train_samples", 0)
+    state.consumed_valid_samples = counted.get("consumed_valid_samples", 0)
+    state.extra = dict(loaded.get("extra", {}))
+    if _FLOPS in loaded:
+        state.extra.setdefault(_FLOPS, loaded[_FLOPS])
+
+
+def _chunk_key(i: int, chunks: int) -> str:
+    return "model" if chunks == 1 else f"model{i}"
+
+
+def _megatron_args(
+    state: TrainState, run: Mapping, layout: Mapping, kind: str | None, with_rng: bool, ckpt_format: str
+) -> dict[str, Any]:
+    """Return the values that Megatron-LM looks up in a checkpoint's ``args``, also with --use-checkpoint-args."""
+    flat: dict[str, Any] = {}
+    for name, value in run.get("options", {}).items():
+        flat |= value if isinstance(value, Mapping) else {name: value}
+    flat |= {
+        "iteration": state.step,
+        "consumed_train_samples": state.consumed_train_samples,
+        "consumed_valid_samples": state.consumed_valid_samples,
+        "ckpt_format": ckpt_format,
+        "no_save_optim": kind is None,
+        "no_save_rng": not with_rng,
+    }
+    flat |= {theirs: layout[ours] for ours, theirs in foreign.SIZES.items() if ours in layout}
+    return _plain(flat)
+
+
+def _plain(value: Any) -> Any:
+    """Convert ``value`` to types that ``torch.load(weights_only=True)`` accepts; other types become text."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    return str(value)

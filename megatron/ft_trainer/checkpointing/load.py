@@ -1,0 +1,267 @@
+"""Loads a checkpoint: chooses one, verifies it, checks that it fits, and loads it into model and optimizer."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import FallbackError, UserError
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.checkpointing import content, legacy, naming, optimizer_state, rng, verify
+from megatron.ft_trainer.checkpointing.channel import Channel
+from megatron.ft_trainer.checkpointing.compare import (
+    check_legacy_layout,
+    check_optimizer,
+    check_run,
+    sizes_in_words,
+    tensor_differences,
+    vocabulary_fits,
+)
+from megatron.ft_trainer.checkpointing.content import TrainState
+from megatron.ft_trainer.checkpointing.manifest import Manifest
+from megatron.ft_trainer.checkpointing.naming import Entry
+from megatron.patches.releases import load_strategy
+
+
+class NoUsableCheckpoint(FallbackError, UserError):
+    """There are checkpoints, or one was requested by its step, but none can be used."""
+
+
+@dataclass
+class LoadReport:
+    """The result of loading a checkpoint.
+
+    Args:
+        path: the checkpoint's folder.
+        step: the checkpoint's step (with --finetune the run starts at 0 nevertheless).
+        layout: sizes of the parallel dimensions of the run that saved the checkpoint.
+        rejected: checkpoints that were not usable, one text each: name and problem.
+        optimizer: whether optimizer and schedule were loaded.
+        rng: ``restored``, ``reseeded`` (the saved states belong to another layout) or ``untouched``.
+        verify_s: seconds for verifying files.
+        seconds: seconds in total.
+    """
+
+    path: Path
+    step: int
+    layout: dict[str, Any]
+    rejected: list[str] = field(default_factory=list)
+    optimizer: bool = False
+    rng: str = "untouched"
+    verify_s: float = 0.0
+    seconds: float = 0.0
+
+
+class Loader:
+    """Loads checkpoints from one folder. All ranks have to call every method.
+
+    Args:
+        folder: folder of the checkpoints.
+        channel: exchanges messages with the other ranks.
+        options: checkpoint flags.
+        run: as ``run_info`` of :class:`Checkpointer`.
+        data_parallel_random_init: as for :class:`Checkpointer`.
+        distrusted: receives the names of checkpoints that fail verification.
+        log: prints a message; called on rank 0.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        channel: Channel,
+        options: CheckpointOptions,
+        run: Mapping[str, Any],
+        *,
+        data_parallel_random_init: bool,
+        distrusted: set[str],
+        log: Callable[[str], None],
+    ):
+        self._folder, self._channel, self._options, self._run = folder, channel, options, run
+        self._random_init = data_parallel_random_init
+        self._distrusted, self._log = distrusted, log
+
+    def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
+        """Load a checkpoint; see :meth:`Checkpointer.load`."""
+        started = time.monotonic()
+        found = self._choose()
+        if found is None:
+            return None
+        manifest, report = found
+        if (notice := check_run(report.path, manifest, self._run, self._options.finetune)) is not None:
+            self._say(notice)
+        kind = None
+        if not (self._options.finetune or self._options.no_load_optim):
+            ours = content.optimizer_kind(optimizer, self._options)
+            kind = check_optimizer(report.path, manifest, ours, _sizes_here())
+        is_legacy = manifest.ckpt_format == legacy.FORMAT
+        if is_legacy:
+            check_legacy_layout(report.path, manifest, _sizes_here())
+        shape, _, _ = rng.grid(self._random_init)
+        wants_rng = not (self._options.finetune or self._options.no_load_rng) and manifest.rng_grid is not None
+        with_rng = wants_rng and (is_legacy or shape == manifest.rng_grid)
+        if is_legacy:
+            if kind is not None:
+                optimizer_state.allocate(optimizer)
+            loaded = legacy.read(report.path, optimizer if kind == "legacy" else None)
+        else:
+            wanted = content.to_load(
+                model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self._random_init
+            )
+            loaded = self._read(report.path, wanted, manifest)
+        content.apply(
+            loaded,
+            model,
+            optimizer,
+            scheduler,
+            with_optimizer=kind is not None,
+            ckpt_format=manifest.ckpt_format,
+        )
+        if not self._options.finetune:
+            content.apply_state(loaded, state)
+        if with_rng:
+            rng.restore(loaded[rng.KEY])
+        elif wants_rng:
+            rng.reseed(seed, manifest.step, self._random_init)
+            fits, here = _grid(manifest.rng_grid), _grid(shape)
+            self._say(f"generator states are for {fits}, not {here}: reseeded from seed and step")
+        report.optimizer = kind is not None
+        report.rng = "restored" if with_rng else "reseeded" if wants_rng else "untouched"
+        report.seconds = time.monotonic() - started
+        return report
+
+    def _choose(self) -> tuple[Manifest, LoadReport] | None:
+        """Return the newest checkpoint that passes verification, or the one of --ckpt-step; None if there is none."""
+        entries, tracked = self._entries()
+        candidates = self._candidates(entries)
+        if candidates is None:
+            return None
+        rejected = [f"{e.name}: {e.problem}" for e in entries if not e.complete and e not in candidates]
+        started = time.monotonic()
+        for entry in candidates:
+            manifest, bad = self._verified(entry)
+            if not bad:
+                self._explain_choice(entry, rejected, tracked)
+                if not entry.verifiable:
+                    self._say(f"{entry.name} has no manifest: its files are not verified")
+                spent = time.monotonic() - started
+                path = self._folder / entry.name
+                return manifest, LoadReport(path, entry.step, manifest.layout, rejected=rejected, verify_s=spent)
+            self._distrusted.add(entry.name)
+            rejected.append(f"{entry.name}: {'; '.join(bad)}")
+        raise NoUsableCheckpoint(
+            f"no usable checkpoint in {self._folder}:" + "".join(f"\n    {line}" for line in rejected),
+            "restore a sound copy of one, or give a --load folder without checkpoints to start from random weights",
+        )
+
+    def _entries(self) -> tuple[list[Entry], str | None]:
+        """Return the checkpoints that rank 0 finds in the folder, and the content of the tracker file.
+
+        Raises:
+            UserError: rank 0 cannot read the folder.
+        """
+        answer = None
+        if self._channel.rank == 0:
+            try:
+                found = [vars(e) for e in verify.scan_all(self._options, self._folder)]
+                answer = {"entries": found, "tracker": verify.tracked_step(self._folder)}
+            except NotADirectoryError:
+                answer = {"error": f"--load {self._folder}: it is a file, not a folder"}
+            except OSError as error:
+                answer = {"error": f"--load: {error.filename or self._folder}: {error.strerror}"}
+        answer = self._channel.broadcast(answer)
+        if "error" in answer:
+            raise UserError(answer["error"], "give a folder that this user can read")
+        entries = [Entry(**e) for e in answer["entries"]]
+        if not entries and answer["tracker"] is not None:
+            raise NoUsableCheckpoint(
+                f"{self._folder / naming.TRACKER} names step {answer['tracker']}, and there is no checkpoint",
+                "restore the checkpoint, or remove that file to start from random weights",
+            )
+        return entries, answer["tracker"]
+
+    def _candidates(self, entries: list[Entry]) -> list[Entry] | None:
+        step = self._options.ckpt_step
+        if step is not None:
+            chosen = sorted((e for e in entries if e.step == step), key=lambda e: not e.complete)
+            if not chosen or not (chosen[0].complete or chosen[0].manifest == "lost"):
+                why = f": {chosen[0].problem}" if chosen else ""
+                steps = ", ".join(str(e.step) for e in entries if e.complete) or "none"
+                raise NoUsableCheckpoint(
+                    f"{self._folder / naming.checkpoint_name(step)} is no checkpoint{why}",
+                    f"complete ones are of steps: {steps}",
+                )
+            return chosen
+        if not entries:
+            if self._options.exit_on_missing_checkpoint:
+                raise UserError(
+                    f"--load {self._folder} holds no checkpoint, and --exit-on-missing-checkpoint was given",
+                    "give the folder of a run that saved one",
+                )
+            self._say(f"{self._folder} holds none: starting from random weights")
+            return None
+        return naming.newest_first(entries) or [e for e in entries if e.manifest == "lost"][::-1]
+
+    def _verified(self, entry: Entry) -> tuple[Manifest | None, list[str]]:
+        """Return the checkpoint's manifest, and the problems with its files. All ranks share the work."""
+        text, bad = None, []
+        path = self._folder / entry.name
+        if self._channel.rank == 0:
+            try:
+                text = verify.manifest_of(self._folder, entry).to_json()
+            except (OSError, ValueError) as error:
+                bad = [f"{naming.MANIFEST}: {error}"]
+        text = self._channel.broadcast(text)
+        manifest = Manifest.from_json(text) if text is not None else None
+        if manifest is not None:
+            names = verify.share_of(manifest.files, self._channel.size, self._channel.rank)
+            bad = verify.problems(path, manifest.files, names)
+        return manifest, sorted(line for lines in self._channel.share(bad) for line in lines)
+
+    def _read(self, path: Path, wanted: dict, manifest: Manifest) -> dict:
+        """Read ``wanted`` from the checkpoint, after checking that it has these tensors in these shapes."""
+        strategy = load_strategy(path)
+        stored = load_sharded_metadata(str(path), strategy)
+        if "optimizer" in wanted and not optimizer_state.has_moments(each.key for each in stored.values()):
+            wanted["optimizer"] = optimizer_state.without_moments(wanted["optimizer"])
+            self._say(f"{path.name} was saved before the optimizer's first step: the optimizer begins without moments")
+        different = self._channel.share(tensor_differences(wanted, stored, vocabulary_fits(manifest, self._run)))
+        if any(different):
+            lines = dict.fromkeys(line for lines in different for line in lines)
+            raise UserError(
+                f"{path} does not fit this model; the first differences:" + "".join(f"\n    {x}" for x in lines),
+                "give the options that the checkpoint was saved with, or another --load",
+            )
+        if self._options.ckpt_fully_parallel_load:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            strategy = FullyParallelLoadStrategyWrapper(strategy, group)
+        return dist_checkpointing.load(wanted, str(path), strategy, strict=self._options.dist_ckpt_strictness)
+
+    def _explain_choice(self, entry: Entry, rejected: list[str], tracked: str | None) -> None:
+        if rejected:
+            listed = "".join(f"\n    {line}" for line in rejected)
+            self._say(f"not usable:{listed}\n  loading {entry.name} instead")
+        elif tracked not in (None, str(entry.step)) and self._options.ckpt_step is None:
+            self._say(
+                f"{naming.TRACKER} names step {tracked}, the newest complete checkpoint is of step {entry.step}: "
+                f"loading that (--ckpt-step {tracked} asks for the other)"
+            )
+
+    def _say(self, text: str) -> None:
+        if self._channel.rank == 0:
+            self._log(f"checkpoint: {text}")
+
+
+def _grid(shape: list[int]) -> str:
+    return sizes_in_words(dict(zip(("pp", "tp", "dp"), shape, strict=False)))
+
+
+def _sizes_here() -> dict[str, int]:
+    return {
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+    }

@@ -1,0 +1,242 @@
+"""Reads and writes Megatron's indexed dataset format: atomic writes, and validation before megatron-core opens it.
+
+``P.bin`` holds the tokens of all sequences one after the other. ``P.idx`` holds, little endian: 9 bytes of magic,
+version (u64), dtype code (u8), sequence count S (u64), document boundary count D + 1 (u64), then S lengths in tokens
+(i32), S offsets in bytes (i64) and D + 1 document boundaries in sequences (i64).
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy
+
+from ft.base.errors import UserError
+from megatron.ft_trainer.data.sidecar import SUFFIX, Sidecar
+from megatron.ft_trainer.data.temporary import remove_leftovers, temporary_name
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+FILES = (".bin", ".idx", SUFFIX)
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+_HEADER = struct.Struct("<9sQBQQ")
+_REMAKE = "make the dataset again with tools/preprocess_data.py, or copy it again if the copy was interrupted"
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Index:
+    """The validated index file of a dataset.
+
+    Attributes:
+        prefix: path of the dataset without suffix.
+        dtype: dtype of the tokens.
+        lengths: number of tokens of each sequence, (sequences,) int32, mapped from the file.
+        documents: number of documents.
+        tokens: number of tokens.
+    """
+
+    prefix: str
+    dtype: numpy.dtype
+    lengths: numpy.ndarray
+    documents: int
+    tokens: int
+
+
+def token_dtype(vocab_size: int) -> numpy.dtype:
+    """Return the dtype in which megatron-core stores token ids of a vocabulary of this size."""
+    return numpy.dtype(numpy.uint16 if vocab_size < 65500 else numpy.int32)
+
+
+def read_index(prefix: str) -> Index:
+    """Read ``prefix.idx``, and check it and the size of ``prefix.bin`` against each other.
+
+    Raises:
+        UserError: a file is missing, unreadable or truncated, or the two files do not fit each other.
+    """
+    for suffix in (".idx", ".bin"):
+        _check_file(prefix, suffix)
+    path = f"{prefix}.idx"
+    dtype, sequences, boundaries = _read_header(path)
+    expected = _HEADER.size + sequences * 12 + boundaries * 8
+    if (size := os.path.getsize(path)) < expected:
+        raise UserError(f"{path} was cut short: it has {size} bytes, its header says {expected}", _REMAKE)
+    empty = "make the dataset again from input that has text"
+    if sequences == 0 or boundaries < 2:
+        raise UserError(f"{path} holds no documents", empty)
+    at = _HEADER.size
+    lengths = numpy.memmap(path, numpy.int32, "r", at, (sequences,))
+    pointers = numpy.memmap(path, numpy.int64, "r", at + sequences * 4, (sequences,))
+    bounds = numpy.memmap(path, numpy.int64, "r", at + sequences * 12, (boundaries,))
+    tokens = _check_layout(path, dtype.itemsize, lengths, pointers)
+    if bounds[0] != 0 or bounds[-1] != sequences or (bounds[1:] < bounds[:-1]).any():
+        raise UserError(f"{path} has document boundaries that do not cover its {sequences} sequences in order", _REMAKE)
+    if tokens == 0:
+        raise UserError(f"{path} holds {sequences} sequences without a single token", empty)
+    found = os.path.getsize(f"{prefix}.bin")
+    if found < tokens * dtype.itemsize:
+        raise UserError(
+            f"{prefix}.bin has {found} bytes, {path} says {tokens} tokens of {dtype.itemsize} bytes "
+            f"({tokens * dtype.itemsize})",
+            _REMAKE,
+        )
+    return Index(prefix, dtype, lengths, int(boundaries) - 1, tokens)
+
+
+def id_range(index: Index) -> tuple[int, int]:
+    """Return the smallest and the largest token id. Reads all of ``prefix.bin``."""
+    tokens = numpy.memmap(f"{index.prefix}.bin", index.dtype, "r", shape=(index.tokens,))
+    low, high = numpy.iinfo(index.dtype).max, numpy.iinfo(index.dtype).min
+    for start in range(0, index.tokens, _CHUNK):
+        part = tokens[start : start + _CHUNK]
+        low, high = min(low, int(part.min())), max(high, int(part.max()))
+    return low, high
+
+
+class IndexedWriter:
+    """Writes a dataset under temporary names beside the final ones; ``commit`` renames it.
+
+    ``commit`` removes the old index first and renames the sidecar last. So even if the writer is killed, files of two
+    datasets are never taken for one dataset. Temporary files of killed writers on this machine are removed.
+
+    Args:
+        prefix: final path without suffix; its folder is created if necessary.
+        dtype: dtype of the tokens.
+
+    Raises:
+        UserError: the folder cannot be created or written.
+    """
+
+    def __init__(self, prefix: str, dtype):
+        self.prefix, self.dtype = prefix, numpy.dtype(dtype)
+        self.lengths: list[int] = []
+        self._temporary = temporary_name(prefix)
+        try:
+            Path(prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(prefix)
+            self._bin = open(f"{self._temporary}.bin", "wb")  # noqa: SIM115 - open until commit or abort
+        except OSError as error:
+            fix = "give an --output-prefix in a writable folder"
+            raise UserError(f"can't write {prefix}.bin: {error}", fix) from error
+
+    def append(self, tokens: numpy.ndarray, lengths: Sequence[int]) -> None:
+        """Append documents, given as all their tokens one after the other and the length of each document in tokens."""
+        self._bin.write(numpy.ascontiguousarray(tokens, dtype=self.dtype).data)
+        self.lengths.extend(lengths)
+
+    def written(self) -> numpy.ndarray:
+        """Return the tokens so far, mapped from the temporary file."""
+        self._bin.flush()
+        return numpy.memmap(self._bin.name, self.dtype, "r", shape=(sum(self.lengths),))
+
+    def restart(self) -> None:
+        """Start over with an empty file. Arrays from ``written`` stay valid."""
+        self._bin.close()
+        os.unlink(self._bin.name)
+        self._bin = open(self._bin.name, "wb")  # noqa: SIM115
+        self.lengths = []
+
+    def commit(self, sidecar: Sidecar) -> Sidecar:
+        """Rename the dataset to its final names. Return ``sidecar`` with the files' sizes filled in."""
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        index = encode_index(self.dtype, self.lengths)
+        sidecar = replace(sidecar, bin_bytes=os.path.getsize(f"{self._temporary}.bin"), idx_bytes=len(index))
+        _write_synced(f"{self._temporary}.idx", index)
+        _write_synced(self._temporary + SUFFIX, sidecar.as_json().encode())
+        for suffix in (SUFFIX, ".idx"):
+            with suppress(FileNotFoundError):
+                os.unlink(self.prefix + suffix)
+        for suffix in FILES:
+            os.replace(self._temporary + suffix, self.prefix + suffix)
+        _sync_folder(Path(self.prefix).absolute().parent)
+        return sidecar
+
+    def abort(self) -> None:
+        """Remove the temporary files. Has no effect after ``commit``."""
+        self._bin.close()
+        for suffix in FILES:
+            with suppress(FileNotFoundError):
+                os.unlink(self._temporary + suffix)
+
+
+def encode_index(dtype: numpy.dtype, lengths: Sequence[int]) -> bytes:
+    """Return the content of an index whose documents are one sequence each."""
+    sizes = numpy.array(lengths, dtype=numpy.int32)
+    pointers = numpy.zeros(len(sizes), dtype=numpy.int64)
+    numpy.cumsum(sizes[:-1], dtype=numpy.int64, out=pointers[1:])
+    pointers *= dtype.itemsize
+    code = next(code for code, name in DTYPES.items() if name == dtype.name)
+    header = _HEADER.pack(MAGIC, VERSION, code, len(sizes), len(sizes) + 1)
+    bounds = numpy.arange(len(sizes) + 1, dtype=numpy.int64)
+    return header + sizes.tobytes() + pointers.tobytes() + bounds.tobytes()
+
+
+def _check_file(prefix: str, suffix: str) -> None:
+    path = prefix + suffix
+    if os.path.isfile(path):
+        if not os.access(path, os.R_OK):
+            raise UserError(f"{path} can't be read (permission denied)", f"chmod +r {path}")
+        return
+    stem, given = os.path.splitext(prefix)
+    if given in (".idx", ".bin") and os.path.isfile(stem + suffix):
+        raise UserError(f"{prefix} is a file of a dataset, not its prefix", f"give {stem}")
+    if given in (".jsonl", ".json", ".txt") or os.path.isdir(prefix):
+        raise UserError(
+            f"{prefix} is not an indexed dataset",
+            f"tokenise it first: python tools/preprocess_data.py --input {prefix} --output-prefix PREFIX",
+        )
+    raise UserError(
+        f"{path} does not exist",
+        "check the prefix (a path without .bin or .idx), or make the dataset with tools/preprocess_data.py",
+    )
+
+
+def _read_header(path: str) -> tuple[numpy.dtype, int, int]:
+    with open(path, "rb") as file:
+        head = file.read(_HEADER.size)
+    if not head.startswith(MAGIC):
+        raise UserError(f"{path} is not a Megatron index: it starts with {head[:9]!r}, not {MAGIC!r}", _REMAKE)
+    if len(head) < _HEADER.size:
+        raise UserError(f"{path} was cut short: it has {len(head)} bytes, its header alone {_HEADER.size}", _REMAKE)
+    _, version, code, sequences, boundaries = _HEADER.unpack(head)
+    if version != VERSION:
+        raise UserError(f"{path} has index version {version}, only {VERSION} is known", _REMAKE)
+    if code not in DTYPES:
+        raise UserError(f"{path} has dtype code {code}, tokens have one of {sorted(DTYPES)}", _REMAKE)
+    return numpy.dtype(DTYPES[code]), sequences, boundaries
+
+
+def _check_layout(path: str, itemsize: int, lengths: numpy.ndarray, pointers: numpy.ndarray) -> int:
+    """Check that sequences are stored one after the other, and return the number of tokens."""
+    at = 0
+    for start in range(0, len(lengths), _CHUNK):
+        part = numpy.asarray(lengths[start : start + _CHUNK], dtype=numpy.int64)
+        ends = at + numpy.cumsum(part)
+        wrong = (part < 0) | (pointers[start : start + _CHUNK] != (ends - part) * itemsize)
+        if wrong.any():
+            first = start + int(wrong.argmax())
+            found = f"length {lengths[first]}, offset {pointers[first]}"
+            raise UserError(f"{path} is inconsistent at sequence {first}: {found}", _REMAKE)
+        at = int(ends[-1])
+    return at
+
+
+def _write_synced(path: str, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,387 @@
+"""Tokenizers: convert text to token ids and back, and have a fingerprint that datasets store.
+
+Every tokenizer has the attributes that megatron-core's ``GPTDataset`` reads (``eod``, ``eos``, ``pad``, ``vocab_size``,
+``unique_identifiers``). ``GPTDataset`` replaces tokens equal to ``pad`` by 0 and leaves them out of the loss. So
+``pad`` differs from ``eod`` and from the id of every token that text can contain. It is -1 if the vocabulary has no
+such token.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy
+
+from ft.base.errors import UserError
+from megatron.ft_trainer.arguments.data import OF_CORE, TokenizerOptions
+from megatron.ft_trainer.data.sidecar import Sidecar, read_sidecar
+
+NO_TOKEN = -1
+
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eod|>", "<|im_end|>", "[EOS]")
+_PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
+_HF_INSTALL = "pip install 'megatron-ft[hf]'"
+
+
+class Tokenizer:
+    """Interface of all tokenizers.
+
+    Attributes:
+        vocab_size: number of token ids before padding; every id is in [0, vocab_size).
+        eod: id of the end-of-document token.
+        pad: id that fills up a sample, or -1 if the vocabulary has none.
+        model: path of the file that the tokenizer was read from; None if there is no file.
+    """
+
+    vocab_size: int
+    eod: int
+    pad: int
+    model: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """Return the value of --tokenizer-type."""
+        return type(self).__name__
+
+    @property
+    def eos(self) -> int:
+        return self.eod
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, without special tokens around them."""
+        raise NotImplementedError
+
+    def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
+        """Return the token ids of ``text`` as a 1-D array of ``dtype``."""
+        return numpy.array(self.tokenize(text), dtype=dtype)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        raise NotImplementedError
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of one token, special or not; None: the vocabulary does not have it."""
+        return None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a SHA-256 (hex) of everything that determines the ids of a text; it is equal in every process."""
+        text = json.dumps([self.kind, self.vocab_size, self.eod, self.pad, self._segmentation()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def unique_identifiers(self) -> OrderedDict:
+        """Return the values that megatron-core hashes into the names of its index caches."""
+        return OrderedDict({"class": self.kind, "fingerprint": self.fingerprint})
+
+    def _segmentation(self):
+        """Return a description (JSON values) of the vocabulary and of how text is split."""
+        return None
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """UTF-8 bytes have ids 0..255; special tokens follow: 256 end of document, 257 padding, 258 begin of text.
+
+    The special ids are above the bytes, so no text can contain one, and every text is restored unchanged.
+    (Megatron-LM's tokenizer of this name uses bytes 0 and 1 for end of document and padding.)
+    """
+
+    vocab_size = 259
+    eod = 256
+    pad = 257
+    bos = 258
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def tokenize_to_array(self, text: str, dtype) -> numpy.ndarray:
+        return numpy.frombuffer(text.encode("utf-8"), dtype=numpy.uint8).astype(dtype)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def _segmentation(self):
+        return {"bytes": "utf-8", "bos": self.bos}
+
+
+class NullTokenizer(Tokenizer):
+    """Text is token ids in decimal, separated by white space; for tokenised data and for benchmarks.
+
+    As in Megatron-LM since 0.17, the vocabulary has exactly ``vocab_size`` ids, and the last one ends a document
+    (earlier versions added one more id for it: give them ``vocab_size`` - 1 to get the same ids).
+    """
+
+    pad = NO_TOKEN
+
+    def __init__(self, vocab_size: int):
+        if vocab_size < 2:
+            raise UserError(f"--vocab-size {vocab_size} leaves no id beside end of document", "give at least 2")
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+
+    def tokenize(self, text: str) -> list[int]:
+        ids = []
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.vocab_size:
+                raise UserError(
+                    f"NullTokenizer reads token ids in [0, {self.vocab_size}), found {word[:40]!r}",
+                    "give text of ids separated by spaces, or another --tokenizer-type or --vocab-size",
+                )
+            ids.append(int(word))
+        return ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A local ``tokenizers`` file (``tokenizer.json``), or a folder that contains one.
+
+    In a folder, ``special_tokens_map.json`` or ``tokenizer_config.json`` name the end-of-document and padding tokens;
+    otherwise they are looked up by their usual names.
+    """
+
+    def __init__(self, model: str, *, adds_special_tokens: bool = False):
+        file = _tokenizer_file(model)
+        self.model = str(Path(model).absolute())
+        self._tokenizer = _load_hf(file)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        named = _named_specials(file.parent) if Path(model).is_dir() else {}
+        eod = _first_id(vocabulary, [named.get("eos_token"), *_END_NAMES])
+        if eod is None:
+            raise UserError(
+                f"{file} has no end-of-document token (looked for {', '.join(_END_NAMES)})",
+                "add one to the tokenizer, or give the folder whose special_tokens_map.json names its eos_token",
+            )
+        self.eod = eod
+        pad = _first_id(vocabulary, [named.get("pad_token"), *_PAD_NAMES])
+        self.pad = NO_TOKEN if pad is None or pad == eod else pad
+        self._file, self._adds_special_tokens = file, adds_special_tokens
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=self._adds_special_tokens).ids
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def _segmentation(self):
+        # Read from the file rather than the library, whose serialisation changes between versions. Post-processing,
+        # truncation and padding have no effect on encoding without special tokens.
+        content = json.loads(self._file.read_text(encoding="utf-8"))
+        parts = ["model", "normalizer", "pre_tokenizer", "added_tokens"]
+        if self._adds_special_tokens:
+            parts.append("post_processor")
+        return {part: content.get(part) for part in parts}
+
+
+class CoreTokenizer(Tokenizer):
+    """A tokenizer of megatron-core's library: GPT2BPETokenizer, SentencePiece, TikTokenizer, ...
+
+    Raises:
+        UserError: its files or its package are missing, or megatron-core cannot read the files.
+    """
+
+    def __init__(self, options: TokenizerOptions, kind: str, model: str | None):
+        from megatron.core import package_info
+        from megatron.core.tokenizers import MegatronTokenizer
+        from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
+
+        self._kind, self.model = kind, str(Path(model).absolute()) if model else None
+        self._files = [file for file in (model, options.vocab_file, options.merge_file) if file is not None]
+        for file in self._files:
+            if not Path(file).exists():
+                raise UserError(f"no tokenizer file at {file}", "check --tokenizer-model, --vocab-file, --merge-file")
+        if OF_CORE[kind] not in TOKENIZER_MAPPING_LIBRARIES:
+            raise UserError(
+                f"megatron-core {package_info.__version__} has no {kind}",
+                "install a newer megatron-core, or another type",
+            )
+        self._given = _given_to_core(options, kind)
+        try:
+            self._tokenizer = MegatronTokenizer.from_pretrained(
+                tokenizer_path=kind if OF_CORE[kind] == "megatron" else model,
+                metadata_path=options.tokenizer_metadata or {"library": OF_CORE[kind]},
+                **self._given,
+            )
+            self.vocab_size, self.eod = self._tokenizer.vocab_size, self._tokenizer.eod
+        except Exception as error:  # the libraries raise exceptions of many kinds
+            # megatron-core passes the merges under a name that the library does not know: it takes those of the hub
+            hub = "; without a network, the Hugging Face cache or a folder gpt2 has to hold that model"
+            fix = f"check the tokenizer's files{hub if kind == 'GPT2BPETokenizer' else ''}"
+            raise UserError(f"megatron-core cannot build {kind}: {error}", fix) from error
+        pad = self._tokenizer.pad
+        self.pad = NO_TOKEN if pad is None or pad == self.eod or not 0 <= pad < self.vocab_size else pad
+
+    @property
+    def kind(self) -> str:
+        return self._kind
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.tokenize(text)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.detokenize([int(i) for i in ids])
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer._tokenizer.tokens_to_ids([token])[0]
+
+    def _segmentation(self):
+        digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in self._files if Path(file).is_file()]
+        return [digests, {name: value for name, value in self._given.items() if not name.endswith("_file")}]
+
+
+def _given_to_core(options: TokenizerOptions, kind: str) -> dict:
+    """Return the arguments, except the file, from which megatron-core's library creates a tokenizer."""
+    special = options.tokenizer_special_tokens
+    if kind == "GPT2BPETokenizer":
+        files = {"vocab_file": options.vocab_file, "merges_file": options.merge_file}
+        asked = {
+            "use_fast": options.tokenizer_hf_use_fast,
+            "include_special_tokens": options.tokenizer_hf_include_special_tokens,
+        }
+        given = {name: value for name, value in asked.items() if value}  # the defaults differ between releases
+        trusts = options.trust_remote_code
+        return {**files, **given, "additional_special_tokens": special or [], "trust_remote_code": trusts}
+    if kind == "TikTokenizer":
+        given = {"pattern": options.tiktoken_pattern, "vocab_size": options.vocab_size, "special_tokens": special}
+        found = {name: value for name, value in given.items() if value is not None}
+        return {**found, "num_special_tokens": options.tiktoken_num_special_tokens}
+    if kind == "SFTTokenizer":
+        return {"prompt_format": options.sft_tokenizer_prompt_format}
+    return {"special_tokens": special, "legacy": options.tokenizer_sentencepiece_legacy}
+
+
+def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] = ()) -> Tokenizer:
+    """Return the tokenizer that the flags name, else the one that the datasets were made with, else the byte-level one.
+
+    Args:
+        options: the tokenizer's flags.
+        dataset_prefixes: prefixes of all datasets of the run. A dataset's sidecar file names its tokenizer.
+
+    Raises:
+        UserError: a file is missing or unreadable, the vocabulary's size is not --vocab-size, or a dataset was made
+            with another tokenizer.
+    """
+    made_with = [(prefix, sidecar) for prefix in dataset_prefixes if (sidecar := read_sidecar(prefix))]
+    kind = options.tokenizer_type or (made_with[0][1].tokenizer_type if made_with else "ByteLevelTokenizer")
+    first = made_with[0][1] if made_with and made_with[0][1].tokenizer_type == kind else None
+    tokenizer = _build(kind, options, first)
+    if kind not in ("NullTokenizer", "TikTokenizer") and options.vocab_size not in (None, tokenizer.vocab_size):
+        raise UserError(
+            f"--vocab-size is {options.vocab_size} but {_named(tokenizer)} has {tokenizer.vocab_size} ids",
+            f"drop --vocab-size or give {tokenizer.vocab_size}",
+        )
+    for prefix, sidecar in made_with:
+        check_made_with(prefix, sidecar, tokenizer)
+    return tokenizer
+
+
+def check_made_with(prefix: str, sidecar: Sidecar, tokenizer: Tokenizer) -> None:
+    """Reject a dataset that was made with another tokenizer than ``tokenizer``.
+
+    Args:
+        prefix: path of the dataset without its suffix, for the message.
+        sidecar: what the dataset's tool has recorded about it.
+        tokenizer: the tokenizer of this run.
+
+    Raises:
+        UserError: the fingerprints differ; the message has both.
+    """
+    if sidecar.fingerprint == tokenizer.fingerprint:
+        return
+    made = f"{sidecar.tokenizer_type} {sidecar.tokenizer_model or ''}".strip()
+    raise UserError(
+        f"{prefix} was made with {made} (fingerprint {sidecar.fingerprint[:12]}, {sidecar.vocab_size} ids), "
+        f"this run has {_named(tokenizer)} (fingerprint {tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} ids)",
+        "use the dataset's tokenizer, or make the dataset again with tools/preprocess_data.py",
+    )
+
+
+def padded_vocab_size(options: TokenizerOptions, vocab_size: int, tensor_parallel_size: int) -> int:
+    """Return the number of rows of the embedding.
+
+    It is --padded-vocab-size, else ``vocab_size`` padded according to --make-vocab-size-divisible-by.
+
+    Args:
+        options: the tokenizer's flags.
+        vocab_size: number of token ids.
+        tensor_parallel_size: number of ranks over which the rows are split.
+
+    Raises:
+        UserError: --padded-vocab-size is smaller than the vocabulary, or cannot be split over the ranks.
+    """
+    padded = options.padded_vocab_size
+    if padded is None:
+        multiple = options.make_vocab_size_divisible_by * tensor_parallel_size
+        return -(-vocab_size // multiple) * multiple
+    if padded < vocab_size or padded % tensor_parallel_size:
+        raise UserError(
+            f"--padded-vocab-size {padded} has to hold {vocab_size} ids and be divisible by the tensor-parallel size "
+            f"{tensor_parallel_size}",
+            "drop it, or give such a number",
+        )
+    return padded
+
+
+def _build(kind: str, options: TokenizerOptions, sidecar: Sidecar | None) -> Tokenizer:
+    if kind == "ByteLevelTokenizer":
+        return ByteLevelTokenizer()
+    if kind == "NullTokenizer":
+        return NullTokenizer(options.vocab_size or sidecar.vocab_size)
+    if kind in OF_CORE:
+        return CoreTokenizer(options, kind, options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None))
+    model = options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None)
+    if kind != "HuggingFaceTokenizer" or model is None:
+        raise UserError(f"the dataset was made with {kind}", "add --tokenizer-model with its file, or make it again")
+    return HuggingFaceTokenizer(model, adds_special_tokens=options.tokenizer_hf_include_special_tokens)
+
+
+def _named(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind} {tokenizer.model or ''}".strip()
+
+
+def _tokenizer_file(model: str) -> Path:
+    path = Path(model)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(f"no tokenizer file at {file}", "give --tokenizer-model a tokenizer.json or its folder")
+    return file
+
+
+def _load_hf(file: Path):
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UserError("HuggingFaceTokenizer needs the package 'tokenizers'", _HF_INSTALL) from error
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises a plain Exception for files that it cannot parse
+        raise UserError(f"{file} is not a tokenizers file: {error}", "give a tokenizer.json") from error
+
+
+def _named_specials(folder: Path) -> dict[str, str]:
+    """Return the special tokens (eos_token, pad_token, ...) that a folder's JSON files name."""
+    named = {}
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{file} is not valid JSON: {error}", "repair or remove it") from error
+        for key, value in content.items():
+            token = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(token, str):
+                named[key] = token
+    return named
+
+
+def _first_id(vocabulary: dict[str, int], names: Iterable[str | None]) -> int | None:
+    return next((vocabulary[name] for name in names if name in vocabulary), None)

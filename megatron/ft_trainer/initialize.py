@@ -1,0 +1,139 @@
+"""Initialises a rank: its process groups and random seeds."""
+
+import os
+import random
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from ft.base.errors import UserError
+from megatron import patches
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.utils import is_te_min_version
+from megatron.ft_trainer.arguments import Layout, Options
+from megatron.ft_trainer.arguments.core_options import CoreOptions
+from megatron.ft_trainer.arguments.training import TrainingOptions
+from megatron.ft_trainer.launcher import Launch
+
+
+def init_process_group(options: CoreOptions, launch: Launch) -> None:
+    """Create torch.distributed's default process group. MASTER_ADDR and MASTER_PORT give the address of its store.
+
+    Raises:
+        UserError: NCCL was requested without a GPU, MASTER_PORT is missing, or there are fewer GPUs than local ranks.
+    """
+    backend = patches.platform().choose_backend(options.distributed_backend)
+    patches.platform().select_device(launch.local_rank)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if launch.world_size == 1:
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    elif "MASTER_PORT" not in os.environ:
+        raise UserError("MASTER_PORT is not set", "start with torchrun, or set MASTER_ADDR and MASTER_PORT")
+    dist.init_process_group(
+        backend,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(minutes=options.distributed_timeout_minutes),
+    )
+
+
+def init_model_parallel(options: CoreOptions, layout: Layout, *, replicates_ends: bool = False) -> None:
+    """Make megatron-core's process groups for ``layout``.
+
+    Args:
+        options: flags of the parallel dimensions.
+        layout: sizes of the parallel dimensions.
+        replicates_ends: whether (with CheckFree+) the first two stages have the embedding and the last two the output
+            layer, so that the embedding group of megatron-core contains these four stages.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        num_distributed_optimizer_instances=options.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if options.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=options.create_gloo_process_groups,
+        nccl_communicator_config_path=options.nccl_communicator_config_path,
+        high_priority_stream_groups=options.high_priority_stream_groups,
+        get_embedding_ranks=_both_ends if replicates_ends else None,
+    )
+
+
+def init_overlapped_communication(options: Options, layout: Layout) -> None:
+    """Give Transformer Engine the buffers of --tp-comm-overlap, which live as long as the process groups.
+
+    Raises:
+        UserError: --tp-comm-overlap-cfg cannot be read.
+    """
+    c = options.core
+    if not c.tp_comm_overlap:
+        return
+    import yaml
+    from transformer_engine.pytorch import module
+
+    try:
+        cfg = Path(c.tp_comm_overlap_cfg).read_text(encoding="utf-8") if c.tp_comm_overlap_cfg else "{}"
+        methods = yaml.safe_load(cfg)
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"--tp-comm-overlap-cfg {c.tp_comm_overlap_cfg}: {error}", "give a YAML file") from error
+    if is_te_min_version("2.7.0"):
+        modes = module.base.UserBufferQuantizationMode
+        plain_layers = c.first_last_layers_bf16 and (c.num_layers_at_start_in_bf16 or c.num_layers_at_end_in_bf16)
+        formats = [modes.FP8 if c.fp8 else modes.NONE] + ([modes.NONE] if c.fp8 and plain_layers else [])
+        precision = {"quantization_modes": formats}
+    else:
+        precision = {"use_fp8": bool(c.fp8)}
+    module.base.initialize_ub(
+        shape=[options.data.seq_length * options.training.micro_batch_size // layout.cp, c.hidden_size],
+        tp_size=layout.tp,
+        ub_cfgs=methods,
+        bootstrap_backend=c.tp_comm_bootstrap_backend,
+        **precision,
+    )
+
+
+def _both_ends(pipeline: list[int]) -> list[int]:
+    return [*pipeline[:2], *pipeline[-2:]]
+
+
+_STEP_SEEDS = 1_000_003
+
+
+def seed_everything(options: TrainingOptions, step: int = 0) -> None:
+    """Seed Python, numpy, torch and megatron-core's tracker, by pipeline stage and tensor-parallel rank.
+
+    Data-parallel ranks share their seeds unless --data-parallel-random-init.
+
+    Args:
+        options: seed and flags of the run.
+        step: number that is added to the seeds, so that each step can have its own.
+    """
+    seed = options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _STEP_SEEDS * step
+    if options.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Destroy all process groups, in the reverse order of their creation."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

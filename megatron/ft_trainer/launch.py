@@ -1,0 +1,114 @@
+"""Runs one rank of a job: joins the other ranks, trains, and exits such that the first error of a failure is printed
+once.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ft.base.errors import UserError
+from ft.job.replicas.flags import save_interval
+from ft.protection.stack import Protections
+from megatron import patches
+from megatron.core.config import set_experimental_flag
+from megatron.ft_trainer import determinism
+from megatron.ft_trainer.arguments import Layout, Options, check
+from megatron.ft_trainer.arguments.checkpoint import AUTO
+from megatron.ft_trainer.config import transformer_config
+from megatron.ft_trainer.failure import FailureNotice, report
+from megatron.ft_trainer.initialize import destroy, init_process_group
+from megatron.ft_trainer.launcher import Launch, launch_from
+from megatron.ft_trainer.pretrain import pretrain
+
+
+def launch(options: Options) -> int:
+    """Run ``pretrain`` inside the process groups that the launcher's environment describes; return the exit code."""
+    place = None
+    try:
+        place = launch_from(os.environ)
+        has_te = patches.platform().offers("transformer_engine")
+        has_gpu, replicas = patches.platform().name == "cuda", replicas_of(os.environ)
+        if options.checkpoint.save_interval == AUTO:
+            options.checkpoint.save_interval = save_interval(os.environ)
+        layout = check(options, place.world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas)
+        if options.training.enable_experimental:
+            set_experimental_flag(True)
+        protections = Protections.of(options.fault_tolerance, os.environ)
+        transformer_config(options, layout)
+    except UserError as error:  # depends on flags and world size only: every rank gets the same error, one prints it
+        if place is None or place.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        if options.core.deterministic_mode:
+            determinism.enforce()
+    except UserError as error:  # depends on the node's environment: one rank of each node prints it
+        if place.local_rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if options.logging.metrics_file is None and "FT_RUN_DIR" in os.environ:
+        options.logging.metrics_file = str(Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl")
+    if options.fault_tolerance.ft_dmr_profile is not None:
+        write_nothing(options)
+    for feature in sorted(protections.features):
+        patches.apply(feature)
+    start = launch_worker if protections.joins_run else launch_plain
+    return start(options, layout, place, protections)
+
+
+def replicas_of(environment: Mapping[str, str]) -> int:
+    """Return the number of replicas of the model, which ``ft run`` sets for its workers; 0: there are none."""
+    return int(environment.get("FT_HSDP_REPLICAS", "0"))
+
+
+def write_nothing(options: Options) -> None:
+    """Switch off checkpoints, metrics and logs, so that a profiling run leaves no trace in those of the real run."""
+    options.checkpoint.save = None
+    options.logging.metrics_file = options.logging.tensorboard_dir = None
+
+
+def launch_worker(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
+    """Run one worker of ``ft run``. The control plane handles its faults, and also ends the other workers."""
+    from ft.worker.session import attach
+
+    settings = options.given()
+    try:
+        session = attach(settings=settings)
+        session.take_device(patches.platform().select_device)
+        session.init_process_group(patches.platform().choose_backend(options.core.distributed_backend))
+    except UserError as error:
+        return report(error, place.rank)
+    try:
+        protections.connected(session)
+        pretrain(options, layout, protections)
+    except UserError as error:
+        return report(error, session.rank)
+    session.close()
+    destroy()
+    return 0
+
+
+def launch_plain(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:
+    """Run one rank of a torchrun, srun or mpirun job. If one rank fails, all ranks end."""
+    try:
+        init_process_group(options.core, place)
+    except UserError as error:
+        return report(error, place.rank)
+    notice = FailureNotice(place.rank)
+    try:
+        protections.connected(None)
+        pretrain(options, layout, protections)
+    except KeyboardInterrupt:  # the terminal sends Ctrl-C to every rank
+        os._exit(128 + signal.SIGINT)
+    except Exception as error:
+        code = report(error, place.rank) if notice.claim() else 1
+        sys.stderr.flush()
+        os._exit(code)  # the other ranks may be inside a collective with this rank: an orderly shutdown would hang
+    notice.close()
+    dist.barrier()  # the rank that hosts the store must not leave while another rank still watches it
+    destroy()
+    return 0

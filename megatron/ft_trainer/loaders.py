@@ -1,0 +1,103 @@
+"""Construction of a run's microbatch loaders: for each part of the data, one for each model chunk that reads tokens."""
+
+import torch
+import torch.distributed as dist
+
+from ft.protection.contract import DataShare
+from ft.protection.streams import StreamView
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.ft_trainer.arguments import Layout, Options
+from megatron.ft_trainer.arguments.batch import train_steps
+from megatron.ft_trainer.checkpointing import TrainState
+from megatron.ft_trainer.data import MicrobatchLoader, build_datasets
+from megatron.ft_trainer.data.share import alone
+from megatron.ft_trainer.data.streams import Cyclic
+from megatron.ft_trainer.data.tokenizer import Tokenizer
+
+Loaders = list[MicrobatchLoader | None]
+"""A loader for each model chunk of this rank; None for chunks that read no tokens."""
+
+
+def make_loaders(
+    options: Options,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    chunks: list[torch.nn.Module],
+    state: TrainState,
+    share: DataShare | None = None,
+) -> tuple[Loaders | None, Loaders | None, Loaders | None]:
+    """Return loaders of the train, validation and test parts, each at its position in ``state``. All ranks have to call
+    it.
+
+    Args:
+        options: options of the run.
+        layout: sizes of the parallel groups.
+        tokenizer: tokenizer of the run.
+        chunks: model chunks of this rank.
+        state: consumed samples of each part.
+        share: the part of the training data to read, from its position on; None: all of it.
+
+    Returns:
+        (train, validation, test); None for a part that does not exist, on all ranks.
+    """
+    readers = [sees_tokens(chunk) for chunk in chunks]
+    parts = build_datasets(
+        options.data,
+        tokenizer,
+        options.training.seed,
+        samples=wanted_samples(options, share),
+        # a rank that joins alone has no other rank to learn from which parts exist
+        is_built_on_rank=lambda: any(readers) or alone(),
+    )
+    exist = torch.tensor([part is not None for part in parts], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(exist, op=dist.ReduceOp.MAX)
+    trained, is_cyclic = state.consumed_train_samples, options.data.dataloader_type == "cyclic"
+    if share is not None:
+        train, *others = parts
+        view = None if train is None else _stream_view(train, share, options.training.seed if is_cyclic else None)
+        parts, trained, is_cyclic = (view, *others), share.position, False
+    consumed = (trained, state.consumed_valid_samples, 0)
+    cyclic = (is_cyclic, False, False)
+    return tuple(
+        [_loader(options, layout, part, *place) if reads else None for reads in readers] if exists else None
+        for part, exists, *place in zip(parts, exist.tolist(), consumed, cyclic, strict=True)
+    )
+
+
+def sees_tokens(chunk: torch.nn.Module) -> bool:
+    """Return whether the chunk embeds tokens, or computes the loss from them."""
+    return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
+
+
+def _stream_view(dataset, share: DataShare, cyclic_seed: int | None) -> StreamView:
+    """Return the samples of ``share``; with a seed, of endless passes. All replicas use the same order of passes."""
+    return StreamView(dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed), share.stream)
+
+
+def wanted_samples(options: Options, share: DataShare | None = None) -> tuple[int, int, int]:
+    """Return how many samples the run reads of the train, validation and test parts."""
+    t, e = options.training, options.evaluation
+    steps = train_steps(t)
+    evaluations = 0 if not e.eval_iters else 1 + (steps // e.eval_interval if e.eval_interval else 0)
+    one = e.eval_iters * t.global_batch_size
+    train_samples = t.train_samples or steps * t.global_batch_size
+    if share is not None:
+        train_samples = share.needed(steps, t.global_batch_size)
+    if e.skip_train:
+        train_samples = 0
+    return train_samples, evaluations * one, one
+
+
+def _loader(options: Options, layout: Layout, dataset, consumed: int, cyclic: bool) -> MicrobatchLoader:
+    return MicrobatchLoader(
+        dataset,
+        micro_batch_size=options.training.micro_batch_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=layout.dp,
+        consumed_samples=consumed,
+        num_workers=options.data.num_workers,
+        cyclic=cyclic,
+        seed=options.training.seed,
+        pin_memory=True,
+    )

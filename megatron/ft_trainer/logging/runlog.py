@@ -1,0 +1,240 @@
+"""Writes the log of a run to the terminal, TensorBoard and the metrics file.
+
+Only the last rank writes, because it is on the last pipeline stage and so has the loss.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft.base.errors import UserError
+from ft.record.metrics import MetricsFile
+from megatron.ft_trainer.arguments.logging import LoggingOptions
+
+
+@dataclass
+class StepReport:
+    """The logged values of one step, under their names in the metrics file; None for values that were not requested.
+
+    ``of_protections`` has the figures of the run's protections, by name.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    consumed_samples: int
+    global_batch_size: int
+    step_time_s: float
+    tokens_per_s: float
+    tflops_per_gpu: float
+    loss_scale: float
+    skipped: bool
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    load_balancing_loss: float | None = None
+    validation_loss: float | None = None
+    of_protections: dict[str, float] = field(default_factory=dict)
+
+
+class RunLog(AbstractContextManager):
+    """Writes a run's values. On all ranks except the writing one, all methods do nothing.
+
+    Args:
+        options: logging flags.
+        is_writer: whether this rank writes.
+        first_step: number of steps that the run has done before this process started. Lines of later steps are removed
+            from an existing metrics file, because these steps are repeated.
+        last_step: number of steps of the whole run.
+        config: the run's options, which Weights & Biases shows.
+    """
+
+    def __init__(
+        self,
+        options: LoggingOptions,
+        *,
+        is_writer: bool,
+        first_step: int,
+        last_step: int,
+        config: Mapping[str, Any] | None = None,
+    ):
+        self._options, self._last_step = options, last_step
+        self._since_line: list[StepReport] = []
+        self._skipped = 0
+        self._metrics = self._tensorboard = self._bar = self._wandb = None
+        if not is_writer:
+            self._options = None
+            return
+        if options.metrics_file:
+            self._metrics = MetricsFile(Path(options.metrics_file), first_step, self.line)
+        if options.tensorboard_dir:
+            self._tensorboard = _open_tensorboard(options)
+        if options.wandb_project:
+            self._wandb = _open_wandb(options, config)
+        if options.progress_bar:
+            from tqdm import tqdm
+
+            every = 0.2 if sys.stderr.isatty() else 10.0
+            self._bar = tqdm(
+                total=last_step, initial=first_step, unit="step", dynamic_ncols=True, smoothing=0.1, mininterval=every
+            )
+
+    def __exit__(self, *exception) -> None:
+        bar, self._bar = self._bar, None
+        # The progress bar must be closed before the metrics file, which may print how many lines it could not write.
+        for writer in (bar, self._tensorboard, self._metrics):
+            if writer is not None:
+                writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._metrics = self._tensorboard = self._wandb = None
+
+    def rewind(self, step: int) -> None:
+        """Go back to ``step``, from which training is repeated: drop the values of later steps."""
+        if self._options is None:
+            return
+        self._since_line = [report for report in self._since_line if report.step <= step]
+        if self._metrics is not None:
+            self._metrics.rewind(step)
+        if self._bar is not None:
+            self._bar.n = step
+            self._bar.refresh()
+
+    def step(self, report: StepReport) -> None:
+        """Log a finished step."""
+        if self._options is None:
+            return
+        if self._metrics is not None:
+            values = {**asdict(report), **report.of_protections, "of_protections": None}
+            figures = {name: value for name, value in values.items() if value is not None}
+            self._metrics.write({**figures, "wall": round(time.time(), 3)})
+        if report.step % self._options.tensorboard_log_interval == 0:
+            self._write_scalars(self._scalars(report), report.step)
+        self._since_line.append(report)
+        self._skipped += report.skipped
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {report.loss:.3f}, {report.tokens_per_s:,.0f} tokens/s", refresh=False)
+            self._bar.update(report.step - self._bar.n)
+        elif report.step % self._options.log_interval == 0 or report.step == self._last_step:
+            self.line(iteration_line(self._since_line, self._last_step, self._skipped))
+        if report.step % self._options.log_interval == 0:
+            self._since_line, self._skipped = [], 0
+
+    def evaluation(self, step: int, name: str, loss: float) -> None:
+        """Log an evaluation on ``name`` (validation or test) after ``step``."""
+        if self._options is None:
+            return
+        perplexity = math.exp(min(20.0, loss))
+        self.line(f" {name} loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | ")
+        scalars = {f"lm loss {name}": loss}
+        if self._options.log_validation_ppl_to_tensorboard:
+            scalars[f"lm loss {name} ppl"] = perplexity
+        self._write_scalars(scalars, step)
+
+    def line(self, text: str) -> None:
+        """Print one line on the terminal, above the progress bar if there is one."""
+        if self._options is None:
+            return
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def _write_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
+        given = {name: value for name, value in scalars.items() if value is not None}
+        if self._tensorboard is not None:
+            for name, value in given.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(given, step=step)
+
+    def _scalars(self, report: StepReport) -> dict[str, float | None]:
+        scalars: dict[str, float | None] = {
+            "lm loss": report.loss,
+            "learning-rate": report.lr,
+            "grad-norm": report.grad_norm,
+            "batch-size": report.global_batch_size,
+            "iteration-time": report.step_time_s,
+            "tokens-per-second": report.tokens_per_s,
+            "throughput": report.tflops_per_gpu,
+            "num-zeros": report.num_zeros,
+            "params-norm": report.params_norm,
+            "load_balancing_loss": report.load_balancing_loss,
+            **report.of_protections,
+        }
+        if self._options.log_loss_scale_to_tensorboard:
+            scalars["loss-scale"] = report.loss_scale
+        if self._options.log_world_size_to_tensorboard:
+            scalars["world-size"] = int(os.environ.get("WORLD_SIZE", "1"))
+        if self._options.log_memory_to_tensorboard:
+            import torch
+
+            scalars["mem-allocated-bytes"] = torch.cuda.memory_allocated()
+        return scalars
+
+
+def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> str:
+    """Return Megatron-LM's line for the newest of ``reports``, with time and throughput averaged over all of them.
+
+    Args:
+        reports: the steps since the last line, oldest first.
+        last_step: number of steps of the run.
+        skipped: number of steps since the last line whose update was skipped.
+    """
+    now, count = reports[-1], len(reports)
+    parts = [
+        f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {now.step:8d}/{last_step:8d}",
+        f"consumed samples: {now.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {sum(r.step_time_s for r in reports) / count * 1000:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {sum(r.tflops_per_gpu for r in reports) / count:.3g}",
+        f"tokens/s: {sum(r.tokens_per_s for r in reports) / count:.0f}",
+        f"learning rate: {now.lr:.6E}",
+        f"global batch size: {now.global_batch_size:5d}",
+        f"lm loss: {now.loss:.6E}",
+        f"loss scale: {now.loss_scale:.1f}",
+    ]
+    optional = {
+        "load_balancing_loss": (now.load_balancing_loss, "{:.6E}"),
+        "grad norm": (now.grad_norm, "{:.3f}"),
+        "num zeros": (now.num_zeros, "{}"),
+        "params norm": (now.params_norm, "{:.3f}"),
+    }
+    parts += [f"{name}: {shape.format(value)}" for name, (value, shape) in optional.items() if value is not None]
+    parts.append(f"number of skipped iterations: {skipped:3d}")
+    return " | ".join(parts) + " |"
+
+
+def _open_tensorboard(options: LoggingOptions):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError("--tensorboard-dir needs TensorBoard", "pip install tensorboard") from error
+    try:
+        return SummaryWriter(options.tensorboard_dir, max_queue=options.tensorboard_queue_size)
+    except OSError as error:
+        raise UserError(
+            f"--tensorboard-dir {options.tensorboard_dir} cannot be written: {error}", "give a writable folder"
+        ) from error
+
+
+def _open_wandb(options: LoggingOptions, config: Mapping[str, Any] | None):
+    """Return a run of Weights & Biases. WANDB_MODE=offline keeps its figures in files."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError("--wandb-project needs Weights & Biases", "pip install wandb") from error
+    folder = Path(options.wandb_save_dir or "wandb")
+    folder.mkdir(parents=True, exist_ok=True)
+    return wandb.init(
+        dir=str(folder),
+        name=options.wandb_exp_name,
+        project=options.wandb_project,
+        entity=options.wandb_entity,
+        config=dict(config or {}),
+    )

@@ -1,0 +1,155 @@
+"""A whole training run on one rank, from its options to the last checkpoint."""
+
+import gc
+import os
+import time
+
+import torch.distributed as dist
+
+from ft.protection.stack import Protections
+from megatron.ft_trainer import model
+from megatron.ft_trainer.arguments import Layout, Options
+from megatron.ft_trainer.arguments.batch import train_steps
+from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
+from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
+from megatron.ft_trainer.checkpoints import load, say
+from megatron.ft_trainer.config import transformer_config
+from megatron.ft_trainer.data import dataset_prefixes
+from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.ft_trainer.evaluate import evaluate, validate
+from megatron.ft_trainer.exits import Exits
+from megatron.ft_trainer.initialize import init_model_parallel, init_overlapped_communication, seed_everything
+from megatron.ft_trainer.job import Job
+from megatron.ft_trainer.loaders import make_loaders
+from megatron.ft_trainer.logging.profile import Profiler
+from megatron.ft_trainer.logging.runlog import RunLog
+from megatron.ft_trainer.logging.summary import count_parameters, startup_summary
+from megatron.ft_trainer.logging.timing import attach_timers
+from megatron.ft_trainer.loop import train
+from megatron.ft_trainer.trainer import JobTrainer
+from megatron.ft_trainer.warm_up import compile_fused_functions
+
+
+def pretrain(options: Options, layout: Layout, protections: Protections | None = None) -> TrainState:
+    """Run the training that ``options`` describe, inside an initialized process group of ``layout.world_size`` ranks.
+
+    Args:
+        options: options of the run, checked.
+        layout: sizes of the parallel groups.
+        protections: systems that protect the run; None: no protection.
+
+    Returns:
+        the train state at the end of the run: step and consumed samples.
+    """
+    started = time.monotonic()
+    protections = protections or Protections()
+    init_model_parallel(options.core, layout, replicates_ends=protections.replicates_ends)
+    init_overlapped_communication(options, layout)
+    job = assemble(options, layout, started, protections)
+    job.protection = protections.stack(JobTrainer(job))
+    with job.log, job.exits:
+        job.protection.run_with_recovery(lambda: run(job))
+    for loaders in (job.train_loaders, job.valid_loaders, job.test_loaders):
+        for loader in filter(None, loaders or []):
+            loader.close()
+    job.checkpointer.close()
+    return job.state
+
+
+def assemble(options: Options, layout: Layout, started: float, protections: Protections | None = None) -> Job:
+    """Build everything that a run needs, and load the checkpoint that it resumes from, if there is one.
+
+    Args:
+        options: options of the run, checked.
+        layout: sizes of the parallel groups.
+        started: ``time.monotonic()`` from which --exit-duration-in-mins counts.
+        protections: systems that protect the run; None: no protection. If they provide this rank's state, no checkpoint
+            is loaded and no startup summary is printed.
+    """
+    protections = protections or Protections()
+    is_given_state = protections.is_given_state
+    seed_everything(options.training)
+    if not is_given_state:  # which has the random generators' states, too
+        config, gated = transformer_config(options, layout), options.core.swiglu
+        compile_fused_functions(config, options.data.seq_length, options.training.micro_batch_size, gated=gated)
+    tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))
+    vocab_size = padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)
+    remember_choices(options, tokenizer, vocab_size)
+    trainee = model.build(
+        options,
+        layout,
+        vocab_size,
+        initialize=protections.draws_weights,
+        ends=protections.ends(),
+        verified=protections.intercepts_operators,
+    )
+    timers = attach_timers(options.logging, trainee)
+    if not is_given_state:
+        say(
+            "\n".join([startup_summary(options, layout, count_parameters(trainee.chunks), tokenizer), *options.notices])
+        )
+
+    state = TrainState()
+    checkpointer = Checkpointer(
+        options.checkpoint,
+        layout=vars(layout),
+        run_info=run_info(options, tokenizer),
+        data_parallel_random_init=options.training.data_parallel_random_init,
+        log=lambda text: say(text, over_bar=options.logging.progress_bar),
+    )
+    if not is_given_state:
+        load(checkpointer, options, trainee, state, is_restart=int(os.environ.get("FT_RESTART", "0")) > 0)
+    block = options.training.micro_batch_size * layout.dp
+    share = protections.share(state.extra, state.step, state.consumed_train_samples, block)
+    train_loaders, valid_loaders, test_loaders = make_loaders(options, layout, tokenizer, trainee.chunks, state, share)
+    log = RunLog(
+        options.logging,
+        is_writer=dist.get_rank() == layout.world_size - 1,
+        first_step=train_steps(options.training) or 0 if is_given_state else state.step,
+        last_step=train_steps(options.training),
+        config=options.as_dict(),
+    )
+    if options.training.manual_gc:
+        gc.disable()
+        gc.collect()
+    exits = Exits(options.training, started)
+    loaders = (train_loaders, valid_loaders, test_loaders)
+    verified = protections.intercepts_operators
+    profiler = Profiler(options.logging, dist.get_rank())
+    return Job(
+        *(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, timers),
+        verified=verified,
+        profiler=profiler,
+    )
+
+
+def run(job: Job) -> None:
+    """Train and evaluate; with --skip-train only evaluate."""
+    if job.options.evaluation.skip_train:
+        if job.valid_loaders:
+            validate(job)
+    else:
+        train(job)
+    if job.ending:
+        job.log.line(f"ending after step {job.state.step}: {job.ending}")
+    elif job.test_loaders:
+        job.log.evaluation(job.state.step, "test", evaluate(job, job.test_loaders))
+    job.checkpointer.maybe_finalize(blocking=True)
+
+
+def run_info(options: Options, tokenizer: Tokenizer) -> dict:
+    """Return the values that a checkpoint stores about the run that wrote it."""
+    stored = options.as_dict()
+    shape = {name: stored["core"][name] for name in OF_THE_MODEL if name in stored["core"]}
+    shape["vocab_size"] = tokenizer.vocab_size
+    if options.core.position_embedding_type == "learned_absolute":
+        shape["max_position_embeddings"] = options.core.max_position_embeddings
+    return {"model": shape, "options": stored, "fingerprints": {"tokenizer": tokenizer.fingerprint}}
+
+
+def remember_choices(options: Options, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Write values that were determined at startup into ``options``, so that a checkpoint's options suffice to load
+    it."""
+    options.tokenizer.tokenizer_type = tokenizer.kind
+    options.tokenizer.vocab_size = tokenizer.vocab_size
+    options.tokenizer.padded_vocab_size = vocab_size

@@ -1,0 +1,193 @@
+"""One training step and its metrics."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.ft_trainer.arguments.batch import global_batch_size
+from megatron.ft_trainer.forward import make_forward_step, refuse_non_finite
+from megatron.ft_trainer.job import Job
+from megatron.ft_trainer.loaders import Loaders
+from megatron.ft_trainer.logging.flops import step_flops
+from megatron.ft_trainer.logging.norms import params_norm
+from megatron.ft_trainer.logging.runlog import StepReport
+from megatron.patches import step_state
+
+
+@dataclass
+class Update:
+    """The outcome of one training step's optimizer update. ``loss`` is NaN on all but the last pipeline stage."""
+
+    samples: int
+    lr: float
+    loss: float
+    applied: bool
+    grad_norm: float | None
+    num_zeros: int | None
+
+
+def train_step(job: Job) -> StepReport:
+    """Run forward and backward of every microbatch and the optimizer step; advance schedule and ``job.state``."""
+    started = time.perf_counter()
+    update = _computed(job) if job.protection.begins() else _catch_up(job)
+    job.state.step += 1
+    job.state.consumed_train_samples += update.samples
+    return _report(job, update, time.perf_counter() - started)
+
+
+def run_schedule(job: Job, loaders: Loaders, samples: int, *, forward_only: bool) -> list[torch.Tensor]:
+    """Run ``samples`` samples through megatron-core's pipeline schedule.
+
+    Args:
+        job: the run.
+        loaders: loaders of the microbatches.
+        samples: number of samples over all data-parallel ranks.
+        forward_only: whether to leave out the backward passes.
+
+    Returns:
+        on the last stage [loss sum, tokens] for each microbatch, on other stages an empty list.
+    """
+    chunks, interleaved = job.trainee.chunks, job.layout.vpp is not None
+    return get_forward_backward_func()(
+        forward_step_func=make_forward_step(job.options.training.check_for_nan_in_loss_and_grad and not job.verified),
+        data_iterator=loaders if interleaved else loaders[0],
+        model=chunks if interleaved else chunks[0],
+        num_microbatches=job.microbatches(samples),
+        seq_length=job.options.data.seq_length,
+        micro_batch_size=job.options.training.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def mean_loss(reported: list[torch.Tensor]) -> float:
+    """Return the mean over the tokens of all data-parallel ranks; NaN on all but the last pipeline stage."""
+    if not reported:
+        return float("nan")
+    total = torch.stack(reported).sum(dim=0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return (total[0] / total[1]).item()
+
+
+def _computed(job: Job) -> Update:
+    """Compute a step on this rank.
+
+    If operators are verified, the loss is checked for NaN and infinity only after the verification, because before that
+    a non-finite loss may be the result of a hardware error.
+    """
+    update = job.protection.compute(lambda: _update(job))
+    if job.verified and job.options.training.check_for_nan_in_loss_and_grad:
+        refuse_non_finite(update.loss if parallel_state.is_pipeline_last_stage() else 0.0)
+    return update
+
+
+def _update(job: Job) -> Update:
+    samples = global_batch_size(job.options.training, job.state.consumed_train_samples)
+    _zero_gradients(job)
+    own = job.protection.share(samples)
+    reported = run_schedule(job, job.train_loaders, own, forward_only=False) if own else _give_nothing(job)
+    return _apply(job, samples, job.protection.reduce(reported))
+
+
+def _catch_up(job: Job) -> Update:
+    """Run the step of a rank that takes its state from other ranks.
+
+    The rank contributes zero gradients while the state is fetched, and then runs the same optimizer update as the other
+    ranks.
+    """
+    _zero_gradients(job)
+    job.protection.catching_up()
+    reported = job.protection.reduce(_give_nothing(job))
+    job.protection.caught_up()
+    return _apply(job, global_batch_size(job.options.training, job.state.consumed_train_samples), reported)
+
+
+def _give_nothing(job: Job) -> list[torch.Tensor]:
+    """Take part in the gradient exchange with zero gradients, without a forward or backward pass."""
+    config = job.trainee.config
+    step_state.expect_no_backward(job.trainee.chunks)
+    tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+    config.finalize_model_grads_func(job.trainee.chunks, tokens if config.calculate_per_token_loss else None)
+    return []
+
+
+def rehearse(job: Job, samples: int) -> None:
+    """Run forward and backward passes and discard the results, so that the first real step has no one-time costs."""
+    _zero_gradients(job)
+    run_schedule(job, job.train_loaders, samples, forward_only=False)
+
+
+def _zero_gradients(job: Job) -> None:
+    for chunk in job.trainee.chunks:
+        chunk.zero_grad_buffer()
+    job.trainee.optimizer.zero_grad()
+
+
+def _apply(job: Job, samples: int, reported: list[torch.Tensor]) -> Update:
+    """Run the optimizer step. ``reported``: [loss sum, tokens] of all microbatches, on the last stage."""
+    trainee = job.trainee
+    job.exits.ask()
+    lr = get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0
+    level = job.options.training.empty_unused_memory_level
+    if level:
+        torch.cuda.empty_cache()
+    applied, grad_norm, num_zeros = trainee.optimizer.step()
+    if level > 1:
+        torch.cuda.empty_cache()
+    if applied:
+        trainee.scheduler.step(increment=samples)
+    return Update(samples, lr, mean_loss(reported), applied, grad_norm, num_zeros)
+
+
+def _report(job: Job, update: Update, seconds: float) -> StepReport:
+    options = job.options
+    tokens = update.samples * options.data.seq_length
+    flops = step_flops(options.core, options.data.seq_length, job.padded_vocab_size, update.samples)
+    return StepReport(
+        step=job.state.step,
+        loss=update.loss,
+        grad_norm=None if update.grad_norm is None else float(update.grad_norm),
+        lr=update.lr,
+        consumed_samples=job.state.consumed_train_samples,
+        global_batch_size=update.samples,
+        step_time_s=seconds,
+        tokens_per_s=tokens / seconds,
+        tflops_per_gpu=flops / seconds / job.layout.world_size / 1e12,
+        loss_scale=job.trainee.optimizer.get_loss_scale().item(),
+        skipped=not update.applied,
+        num_zeros=update.num_zeros,
+        params_norm=_params_norm(job) if options.logging.log_params_norm else None,
+        load_balancing_loss=_load_balancing_loss(job, update.samples),
+        of_protections=job.protection.metrics(),
+    )
+
+
+def _params_norm(job: Job) -> float:
+    with job.trainee.whole_params():
+        return params_norm(job.trainee.chunks)
+
+
+def _load_balancing_loss(job: Job, samples: int) -> float | None:
+    """Return the mean auxiliary loss of the MoE layers over the step; None if the run has no such loss."""
+    moe = job.options.core
+    if moe.num_experts is None or not moe.moe_aux_loss_coeff or "aux_loss" not in moe.moe_router_load_balancing_type:
+        return None
+    name = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}.get(
+        moe.moe_router_load_balancing_type, "global_load_balancing_loss"
+    )
+    totals: dict[str, torch.Tensor] = {}
+    track_moe_metrics(
+        loss_scale=1 / job.microbatches(samples),
+        iteration=job.state.step,
+        total_loss_dict=totals,
+        force_initialize=True,
+        track_names=[name],
+        num_layers=job.options.core.num_layers,
+        moe_layer_freq=moe.moe_layer_freq,
+    )
+    return totals[name].item()

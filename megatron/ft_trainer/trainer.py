@@ -1,0 +1,107 @@
+"""Adapter that gives fault-tolerance systems access to a training job.
+
+It implements :class:`ft.protection.contract.Trainer`, the interface that hot-swap recovery, FT-HSDP, DMR and the other
+systems in ``ft`` use. That class documents the attributes and methods.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.ft_trainer.arguments.batch import global_batch_size, train_steps
+from megatron.ft_trainer.checkpointing import naming, verify
+from megatron.ft_trainer.checkpoints import load, save
+from megatron.ft_trainer.fingerprint import fingerprint
+from megatron.ft_trainer.initialize import seed_everything
+from megatron.ft_trainer.job import Job
+from megatron.ft_trainer.loaders import Loaders
+from megatron.ft_trainer.position import JobPosition
+from megatron.ft_trainer.step import rehearse
+
+
+class JobTrainer:
+    """The interface of one :class:`Job` to the fault-tolerance systems that protect it. Most members delegate to it."""
+
+    def __init__(self, job: Job):
+        self._job, self.position = job, JobPosition(job)
+        options = job.options
+        self.seed, self.clip_grad = options.training.seed, options.core.clip_grad
+        self.draws_apart = options.training.data_parallel_random_init
+        self.steps, self.batch = train_steps(options.training), options.training.global_batch_size
+        self.saves = options.checkpoint.save is not None
+        self.save_interval = options.checkpoint.save_interval if self.saves else None
+
+    @property
+    def chunks(self) -> list[DistributedDataParallel]:
+        return self._job.trainee.chunks
+
+    @property
+    def optimizer(self) -> Any:
+        return self._job.trainee.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        return self._job.trainee.scheduler
+
+    @property
+    def loaders(self) -> Loaders:
+        return self._job.train_loaders or []
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return self._job.state.extra
+
+    @property
+    def step(self) -> int:
+        return self._job.state.step
+
+    @property
+    def samples(self) -> int:
+        return self._job.state.consumed_train_samples
+
+    @property
+    def batch_now(self) -> int:
+        return global_batch_size(self._job.options.training, self.samples)
+
+    def microbatches(self, samples: int) -> int:
+        return self._job.microbatches(samples)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return fingerprint(self._job.options, self._job.layout)
+
+    def reseed(self, step: int) -> None:
+        seed_everything(self._job.options.training, step)
+
+    def rehearse(self, samples: int) -> None:
+        rehearse(self._job, samples)
+
+    def skip(self, samples: int) -> None:
+        for loader in filter(None, self.loaders):
+            loader.seek(self.samples + samples)
+
+    def newest_checkpoint(self) -> Path | None:
+        folder = self._job.options.checkpoint.save
+        if folder is None or not Path(folder).is_dir():
+            return None
+        newest = naming.newest_complete(verify.scan_all(self._job.options.checkpoint, Path(folder)))
+        return None if newest is None else Path(folder) / newest.name
+
+    def is_saved(self, step: int) -> bool:
+        try:
+            found = verify.scan(Path(self._job.options.checkpoint.save))
+        except OSError:
+            return False
+        return any(each.complete and each.step == step for each in found)
+
+    def load(self) -> bool:
+        job = self._job
+        return load(job.checkpointer, job.options, job.trainee, job.state, is_restart=True)
+
+    def save(self) -> None:
+        save(self._job, blocking=True)
+
+    def rewind(self) -> None:
+        self._job.log.rewind(self.step)
+
+    def end(self, reason: str) -> None:
+        self._job.exits.end(reason)
