@@ -96,6 +96,61 @@ class Message:
     bodies: list[bytes]
 
 
+class Frames:
+    """Makes and reads the frames of one end of a channel. It does no I/O.
+
+    Args:
+        party: this end, after the handshake.
+        theirs: the other end's challenge.
+    """
+
+    def __init__(self, party: Party, theirs: bytes):
+        self._key, self._is_dialer = party.key(theirs), party.is_dialer
+        self._sent = self._received = 0
+
+    def message(self, kind: bytes, mark: Mark, words: dict[str, Any], bodies: Sequence[bytes]) -> list[Bytes]:
+        """Return the pieces of the message that is to be sent next; see :meth:`FramedChannel.send`."""
+        text = json.dumps([words, [len(body) for body in bodies]], separators=(",", ":")).encode()
+        payload = [_LENGTH.pack(len(text)), text, *bodies]
+        return [self.head(Head(kind, mark, 0, sum(map(len, payload)), self._check(payload))), *payload]
+
+    def head(self, head: Head) -> bytes:
+        """Return the head of the frame that is to be sent next, with its seal."""
+        data = _HEAD.pack(head.kind, *head.mark, *head[2:])
+        seal = self._seal(data, self._is_dialer, self._sent)
+        self._sent += 1
+        return data + seal
+
+    def read_head(self, data: bytes) -> Head:
+        """Return the head that was received next. Raise BadFrame if it is not the one that the other end has sent."""
+        head, seal = data[: _HEAD.size], data[_HEAD.size :]
+        if not is_equal(seal, self._seal(head, not self._is_dialer, self._received)):
+            raise BadFrame("a head that does not fit its seal")
+        self._received += 1
+        kind, rank, step, epoch, offset, length, check = _HEAD.unpack(head)
+        return Head(kind, Mark(rank, step, epoch), offset, length, check)
+
+    def read_message(self, head: Head, payload: bytes | bytearray) -> Message:
+        """Return the message with this head. Raise BadFrame if ``payload`` is not what the other end has sent."""
+        if self._check([payload]) != head.check:
+            raise BadFrame("a message that does not fit its hash")
+        try:
+            words, bodies = _unpack(payload)
+        except (ValueError, TypeError, struct.error, RecursionError) as error:
+            raise BadFrame(f"a message that makes no sense: {error}") from error
+        return Message(head.kind, head.mark, words, bodies)
+
+    def _seal(self, head: bytes, is_from_dialer: bool, number: int) -> bytes:
+        place = _NUMBER.pack(is_from_dialer, number)
+        return hashlib.blake2b(place + head, digest_size=_SEAL_BYTES, key=self._key).digest()
+
+    def _check(self, payload: Sequence[Bytes]) -> int:
+        digest = hashlib.blake2b(digest_size=_CHECK_BYTES, key=self._key)
+        for piece in payload:
+            digest.update(piece)
+        return int.from_bytes(digest.digest())
+
+
 class FramedChannel:
     """One end of a connection. One thread may send while another one receives; not more than one of each.
 
@@ -110,8 +165,7 @@ class FramedChannel:
 
     def __init__(self, connection: socket.socket, patience_s: float):
         self.socket, self.is_shut = connection, False
-        self._key, self._is_dialer = b"", False
-        self._sent = self._received = 0
+        self._frames: Frames | None = None
         self._scratch: memoryview | None = None
         connection.settimeout(None)
         if connection.family != socket.AF_UNIX:
@@ -131,7 +185,7 @@ class FramedChannel:
         """
         party = Party(token, purpose, is_dialer=True)
         theirs, _ = dial(self.socket, party, limit_s)
-        self._key, self._is_dialer = party.key(theirs), True
+        self._frames = Frames(party, theirs)
 
     def accept(self, token: str, purpose: str, limit_s: float) -> None:
         """Run the acceptor's part of the handshake, with the arguments of :meth:`dial`, before anything else.
@@ -140,7 +194,7 @@ class FramedChannel:
         """
         party = Party(token, purpose, is_dialer=False)
         theirs, _ = accept(self.socket, party, limit_s)
-        self._key = party.key(theirs)
+        self._frames = Frames(party, theirs)
         self.write([party.seal(theirs)])
 
     def be_patient(self, seconds: float) -> None:
@@ -162,13 +216,11 @@ class FramedChannel:
             words: JSON values.
             bodies: byte strings.
         """
-        text = json.dumps([words or {}, [len(body) for body in bodies]], separators=(",", ":")).encode()
-        payload = [_LENGTH.pack(len(text)), text, *bodies]
-        self.write([self._head(Head(kind, mark, 0, sum(map(len, payload)), self._check(payload))), *payload])
+        self.write(self._frames.message(kind, mark, words or {}, bodies))
 
     def pack(self, kind: bytes, mark: Mark, offset: int, data: Bytes, check: int) -> list[Bytes]:
         """Return the frame with bulk data that is to be sent next, in two pieces: the head, and ``data``."""
-        return [self._head(Head(kind, mark, offset, len(data), check)), data]
+        return [self._frames.head(Head(kind, mark, offset, len(data), check)), data]
 
     def write(self, pieces: Sequence[Bytes]) -> None:
         """Send the pieces of a frame."""
@@ -195,13 +247,7 @@ class FramedChannel:
             piece = bytearray(min(_PIECE, head.length - len(payload)))
             self._fill(memoryview(piece))
             payload += piece
-        if self._check([payload]) != head.check:
-            raise BadFrame("a message that does not fit its hash")
-        try:
-            words, bodies = _unpack(payload)
-        except (ValueError, TypeError, struct.error, RecursionError) as error:
-            raise BadFrame(f"a message that makes no sense: {error}") from error
-        return Message(head.kind, head.mark, words, bodies)
+        return self._frames.read_message(head, payload)
 
     def next(self) -> Head:
         """Receive the head of the next frame. If it has bulk data, call :meth:`take` next.
@@ -211,12 +257,7 @@ class FramedChannel:
         """
         data = memoryview(bytearray(HEAD_BYTES))
         self._fill(data)
-        head, seal = bytes(data[: _HEAD.size]), bytes(data[_HEAD.size :])
-        if not is_equal(seal, self._seal(head, not self._is_dialer, self._received)):
-            raise BadFrame("a head that does not fit its seal")
-        self._received += 1
-        kind, rank, step, epoch, offset, length, check = _HEAD.unpack(head)
-        return Head(kind, Mark(rank, step, epoch), offset, length, check)
+        return self._frames.read_head(bytes(data))
 
     def take(self, head: Head, into: memoryview) -> bool:
         """Receive the bulk data of the frame whose head was received last.
@@ -248,22 +289,6 @@ class FramedChannel:
     def close(self) -> None:
         self.socket.close()
 
-    def _head(self, head: Head) -> bytes:
-        data = _HEAD.pack(head.kind, *head.mark, *head[2:])
-        seal = self._seal(data, self._is_dialer, self._sent)
-        self._sent += 1
-        return data + seal
-
-    def _seal(self, head: bytes, is_from_dialer: bool, number: int) -> bytes:
-        place = _NUMBER.pack(is_from_dialer, number)
-        return hashlib.blake2b(place + head, digest_size=_SEAL_BYTES, key=self._key).digest()
-
-    def _check(self, payload: Sequence[Bytes]) -> int:
-        digest = hashlib.blake2b(digest_size=_CHECK_BYTES, key=self._key)
-        for piece in payload:
-            digest.update(piece)
-        return int.from_bytes(digest.digest())
-
     def _fill(self, view: memoryview) -> None:
         while view:
             try:
@@ -275,7 +300,7 @@ class FramedChannel:
             view = view[got:]
 
 
-def _unpack(payload: bytearray) -> tuple[dict[str, Any], list[bytes]]:
+def _unpack(payload: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]]:
     """Return the JSON values and the byte strings of a message."""
     (length,) = _LENGTH.unpack_from(payload)
     at = _LENGTH.size + length

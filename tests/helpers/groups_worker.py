@@ -6,8 +6,6 @@ import threading
 import time
 from dataclasses import asdict
 
-import torch.distributed as dist
-
 from ft.job.messages import GroupReport
 from ft.net.store import StoreConnection
 from ft.state.groups import Groups, Rendezvous, plan_rebuild
@@ -93,7 +91,7 @@ class Worker:
         while True:
             try:
                 reason = store.get(f"close/{epoch}").decode()
-            except RuntimeError:
+            except ConnectionError:
                 return  # the test has ended, and the store with it
             self.closed_at = time.monotonic()
             if self.groups is not None:
@@ -114,5 +112,5 @@ class Worker:
             return self._closed.wait_for(lambda: self._last_closed >= epoch, limit_s)
 
 
-def connect(address: str) -> dist.TCPStore:
-    return StoreConnection(address, TOKEN, 60.0).store
+def connect(address: str) -> StoreConnection:
+    return StoreConnection(address, TOKEN, 60.0)

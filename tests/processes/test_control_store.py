@@ -1,7 +1,8 @@
-"""The guarded store: members of the run come in, strangers do not, and change nothing."""
+"""The run's store: members of the run come in, strangers do not, and change nothing."""
 
 import contextlib
 import gc
+import resource
 import socket
 import threading
 import time
@@ -10,21 +11,27 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ft.base.errors import UserError
+from ft.base.errors import FtError, UserError
+from ft.net import acceptor
+from ft.net.framed import Mark
 from ft.net.handshake import GREETING_BYTES, Party, Refused, dial
-from ft.net.store import StoreConnection, StoreServer, client
-from ft.net.store.server import PORT, PURPOSE
+from ft.net.store import StoreConnection, StoreServer, lone_tcp_store
+from ft.net.store.server import PURPOSE
 
 TOKEN = "of the test"
 LIMIT_S = 20.0
 
 
-@pytest.fixture
-def server():
-    serving = StoreServer("127.0.0.1", 0, TOKEN)
-    serving.store.set("known", "1")
+@pytest.fixture(params=["memory", "TCPStore"])
+def server(request):
+    serving = StoreServer("127.0.0.1", 0, TOKEN, lone_tcp_store() if request.param == "TCPStore" else None)
+    member(serving).set("known", "1")
     yield serving
     serving.close()
+
+
+def member(server) -> StoreConnection:
+    return StoreConnection(server.address, TOKEN, LIMIT_S)
 
 
 def door(server) -> tuple[str, int]:
@@ -34,54 +41,121 @@ def door(server) -> tuple[str, int]:
 
 def is_served(server) -> bool:
     """A member still gets in, and finds what was there."""
-    connection = StoreConnection(server.address, TOKEN, LIMIT_S)
-    found = connection.store.get("known")
-    connection.close()
-    return found == b"1"
+    with contextlib.closing(member(server)) as connection:
+        return connection.get("known") == b"1"
 
 
 def test_members_share_what_is_stored(server):
-    first, second = (StoreConnection(server.address, TOKEN, LIMIT_S) for _ in range(2))
-    first.store.set("a", "first")
-    assert second.store.get("a") == b"first" == server.store.get("a")
-    second.store.queue_push("q", "x")
-    assert first.store.queue_pop("q") == b"x"
+    first, second = member(server), member(server)
+    first.set("a", "first")
+    assert second.get("a") == b"first"
+    second.queue_push("q", "x")
+    assert first.queue_pop("q") == b"x"
+    assert first.compare_set("a", "first", "next") == second.get("a") == b"next"
+    first.append("a", b"\0end")
+    first.multi_set(["b", "c"], [b"", b"\xff"])
+    assert second.multi_get(["a", "b", "c"]) == [b"next\0end", b"", b"\xff"]
+    assert second.check(["a", "b"]) and not second.check(["a", "absent"])
+    assert set(second.list_keys()) == {"known", "a", "b", "c"} and first.num_keys() >= 4
+    assert second.delete_key("b") and not second.delete_key("b") and not first.check(["b"])
+
+
+def test_torch_uses_it_through_a_prefix_of_its_own(server):
+    """As gloo does from C++."""
+    prefixed = dist.PrefixStore("of/a/group", member(server))
+    prefixed.set("a", b"\0\xff")
+    assert prefixed.get("a") == b"\0\xff" == member(server).get("of/a/group/a")
+    assert prefixed.add("n", 2) == 2 and prefixed.add("n", 3) == 5 and prefixed.has_extended_api()
+    assert prefixed.multi_get(["a", "n"]) == [b"\0\xff", b"5"] and prefixed.check(["a"]) and prefixed.delete_key("a")
+    gc.collect()
+    with pytest.raises(dist.DistStoreError, match="of/a/group/a"):
+        prefixed.wait(["n", "a"], timedelta(seconds=0.05))
 
 
 def test_many_members_at_once(server):
     found = []
 
     def enter(number):
-        connection = StoreConnection(server.address, TOKEN, LIMIT_S)
-        connection.store.add("sum", number)
+        connection = member(server)
+        connection.add("sum", number)
         found.append(connection)
 
     members = [threading.Thread(target=enter, args=(number,)) for number in range(24)]
-    for member in members:
-        member.start()
-    for member in members:
-        member.join(LIMIT_S)
-    assert len(found) == 24 and int(server.store.get("sum")) == sum(range(24))
+    for thread in members:
+        thread.start()
+    for thread in members:
+        thread.join(LIMIT_S)
+    assert len(found) == 24 and int(member(server).get("sum")) == sum(range(24))
 
 
-def test_a_member_outlives_the_object_that_let_it_in(server):
-    store = StoreConnection(server.address, TOKEN, LIMIT_S).store
-    gc.collect()
-    assert store.get("known") == b"1"
+def test_whoever_waits_is_answered_as_soon_as_all_keys_are_there(server):
+    first, second, third = member(server), member(server), member(server)
+    found = []
+    waiting = [
+        threading.Thread(target=lambda: found.append(first.multi_get(["x", "y"]))),
+        threading.Thread(target=lambda: found.append(second.queue_pop("q"))),
+    ]
+    for thread in waiting:
+        thread.start()
+    third.set("y", "2")
+    third.set("x", "1")
+    waiting[0].join(LIMIT_S)
+    third.queue_push("q", "entry")
+    waiting[1].join(LIMIT_S)
+    assert found == [[b"1", b"2"], b"entry"]
+
+
+def test_an_entry_of_a_queue_is_not_given_to_who_has_left(server):
+    leaving, staying = member(server), member(server)
+
+    def wait():
+        with pytest.raises(ConnectionError):
+            leaving.queue_pop("q")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not server._of_peer:
+        time.sleep(0.001)
+    leaving.break_off()
+    thread.join(LIMIT_S)
+    while server._of_peer:
+        time.sleep(0.001)
+    staying.queue_push("q", "entry")
+    assert staying.queue_pop("q") == b"entry"
+
+
+def test_a_wait_ends_with_its_time_and_the_connection_stays(server):
+    connection = member(server)
+    connection.set_timeout(timedelta(seconds=0.05))
+    with pytest.raises(dist.DistStoreError, match="never set"):
+        connection.get("never set")
+    with pytest.raises(dist.DistStoreError):
+        connection.queue_pop("empty", block=False)
+    assert connection.get("known") == b"1" and not server._waiting
+
+
+def test_what_makes_no_sense_is_refused_and_the_connection_stays(server):
+    connection = member(server)
+    connection.set("text", "abc")
+    with pytest.raises(FtError, match="refuses a request"):
+        connection.add("text", 1)
+    for kind, words in ((b"what", {"keys": ["a"]}), (b"get ", {"keys": 5}), (b"get ", {}), (b"pop ", {"keys": []})):
+        connection._channel.send(kind, Mark(), words)
+        assert connection._channel.receive().kind == b"fail"
+    assert connection.get("known") == b"1"
 
 
 def test_a_clone_is_served_as_well(server):
-    clone = StoreConnection(server.address, TOKEN, LIMIT_S).store.clone()
-    assert clone.get("known") == b"1"
+    assert member(server).clone().get("known") == b"1"
 
 
 def test_a_blocked_call_is_broken_off_and_later_ones_fail(server):
-    connection = StoreConnection(server.address, TOKEN, LIMIT_S)
+    connection = member(server)
     threading.Timer(0.1, connection.break_off).start()
-    with pytest.raises(RuntimeError):
-        connection.store.get("never set")
-    with pytest.raises(RuntimeError):
-        connection.store.get("known")
+    with pytest.raises(ConnectionError):
+        connection.get("never set")
+    with pytest.raises(ConnectionError):
+        connection.get("known")
     assert connection.is_broken and is_served(server)
 
 
@@ -107,26 +181,28 @@ def test_who_talks_nonsense_is_sent_away(said, server):
 
 
 def test_an_answer_overheard_lets_nobody_else_in(server):
+    party = Party(TOKEN, PURPOSE, is_dialer=True)
+
     class Overheard(Party):
         def seal(self, theirs, message=b""):
             return said
 
-    party, port = Party(TOKEN, PURPOSE, is_dialer=True), PORT.pack(1234)
-    with socket.create_connection(door(server), timeout=LIMIT_S) as member:
-        said = party.seal(party.read_greeting(member.recv(GREETING_BYTES)), port)
+    with socket.create_connection(door(server), timeout=LIMIT_S) as admitted:
+        said = party.seal(party.read_greeting(admitted.recv(GREETING_BYTES)))
         with socket.create_connection(door(server), timeout=LIMIT_S) as stranger, pytest.raises(Refused):
-            dial(stranger, Overheard(TOKEN, PURPOSE, True, party.challenge), LIMIT_S, port, PORT.size)
-        member.sendall(party.greeting() + said)
-        assert len(member.recv(1000)) > PORT.size
+            dial(stranger, Overheard(TOKEN, PURPOSE, True, party.challenge), LIMIT_S)
+        admitted.sendall(party.greeting() + said)
+        assert len(admitted.recv(1000)) > 0
+    assert is_served(server)
 
 
-def test_a_member_gives_its_port_with_its_proof(server):
-    """Whoever changes the port on the way lets nobody in."""
-    party = Party(TOKEN, PURPOSE, is_dialer=True)
-    with socket.create_connection(door(server), timeout=LIMIT_S) as member:
-        said = party.seal(party.read_greeting(member.recv(GREETING_BYTES)), PORT.pack(1234))
-        member.sendall(party.greeting() + PORT.pack(1235) + said[PORT.size :])
-        assert member.recv(1000).endswith(Party.REFUSAL)
+def test_a_request_before_the_proof_is_not_carried_out(server):
+    party = Party("another", PURPOSE, is_dialer=True)
+    with socket.create_connection(door(server), timeout=LIMIT_S) as stranger:
+        theirs = party.read_greeting(stranger.recv(GREETING_BYTES))
+        stranger.sendall(party.greeting() + party.seal(theirs) + b"del " + bytes(200))
+        assert stranger.recv(1000) == party.REFUSAL
+    assert is_served(server)
 
 
 def test_a_store_of_whoever_does_not_know_the_token_is_not_entered():
@@ -136,7 +212,7 @@ def test_a_store_of_whoever_does_not_know_the_token_is_not_entered():
             visitor, posing = other.accept()[0], Party("a guess", PURPOSE, is_dialer=False)
             visitor.sendall(posing.greeting())
             theirs = posing.read_greeting(visitor.recv(1000)[:GREETING_BYTES])
-            visitor.sendall(posing.seal(theirs, PORT.pack(other.getsockname()[1])))
+            visitor.sendall(posing.seal(theirs))
 
         threading.Thread(target=pose, daemon=True).start()
         with pytest.raises(ConnectionError, match="is no store of a run"):
@@ -144,29 +220,66 @@ def test_a_store_of_whoever_does_not_know_the_token_is_not_entered():
 
 
 def test_strangers_who_say_nothing_hold_up_nobody(server):
-    silent = [socket.create_connection(door(server), timeout=LIMIT_S) for _ in range(50)]
+    number = acceptor.MOST_STRANGERS + 50
+    silent = [socket.create_connection(door(server), timeout=LIMIT_S) for _ in range(number)]
     assert is_served(server)
     for stranger in silent:
         stranger.close()
 
 
-def test_torchs_own_client_gets_in_neither_at_the_door_nor_at_the_store(server):
-    inside = int(StoreConnection(server.address, TOKEN, LIMIT_S)._own.getpeername()[1])
-    for port in (door(server)[1], inside):
-        with pytest.raises(RuntimeError):
-            dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=0.5))
-    assert is_served(server) and server.store.num_keys() == server.store.num_keys()
+def test_a_server_without_free_descriptors_goes_on_and_admits_members(ranks):
+    """Its process may open 64 files. Strangers keep 200 connections open, and more than the store may accept."""
+    handle = ranks.start(serve, 1, 64, init=False)
+    handle.wait_for_output(0, "address")
+    address = handle.output(0).split()[-1]
+    before = StoreConnection(address, TOKEN, LIMIT_S)
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as strangers:
+        for _ in range(200):
+            strangers.enter_context(socket.create_connection((host, int(port)), timeout=LIMIT_S))
+        before.set("a", "1")
+        assert StoreConnection(address, TOKEN, LIMIT_S).get("a") == b"1"
+    assert before.get("a") == b"1"
+    handle.close()
 
 
-def test_the_stores_own_port_takes_no_packet_of_a_stranger(server):
-    inside = StoreConnection(server.address, TOKEN, LIMIT_S)._own.getpeername()
-    with pytest.raises(TimeoutError):
-        socket.create_connection(inside, timeout=0.3)
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.2", 0))
-        stranger.settimeout(0.3)
-        with pytest.raises(TimeoutError):
-            stranger.connect(inside)
+def test_torchs_own_client_does_not_get_in(server):
+    with pytest.raises(RuntimeError):
+        dist.TCPStore(*door(server), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=0.5))
+    assert is_served(server)
+
+
+def test_nobody_can_connect_to_the_tcp_store_behind_it(monkeypatch):
+    listeners, create = [], socket.create_server
+
+    def created(*args, **more):
+        listeners.append(create(*args, **more))
+        addresses.append(listeners[-1].getsockname())
+        return listeners[-1]
+
+    addresses = []
+    monkeypatch.setattr(socket, "create_server", created)
+    store = lone_tcp_store()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(addresses[0], timeout=LIMIT_S)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+
+
+def test_a_tcp_store_that_somebody_has_reached_is_thrown_away(monkeypatch):
+    strangers, make = [], dist.TCPStore
+
+    def made(host, port, **more):
+        store = make(host, port, **more)
+        if not strangers:
+            strangers.append(make(host, port, is_master=False, wait_for_workers=False))
+        return store
+
+    monkeypatch.setattr(dist, "TCPStore", made)
+    store = lone_tcp_store()
+    store.set("a", "1")
+    with pytest.raises(RuntimeError):
+        strangers[0].check(["a"])
 
 
 def test_nobody_answers():
@@ -185,54 +298,26 @@ def test_somebody_else_listens():
 
 
 def test_the_store_ends_with_its_process_and_connections_break(ranks):
-    handle = ranks.start(serve, 1, init=False)
+    handle = ranks.start(serve, 1, 0, init=False)
     handle.wait_for_output(0, "address")
-    address = handle.output(0).split()[-1]
-    connection = StoreConnection(address, TOKEN, LIMIT_S)
+    connection = StoreConnection(handle.output(0).split()[-1], TOKEN, LIMIT_S)
     handle.kill(0)
-    with pytest.raises(RuntimeError):
-        connection.store.get("never set")
+    with pytest.raises(ConnectionError):
+        connection.get("never set")
     handle.close()
 
 
-def serve():
+def serve(descriptors: int):
+    if descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     server = StoreServer("127.0.0.1", 0, TOKEN)
     print("address", server.address, flush=True)
     time.sleep(LIMIT_S)
 
 
-def test_a_client_of_torch_that_fails_before_it_connects_is_an_error_and_no_hang(server, monkeypatch):
-    """As when the name server, which torch asks in between, does not answer for longer than the connection may take."""
-
-    def fail(port):
-        raise RuntimeError("The client socket has timed out")
-
-    monkeypatch.setattr(client, "_client", fail)
-    with pytest.raises(ConnectionError, match="timed out"):
-        StoreConnection(server.address, TOKEN, LIMIT_S)
-
-
 def test_a_store_that_lets_in_and_then_says_nothing_is_an_error(server, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(client, "_enter", lambda *_: socket.create_connection(silent.getsockname()))
-        with pytest.raises(ConnectionError, match="does not answer"):
-            StoreConnection(server.address, TOKEN, 0.3)
-
-
-def test_a_store_that_ends_while_a_client_makes_itself_known_is_an_error(server, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as dying:
-
-        def enter(*_):
-            own = socket.create_connection(dying.getsockname())
-            threading.Thread(target=end_once_spoken_to, args=(dying,), daemon=True).start()
-            return own
-
-        monkeypatch.setattr(client, "_enter", enter)
-        with pytest.raises(ConnectionError, match="does not answer"):
-            StoreConnection(server.address, TOKEN, LIMIT_S)
-
-
-def end_once_spoken_to(listener):
-    own, _ = listener.accept()
-    own.recv(1)
-    own.close()
+    connection = member(server)
+    monkeypatch.setattr("ft.net.store.client._GRACE_S", 0.2)
+    monkeypatch.setattr(server._acceptor, "answer", lambda *_: None)
+    with pytest.raises(ConnectionError, match="does not write"):
+        connection.set("a", "1")

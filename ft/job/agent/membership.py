@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ft.base.errors import FtError
 from ft.job.agent.devices import Devices
 from ft.job.agent.environment import NodeContext
 from ft.job.messages import AgentJoined
@@ -72,6 +73,7 @@ class Membership:
         self._run_dir, self.place, self.is_late = run_dir, place, is_late
         self._seats, self._standbys, self._devices = seats, standbys, devices
         self._store_server: Any = None
+        self._token = ""
 
     def come_back(self) -> None:
         """Take a new name and offer standbys only, after the control plane has removed this node from the run.
@@ -96,7 +98,7 @@ class Membership:
 
         if self._store_server is not None:
             self._store_server.close()
-        place = self.place
+        place, self._token = self.place, token
         self._store_server = StoreServer(place.host, 0, token)
         seats, standbys = self._seats, self._standbys
         if self.is_late:
@@ -106,18 +108,22 @@ class Membership:
         return replace(joined, **self._devices.described(), **self._describe())
 
     def sweep(self, epoch: int) -> None:
-        """Remove old rendezvous keys from the store, in a thread, if the store holds more than ``_MANY_KEYS``.
+        """Remove old rendezvous keys from this node's store, in a thread, if it holds more than ``_MANY_KEYS``.
 
         Keys are grouped by epoch, the version of the assignment of workers to ranks. Keys of the present epoch
         (``epoch``) and of the one before are kept.
         """
-        if self._store_server is not None and self._store_server.store.num_keys() > _MANY_KEYS:
-            threading.Thread(target=_sweep, args=(self._store_server.store, epoch - 1), daemon=True).start()
+        if self._store_server is not None:
+            given = self._store_server.address, self._token, epoch - 1
+            threading.Thread(target=_sweep, args=given, daemon=True).start()
 
 
-def _sweep(store: Any, before: int) -> None:
-    with contextlib.suppress(RuntimeError):
-        for key in store.list_keys():
+def _sweep(address: str, token: str, before: int) -> None:
+    from ft.net.store import StoreConnection
+
+    # The server may end, and old releases of torch cannot list keys.
+    with contextlib.suppress(ConnectionError, FtError), contextlib.closing(StoreConnection(address, token)) as store:
+        for key in store.list_keys() if store.num_keys() > _MANY_KEYS else ():
             epoch = key.removeprefix("groups/").partition("/")[0]
             if key.startswith("groups/") and epoch.isdecimal() and int(epoch) < before:
                 store.delete_key(key)

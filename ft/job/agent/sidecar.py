@@ -141,9 +141,9 @@ def main() -> None:
     """
     processes.set_name("ft-ctl-spare")
     from ft.job.control import sidecar
-    from ft.net import store
+    from ft.net.store import lone_tcp_store
 
-    store.warm_up()
+    lone_tcp_store()  # with a process's first store, torch looks up names, for 10 s if no name server answers
     line = sys.stdin.read()
     status = 0
     if line:

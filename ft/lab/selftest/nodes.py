@@ -66,7 +66,8 @@ class Nodes:
         if place.node == 0:
             self.token = token.make(run_dir)
             self._server = StoreServer(place.host, place.port, self.token)
-            self._store, self.address = self._server.store, self._server.address
+            self.address = self._server.address
+            self._store = StoreConnection(self.address, self.token, _STORE_S)
         else:
             self.token, self.address = token.find(run_dir, _JOIN_S), f"{place.host}:{place.port}"
             self._store = self._joined(StoreConnection)
@@ -78,8 +79,7 @@ class Nodes:
         deadline = time.monotonic() + _JOIN_S
         while True:
             try:
-                self._connection = connection(self.address, self.token, _STORE_S)
-                return self._connection.store
+                return connection(self.address, self.token, _STORE_S)
             except ConnectionError as error:
                 if time.monotonic() > deadline:
                     raise UserError(
@@ -107,7 +107,7 @@ class Nodes:
             while not self._store.check([f"check/{number}"]):
                 self._turn()
             name, limit_s, is_cut = json.loads(self._store.get(f"check/{number}"))
-        except RuntimeError:  # node 0 is gone
+        except ConnectionError:  # node 0 is gone
             return None
         return (name, limit_s, is_cut) if name else None
 

@@ -69,7 +69,7 @@ class Rank:
     size: int
     address: str
     planted: bool
-    store: dist.TCPStore
+    store: dist.Store
     gpus: int
 
     def device(self) -> torch.device:
@@ -107,7 +107,7 @@ class Crew:
         self._codes: dict[int, int] = {}
         # The store starts threads, so it is made after the forks.
         self._server = StoreServer("127.0.0.1", 0, TOKEN)
-        self.store = self._server.store
+        self.store = StoreConnection(self._server.address, TOKEN, _STORE_S)
         files.replace(self._folder / "address", self._server.address)
 
     def kill(self, number: int) -> None:
@@ -186,7 +186,7 @@ class Crew:
             faulthandler.register(signal.SIGUSR1)
             torch.set_num_threads(1)
             address = _read(self._folder / "address")
-            store = StoreConnection(address, TOKEN, _STORE_S).store
+            store = StoreConnection(address, TOKEN, _STORE_S)
             result = function(Rank(number, self.size, address, planted, store, gpus))
             files.replace(self._folder / f"{number}.json", json.dumps(result))
             code = 0
@@ -286,8 +286,8 @@ class Member:
             self.wait_closed()
 
     def _follow(self) -> None:
-        store, epoch = StoreConnection(self._rank.address, TOKEN, 3600.0).store, 0
-        with contextlib.suppress(RuntimeError):  # the check has ended, and the store with it
+        store, epoch = StoreConnection(self._rank.address, TOKEN, 3600.0), 0
+        with contextlib.suppress(ConnectionError):  # the check has ended, and the store with it
             while True:
                 store.get(f"close/{epoch}")
                 self._closing, self.closed_at = epoch, time.monotonic()

@@ -86,7 +86,7 @@ class SelfTest:
             name, limit, is_cut = announced
             if name in checks:
                 result = self._run(checks[name], limit, is_cut)
-                with contextlib.suppress(RuntimeError):  # node 0 is gone: ``next`` says so
+                with contextlib.suppress(ConnectionError):  # node 0 is gone: ``next`` says so
                     self._nodes.report(number, result)
             number += 1
 

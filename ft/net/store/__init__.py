@@ -1,11 +1,9 @@
-"""A TCPStore with access control: only members of the run can connect to it.
+"""A key-value store over TCP for the members of a run, who prove with the run's token that they belong to it.
 
-Process groups rendezvous in it. torch's TCPStore has no authentication: any process that finds its port can read and
-write. Here, a packet filter on that port drops all packets except those of announced connections. A client announces
-its connection on a second port, the admission port, where it has to prove that it knows the run's secret token.
+Process groups rendezvous in it, and the control channel uses it. torch's own TCPStore serves whoever reaches its port.
 """
 
 from ft.net.store.client import StoreConnection
-from ft.net.store.server import StoreServer, warm_up
+from ft.net.store.server import StoreServer, lone_tcp_store
 
-__all__ = ["StoreConnection", "StoreServer", "warm_up"]
+__all__ = ["StoreConnection", "StoreServer", "lone_tcp_store"]

@@ -74,7 +74,7 @@ class Builder:
 
     def __init__(self, rendezvous: Rendezvous, prefix: str, connection: StoreConnection):
         self._rendezvous, self._prefix, self._connection = rendezvous, prefix, connection
-        self._store = dist.PrefixStore(prefix, connection.store)
+        self._store = dist.PrefixStore(prefix, connection)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._watch: sockets.Watch | None = None
@@ -154,6 +154,6 @@ class Builder:
     def _own_store(self, job: Job) -> Callable[[], tuple[dist.Store, StoreConnection]]:
         def opened() -> tuple[dist.Store, StoreConnection]:
             connection = self._rendezvous.connect()
-            return dist.PrefixStore(f"{self._prefix}/{job.name}/own", connection.store), connection
+            return dist.PrefixStore(f"{self._prefix}/{job.name}/own", connection), connection
 
         return opened

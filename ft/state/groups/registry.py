@@ -102,7 +102,7 @@ class Groups:
         if device_backend == "nccl":
             prepare_nccl(_say if rank == 0 else lambda message: None)
         own, default = rendezvous.connect(), rendezvous.connect()
-        default_store = dist.PrefixStore(f"{prefix}/default", default.store)
+        default_store = dist.PrefixStore(f"{prefix}/default", default)
         groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
         if not alone:
             groups._builder = Builder(rendezvous, prefix, groups._connection)

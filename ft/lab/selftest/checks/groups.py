@@ -55,7 +55,7 @@ def _nccl_alone(rank: Rank, device: torch.device) -> Measured:
 
         def opened(number: int = number) -> tuple[dist.Store, StoreConnection]:
             connection = StoreConnection(rank.address, TOKEN)
-            return dist.PrefixStore(f"alone/{number}", connection.store), connection
+            return dist.PrefixStore(f"alone/{number}", connection), connection
 
         began = time.monotonic()
         connection = NcclConnector(0, 1, timedelta(seconds=_TIMEOUT_S)).connect(rank.store, opened, None)

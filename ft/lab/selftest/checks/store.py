@@ -16,4 +16,4 @@ def of_all_nodes(context: Context) -> "dist.Store | None":
 
     from ft.net.store import StoreConnection
 
-    return dist.PrefixStore(context.check, StoreConnection(context.store, context.token, context.limit_s).store)
+    return dist.PrefixStore(context.check, StoreConnection(context.store, context.token, context.limit_s))

@@ -98,7 +98,8 @@ class _Ranks:
         self._context.set_forkserver_preload(["ft.lab.simulate.recovery.rank", "megatron.ft_trainer.initialize"])
         token = secrets.token_hex(16)
         server = StoreServer("127.0.0.1", 0, token)
-        self._rendezvous, self._store = Rendezvous(server.address, token), server.store
+        self._rendezvous = Rendezvous(server.address, token)
+        self._store = self._rendezvous.connect()
         self._store.set_timeout(PATIENCE)
         self._processes: dict[int, multiprocessing.Process] = {}
 

@@ -31,7 +31,7 @@ def follow(rendezvous: Rendezvous, rank: int, sizes: Sizes, epoch: int, joins: b
         epoch: epoch in which this process starts.
         joins: whether this process replaces a rank that was lost in this epoch; the next rebuild then connects it.
     """
-    store = rendezvous.connect().store
+    store = rendezvous.connect()
     store.set_timeout(PATIENCE)
     groups = Groups.start(
         rendezvous=rendezvous,
