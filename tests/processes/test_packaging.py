@@ -1,13 +1,21 @@
 """The package: our portions of the `megatron` namespace beside megatron-core's, from a checkout and as a wheel."""
 
+import base64
+import csv
+import hashlib
+import importlib.metadata
 import json
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
+import megatron_lm_trees
 import pytest
+from core_wheels import wheel_of
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -103,3 +111,65 @@ def empty_wheel(folder: Path, name: str, version: str) -> Path:
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
     return path
+
+
+@pytest.mark.newest
+@pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="megatron-core's wheels hold a trainer from 0.17 on (Python 3.12)"
+)
+def test_nvidias_trainer_stays_whole_beside_this_package_and_both_train(request, tmp_path):
+    core = wheel_of(request, tmp_path, importlib.metadata.version("megatron-core"))
+    environment = tmp_path / "venv"
+    site = environment / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
+    python = str(environment / "bin" / "python")
+
+    def pip(*words: str) -> None:
+        command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet", *words]
+        outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        subprocess.run(command, check=True, timeout=120, cwd=tmp_path, env=outside)
+
+    pip("install", "--no-deps", "--no-index", str(core))
+    assert (site / "megatron/training/training.py").exists() and damaged(site, "megatron_core") == []
+    pip("install", "--no-deps", "--no-index", str(build_wheel(tmp_path)))
+    assert damaged(site, "megatron_core") == [] == damaged(site, "megatron_ft")
+    others = site / "others.pth"  # torch and all else from the environment of the tests, after the two of this one
+    others.write_text(sysconfig.get_path("purelib"))
+    train_with_both(python, site, tmp_path)
+    others.unlink()
+    assert damaged(site, "megatron_core") == []
+    pip("uninstall", "--yes", "megatron-ft")
+    assert damaged(site, "megatron_core") == [] and not (site / "ft/cli.py").exists()
+    assert not list((site / "megatron").glob("ft_trainer/*.py"))
+
+
+def damaged(site: Path, name: str) -> list[str]:
+    """Return the files of a distribution that do not have the digest of its RECORD."""
+    [record] = site.glob(f"{name}-*.dist-info/RECORD")
+    found = []
+    for path, digest, _ in csv.reader(record.read_text().splitlines()):
+        file = site / path
+        given = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest()) if file.exists() else b""
+        if digest and digest != f"sha256={given.decode().rstrip('=')}":
+            found.append(path)
+    return found
+
+
+def train_with_both(python: str, site: Path, folder: Path) -> None:
+    """Train two steps with this project's trainer, and two with NVIDIA's, whose scripts a checkout lends."""
+    scripts = megatron_lm_trees.tree("0.19").glob("*.py")
+    checkout = folder / "Megatron-LM"
+    checkout.mkdir()
+    for script in scripts:
+        shutil.copy(script, checkout)
+    (checkout / "megatron").symlink_to(site / "megatron")
+    flags = f"{megatron_lm_trees.BASE} --num-layers 1 --train-iters 2 --mock-data --eval-iters 0 --eval-interval 10"
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    outside.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    for name, script in (("ours", site / "pretrain_gpt.py"), ("theirs", checkout / "pretrain_gpt.py")):
+        run = [python, "-m", "ft", "run", "--nproc-per-node", "2", "--run-dir", str(folder / name), str(script)]
+        run += [*flags.split(), "--ft-hot-swap"]
+        done = subprocess.run(run, cwd=folder, env=outside, check=False, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2]
