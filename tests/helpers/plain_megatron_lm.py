@@ -32,7 +32,7 @@ def main() -> int:
 
 def record(out: Path) -> None:
     """Write a line for each call of the checkout's training_log and evaluate."""
-    from megatron.ft_trainer import training
+    from megatron.training import training
 
     log, evaluate = training.training_log, training.evaluate
 

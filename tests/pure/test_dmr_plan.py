@@ -240,7 +240,7 @@ def test_a_longer_window_never_hurts():
 
 def test_with_a_known_plan_that_is_exact_for_large_stages_and_run_time_decisions_too(monkeypatch):
     monkeypatch.setattr(attempts, "SMALL", 0)
-    for seed in seeds():
+    for seed in (883592, *seeds()):  # in the first, rounding parts a tensor's end from that of a window by 1e-13 us
         trace, budget = some(seed, dynamic=seed % 2 == 0)
         less = plan(trace, budget)
         more = plan(trace, budget + random.Random(seed).uniform(0, 80), known=[less])

@@ -14,7 +14,6 @@ Memory is computed here operator by operator and instant by instant, independent
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import groupby
 
 from ft.systems.dmr.plan.assign import D_INTER, D_INTRA, PIGGYBACK, UNCHECKED, Assignment, Plan, deferred_set
 from ft.systems.dmr.plan.check_segments import Changes, bad_segments
@@ -153,8 +152,11 @@ def _kept(plan: Plan, segment: str) -> tuple[str, ...]:
 
 
 def _levels(changes: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield (time, bytes in use) after each change; several changes at one instant count as one."""
-    level = 0.0
-    for at, together in groupby(sorted(changes), key=lambda change: change[0]):
-        level += sum(change for _, change in together)
-        yield at, level
+    """Yield (time, bytes in use) after each change; changes at most ``CLOSE_US`` after another count as one with it."""
+    level, last = 0.0, None
+    for at, change in sorted(changes):
+        if last is not None and at > last + CLOSE_US:
+            yield last, level
+        level, last = level + change, at
+    if last is not None:
+        yield last, level
