@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Trains a small Llama-style GPT on the Python standard library's own sources: 4 processes, PP 2 x DP 2, on the CPU.
 # Then trains it again for a while, kills a worker in the middle, and shows how a standby took its place.
-# Everything it makes is under runs/quickstart (or the folder given as first argument).
+# Everything it makes is under runs/quickstart (or the folder given as first argument). A second argument, above 80,
+# ends the first training after so many steps.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
 prepare_environment dev
 
-run=${1:-runs/quickstart}
+run=${1:-runs/quickstart} steps=${2:-480}
 corpus=$run/data/stdlib
 mkdir -p "$run/data"
 started=$SECONDS
@@ -31,7 +32,7 @@ model=(
 echo "== training: 4 processes, metrics in $run/metrics.jsonl"
 rm -rf "$run/checkpoints"
 OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py \
-    "${model[@]}" --exit-duration-in-mins 3.2 --eval-interval 80 \
+    "${model[@]}" --exit-duration-in-mins 3.2 --exit-interval "$steps" --eval-interval 80 \
     --save "$run/checkpoints" --progress-bar --metrics-file "$run/metrics.jsonl"
 
 echo "== loss curve"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests on the newest stack: the newest Python found, with the megatron-core and torch that pip chooses there.
-# Arguments go to pytest; `tests/newest.sh -m newest` is the part that CI runs.
+# Arguments go to pytest; `tests/newest.sh -m newest` is the part that CI runs, one of each kind of run. The tests have
+# no capability of the kernel and 1024 file descriptors.
 #
 # The environment takes some 6 GB and stays outside the checkout. PYTHON=... chooses the interpreter, MEGATRON_FT_ENVS
 # the folder of such environments (default: ~/.cache/megatron-ft).
@@ -25,4 +26,4 @@ from importlib.metadata import version
 
 print(f"== Python {platform.python_version()}, megatron-core {version('megatron-core')}, torch {version('torch')}")
 PYTHON
-exec python -m pytest "$@"
+as_plain_user python -m pytest "$@"

@@ -1,4 +1,4 @@
-# Sourced by examples/quickstart.sh, tests/run.sh and tests/newest.sh: a Python environment with this checkout and its
+# Sourced by examples/quickstart.sh, .ci/run and the scripts of tests/: a Python environment with this checkout and its
 # needs in it.
 #
 # An active virtual or conda environment is used; otherwise .venv is made beside this checkout. What is installed is
@@ -19,13 +19,23 @@ prepare_environment() { # prepare_environment EXTRAS
     fi
     local home stamp
     home=$(python -c 'import sys; print(sys.prefix)')
-    stamp="$home/.megatron-ft-$(cat setup.py pyproject.toml <(pwd; echo "$extras") | sha256sum | cut -c1-16)"
-    if [ -e "$stamp" ]; then return; fi
+    stamp="$home/.megatron-ft-$(cat setup.py pyproject.toml <(pwd) | sha256sum | cut -c1-16)-"
+    if compgen -G "$stamp$extras*" >/dev/null; then return; fi  # with these extras, and perhaps more
     echo "installing into $home (once; a few minutes the first time)"
     rm -f "$home"/.megatron-ft-*  # of a checkout that this one takes the place of
     python -c 'import torch' 2>/dev/null || install "${MEGATRON_FT_TORCH:-$(default_torch)}"
     install -e ".[$extras]"
-    touch "$stamp"
+    touch "$stamp$extras"
+}
+
+# Runs a command as most users of a cluster have to: without any capability of the kernel, and with the file descriptors
+# that a system gives by default.
+as_plain_user() {
+    local before=()
+    if [ "$(id -u)" -eq 0 ]; then
+        before=(setpriv --bounding-set=-all --inh-caps=-all --ambient-caps=-all)
+    fi
+    (ulimit -n 1024 && exec "${before[@]}" "$@")
 }
 
 # Installs the Debian packages that tests use and that are missing, if this is root and apt-get is there. A package that

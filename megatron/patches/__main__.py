@@ -19,7 +19,8 @@ from pathlib import Path
 from ft.base.errors import UserError
 from megatron.patches.calls import CallCheck, check_calls
 from megatron.patches.check import Finding, check
-from megatron.patches.manifest import MANIFEST, SUPPORTED_CORE
+from megatron.patches.instances import SEAMS
+from megatron.patches.manifest import ELSEWHERE, MANIFEST, SUPPORTED_CORE
 from megatron.patches.once import OnceOnly, unknown
 from megatron.patches.sources import CoreSources, OwnSources, archived_core, installed_core
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         core = archived_core(options.wheel) if options.wheel else installed_core()
-        findings = check(list(MANIFEST), core, with_torch=not options.wheel and find_spec("torch") is not None)
+        findings = check([*MANIFEST, *ELSEWHERE], core, with_torch=not options.wheel and find_spec("torch") is not None)
         calls, once = check_calls(OwnSources(), core), unknown(core)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -78,12 +79,12 @@ def as_json(findings: list[Finding], calls: CallCheck, once: list[OnceOnly], cor
 
 
 def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> str:
-    """Return the table of patches as text: one row for each symbol of core; torch's symbols are grouped by reason."""
+    """Return the table of patches as text: one row for each symbol of core; other symbols are grouped by reason."""
     of_core = [finding for finding in findings if finding.patch.kind == "core"]
-    of_torch = [finding for finding in findings if finding.patch.kind == "torch"]
+    of_others = [finding for finding in findings if finding.patch.kind != "core"]
     header = ("STATUS", "WHEN", "FILE")
     sizes = [max(map(len, column)) for column in zip(header, *map(_columns, findings), strict=True)]
-    indent = " " * (sum(sizes) + 2 * len(sizes))
+    indent = " " * 16
 
     def row(columns: tuple[str, ...], text: str) -> str:
         return "".join(f"{cell:{size}}  " for cell, size in zip(columns, sizes, strict=True)) + text
@@ -98,12 +99,15 @@ def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> st
         if not finding.fits:
             expected = " or ".join(finding.patch.signatures) or "a name of that module"
             lines += wrapped(f"expected {expected}, found {finding.found or 'nothing of that name'}")
-    lines += ["", row(header, "WHY, AND SYMBOLS OF TORCH")]
+    lines += ["", row(header, "SYMBOLS OF TORCH AND TRANSFORMER ENGINE, AND WHY")]
     groups: dict[tuple, list[str]] = {}
-    for finding in of_torch:
+    for finding in of_others:
         groups.setdefault((_columns(finding), finding.patch.why), []).append(finding.patch.name)
     for (columns, why), names in groups.items():
-        lines += [row(columns, why), *wrapped(", ".join(names))]
+        lines += [row(columns, names[0]), *wrapped(", ".join(names[1:])), *wrapped(why)]
+    lines += ["", "ATTRIBUTES OF SINGLE OBJECTS, AND WHAT IS WRAPPED AROUND THEM"]
+    for attribute, around in SEAMS.items():
+        lines += [attribute, *wrapped(around)]
     counts = Counter(finding.status for finding in findings)
     lines += ["", f"{len(findings)} symbols: " + ", ".join(f"{n} {status}" for status, n in counts.items())]
     return "\n".join(lines)

@@ -1,8 +1,9 @@
-"""The manifest: every symbol of megatron-core or torch that this project replaces, with one entry each.
+"""The manifest: every symbol of megatron-core, torch or Transformer Engine that this project replaces.
 
-An entry (``Patch``) says where the symbol is, its signature, why it is replaced, which file of this folder replaces it,
-on which platform or for which feature, and on which versions the patch was checked. To add a patch, write
-`megatron/patches/NAME.py` with an `apply()` that calls `replace()`, and list what it replaces here with `file="NAME"`.
+An entry (``Patch``) says where the symbol is, its signature, why it is replaced, which file replaces it, on which
+platform or for which feature, and on which versions the patch was checked. ``MANIFEST`` has what `megatron.patches`
+applies. To add a patch, write `megatron/patches/NAME.py` with an `apply()` that calls `replace()`, and list what it
+replaces here with `file="NAME"`. ``ELSEWHERE`` has what other folders replace, because what they put there is theirs.
 
 The features are fault-tolerance systems: WITH_REPLICAS (FT-HSDP), WITH_DMR (SpareTrain's dual modular redundancy),
 WITH_CHECKFREE (CheckFree) and WITH_SWAPPED_ENDS (CheckFree+).
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 SUPPORTED_CORE = "megatron-core 0.16.1 with Python 3.11, 0.19.2 with Python 3.12 and 3.13"
 ALWAYS, ON_CPU = "always", "cpu"
 WITH_REPLICAS, WITH_DMR, WITH_CHECKFREE, WITH_SWAPPED_ENDS = "replicas", "dmr", "checkfree", "swapped ends"
+PROTECTED, IN_WARM_POOL = "protected", "warm pool"
+EVERY_FUNCTION = "*"
 
 _CORE_CHECKED = ("0.16.1", "0.19.2")
 _TORCH_CHECKED = ("2.13.0", "2.15.0")
@@ -24,11 +27,13 @@ class Patch:
 
     Attributes:
         module: import name of the module that holds the symbol.
-        symbol: the symbol's name in the module; "Class.method" names a method.
+        symbol: the symbol's name in the module; "Class.method" names a method; EVERY_FUNCTION stands for the methods
+            ``forward`` and ``backward`` of every class of ``torch.autograd.Function`` in the module.
         why: what goes wrong without the patch, or what the patch is for, in one sentence.
-        file: the module of `megatron.patches` that replaces the symbol.
-        when: ALWAYS, ON_CPU (on a machine without CUDA), or the feature that needs it (WITH_REPLICAS, ...).
-        kind: "core" (megatron-core) or "torch".
+        file: the module of `megatron.patches` that replaces the symbol; elsewhere, its path without ".py".
+        when: ALWAYS, ON_CPU (on a machine without CUDA), PROTECTED (in each worker of a protected run), IN_WARM_POOL
+            (while a node's pool of warm standbys imports packages), or the feature that needs it (WITH_REPLICAS, ...).
+        kind: "core" (megatron-core), "torch" or "te" (Transformer Engine).
         signatures: the signatures, without annotations, that the original may have; empty if it is not a function.
         added: the patch defines the symbol if core lacks it.
         checked_on: the versions that the patch was tried on or checked against: of torch for the kind "torch",
@@ -351,6 +356,73 @@ _CHECKFREE = tuple(
             (),
         ),
     )
+)
+
+FUNCTIONS_OF_CORE = tuple(
+    f"megatron.core.{name}"
+    for name in (
+        *(f"fusions.fused_{name}" for name in ("softmax", "indices_converter", "mla_yarn_rope_apply")),
+        *("transformer.moe.fused_a2a", "transformer.custom_layers.batch_invariant_kernels"),
+        "transformer.experimental_attention_variant",
+    )
+)
+"""Modules of megatron-core whose functions call extensions of Apex, DeepEP, cuDNN or Triton kernels."""
+FUSED_GRADIENTS = "LinearWithGradAccumulationAndAsyncCommunication"
+"""The class of core's layers that adds to the gradient buffer by an extension of Apex, if that is fused."""
+_FUNCTIONS, _CALLED_TWICE = (
+    "ft/systems/dmr/runtime/functions",
+    "its kernels bypass torch's dispatcher: DMR calls it twice",
+)
+
+ELSEWHERE: tuple[Patch, ...] = (
+    Patch(
+        "torch.distributed.distributed_c10d",
+        "_new_process_group_helper",
+        "process groups are made by hot-swap, which can make them again after a recovery",
+        file="ft/state/groups/seam",
+        when=PROTECTED,
+        kind="torch",
+        checked_on=_TORCH_CHECKED,
+    ),
+    Patch(
+        "torch.autograd",
+        "Function.__init_subclass__",
+        "classes of Transformer Engine, Apex and others that are defined later are called twice, too",
+        file=_FUNCTIONS,
+        when=WITH_DMR,
+        kind="torch",
+        checked_on=_TORCH_CHECKED,
+    ),
+    *(Patch(module, EVERY_FUNCTION, _CALLED_TWICE, _FUNCTIONS, WITH_DMR, added=True) for module in FUNCTIONS_OF_CORE),
+    *(
+        Patch("megatron.core.tensor_parallel.layers", f"{FUSED_GRADIENTS}.{phase}", _CALLED_TWICE, _FUNCTIONS, WITH_DMR)
+        for phase in ("forward", "backward")
+    ),
+    Patch("transformer_engine.pytorch", EVERY_FUNCTION, _CALLED_TWICE, _FUNCTIONS, WITH_DMR, "te", checked_on=()),
+    *(
+        Patch(
+            f"transformer_engine.pytorch.{module}",
+            "FP8GlobalStateManager.reduce_and_update_fp8_tensors",
+            "it changes fp8 scales after a step, which DMR compares",
+            file=_FUNCTIONS,
+            when=WITH_DMR,
+            kind="te",
+            checked_on=(),
+        )
+        for module in ("quantization", "fp8")
+    ),
+    *(
+        Patch(
+            "torch.cuda",
+            name,
+            "a package that initialises CUDA is named: the pool could not fork after that",
+            file="ft/job/agent/forking",
+            when=IN_WARM_POOL,
+            kind="torch",
+            checked_on=_TORCH_CHECKED,
+        )
+        for name in ("_lazy_init", "current_device", "get_device_properties")
+    ),
 )
 
 MANIFEST: tuple[Patch, ...] = (

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tarfile
 import zipfile
 from dataclasses import replace as with_fields
@@ -14,7 +16,7 @@ from ft.base.errors import UserError
 from megatron.patches import Platform, choose_platform, registry
 from megatron.patches.__main__ import main as patches_command
 from megatron.patches.check import CHANGED, FITS, MISSING, check, refusal
-from megatron.patches.manifest import ALWAYS, MANIFEST, ON_CPU, SUPPORTED_CORE
+from megatron.patches.manifest import ALWAYS, ELSEWHERE, EVERY_FUNCTION, MANIFEST, ON_CPU, SUPPORTED_CORE
 from megatron.patches.replace import replaced
 from megatron.patches.sources import archived_core, installed_core
 
@@ -26,8 +28,8 @@ CORE_PATCHES = [patch for patch in MANIFEST if patch.kind == "core"]
 
 @pytest.mark.newest
 def test_the_installed_core_fits():
-    misfits = [f for f in check(list(MANIFEST), installed_core(), with_torch=True) if f.status != FITS]
-    assert misfits == []
+    findings = check([*MANIFEST, *ELSEWHERE], installed_core(), with_torch=True)
+    assert [f for f in findings if f.status != FITS and f.patch.kind != "te"] == []
 
 
 def test_the_newest_release_fits(request, tmp_path):
@@ -41,6 +43,43 @@ def test_every_entry_is_complete_and_named_once():
     for patch in MANIFEST:
         assert patch.why and patch.checked_on and patch.kind in ("core", "torch")
         assert (Path(registry.__file__).parent / f"{patch.file}.py").is_file()
+
+
+REPLACES = """
+import sys
+import torch.distributed.nn, megatron.core.fusions.fused_softmax, megatron.core.tensor_parallel.layers
+from types import SimpleNamespace
+from ft.job.agent import forking
+from ft.state.groups import seam
+from ft.systems.dmr.runtime import functions
+
+def everything():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in ("torch", "megatron") and not name.startswith(("megatron.patches", "torch._dynamo")):
+            found |= {f"{name}.{key}": value for key, value in vars(module).items() if callable(value)}
+    for kind in [value for value in found.values() if isinstance(value, type)]:
+        found |= {f"{kind.__module__}.{kind.__qualname__}.{key}": value for key, value in vars(kind).items()}
+    return found
+
+before = everything()
+seam.take_over()
+functions.watch(SimpleNamespace(flags=[]), functions.functions_of_core(SimpleNamespace(gradient_accumulation_fusion=1)))
+with forking.without_cuda():
+    after = everything()
+print(*(name for name in before if after.get(name) is not before[name]))
+"""
+
+
+def test_what_other_folders_replace_is_in_the_manifest():
+    done = subprocess.run([sys.executable, "-c", REPLACES], check=True, capture_output=True, text=True, timeout=120)
+    listed = {patch.name for patch in ELSEWHERE if patch.symbol != EVERY_FUNCTION}
+    listed.add("torch.autograd.function.Function.__init_subclass__")
+    of_core = tuple(f"{patch.module}." for patch in ELSEWHERE if patch.symbol == EVERY_FUNCTION)
+    found = done.stdout.split()
+    assert "torch.distributed.distributed_c10d._new_process_group_helper" in found
+    assert any(name.startswith(of_core) for name in found) and "torch.cuda.current_device" in found
+    assert [name for name in found if name not in listed and not name.startswith(of_core)] == []
 
 
 @pytest.mark.parametrize(

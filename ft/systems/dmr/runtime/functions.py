@@ -14,20 +14,10 @@ import torch
 
 from ft.systems.dmr.runtime.context import FORWARD, Context
 from ft.systems.dmr.runtime.opaque import Executed, OpaqueCalls
+from megatron.patches.manifest import FUNCTIONS_OF_CORE, FUSED_GRADIENTS
 
 _VISIBLE = ("torch", "megatron", "ft")
 """Packages whose functions compute by torch's operators, or call others that do."""
-_OF_CORE = tuple(
-    f"megatron.core.{name}."
-    for name in (
-        *(f"fusions.fused_{name}" for name in ("softmax", "indices_converter", "mla_yarn_rope_apply")),
-        *("transformer.moe.fused_a2a", "transformer.custom_layers.batch_invariant_kernels"),
-        "transformer.experimental_attention_variant",
-    )
-)
-"""Modules of megatron-core whose functions call extensions of Apex, DeepEP, cuDNN or Triton kernels."""
-_WITH_FUSED_GRADIENTS = "megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication"
-"""Adds to the gradient buffer by an extension of Apex, if gradient accumulation is fused."""
 _REGIONS = frozenset(
     f"transformer_engine.pytorch.{name}"
     for name in (
@@ -74,7 +64,9 @@ def functions_of_core(config: Any) -> tuple[str, ...]:
     Args:
         config: core's configuration of the model.
     """
-    return (*_OF_CORE, _WITH_FUSED_GRADIENTS) if config.gradient_accumulation_fusion else _OF_CORE
+    of_core = tuple(f"{module}." for module in FUNCTIONS_OF_CORE)
+    fused = f"megatron.core.tensor_parallel.layers.{FUSED_GRADIENTS}"
+    return (*of_core, fused) if config.gradient_accumulation_fusion else of_core
 
 
 def _is_defined(kind: type, **kwargs: Any) -> None:
