@@ -100,7 +100,7 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
         pattern = options.core.hybrid_layer_pattern or options.core.hybrid_override_pattern
         of_model = checkouts.needs_of_model(given, pattern) if program == "checkout" else []
         answer.needs = in_words([*needs(options, grid), *of_model])
-        answer.notices = list(options.notices) if program == "trainer" else []
+        answer.notices = list(options.notices) if program == "trainer" else checkouts.notices(given.target)
         if grid is not None:
             _describe(answer, options, grid)
             of_checkout = (given, of_files) if program == "checkout" else None

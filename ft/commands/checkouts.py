@@ -117,6 +117,16 @@ def examine_files(script: str) -> tuple[list[seams.Finding], list[Problem]]:
         return findings, error.problems
 
 
+def notices(script: str) -> list[str]:
+    """Return sentences about the checkout of ``script`` that refuse nothing.
+
+    Raises:
+        UserError: the checkout has no megatron-core.
+    """
+    found = seams.notice(tree.read(tree.root_of(script)))
+    return [] if found is None else [found]
+
+
 def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tuple[Any, list[Problem]]:
     """Return what is known of the options of a checkout's trainer, and the problems of the script's flags.
 

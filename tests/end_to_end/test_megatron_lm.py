@@ -72,7 +72,7 @@ def corpus(tmp_path):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("release", ["0.16", "0.19"])
+@pytest.mark.parametrize("release", ["0.16", "0.19", "0.20"])  # 0.20: a development tree, where one is there
 def test_a_killed_worker_changes_nothing(tmp_path, release):
     script = checkouts.tree(release) / "pretrain_gpt.py"
     equal(script, TWO_STAGES, tmp_path, faults("kill@step=5:rank=2"), recoveries=1)
