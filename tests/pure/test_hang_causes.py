@@ -6,7 +6,7 @@ import pytest
 
 from ft.faults.hang import look as looks
 from ft.faults.hang.causes import diagnose
-from ft.faults.hang.graph import waits
+from ft.faults.hang.graph import Graph
 from ft.faults.hang.look import (
     ADDED,
     CHANGED,
@@ -50,7 +50,7 @@ def test_nobody_waits_and_nobody_is_at_fault():
 def test_who_has_not_started_a_collective_is_waited_for():
     found, whole = causes(rank(0, op("tp")), rank(1), rank(2))
     assert found == [(1, "busy")]
-    assert [(edge.rank, edge.on) for edge in whole.waiting] == [(0, 1)]
+    assert [(wait.ranks, wait.on) for wait in whole.waiting] == [([0], (1,))]
 
 
 def test_the_one_at_the_end_of_a_chain_is_at_fault_and_all_others_are_delayed():
@@ -184,7 +184,7 @@ def test_of_ranks_that_take_part_alike_in_slow_operations_the_round_trips_tell_w
 
 def test_an_operation_in_the_background_is_no_wait():
     sent = op("pp", name="send", peer=1, awaited=False)
-    assert waits(Look({0: rank(0, sent), 1: rank(1)}, {"pp": (0, 1)})) == []
+    assert Graph(Look({0: rank(0, sent), 1: rank(1)}, {"pp": (0, 1)})).waits == []
 
 
 def test_a_slow_rank_is_told_from_those_that_happen_to_compute():

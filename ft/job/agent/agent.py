@@ -425,7 +425,7 @@ class Agent:
     def _clean_up(self) -> None:
         self._workforce.kill_all()
         self._console.poll(to_the_end=True)
-        self._parts.recoveries.close()
+        self._parts.recoveries.finish()
         if not self._alone:
             self._say_leaving()
             self._uplink.flush(_LEAVE_S)
@@ -437,6 +437,7 @@ class Agent:
         self._parts.worker_listener.close()
         self._workforce.looks.close()
         self._parts.room.close()
+        self._parts.recoveries.close()
         if self._has_crashed:
             self._console.complain(cause_of_crash(Path(self._membership.place.run_dir), self._last_words_of))
         self._parts.health.close()
