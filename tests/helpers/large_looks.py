@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from ft.faults.hang.look import DEAD, RECV, SEND, Look, Operation, Rank, Thread, channel
+from ft.faults.hang.look import DEAD, RECV, SEND, Look, Operation, Rank, Thread
 from ft.lab.simulate.hangs.program import Layout
 
 FAULTS = ("busy", "node", "mismatch", "link", "scattered")
@@ -52,7 +52,7 @@ class _Run:
 
     def waits_in(self, place: _Place) -> Operation:
         """Return the operation in which a rank waits because of the one at fault."""
-        t, c, d, p = self.guilty
+        _, c, d, p = self.guilty
         if place.dp // self.layout.ep != d // self.layout.ep:
             return self.collective("dp", "reduce_scatter", place)
         if place.pp != p:
