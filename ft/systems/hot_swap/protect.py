@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ft.base.errors import UserError
 from ft.faults.worker import Injector
 from ft.protection.injection import make_injector, plant_phases
 from ft.protection.position import Position
@@ -74,9 +75,10 @@ def build(
             the ranks with the same work; None: a slow rank is named, but keeps its place.
 
     Raises:
-        UserError: ``strict`` is set and peer copies cannot be placed as requested; or the model's stages cannot be
-            rebuilt.
+        UserError: a recovery could not restore all of the state; ``strict`` is set and peer copies cannot be placed as
+            requested; or the model's stages cannot be rebuilt.
     """
+    _refuse_position(position)
     subject = TrainingState(chunks, optimizer, scheduler)
     session.role = subject.role
     if evict_stragglers is not None:
@@ -101,3 +103,12 @@ def build(
     return RecoveryManager(
         session, subject, position, snapshots, injector, placing, stage_rebuilder, close, estimated, without_state
     )
+
+
+def _refuse_position(position: Any) -> None:
+    lacks = [name for name in ("get", "set") if not hasattr(position, name)]
+    if lacks or "step" not in position.get():
+        what = f"has no method {' and '.join(lacks)}" if lacks else 'has no "step" in what get() returns'
+        raise UserError(
+            f"the position is a {type(position).__name__}, which {what}", "give an ft.StepCounter, or its like"
+        )
