@@ -43,5 +43,16 @@ def test_frozen_weights_are_restored(tmp_path):
         file = tmp_path / f"{name}.jsonl"
         done = ft_run(tmp_path / name, f"frozen --steps 7 --losses {file}", script=LOOPS, options=faults)
         assert done.code == 0, done.explain()
+        assert "first snapshot of its whole state is complete: from now on it is protected" in done.output
+        assert not done.named("step_differs"), done.explain()
         found[name] = losses(file)
     assert len(found["undisturbed"]) == 7 and found["faulty"] == found["undisturbed"]
+
+
+def test_a_redone_step_that_reads_other_batches_is_said(tmp_path):
+    done = ft_run(tmp_path / "run", "running --steps 7", script=LOOPS, options="--inject kill@step=3:rank=1")
+    assert done.code == 0, done.explain()
+    found = done.named("step_differs")
+    assert found and {event.step for event in found} <= {2, 3}, found
+    assert "forward passes read other batches" in found[0].detail["differences"][0]
+    assert done.output.count("differs from its first try") == 1 and "fix: read each step's batches" in done.output

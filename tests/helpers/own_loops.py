@@ -103,8 +103,14 @@ def frozen() -> None:
     own.attach, own.DistributedDataParallel = attached, wrapped
 
 
+def running() -> None:
+    """Read batches from one running stream, as from a data loader's iterator, which no recovery moves back."""
+    made, count = own.batches, iter(range(10**6))
+    own.batches = lambda step: made(next(count))
+
+
 OF_TORCH = {"ddp": ddp, "fsdp2": fsdp2}
-OF_EXAMPLE = {"adam": adam, "forgotten": forgotten, "frozen": frozen}
+OF_EXAMPLE = {"adam": adam, "forgotten": forgotten, "frozen": frozen, "running": running}
 
 
 if __name__ == "__main__":
