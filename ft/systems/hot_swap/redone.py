@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-_ROW = 1024
-"""Elements whose sums a digest weighs together."""
+_ROW, _WORD = 1024, 8
+"""Words in each row of a digest, and bytes in a word."""
 
 
 @dataclass
@@ -120,8 +120,9 @@ def differences(first: Try, again: Try) -> Iterator[str]:
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return a digest of a tensor's bytes on its device, as int64: it depends on the order of the elements, too."""
     whole = tensor.detach().contiguous().flatten().view(torch.uint8)
-    rows = whole[: len(whole) // _ROW * _ROW].view(-1, _ROW)
-    rest = whole[len(whole) // _ROW * _ROW :]
+    whole = whole.clone() if whole.storage_offset() % _WORD else whole  # a view as words has to be aligned
+    end = len(whole) // (_WORD * _ROW) * _WORD * _ROW
+    rows, rest = whole[:end].view(torch.int64).view(-1, _ROW), whole[end:]
     parts = (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest.to(torch.int64))
     return _sum([(_weights(part) * part).sum() for part in parts])
 
