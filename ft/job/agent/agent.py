@@ -92,7 +92,7 @@ class Agent:
         parts: the components that the agent works with.
         ranks: logical ranks of its first workers.
         life: number of the life of the run in which the agent starts.
-        joined: message to print once a worker of this node takes part in recoveries.
+        joined: message to print once the first snapshots of all workers have reached their peers.
     """
 
     def __init__(self, parts: Components, ranks: list[int], life: int = 0, joined: str = ""):
