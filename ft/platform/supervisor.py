@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ft.base import output
 from ft.base.checkout import CHECKOUT
 from ft.platform import processes
 
@@ -45,6 +46,7 @@ def command(module: str, arguments: Sequence[str], parent: int, ignores_signals:
 
 def begin() -> None:
     """Do the first steps of a process that was started with ``command``."""
+    output.install()
     parent, ignore = int(sys.argv.pop(1)), sys.argv.pop(1)
     processes.die_with_parent(signal.SIGKILL)
     for signum in (signal.SIGINT, signal.SIGTERM) if ignore else ():

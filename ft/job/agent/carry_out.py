@@ -2,7 +2,7 @@
 
 from ft import faults as inject
 from ft.base import token
-from ft.base.errors import UserError
+from ft.base.files import needs_run_dir
 from ft.job.agent.options import RunOptions
 from ft.platform import network
 
@@ -30,9 +30,10 @@ def carry_out(
     port = options.cluster.port or network.free_port(options.cluster.host)
     if options.cluster.node_rank == 0:
         network.check_port(options.cluster.host, port)
-    _make_folders(options)
-    if options.cluster.node_rank == 0:
-        token.make(options.run_dir)
+    with needs_run_dir(options.run_dir):
+        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        if options.cluster.node_rank == 0:
+            token.make(options.run_dir)
 
     from ft.job.agent.agent import Agent
     from ft.job.agent.components import assemble
@@ -50,12 +51,3 @@ def first_ranks(options: RunOptions) -> list[int]:
         return []
     first = options.cluster.node_rank * options.nproc
     return list(range(first, first + options.nproc))
-
-
-def _make_folders(options: RunOptions) -> None:
-    try:
-        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot make the run's directory {options.run_dir}: {error.strerror}", "choose --run-dir"
-        ) from error

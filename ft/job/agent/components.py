@@ -8,6 +8,7 @@ from typing import Any
 
 from ft import faults as inject
 from ft.base.errors import UserError
+from ft.base.files import needs_run_dir
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console
 from ft.job.agent.control_supervisor import ControlPlaneSupervisor
@@ -142,7 +143,8 @@ def _channel_address(options: RunOptions, port: int, own_host: str) -> str:
 
 def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> NodeContext:
     cluster = options.cluster
-    name = claim_name(options.run_dir, cluster.node_rank)
+    with needs_run_dir(options.run_dir):
+        name = claim_name(options.run_dir, cluster.node_rank)
     return NodeContext(
         node=name,
         node_rank=cluster.node_rank,
