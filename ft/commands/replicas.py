@@ -20,6 +20,7 @@ from ft.base.files import needs_run_dir
 from ft.commands import checkouts, protection
 from ft.commands.protection import Asked, Protection
 from ft.job.agent import options
+from ft.job.agent.membership import claim_name
 from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
 from ft.job.quorum.wire import parse_where
@@ -65,6 +66,8 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
         for folder in (whole.run_dir, *(setup.folder for setup in setups)):
             (folder / "logs").mkdir(parents=True, exist_ok=True)
         token.make(whole.run_dir)
+        if asked.only is None:
+            claim_name(whole.run_dir, whole.cluster.node_rank, whole.joins)
 
     supervisor = Supervisor()
     members = [Member(setup, supervisor) for setup in setups]

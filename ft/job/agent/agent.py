@@ -8,6 +8,7 @@ warm pool load the last checkpoint. A life of the run begins with its first star
 continue from the control plane's journal (its log of decisions); the life has the number of that restart.
 """
 
+import contextlib
 import signal
 import time
 import traceback
@@ -48,6 +49,7 @@ from ft.job.messages import (
     Stop,
 )
 from ft.platform import processes
+from ft.record.run import AGENT_LOG
 
 _TICK_S = 0.1
 """Longest time for which the event loop waits for an event, in seconds."""
@@ -137,6 +139,7 @@ class Agent:
         # the connection's threads may be inside torch: an uncaught exception here could abort the process
         except Exception:
             self._console.complain(traceback.format_exc())
+            self._leave_word(traceback.format_exc())
             return 1
         finally:
             self._clean_up()
@@ -314,7 +317,7 @@ class Agent:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
-        """Pass SIGTERM or SIGINT on to the workers. A second signal kills them."""
+        """Tell the workers by SIGTERM to save and end. A second signal kills them."""
         if self._signum or self._ending:
             self._end(128 + signum, 0.0)
             self._workforce.kill_all()
@@ -441,6 +444,11 @@ class Agent:
             self._left = True
             self._control.finish()  # with the ranks of this node the run ends, and so does the control plane
             self._uplink.post(AgentLeaving(self._node, self._signum))
+
+    def _leave_word(self, trace: str) -> None:
+        """Write the exception that ends this agent into the run's directory, for ``ft diagnose crash``."""
+        with contextlib.suppress(OSError):
+            (Path(self._membership.place.run_dir) / "logs" / f"{self._node}{AGENT_LOG}").write_text(trace)
 
     def _clean_up(self) -> None:
         self._workforce.kill_all()

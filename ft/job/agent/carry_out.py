@@ -42,6 +42,8 @@ def carry_out(
     parts.workforce.training_since = began
     if announcement:
         parts.console.say(announcement)
+    if parts.membership.is_late:
+        parts.console.say(f"this node joins a run that is under way, as the spare {parts.membership.place.node}")
     return Agent(parts, first_ranks(options), options.life or 0, joined).run()
 
 

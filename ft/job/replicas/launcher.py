@@ -232,7 +232,8 @@ class Launcher:
             name = signal.Signals(signum).name
             self._console.say(f"{name}: all replicas are told to save and end; a second signal kills them")
         for member in self._members.values():
-            member.send(signum)
+            # an agent that was started under nohup ignores SIGHUP, and so do all that this one starts
+            member.send(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
             if member.process is None and member.code is None:
                 member.code = 128 + signum
 
