@@ -217,6 +217,17 @@ def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster
     job.wait_for(lambda: not [name for node in cluster.nodes for name in cluster.processes(node)], 20, "empty nodes")
 
 
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_usr1_to_all_processes_of_a_job_saves_and_ends_it(cluster, corpus, tmp_path):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=0)
+    job.wait_for_step(5)
+    cluster.command("scancel", "--signal=USR1", job.number)
+    job.wait_for_state("COMPLETED", "FAILED")
+    saved = (job.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
+    assert saved == str(len(job.steps())) and int(saved) < STEPS, job.explain()
+    assert not job.events(events.WORKER_LOST) and not job.events(events.RESTARTED), job.explain()
+
+
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_the_first_node_with_script_and_control_plane_is_a_node_like_any_other(cluster, corpus, reference, tmp_path):
     job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", "--array=7,8%1", standby_nodes=1)
