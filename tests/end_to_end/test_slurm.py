@@ -14,10 +14,11 @@ import replica_runs
 import small_runs as runs
 from ft_runs import ROOT, flags
 from slurm.cluster import Cluster, reason_to_skip
+from small_disks import fill, make_room, small_disk
 
 from ft.base import events
 from ft.job.replicas.places import parts_of
-from ft.platform import allocation
+from ft.platform import allocation, election
 from megatron.ft_trainer.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
@@ -34,6 +35,13 @@ def cluster(request):
     assert not list(made.folder.parent.glob(f"{made.folder.name}*"))
     left = [name for name in os.listdir("/proc") if name.isdigit() and str(made.folder) in environment_of(name)]
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """The folder of the runs: a file system of 12 MiB, which all nodes see."""
+    with small_disk(tmp_path / "runs", "12m") as folder:
+        yield folder
 
 
 class Job:
@@ -125,6 +133,18 @@ class Job:
         return "".join(f"--- {file.name}\n{file.read_text()[-3000:]}\n" for file in files if file.is_file())
 
 
+def agents_on(node: str) -> list[int]:
+    """Return the pids of the ``ft run`` of a node: the leaders of Slurm's tasks there."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        words = environment_of(pid).split("\0")
+        if f"SLURMD_NODENAME={node}" in words and "SLURM_LOCALID=0" in words:
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                found += [int(pid)] if command[1:4] == [b"-m", b"ft", b"run"] else []
+    return found
+
+
 def environment_of(pid: str) -> str:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
@@ -155,6 +175,31 @@ def test_standby_nodes_take_the_places_of_one_without_power_and_one_set_down(clu
     assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
 
 
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_full_file_system_ends_no_agent_and_a_lost_node_is_replaced_on_it(disk, cluster, corpus, reference, tmp_path):
+    steps, elsewhere = 120, tmp_path / "metrics.jsonl"  # of all files of the run, only this one is on another disk
+    model = flags(corpus, f"{LAYOUT} --log-interval 1 --metrics-file {elsewhere}", steps)
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=1, model=model)
+
+    def last_step() -> int:
+        return len(elsewhere.read_text().splitlines()) if elsewhere.exists() else 0
+
+    job.wait_for(lambda: last_step() >= 5, START_S, "step 5")
+    fill(disk, files=False)
+    (agent,) = agents_on("n1")
+    os.kill(agent, signal.SIGKILL)  # and with it the control plane
+    job.wait_for(lambda: election.read(job.run()).term > 0, START_S, "another node's control plane")
+    before = last_step()
+    job.wait_for(lambda: last_step() >= before + 5, START_S, "steps after the recovery")
+    make_room(disk)
+    done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    assert done["JobState"] == "COMPLETED", job.explain()
+    assert not job.events(events.RESTARTED), job.explain()
+    assert losses(runs.metrics(elsewhere)) == reference(4, LAYOUT, steps)
+    printed = "".join((job.run() / "slurm" / f"{node}.out").read_text() for node in ("n2", "n3"))
+    assert "of output could not be written here (No space left on device)" in printed
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster, corpus, reference, tmp_path):
@@ -170,6 +215,17 @@ def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster
     saved = (job.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
     assert saved == str(len(found)), job.explain()
     job.wait_for(lambda: not [name for node in cluster.nodes for name in cluster.processes(node)], 20, "empty nodes")
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_usr1_to_all_processes_of_a_job_saves_and_ends_it(cluster, corpus, tmp_path):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=0)
+    job.wait_for_step(5)
+    cluster.command("scancel", "--signal=USR1", job.number)
+    job.wait_for_state("COMPLETED", "FAILED")
+    saved = (job.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
+    assert saved == str(len(job.steps())) and int(saved) < STEPS, job.explain()
+    assert not job.events(events.WORKER_LOST) and not job.events(events.RESTARTED), job.explain()
 
 
 @pytest.mark.parametrize("cluster", [3], indirect=True)
