@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ft.faults.hang import look as looks
 from ft.faults.hang.graph import Form, Graph, Wait, all_fit, fits, form
 from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation
-from ft.faults.hang.places import where
+from ft.faults.hang.places import is_in_own_wait, where
 from ft.faults.hang.who import Who
 from ft.faults.hang.words import call, of_departure, place_of
 from ft.show.text import capitalised
@@ -209,7 +209,7 @@ class Search:
                 kind = UNMATCHED if operation.is_message else MISSING_CALL
                 why = f"{who} has left the training loop and will not start it any more"
                 yield _cause(rank, kind, operation, where(said), why)
-            else:
+            elif not is_in_own_wait(said):
                 yield _cause(rank, BUSY, operation, where(said), f"{who} is in no communication")
 
     def _circles(self) -> Iterator[Cause]:

@@ -8,6 +8,7 @@ from typing import Any
 from ft.faults.hang.causes import Cause, Diagnosis
 from ft.faults.hang.graph import ELSEWHERE
 from ft.faults.hang.look import FETCH, SERVER, Look, Thread
+from ft.faults.hang.places import is_in_own_wait
 from ft.faults.hang.who import THE_SERVER, Who
 from ft.show.text import count, spans, table
 
@@ -127,6 +128,9 @@ def _why_none(look: Look, found: Diagnosis) -> str:
     fetches = [(rank, one.peer) for rank, said in look.ranks.items() for one in said.pending if one.name == FETCH]
     if fetches:
         return f"{Who(look).listed({rank if peer is None else peer for rank, peer in fetches})} fetch their state"
+    for waited_for in sorted({rank for wait in found.waiting for rank in wait.on}):
+        if waited_for in look.ranks and is_in_own_wait(look.ranks[waited_for]):
+            return f"{Who(look).one(waited_for)} waits for the control plane, or for the peers that take its snapshot"
     return "nobody waits" if not found.waiting else "the cause is not known"
 
 
