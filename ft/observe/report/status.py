@@ -165,7 +165,7 @@ def status(run: Run, now: float, gone: str = "") -> Status:
 
 
 def lost_nodes(run: Run, now: float) -> list[Lost]:
-    """Return the nodes that the run has lost, in the order of their losses. ``now``: wall time in seconds since 1970."""
+    """Return the nodes that the run has lost, in the order of their losses. ``now``: seconds since 1970."""
     hosts, found = events.hosts(run.events), {}
     for event in run.events:
         node = event.node or ""
