@@ -292,7 +292,8 @@ def _others(flags: Sequence[str]) -> dict[str, str | bool]:
     found: dict[str, str | bool] = {}
     for flag, after in itertools.pairwise((*flags, "--")):
         if flag.startswith("--"):
-            found[flag.removeprefix("--").replace("-", "_")] = True if after.startswith("--") else after
+            name, _, value = flag.removeprefix("--").partition("=")
+            found[name.replace("-", "_")] = value or (True if after.startswith("--") else after)
     return found
 
 
