@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
 from ft.base.lines import Lines
 
@@ -74,6 +75,6 @@ class MetricsFile:
 
 def _is_kept(line: bytes, step: int) -> bool:
     try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        return line.endswith(b"\n") and bounded_json.loads(line, non_finite=True)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False

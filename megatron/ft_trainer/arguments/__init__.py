@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ft.base import bounded_json
 from ft.base.errors import Problem, Problems, UserError
 from ft.base.flags import groups, read_flags
 from megatron.ft_trainer.arguments import core_options, known, schema
@@ -73,7 +74,7 @@ class Options:
     def as_dict(self) -> dict:
         """Return a nested plain dict, as stored in checkpoints and event files."""
         values = {f.name: vars(getattr(self, f.name)) for f in fields(self)}
-        return json.loads(json.dumps(values, default=str))
+        return bounded_json.loads(json.dumps(values, default=str), non_finite=True)
 
     def given(self) -> dict[str, str]:
         """Return flag -> value of every option that differs from its default.

@@ -5,6 +5,8 @@ import zlib
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ft.base import bounded_json
+
 FORMAT = 1
 
 
@@ -61,7 +63,7 @@ class Manifest:
             ManifestError: the text is not JSON, not a manifest, of another format, or does not match its checksum.
         """
         try:
-            body = json.loads(text)
+            body = bounded_json.loads(text, non_finite=True)
             checksum = body.pop("checksum")
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise ManifestError("it is not a manifest") from error
