@@ -310,8 +310,8 @@ def test_an_inbox_survives_every_message(channel):
         deep = "[" * 200_000
         bad = ('["n0",1e400,"{}"]', '["n0",1,[1]]', deep, json.dumps(["n0", 1, deep]), "5", "end of it", "[1,2,3]")
         for text in bad:
-            agent._writer.store.queue_push("control/inbox", text)
-        agent._writer.store.queue_push("control/inbox", b"\xff\xfe")
+            agent._writer.queue_push("control/inbox", text)
+        agent._writer.queue_push("control/inbox", b"\xff\xfe")
     else:
         keys = agent._keys
         for key in (keys.report("n0", 1)[:-16] + "9" * 5000, f"{keys.prefix}box/n0/beat"):

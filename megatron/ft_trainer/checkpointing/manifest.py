@@ -69,10 +69,13 @@ class Manifest:
             raise ManifestError("it is not a manifest") from error
         if checksum != _checksum(body):
             raise ManifestError("its own checksum does not match")
-        if body.pop("format") != FORMAT:
+        if body.pop("format", None) != FORMAT:
             raise ManifestError(f"its format is not {FORMAT}")
-        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-        return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})
+        try:
+            body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+            return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ManifestError(f"it lacks a value: {error}") from error
 
 
 def _checksum(body: dict) -> int:
