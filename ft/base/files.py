@@ -51,6 +51,34 @@ def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     return read(path, most).decode()
 
 
+def unsafe(folder: Path) -> str:
+    """Return why others could change what this process writes into a folder; "" if none could, or it does not exist.
+
+    A folder whose group can write is accepted: with the usual settings, the group is the user's own.
+    """
+    user = os.geteuid()
+    for path in (folder, *folder.absolute().parents):
+        if path.is_symlink() and path.lstat().st_uid not in (0, user):
+            return f"{path} is a link of another user"
+    for part in (folder, folder / "logs"):
+        try:
+            found = part.stat()
+        except FileNotFoundError:
+            continue
+        if found.st_uid != user:
+            return f"{part} belongs to the user {found.st_uid}"
+        if found.st_mode & stat.S_IWOTH:
+            return f"every user can write to {part}"
+        if links := [entry.path for entry in os.scandir(part) if entry.is_symlink()]:
+            return f"{min(links)} is a link"
+    return ""
+
+
+def unlinked(path: str | Path, flags: int, mode: int = 0o644) -> int:
+    """Open a file that this run writes, for ``open(..., opener=unlinked)``: a link in its place is an OSError."""
+    return os.open(path, flags | os.O_NOFOLLOW, mode)
+
+
 def replace(path: Path, content: str | bytes, durable: bool = False) -> None:
     """Write a file atomically. Several writers at once must exclude each other.
 
@@ -64,7 +92,7 @@ def replace(path: Path, content: str | bytes, durable: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=unlinked) as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             if durable:
                 file.flush()

@@ -259,7 +259,8 @@ def _sound(whole: RunOptions, present: Mapping[str, str]) -> tuple[str | None, i
 def _make_folder(run_dir: Path, folders: list[Path]) -> None:
     try:
         for folder in (run_dir, *folders):
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o755, parents=True, exist_ok=True)
+            (folder / "logs").mkdir(0o755, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the run's directory {run_dir}: {error.strerror}", "choose --run-dir") from error
 

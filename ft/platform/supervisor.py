@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.checkout import CHECKOUT
+from ft.base.files import unlinked
 from ft.platform import processes
 
 _REPEAT_S = 2.0
@@ -132,7 +133,7 @@ class Supervisor:
         Raises:
             OSError: a file cannot be written, or no process can be created.
         """
-        with open(out, "ab") as stdout, open(err or out, "ab") as stderr:
+        with open(out, "ab", opener=unlinked) as stdout, open(err or out, "ab", opener=unlinked) as stderr:
             child = subprocess.Popen(
                 command(module, arguments, os.getpid(), ignores_signals),
                 env=environment,

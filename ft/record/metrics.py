@@ -34,7 +34,7 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 self._cut(first_step)
-            self._lines = Lines(path, tell=tell)
+            self._lines = Lines(path, tell=tell, is_link_followed=True)
         except OSError as error:
             raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
 

@@ -17,7 +17,7 @@ from ft.job.messages import AgentBeat, Close, Observed
 
 LIMIT_S = 20.0
 SOON_S = 0.3
-TOKEN = "a token"
+TOKEN = "the token of the test"
 
 
 @pytest.fixture(params=["tcp", "etcd"])

@@ -25,7 +25,7 @@ from ft.job.control.state import RUNNING
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
-TOKEN = "of the test"
+TOKEN = "the token of the test"
 
 
 def follow(channel, seen):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.base.flags import Parser
+from ft.base.lines import Lines
 from ft.commands import arguments, protection
 from ft.commands.run import plan_faults
 from ft.job import messages
@@ -21,6 +23,7 @@ from ft.job.agent.script import search_path
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
 from ft.platform import network, slurm
+from ft.platform.supervisor import Supervisor
 
 
 def options(line: str, environ: dict | None = None):
@@ -133,6 +136,50 @@ def test_a_directory_with_events_of_an_earlier_run_is_refused_on_node_0_only(scr
     with pytest.raises(UserError, match="earlier run"):
         options(f"--run-dir r {script}")
     options(f"--run-dir r --nnodes 2 --node-rank 1 --rdzv-endpoint h:1 {script}")
+
+
+def _give_away(path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    os.chown(path, 12345, 12345)
+
+
+UNSAFE = {
+    "every user can write to": lambda r: r.chmod(0o1777),
+    "logs belongs to the user 12345": lambda r: _give_away(r / "logs"),
+    "r belongs to the user 12345": _give_away,
+    "token is a link": lambda r: (r / "token").symlink_to("/etc/passwd"),
+    "n0.log is a link": lambda r: (r / "logs" / "n0.log").symlink_to("nowhere"),
+    "r is a link of another user": lambda r: (
+        r.rename(r.with_name("other")),
+        r.symlink_to("other"),
+        os.geteuid() and pytest.skip("only root can make the link of another user"),
+        os.chown(r, 12345, 12345, follow_symlinks=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("says", UNSAFE)
+def test_a_directory_that_others_can_change_is_refused(script, tmp_path, says):
+    (tmp_path / "r" / "logs").mkdir(parents=True)
+    options(f"--run-dir r {script}")
+    UNSAFE[says](tmp_path / "r")
+    with pytest.raises(UserError, match=says):
+        options(f"--run-dir r {script}")
+
+
+def test_what_a_run_writes_goes_through_no_link(tmp_path):
+    (tmp_path / "elsewhere").write_text("kept")
+    (tmp_path / "log").symlink_to("elsewhere")
+    (tmp_path / ".plain.tmp").symlink_to("elsewhere")
+    for write in (
+        lambda: Supervisor().start("json.tool", [], tmp_path / "log", print),
+        lambda: Lines(tmp_path / "log"),
+        lambda: files.replace(tmp_path / "plain", "content"),
+    ):
+        with pytest.raises(OSError, match="Too many levels of symbolic links"):
+            write()
+    assert (tmp_path / "elsewhere").read_text() == "kept"
 
 
 def test_faults_are_planned_alike_on_every_node(script):

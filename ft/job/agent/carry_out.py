@@ -54,7 +54,8 @@ def first_ranks(options: RunOptions) -> list[int]:
 
 def _make_folders(options: RunOptions) -> None:
     try:
-        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        for folder in (options.run_dir, options.run_dir / "logs"):
+            folder.mkdir(0o755, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"cannot make the run's directory {options.run_dir}: {error.strerror}", "choose --run-dir"

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ft.base import files, token
 from ft.base.errors import Problem, Problems, UserError
 from ft.job.agent import mpirun, suspects
 from ft.job.control.limits_file import timeouts_of
@@ -189,6 +190,8 @@ def resolve(
         nproc = _nproc(given.nproc_per_node)
     with problems:
         script = script_of(given)
+    with problems:
+        token.check(environment)
     with problems:
         control = _control(given.control)
     with problems:
@@ -388,6 +391,10 @@ def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease
     path = path.absolute()
     if path.exists() and not path.is_dir():
         raise UserError(f"--run-dir {path} is not a directory", "choose another one")
+    if problem := files.unsafe(path):
+        raise UserError(
+            f"--run-dir {path} is not safe from other users: {problem}", "choose a new directory of your own"
+        )
     if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not election.is_kept(path / lease):
         raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
     return path

@@ -15,6 +15,7 @@ import time
 import types
 from pathlib import Path
 
+from ft.base import files
 from ft.job.agent import ending
 from ft.platform import processes
 
@@ -112,7 +113,7 @@ def _without_launcher(error: BaseException):
 
 
 def _own_output(path: str) -> None:
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = files.unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)
