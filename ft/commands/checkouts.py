@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ft.adapters.megatron_lm import refusals, seams, tree
+from ft.base import files
 from ft.base.errors import Problem, UserError
 from ft.commands.arguments import launchers_flags, misplaced
 from ft.protection import table
@@ -57,7 +58,7 @@ def outside_checkout(script: "Script") -> list[Problem]:
     if script.is_module or is_checkout(script) or not _split(script.args)[0]:
         return []
     try:
-        body = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        body = ast.walk(ast.parse(files.read_text(file)))
     except (OSError, SyntaxError, ValueError):
         return []
     names = {
@@ -179,7 +180,7 @@ def needs_of_model(script: "Script", layer_pattern: str | None) -> "list[Need]":
     """
     from megatron.ft_trainer.arguments.needs import TE, Need
 
-    text = Path(script.target).read_text(encoding="utf-8", errors="replace")
+    text = files.read(script.target).decode(errors="replace")
     if not re.search(r"\b(mamba_builder|hybrid_builder|pretrain_hybrid)\b", text):
         return []
     packages = [TE, "mamba-ssm"] if layer_pattern is None or "M" in layer_pattern else [TE]
@@ -189,9 +190,9 @@ def needs_of_model(script: "Script", layer_pattern: str | None) -> "list[Need]":
 def parsers_flags(script: "Script") -> set[str]:
     """Return the flags that are written in the sources of a checkout's own parser, which is not imported."""
     found: set[str] = set()
-    files = (tree.root_of(script.target) / "megatron" / "training").rglob("*.py")
-    for file in (Path(script.target), *files):
-        found |= set(re.findall(r"""['"](--[a-zA-Z][\w-]*)['"]""", file.read_text(encoding="utf-8", errors="replace")))
+    sources = (tree.root_of(script.target) / "megatron" / "training").rglob("*.py")
+    for file in (Path(script.target), *sources):
+        found |= set(re.findall(r"""['"](--[a-zA-Z][\w-]*)['"]""", files.read(file).decode(errors="replace")))
     return found
 
 

@@ -91,7 +91,7 @@ def disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=755", "tmpfs", str(folder)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")

@@ -82,6 +82,10 @@ def test_standby_nodes_are_the_last_ones(script):
         ("--standalone --nnodes 2 train.py", "--standalone is for one node"),
         ("--nproc-per-node many train.py", "--nproc-per-node many is neither"),
         ("--nproc-per-node 0 train.py", "--nproc-per-node 0 is neither"),
+        ("--nproc-per-node 999999999999 train.py", "--nproc-per-node 999999999999 is neither"),
+        ("--nnodes 999999999999 train.py", "--nnodes 999999999999 is no number from 1 to 100,000"),
+        ("--local-addr not/a/host train.py", "'not/a/host' is no host name"),
+        ("--preload no_such_module train.py", "there is no module no_such_module"),
         ("--no-python train.py", "--no-python is not supported"),
         ("--preload none --preload json train.py", "--preload none and"),
         ("--run-dir train.py train.py", "train.py is not a directory"),
@@ -241,7 +245,7 @@ def test_slurm_node_lists(nodelist, names):
     assert slurm.hosts(nodelist) == names
 
 
-@pytest.mark.parametrize("nodelist", ["", "n[1-2", "n1]", "n[a]", "n[1-]"])
+@pytest.mark.parametrize("nodelist", ["", "n[1-2", "n1]", "n[a]", "n[1-]", "n[0-99999999999]", "n[0-9999][0-9999]"])
 def test_broken_node_lists_are_refused(nodelist):
     with pytest.raises(UserError):
         slurm.hosts(nodelist)
@@ -409,6 +413,19 @@ def test_a_channel_keeps_what_the_other_side_does_not_take_yet():
     assert {messages.decode(text) for text in taken.splitlines()} == {messages.Stop(1, "x" * 1000)}
     channel.close()
     theirs.close()
+
+
+def test_a_terminal_obeys_the_output_of_workers_only(tmp_path, capsys):
+    console = Console(False)
+    console.say("from \x1b[2J\x9b a member")
+    console.complain(str(UserError("\x1b[2Jproblem", "fi\rx")))
+    (log := tmp_path / "log").write_text("\x1b[1mbold\n")
+    console.follow([log], fresh=True)
+    console.close()
+    console.poll()
+    said = capsys.readouterr()
+    assert said.out == "ft: from \\x1b[2J\\x9b a member\n\x1b[1mbold\n"
+    assert said.err == "ft: \\x1b[2Jproblem\nft:   fix: fi\\x0dx\n"
 
 
 def test_the_console_shows_logs_as_they_grow(tmp_path, capsys):

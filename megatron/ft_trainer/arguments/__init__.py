@@ -157,6 +157,9 @@ def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str
     explain = partial(known.explain, supported=supported)
     prepared, notices = _prepared(words)
     namespace, problems, doubtful = read_flags(parser, prepared, supported, explain)
+    for name, given in vars(namespace).items():
+        if any(value != value for value in (given if isinstance(given, list) else [given])):  # true of NaN only
+            problems.append((f"--{name.replace('_', '-')} is not a number", "give a number"))
     concerns: dict[str, Any] = {}
     refused = Problems()
     with refused:
