@@ -4,12 +4,12 @@ import os
 import random
 import socket
 from datetime import timedelta
-from pathlib import Path
 
 import numpy
 import torch
 import torch.distributed as dist
 
+from ft.base import files
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
@@ -79,7 +79,7 @@ def init_overlapped_communication(options: Options, layout: Layout) -> None:
     from transformer_engine.pytorch import module
 
     try:
-        cfg = Path(c.tp_comm_overlap_cfg).read_text(encoding="utf-8") if c.tp_comm_overlap_cfg else "{}"
+        cfg = files.read_text(c.tp_comm_overlap_cfg) if c.tp_comm_overlap_cfg else "{}"
         methods = yaml.safe_load(cfg)
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"--tp-comm-overlap-cfg {c.tp_comm_overlap_cfg}: {error}", "give a YAML file") from error
