@@ -1,5 +1,6 @@
 """The command ``ft``. Each subcommand is defined in the package that implements it."""
 
+import contextlib
 import importlib
 import os
 import select
@@ -8,6 +9,7 @@ import sys
 
 from ft.base.errors import UserError
 from ft.base.flags import Parser
+from ft.show.text import Plain
 
 _SUBCOMMANDS = (
     (("run",), "ft.commands.run", "add_parser"),
@@ -35,6 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     subparsers = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["run"]:  # the output of workers is shown as it is
+        return _run(parser, subparsers, argv)
+    with contextlib.redirect_stdout(Plain(sys.stdout)), contextlib.redirect_stderr(Plain(sys.stderr)):
+        return _run(parser, subparsers, argv)
+
+
+def _run(parser: Parser, subparsers, argv: list[str]) -> int:
     asked_for = [entry for entry in _SUBCOMMANDS if argv and argv[0] in entry[0]]
     for _, module, function in asked_for or _SUBCOMMANDS:
         getattr(importlib.import_module(module), function)(subparsers)
@@ -53,6 +62,11 @@ def main(argv: list[str] | None = None) -> int:
         if not _nobody_reads():
             raise
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is None or argv[0] == "run":
+            raise
+        print(f"error: {str(error.filename)[:200]}: {error.strerror}", file=sys.stderr)  # a file that the flags name
+        return UserError.exit_code
 
 
 def _nobody_reads() -> bool:

@@ -13,10 +13,17 @@ exception class        how the failure is handled
 =====================  =========================================================================
 """
 
+import re
 from collections.abc import Iterable, Sequence
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Problem = tuple[str, str | None]
 """What is wrong, and how to fix it."""
+
+
+def plain(text: str) -> str:
+    r"""Return a text in which control characters are visible, such as \x1b: a terminal would obey them."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 class FtError(Exception):
@@ -27,13 +34,14 @@ class UserError(FtError):
     """An error in the user's input: in flags, files or the environment.
 
     Args:
-        problem: what is wrong, with the numbers or the path concerned.
+        problem: what is wrong, with the numbers or the path concerned; control characters in it become visible.
         fix: what the user can do; printed on its own line.
     """
 
     exit_code = 2
 
     def __init__(self, problem: str, fix: str | None = None):
+        problem, fix = plain(problem), None if fix is None else plain(fix)
         self.problem, self.fix = problem, fix
         self.problems: list[Problem] = [(problem, fix)]
         super().__init__(problem if fix is None else f"{problem}\n  fix: {fix}")

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
 from ft.base.lines import Lines
 
 RUN_STARTED = "run_started"
@@ -320,7 +321,7 @@ def read(path: str | Path) -> list[Event]:
     Incomplete lines are skipped, and so are fields that a later version has added. Events with unknown names are kept.
     """
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = files.read(path, files.UNLIMITED).splitlines()
     except FileNotFoundError:
         return []
     return [event for event in map(_parse, lines) if event is not None]
@@ -328,7 +329,7 @@ def read(path: str | Path) -> list[Event]:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        values = json.loads(line)
+        values = bounded_json.loads(line, non_finite=True)
         event = Event(**{key: value for key, value in values.items() if key in _KNOWN})
         return event if _is_sound(event) else None
     except (ValueError, TypeError, AttributeError):

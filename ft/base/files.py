@@ -1,11 +1,86 @@
-"""Writes a file whole: who reads it meanwhile sees the old content or the new one."""
+"""Reads files of unknown origin within bounds, and writes a file whole: readers see the old content or the new one."""
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ft.base.errors import UserError
+
+MOST_BYTES = 256 << 20
+"""Size of the largest file of unknown origin that is read as a whole, in bytes."""
+_PIECE = 16 << 20
+UNLIMITED = 1 << 60
+"""For files of a run that grow with it."""
+
+
+def read(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a file or a pipe.
+
+    A device such as /dev/zero has no end, and to open a pipe that nobody writes to would wait for ever: the first is
+    refused, the second is empty.
+
+    Args:
+        path: the file.
+        most: largest size that is accepted, in bytes.
+
+    Raises:
+        OSError: the file cannot be read, is no regular file and no pipe, or is larger than ``most``.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        os.set_blocking(descriptor, True)
+        content = bytearray()
+        while piece := file.read(_PIECE):
+            content += piece
+            if len(content) > most:
+                raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return bytes(content)
+
+
+def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
+    """Return the content of a file or a pipe as text; see :func:`read`.
+
+    Raises:
+        OSError: as for :func:`read`.
+        UnicodeDecodeError: the content is not UTF-8.
+    """
+    return read(path, most).decode()
+
+
+def unsafe(folder: Path) -> str:
+    """Return why others could change what this process writes into a folder; "" if none could, or it does not exist.
+
+    A folder whose group can write is accepted: with the usual settings, the group is the user's own.
+    """
+    user = os.geteuid()
+    for path in (folder, *folder.absolute().parents):
+        if path.is_symlink() and path.lstat().st_uid not in (0, user):
+            return f"{path} is a link of another user"
+    for part in (folder, folder / "logs"):
+        try:
+            found = part.stat()
+        except FileNotFoundError:
+            continue
+        if found.st_uid != user:
+            return f"{part} belongs to the user {found.st_uid}"
+        if found.st_mode & stat.S_IWOTH:
+            return f"every user can write to {part}"
+        if links := [entry.path for entry in os.scandir(part) if entry.is_symlink()]:
+            return f"{min(links)} is a link"
+    return ""
+
+
+def unlinked(path: str | Path, flags: int, mode: int = 0o644) -> int:
+    """Open a file that this run writes, for ``open(..., opener=unlinked)``: a link in its place is an OSError."""
+    return os.open(path, flags | os.O_NOFOLLOW, mode)
 
 
 def replace(path: Path, content: str | bytes, durable: bool = False) -> None:
@@ -21,7 +96,7 @@ def replace(path: Path, content: str | bytes, durable: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=unlinked) as file:
             file.write(content.encode("utf-8") if isinstance(content, str) else content)
             if durable:
                 file.flush()

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from ft.base import files
+
 _MOST = 10_000
 _END = b"\n"
 
@@ -31,6 +33,7 @@ class Lines:
         is_shared: other processes may append to the file at the same time.
         tell: function that prints a message. It is called when lines begin to wait, when they have been written, and
             when lines are lost.
+        is_link_followed: whether ``path`` may be a link.
 
     Attributes:
         lost: number of lines that are neither in the file nor in memory.
@@ -40,8 +43,14 @@ class Lines:
     """
 
     def __init__(
-        self, path: Path, most: int | None = _MOST, is_shared: bool = False, tell: Callable[[str], None] | None = None
+        self,
+        path: Path,
+        most: int | None = _MOST,
+        is_shared: bool = False,
+        tell: Callable[[str], None] | None = None,
+        is_link_followed: bool = False,
     ):
+        self._opener = os.open if is_link_followed else files.unlinked
         self._path, self._most, self._is_shared, self._tell = path, most, is_shared, tell or _warn
         self._waiting: deque[bytes] = deque()
         self._trouble: OSError | None = None
@@ -90,7 +99,7 @@ class Lines:
                 raise
 
     def _open(self) -> None:
-        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._fd = self._opener(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != _END:
             self._waiting.appendleft(_END)

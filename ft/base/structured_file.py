@@ -1,10 +1,10 @@
 """Reads files of values in YAML, TOML or JSON; the suffix of a file's name says which."""
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 
 
@@ -19,12 +19,14 @@ def read(path: str | Path, noun: str) -> Any:
         UserError: the file cannot be read or parsed.
     """
     path = Path(path)
-    name, parse = _FORMATS.get(path.suffix.lower(), ("JSON", json.loads))
+    name, parse = _FORMATS.get(path.suffix.lower(), ("JSON", bounded_json.loads))
     try:
-        return parse(path.read_text())
+        value = parse(files.read_text(path))
+        bounded_json.check(value)
+        return value
     except OSError as error:
         raise UserError(f"{noun} {path} cannot be read: {error}", "give a readable file") from error
-    except ValueError as error:  # also raised for bytes that are not valid text
+    except (ValueError, RecursionError) as error:  # also raised for bytes that are not valid text
         fix = "correct the file; its format follows from the suffix: .yaml, .yml, .toml or .json"
         raise UserError(f"{noun} {path} is not {name}: {error}", fix) from error
 

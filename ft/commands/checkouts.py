@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft.adapters.megatron_lm import refusals, seams, tree
 from ft.adapters.megatron_lm.own_flags import own_flags
+from ft.base import files
 from ft.base.errors import Problem, UserError
 from ft.commands.arguments import launchers_flags, misplaced
 from ft.protection import table
@@ -58,7 +59,7 @@ def outside_checkout(script: "Script") -> list[Problem]:
     if script.is_module or is_checkout(script) or not _split(script.args)[0]:
         return []
     try:
-        body = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        body = ast.walk(ast.parse(files.read_text(file)))
     except (OSError, SyntaxError, ValueError):
         return []
     names = {
@@ -204,7 +205,7 @@ def needs_of_model(script: "Script", layer_pattern: str | None) -> "list[Need]":
     """
     from megatron.ft_trainer.arguments.needs import TE, Need
 
-    text = Path(script.target).read_text(encoding="utf-8", errors="replace")
+    text = files.read(script.target).decode(errors="replace")
     if not re.search(r"\b(mamba_builder|hybrid_builder|pretrain_hybrid)\b", text):
         return []
     packages = [TE, "mamba-ssm"] if layer_pattern is None or "M" in layer_pattern else [TE]
@@ -292,7 +293,8 @@ def _others(flags: Sequence[str]) -> dict[str, str | bool]:
     found: dict[str, str | bool] = {}
     for flag, after in itertools.pairwise((*flags, "--")):
         if flag.startswith("--"):
-            found[flag.removeprefix("--").replace("-", "_")] = True if after.startswith("--") else after
+            name, _, value = flag.removeprefix("--").partition("=")
+            found[name.replace("-", "_")] = value or (True if after.startswith("--") else after)
     return found
 
 

@@ -205,4 +205,4 @@ def _rules_as_text() -> str:
 
 
 def _bare_seconds(text: str) -> float:
-    return quantities.seconds(text, bare=1.0)
+    return quantities.between(1e-3, 1e9)(quantities.seconds(text, bare=1.0), "not a time from 1 ms to 1e9 s")

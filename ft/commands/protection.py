@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ft.base import files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import Problem
 from ft.commands import checkouts
@@ -68,7 +69,7 @@ def is_trainer(script: "Script") -> bool:
         found = importlib.util.find_spec(script.target) if script.target == TRAINER.stem else None
         path = Path(found.origin) if found is not None and found.origin else path
     try:
-        return path.samefile(TRAINER) or path.read_bytes() == TRAINER.read_bytes()
+        return path.samefile(TRAINER) or files.read(path) == TRAINER.read_bytes()
     except OSError:
         return False
 

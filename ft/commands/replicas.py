@@ -64,7 +64,8 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     setups = [_setup(part, whole, asked, planned.get(part.replica, [])) for part in parts]
     with needs_run_dir(whole.run_dir):
         for folder in (whole.run_dir, *(setup.folder for setup in setups)):
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o755, parents=True, exist_ok=True)
+            (folder / "logs").mkdir(0o755, exist_ok=True)
         token.make(whole.run_dir)
         if asked.only is None:
             claim_name(whole.run_dir, whole.cluster.node_rank, whole.joins)

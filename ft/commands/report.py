@@ -18,6 +18,7 @@ from ft.observe.report.presence import gone
 from ft.observe.report.status import as_text, as_values, status
 from ft.record.recoveries import recoveries
 from ft.record.run import Run, load
+from ft.show.text import steer
 
 _WATCH_S = 1.0
 _CLEAR = "\x1b[H\x1b[2J"
@@ -52,7 +53,9 @@ def run_status(arguments: argparse.Namespace) -> int:
         while True:
             text, values, ended = _now(arguments.folder)
             text = json.dumps(values) if arguments.json else text
-            print(_CLEAR + text if arguments.watch and sys.stdout.isatty() else text, flush=True)
+            if arguments.watch and sys.stdout.isatty():
+                steer(sys.stdout, _CLEAR)
+            print(text, flush=True)
             if values["gone"]:
                 return 1
             if not arguments.watch or ended:

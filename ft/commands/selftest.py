@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ft.base import files
 from ft.base.errors import Problems, UserError
 from ft.base.flags import Parser
 from ft.base.quantities import argument, between, count
@@ -111,6 +112,8 @@ def plan_of(given: argparse.Namespace, job: slurm.SlurmJob | None, environment: 
     problems.refuse()
     name = time.strftime("%Y%m%d-%H%M%S") if job is None else f"{job.job}.{environment.get('SLURM_STEP_ID', '0')}"
     run_dir = Path(given.run_dir or f"runs/selftest-{name}")
+    if problem := files.unsafe(run_dir):
+        raise UserError(f"--run-dir {run_dir} is not safe from other users: {problem}", "give a new folder of your own")
     if (run_dir / "node-0").exists():
         raise UserError(f"{run_dir} holds a self-test already", "give --run-dir a new folder")
     return Plan(checks, frozenset(check.name for check in planted), 60 * given.minutes, run_dir, given.gpus, place)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ft.base import files
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.faults.flip import Flip
 
@@ -137,7 +137,7 @@ def from_json(text: str) -> list[Fault]:
         UserError: the text is not valid.
     """
     try:
-        return [_fault(values) for values in json.loads(text)]
+        return [_fault(values) for values in bounded_json.loads(text)]
     except (ValueError, TypeError) as error:
         raise UserError(
             f"this is not a list of planned faults: {error}", "unset FT_FAULTS: ft run writes this file"
@@ -163,7 +163,7 @@ def planned(environment: Mapping[str, str] = os.environ) -> list[Fault]:
     if not path:
         return []
     try:
-        return from_json(Path(path).read_text())
+        return from_json(files.read_text(path))
     except OSError as error:
         raise UserError(f"the planned faults cannot be read: {error}", "unset FT_FAULTS: ft run sets it") from error
 

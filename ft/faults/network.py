@@ -1,11 +1,11 @@
 """Temporary loss of a node's network, for agents that run in a network namespace of their own."""
 
-import json
 import os
 import subprocess
 import threading
 from pathlib import Path
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
 
 _NET_ADMIN = 12
@@ -46,7 +46,7 @@ def _has_own_namespace() -> bool:
 def interfaces() -> list[str]:
     """Return the names of the interfaces that are up, without loopback."""
     found = []
-    for link in json.loads(_ip("-j", "link", "show") or "[]"):
+    for link in bounded_json.loads(_ip("-j", "link", "show") or "[]"):
         flags = link.get("flags", [])
         if "UP" in flags and "LOOPBACK" not in flags:
             found.append(link["ifname"])

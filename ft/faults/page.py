@@ -4,12 +4,12 @@
 kinds of faults.
 """
 
-import json
 import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from ft.base import bounded_json
 from ft.base.checkout import CHECKOUT
 from ft.faults import keys
 from ft.faults.kinds import DMR, GPU, HARMLESS, MEANING, ROOT, START, Row
@@ -74,7 +74,7 @@ def _injection_syntax() -> list[str]:
 def read_times(root: Path) -> dict[str, dict]:
     """Return the times that the fault campaign left in the checkout ``root``; an empty dictionary without them."""
     file = root / TIMES
-    return json.loads(file.read_text()) if file.exists() else {}
+    return bounded_json.loads(file.read_text()) if file.exists() else {}
 
 
 def _command(times: Mapping) -> str:

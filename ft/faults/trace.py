@@ -8,10 +8,10 @@ An example::
     {"time": 41, "kind": "slow", "rank": 3, "for": 5}
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.faults.flip import KEYS as FLIP_KEYS
 from ft.faults.spec import ONLY_FOR, FaultSpec, from_values
@@ -25,7 +25,7 @@ def read_trace(spec: FaultSpec) -> list[FaultSpec]:
     """
     path = Path(spec.trace)
     try:
-        lines = path.read_text().splitlines()
+        lines = files.read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{spec.text!r}: trace {path} cannot be read: {error}", "give a readable text file") from error
     found = []
@@ -43,7 +43,7 @@ def _values(line: str, place: str) -> dict[str, Any]:
             raise UserError(f"{place}: {line!r} has {len(words)} words", "a line is: TIME [KIND] [RANK]")
         return dict(zip(("time", "kind", "rank"), words, strict=False))
     try:
-        return dict(json.loads(line))
+        return dict(bounded_json.loads(line))
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{place} is not a JSON object: {error}", 'for example: {"time": 41, "kind": "kill"}'

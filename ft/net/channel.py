@@ -5,6 +5,11 @@ The node agent of ``ft run`` uses it for its connections to workers and to the p
 
 import socket
 
+_LONGEST, _FIRST_LINE = 256 << 20, 1 << 16
+"""The longest line, and the longest first line, in bytes."""
+_AT_ONCE = 4 << 20
+"""Bytes that are read before other connections get their turn."""
+
 
 class Channel:
     """The agent's end of a connection.
@@ -14,7 +19,7 @@ class Channel:
 
     Attributes:
         sock: the socket.
-        gone: whether the peer has closed the connection.
+        gone: whether the peer has closed the connection, or has sent a line that is too long.
     """
 
     def __init__(self, sock: socket.socket):
@@ -61,19 +66,25 @@ class Channel:
         self._read()
         line, newline, rest = self._in.partition(b"\n")
         if not newline:
+            if len(line) > _FIRST_LINE:
+                self.gone, self._in = True, b""
             return None
         self._in = rest
         return line
 
     def _read(self) -> None:
+        got, end = bytearray(), False
         try:
-            while data := self.sock.recv(1 << 16):
-                self._in += data
-            self.gone = True
+            while len(got) < _AT_ONCE and not (end := not (data := self.sock.recv(1 << 16))):
+                got += data
         except BlockingIOError:
             pass
         except OSError:
-            self.gone = True
+            end = True
+        self._in += got
+        if len(self._in) - self._in.rfind(b"\n") > _LONGEST:
+            self._in, end = b"", True
+        self.gone |= end
 
     def close(self) -> None:
         """Close the socket; what was not sent is lost."""

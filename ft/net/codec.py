@@ -6,6 +6,7 @@ message names the place of the problem in the value and what was expected there.
 once.
 """
 
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -126,7 +127,7 @@ def _reader(kind: Any) -> _Reader:
     if kind is Any:
         return lambda value: value
     if kind is float:
-        return _typed("a number", int, float)
+        return _read_number
     if kind is Numbers:
         return Numbers.from_json
     if kind in _SCALARS:
@@ -142,15 +143,19 @@ def _reader(kind: Any) -> _Reader:
     raise TypeError(f"the codec cannot read {kind}")
 
 
-def _typed(name: str, *kinds: type) -> _Reader:
-    allowed = frozenset(kinds)
-
+def _typed(name: str, kind: type) -> _Reader:
     def read(value: Any) -> Any:
-        if type(value) not in allowed:  # isinstance would accept a bool for an int
+        if type(value) is not kind:  # isinstance would accept a bool for an int
             raise _wrong(value, name)
         return value
 
     return read
+
+
+def _read_number(value: Any) -> Any:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise _wrong(value, "a number")
+    return value
 
 
 def _union(arguments: Sequence[Any]) -> _Reader:

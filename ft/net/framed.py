@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ft.base import bounded_json
 from ft.net.checksum import checksum
 from ft.net.handshake import Party, accept, dial, is_equal
 
@@ -304,7 +305,7 @@ def _unpack(payload: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]]:
     """Return the JSON values and the byte strings of a message."""
     (length,) = _LENGTH.unpack_from(payload)
     at = _LENGTH.size + length
-    words, lengths = json.loads(payload[_LENGTH.size : at])
+    words, lengths = bounded_json.loads(payload[_LENGTH.size : at], non_finite=True)
     if not isinstance(words, dict):
         raise ValueError("values that are no object")
     bodies = []

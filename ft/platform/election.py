@@ -15,6 +15,8 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from ft.base import bounded_json, files
+
 CONTROL, QUORUM = "control.json", "quorum.json"
 """Names of lease files: CONTROL of the control plane's lease and, in the launchers' own folder, of the lease of the
 launcher that runs the quorum server; QUORUM of the quorum server's lease.
@@ -110,7 +112,7 @@ def is_over(run_dir: Path, term: int) -> bool:
 def read(run_dir: Path, file: str = CONTROL) -> LeaseRecord | None:
     """Return the lease in ``file`` (CONTROL or QUORUM); None if there is none or it cannot be read."""
     try:
-        values = json.loads((run_dir / file).read_text())
+        values = bounded_json.loads(files.read(run_dir / file))
         found = LeaseRecord(**{f.name: values[f.name] for f in fields(LeaseRecord) if f.name in values})
         return found if found.end is None else replace(found, end=(int(found.end[0]), int(found.end[1])))
     except (OSError, ValueError, KeyError, TypeError, IndexError):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ft.base import files
+from ft.base import bounded_json, files
 from ft.platform import election, processes
 
 
@@ -49,7 +49,7 @@ def holder(pid: int, run: Path) -> Holder:
 def read(path: Path) -> Holder | None:
     """Return the holder in a file, None if there is no such file or it does not say."""
     try:
-        values = json.loads(path.read_text())
+        values = bounded_json.loads(files.read_text(path))
         found = Holder(**{f.name: f.type(values[f.name]) for f in fields(Holder)})
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -8,6 +8,7 @@ from ft.base.errors import UserError
 
 _FIRST_PORT, _PORTS = 29400, 1000
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?$")
+_MOST_HOSTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,10 @@ def _expand(part: str, nodelist: str) -> list[str]:
         if not match:
             raise UserError(f"{item!r} is no number or range in {nodelist!r}", "give --rdzv-endpoint HOST:PORT")
         first, last = match[1], match[2] or match[1]
+        if len(last) > 9 or int(last) - int(first) >= _MOST_HOSTS:
+            raise UserError(f"{item!r} names more than {_MOST_HOSTS:,} hosts", "give the hosts that there are")
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return (
-        [head + number + end for number in numbers for end in _expand(tail, nodelist)]
-        if tail
-        else [head + number for number in numbers]
-    )
+    ends = _expand(tail, nodelist) if tail else [""]
+    if len(numbers) * len(ends) > _MOST_HOSTS:
+        raise UserError(f"{part[:99]!r} names more than {_MOST_HOSTS:,} hosts", "give the hosts that there are")
+    return [head + number + end for number in numbers for end in ends]

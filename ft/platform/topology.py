@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.platform import slurm, slurm_topology
 
@@ -68,7 +69,7 @@ def read_topology(path: str | Path) -> Topology:
         UserError: the file cannot be read or is malformed; the message has the line number.
     """
     try:
-        text = Path(path).read_text()
+        text = files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise UserError(f"the topology {path} cannot be read: {reason}", "check the path of --topology") from error

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ft.protection.contract import Asked, DataShare, Layer, ModelEnds, Protection, Trainer, Update
-from ft.protection.table import asked_for
+from ft.protection.table import Entry, asked_for
 from ft.worker.session import Session
 from megatron.patches import instances
 
@@ -75,17 +75,23 @@ class Stack(Layer):
 
 
 class Protections:
-    """The protections that a run asks for, the outermost first."""
+    """The protections that a run asks for, the outermost first.
 
-    def __init__(self, protections: Sequence[Protection] = ()):
-        self._protections = tuple(protections)
+    Args:
+        protections: the protections.
+        entries: their entries in the table of protections.
+    """
+
+    def __init__(self, protections: Sequence[Protection] = (), entries: Sequence[Entry] = ()):
+        self._protections, self.entries = tuple(protections), tuple(entries)
         self.session: Session | None = None
 
     @classmethod
     def of(cls, flags: Any, environment: Mapping[str, str]) -> "Protections":
         """Return the protections that the trainer's ``flags`` and the environment of ``ft run`` ask for."""
         asked = Asked(flags, environment)
-        return cls([entry.load()(asked) for entry in asked_for(flags, environment)])
+        entries = asked_for(flags, environment)
+        return cls([entry.load()(asked) for entry in entries], entries)
 
     def __iter__(self) -> Iterator[Protection]:
         return iter(self._protections)

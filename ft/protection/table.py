@@ -1,11 +1,12 @@
-"""The table of all protections: the order in which they wrap a training step, and which exclude each other, and why.
+"""The table of all protections: the order in which they wrap a training step, which exclude each other, and which modes
+of the trainer they cannot protect, and why.
 
 The table is data. ``ft protections`` prints it, the trainer and ``ft run`` read it before they start anything, and
 ``docs/protections.md`` is generated from it.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,36 @@ class Conflict:
     other: str
     why: str
     fix: str = "use only one of the two"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A mode of the trainer that some protections cannot protect.
+
+    Attributes:
+        flags: the flags of megatron-core, each of which turns it on.
+        protections: names of these protections.
+        why: the reason, as a clause.
+        fix: what a user can do; "": drop the flag.
+        values: the values of the flags that are refused; empty: all values that turn it on.
+        beside: other flags on which the refusal depends, and the values with which it holds; "" stands for a flag that
+            is off, and no value for all that turn it on.
+    """
+
+    flags: tuple[str, ...]
+    protections: tuple[str, ...]
+    why: str
+    fix: str = ""
+    values: tuple[str, ...] = ()
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def given(self, core: Any) -> Iterator[tuple[str, str]]:
+        """Yield (flag, value) for each flag with which megatron-core's options ``core`` turn on this mode."""
+        if all(_is_among(_value(core, flag), values) for flag, values in self.beside.items()):
+            for flag in self.flags:
+                value = _value(core, flag)
+                if _is_among(value, self.values):
+                    yield flag, value
 
 
 HOT_SWAP, REPLICAS, STACKS = "hot-swap", "replicas", "stacked shards"
@@ -152,6 +183,106 @@ CONFLICTS: list[Conflict] = [
     Conflict(DOUBLE, PROFILE, "a profile measures a run without double execution"),
 ]
 
+_SENDING = (HOT_SWAP, REPLICAS)
+"""Protections that give a worker the state of others, and repeat a step that was interrupted."""
+
+_TWICE = (DOUBLE, PROFILE)
+_SCALED = "the optimizer keeps a scale of each of these tensors outside of its state, so that no copy has it"
+_IS_PRECISION_AWARE: Mapping[str, tuple[str, ...]] = {"--use-precision-aware-optimizer": ()}
+_GRAPHS = "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"
+
+
+def _twice(why: str) -> str:
+    return f"it {why}, which DMR cannot execute a second time"
+
+
+MODES: list[Mode] = [
+    Mode(
+        ("--use-precision-aware-optimizer",),
+        _SENDING,
+        "without --bf16 the optimizer of Transformer Engine keeps the weights themselves in its state",
+        "add --bf16",
+        beside={"--bf16": ("",)},
+    ),
+    Mode(("--main-params-dtype",), _SENDING, _SCALED, "use fp32", ("fp16",), _IS_PRECISION_AWARE),
+    Mode(
+        ("--exp-avg-dtype", "--exp-avg-sq-dtype"),
+        _SENDING,
+        _SCALED,
+        "use fp32 or bf16",
+        ("fp16", "fp8"),
+        _IS_PRECISION_AWARE,
+    ),
+    Mode(
+        ("--optimizer-cpu-offload",),
+        (*_SENDING, *_TWICE),
+        "weights and moments are in optimizers inside the trainer's one, where nothing copies or verifies them",
+    ),
+    Mode(
+        ("--fp8-format",),
+        _SENDING,
+        "with delayed scaling (--fp8-recipe delayed, the default) the layers keep scales of earlier steps, which no "
+        "copy of the state has, and which an interrupted step changes",
+        "add --fp8-recipe tensorwise, or another one without a history",
+        beside={"--fp8-recipe": ("", "delayed")},
+    ),
+    Mode(
+        ("--fp8-param-gather", "--fp4-param-gather"),
+        _SENDING,
+        "parameters are quantized, and no copy of the state has their scales",
+    ),
+    Mode(
+        _GRAPHS,
+        _SENDING,
+        "CUDA graphs keep the communicators that a recovery aborts, and an interrupted step leaves graphs between "
+        "their forward and their backward pass",
+    ),
+    Mode(("--tp-comm-overlap",), (HOT_SWAP,), "its buffers cannot be connected to a new process"),
+    Mode(
+        ("--moe-token-dispatcher-type",),
+        (HOT_SWAP,),
+        "its buffers are mapped into the ranks once, and cannot be connected to a new process",
+        "use --moe-token-dispatcher-type alltoall",
+        ("flex",),
+        {"--num-experts": ()},
+    ),
+    Mode(
+        ("--use-nccl-ub",),
+        (HOT_SWAP,),
+        "its buffers are registered with the communicators once, and a recovery makes new communicators",
+    ),
+    Mode(("--tp-comm-overlap",), _TWICE, _twice("lets kernels write to the buffers of other ranks")),
+    Mode(
+        (
+            "--delay-wgrad-compute",
+            "--overlap-dispatch-backward-with-experts-wgrad",
+            "--defer-embedding-wgrad-compute",
+        ),
+        _TWICE,
+        _twice("computes gradients outside of the backward pass"),
+    ),
+    Mode(("--moe-paged-stash",), _TWICE, _twice("moves activations by kernels outside of the layers")),
+    Mode(
+        ("--overlap-moe-expert-parallel-comm",),
+        _TWICE,
+        _twice("has a schedule of its own, with messages that nothing compares"),
+    ),
+    Mode(
+        ("--overlap-param-gather-with-optimizer-step",),
+        _TWICE,
+        _twice("gathers parameters in one step for the next one"),
+    ),
+    Mode(("--dsa-kernel-backend",), _TWICE, _twice("chooses keys by a kernel outside of the layers' functions")),
+    Mode(
+        ("--fp8-param-gather", "--fp4-param-gather"),
+        _TWICE,
+        _twice("casts parameters by kernels outside of the layers"),
+    ),
+    Mode(_GRAPHS, _TWICE, _twice("replays kernels that nobody calls")),
+]
+"""The modes of the trainer that some protections cannot protect. ``Entry.checks`` are for what depends on sizes and on
+combinations."""
+
 
 def register(entry: Entry, *conflicts: Conflict) -> None:
     """Add a user-defined protection as the innermost layer. Call it before the trainer starts."""
@@ -180,9 +311,47 @@ def problems(options: Any, grid: Any, replicas: int, environment: Mapping[str, s
         if conflict.one in entries and conflict.other in entries:
             pair = [f"{name} ({entries[name].asked_by})" for name in (conflict.one, conflict.other)]
             yield f"{pair[0]} cannot be combined with {pair[1]}: {conflict.why}", conflict.fix
+    yield from refused_modes(options.core, entries.values())
     for entry in TABLE:
         if entry.checks:
             yield from import_module(entry.checks).check(options, grid, replicas)
+
+
+def refused_modes(core: Any, asked: Iterable[Entry]) -> Iterator[Problem]:
+    """Yield (problem, fix) for each mode of the trainer that a protection cannot protect.
+
+    Args:
+        core: megatron-core's options: those of this project's trainer, or the arguments of Megatron-LM's.
+        asked: the protections of the run.
+    """
+    entries = list(asked)
+    for mode in MODES:
+        concerned = [entry for entry in entries if entry.name in mode.protections]
+        for flag, value in mode.given(core) if concerned else ():
+            shown = flag if value == str(True) else f"{flag} {value}"
+            names = " and ".join(f"{entry.name} ({entry.asked_by})" for entry in concerned)
+            drop = " and ".join(entry.asked_by for entry in concerned)
+            yield f"{shown} cannot be protected by {names}: {mode.why}", f"{mode.fix or f'drop {flag}'}, or drop {drop}"
+
+
+_FIELDS = {"--fp8-format": "fp8", "--use-nccl-ub": "nccl_ub"}
+"""Flags whose option has another name -> the name."""
+
+_TYPES = {"torch.float16": "fp16", "torch.uint8": "fp8"}
+"""Types of numbers, as Megatron-LM's parsed arguments have them -> their names in flags."""
+
+
+def _value(core: Any, flag: str) -> str:
+    """Return the value of a flag as text; "": it is off, or this release of megatron-core does not have it."""
+    for name in (_FIELDS.get(flag, ""), flag.removeprefix("--").replace("-", "_")):
+        value = getattr(core, name, None) if name else None
+        if value not in (None, False, 0, "", "none"):
+            return _TYPES.get(str(value), str(value))
+    return ""
+
+
+def _is_among(value: str, values: tuple[str, ...]) -> bool:
+    return value in values if values else value != ""
 
 
 def text() -> str:
@@ -199,4 +368,14 @@ def text() -> str:
         "",
     ]
     lines += [f"- {each.one} and {each.other}: {each.why}." for each in CONFLICTS]
+    lines += [
+        "",
+        "These modes of the trainer cannot be protected:",
+        "",
+        "| flag | by | why | what to do |",
+        "|---|---|---|---|",
+    ]
+    for mode in MODES:
+        flags = ", ".join(f"`{' '.join((flag, '/'.join(mode.values))).strip()}`" for flag in mode.flags)
+        lines.append(f"| {flags} | {', '.join(mode.protections)} | {mode.why} | {mode.fix or 'drop it'} |")
     return "\n".join(lines) + "\n"

@@ -4,14 +4,13 @@ The journal has the exceptions that workers reported, with their tracebacks, and
 tracebacks of scripts that take no part in recoveries. The events have what was only observed: hangs, lost nodes.
 """
 
-import json
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft.base import events
+from ft.base import bounded_json, events
 from ft.base.events import Event
 from ft.faults import first_cause as causes
 from ft.faults.first_cause import CrashError, FirstCause, Raised
@@ -123,7 +122,7 @@ def _entries(path: Path) -> Iterator[Mapping[str, Any]]:
             for line in lines:
                 if any(mark in line for mark in _MARKS):
                     try:
-                        entry = json.loads(line)
+                        entry = bounded_json.loads(line, non_finite=True)
                     except ValueError:
                         continue
                     if isinstance(entry, dict):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Across, Look, Rank, united
 from ft.faults.hang.replicas import combine
@@ -103,10 +104,10 @@ def read(run: Path, number: int) -> Look:
 
 
 def _read(run: Path, number: int) -> Look:
-    files = sorted((run / _FOLDER / f"{number:04d}").glob("*.json"))
-    if not files:
+    paths = sorted((run / _FOLDER / f"{number:04d}").glob("*.json"))
+    if not paths:
         raise UserError(f"{run} has no look {number}", "list the folder looks in it")
-    parts = [_part(file) for file in files]
+    parts = [_part(path) for path in paths]
     newest = max(part.wall for part in parts)
     # A run that has lost its journal counts its looks from 1 again; a node that is gone leaves its old part behind.
     parts = [part for part in parts if newest - part.wall < _TOGETHER_S]
@@ -121,7 +122,7 @@ def _read(run: Path, number: int) -> Look:
 
 def _part(file: Path) -> _Part:
     try:
-        values = json.loads(file.read_text())
+        values = bounded_json.loads(files.read(file))
         return _Part(
             wall=float(values["wall"]),
             why=str(values["why"]),
@@ -227,13 +228,13 @@ def note_server(run: Path, wall: float, said: Rank) -> None:
 def _server(run: Path, wall: float) -> Rank | None:
     """Return what is known of the quorum server's process at the time of a look."""
     try:
-        lines = (run / _FOLDER / _SERVER).read_text().splitlines()
+        lines = files.read_text(run / _FOLDER / _SERVER).splitlines()
     except OSError:
         return None
     best: tuple[float, Any] | None = None
     for line in lines:
         try:
-            values = json.loads(line)
+            values = bounded_json.loads(line)
             apart = abs(float(values["wall"]) - wall)
         except (ValueError, KeyError, TypeError):
             continue

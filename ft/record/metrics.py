@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
 from ft.base.lines import Lines
 
@@ -33,7 +34,7 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 self._cut(first_step)
-            self._lines = Lines(path, tell=tell)
+            self._lines = Lines(path, tell=tell, is_link_followed=True)
         except OSError as error:
             raise UserError(f"--metrics-file {path} cannot be written: {error}", "give a writable path") from error
 
@@ -74,6 +75,6 @@ class MetricsFile:
 
 def _is_kept(line: bytes, step: int) -> bool:
     try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        return line.endswith(b"\n") and bounded_json.loads(line, non_finite=True)["step"] <= step
     except (ValueError, KeyError, TypeError):
         return False

@@ -3,12 +3,11 @@
 The run may still be in progress, or may have died in the middle of writing a line; incomplete lines are skipped.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft.base import events
+from ft.base import bounded_json, events, files
 from ft.base.errors import UserError
 from ft.base.events import Event
 
@@ -88,7 +87,7 @@ def load(folder: str | Path) -> Run:
 def read_status(folder: Path) -> dict[str, Any]:
     """Return the content of ``status.json``, empty where the file is missing or is no JSON object."""
     try:
-        values = json.loads((folder / STATUS).read_bytes())
+        values = bounded_json.loads(files.read(folder / STATUS), non_finite=True)
     except (FileNotFoundError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}
@@ -104,13 +103,13 @@ def number(metric: dict[str, Any], key: str) -> float | None:
 def _json_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return (the JSON objects in a file's lines, number of damaged lines)."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = files.read(path, files.UNLIMITED).splitlines()
     except FileNotFoundError:
         return [], 0
     found, damaged = [], 0
     for line in lines:
         try:
-            values = json.loads(line)
+            values = bounded_json.loads(line, non_finite=True)
         except ValueError:
             values = None
         if isinstance(values, dict):

@@ -3,14 +3,13 @@
 The findings are a pure function of what was read; reading is separate.
 """
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft.base import events
+from ft.base import bounded_json, events, files
 from ft.base.errors import UserError
 from ft.base.events import Event
 from ft.platform import election, ports
@@ -305,7 +304,7 @@ def _ready(journal: Path, ranks: Mapping[str | None, int | None]) -> list[int]:
                 if '"WorkerReady"' not in line:
                     continue
                 try:
-                    report = json.loads(line).get("report") or {}
+                    report = bounded_json.loads(line, non_finite=True).get("report") or {}
                 except (ValueError, AttributeError):
                     continue
                 rank = ranks.get(report.get("worker"))
@@ -320,7 +319,7 @@ def _messages(folder: Path, since: float) -> dict[str, str]:
     found = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
-            values = json.loads(path.read_text())
+            values = bounded_json.loads(files.read(path))
             if path.stat().st_mtime < since:
                 continue
             found[str(values["node"])] = str(values["reason"])

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
+
 STEP_TIMES = "step_times.jsonl"
 
 Times = list[float | None]
@@ -54,7 +56,7 @@ def as_line(span: Span) -> bytes:
 def read(folder: Path) -> list[Span]:
     """Return the spans of a run in the order in which they were written; damaged lines are skipped."""
     try:
-        lines = (folder / STEP_TIMES).read_bytes().splitlines()
+        lines = files.read(folder / STEP_TIMES, files.UNLIMITED).splitlines()
     except FileNotFoundError:
         return []
     return [span for line in lines if (span := _parse(line)) is not None]
@@ -62,7 +64,7 @@ def read(folder: Path) -> list[Span]:
 
 def _parse(line: bytes) -> Span | None:
     try:
-        span = Span(**json.loads(line))
+        span = Span(**bounded_json.loads(line))
         lists: list[list[Any]] = [span.roles, span.steps, span.step_ms, span.own_ms]
         lists += [*span.parts.values(), *span.waits.values()]
         return span if all(len(each) == len(span.ranks) for each in lists) else None

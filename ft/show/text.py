@@ -2,6 +2,29 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
+
+from ft.base.errors import plain
+
+
+class Plain:
+    """A stream on which control characters become visible; all else is that of the stream ``below`` it."""
+
+    def __init__(self, below: TextIO):
+        self.below = below
+
+    def write(self, text: str) -> int:
+        return self.below.write(plain(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.below, name)
+
+
+def steer(stream: TextIO, codes: str) -> None:
+    """Write codes that steer the terminal; other control characters of a :class:`Plain` stream become visible."""
+    below = getattr(stream, "below", stream)
+    below.write(codes)
+    below.flush()
 
 
 def seconds(value: float | None) -> str:

@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 
+from ft.base import bounded_json
 from ft.base.errors import FallbackError
 
 FORMAT = 1
@@ -99,7 +100,7 @@ class Table:
             BadTable: the bytes are no table of this format.
         """
         try:
-            content = json.loads(data)
+            content = bounded_json.loads(data)
             if content["format"] != FORMAT:
                 raise BadTable(f"a table of format {content['format']}; this version reads format {FORMAT}")
             entries, at = [], 0

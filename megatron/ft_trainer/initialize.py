@@ -4,19 +4,18 @@ import os
 import random
 import socket
 from datetime import timedelta
-from pathlib import Path
 
 import numpy
 import torch
 import torch.distributed as dist
 
+from ft.base import files
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import is_te_min_version
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import CoreOptions
-from megatron.ft_trainer.arguments.training import TrainingOptions
 from megatron.ft_trainer.launcher import Launch
 
 
@@ -80,7 +79,7 @@ def init_overlapped_communication(options: Options, layout: Layout) -> None:
     from transformer_engine.pytorch import module
 
     try:
-        cfg = Path(c.tp_comm_overlap_cfg).read_text(encoding="utf-8") if c.tp_comm_overlap_cfg else "{}"
+        cfg = files.read_text(c.tp_comm_overlap_cfg) if c.tp_comm_overlap_cfg else "{}"
         methods = yaml.safe_load(cfg)
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"--tp-comm-overlap-cfg {c.tp_comm_overlap_cfg}: {error}", "give a YAML file") from error
@@ -107,22 +106,28 @@ def _both_ends(pipeline: list[int]) -> list[int]:
 _STEP_SEEDS = 1_000_003
 
 
-def seed_everything(options: TrainingOptions, step: int = 0) -> None:
+def seed_everything(options: Options, step: int = 0) -> None:
     """Seed Python, numpy, torch and megatron-core's tracker, by pipeline stage and tensor-parallel rank.
 
-    Data-parallel ranks share their seeds unless --data-parallel-random-init.
+    Data-parallel ranks share their seeds unless --data-parallel-random-init. The first call makes the tracker, of the
+    kind that the flags ask for: CUDA graphs need one whose states can be captured.
 
     Args:
-        options: seed and flags of the run.
+        options: options of the run.
         step: number that is added to the seeds, so that each step can have its own.
     """
-    seed = options.seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _STEP_SEEDS * step
-    if options.data_parallel_random_init:
+    training, core = options.training, options.core
+    seed = training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank() + _STEP_SEEDS * step
+    if training.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    graphs = getattr(core, "cuda_graph_impl", "none") != "none"
+    graphs = graphs or any(getattr(core, name, False) for name in ("enable_cuda_graph", "external_cuda_graph"))
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, te_rng_tracker=core.use_te_rng_tracker, use_cudagraphable_rng=graphs
+    )
 
 
 def destroy() -> None:

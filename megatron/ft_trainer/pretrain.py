@@ -68,7 +68,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     """
     protections = protections or Protections()
     is_given_state = protections.is_given_state
-    seed_everything(options.training)
+    seed_everything(options)
     if not is_given_state:  # which has the random generators' states, too
         config, gated = transformer_config(options, layout), options.core.swiglu
         compile_fused_functions(config, options.data.seq_length, options.training.micro_batch_size, gated=gated)

@@ -41,7 +41,7 @@ def load_for_inference(folder: Path) -> Trained:
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     init_process_group(options.core, Launch(0, 1, 0))
     init_model_parallel(options.core, layout)
-    seed_everything(options.training)
+    seed_everything(options)
     tokenizer = build_tokenizer(options.tokenizer)
     vocab_size = options.tokenizer.padded_vocab_size
     _, chunks = model.build_model(options, layout, vocab_size)

@@ -70,7 +70,7 @@ class JobTrainer:
         return fingerprint(self._job.options, self._job.layout)
 
     def reseed(self, step: int) -> None:
-        seed_everything(self._job.options.training, step)
+        seed_everything(self._job.options, step)
 
     def rehearse(self, samples: int) -> None:
         rehearse(self._job, samples)

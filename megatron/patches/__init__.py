@@ -123,7 +123,6 @@ def apply(*features: str) -> list[Patch]:
         ft.base.errors.UserError: the installed megatron-core lacks a symbol, or its signature is not the one in the
             manifest; nothing has been replaced then.
     """
-    from megatron.patches import pickled_enums, registry
+    from megatron.patches import registry
 
-    pickled_enums.allow()
     return registry.apply(registry.due(platform().name, frozenset(features)))

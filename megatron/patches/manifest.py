@@ -68,6 +68,28 @@ def _torch(module: str, names: tuple[str, ...], why: str) -> tuple[Patch, ...]:
     return tuple(Patch(module, name, why, kind="torch", checked_on=_TORCH_CHECKED) for name in names)
 
 
+_CHECKPOINTS = (
+    Patch(
+        "torch.distributed.checkpoint.filesystem",
+        "pickle",
+        "torch unpickles the file .metadata of a sharded checkpoint without restriction: it could execute code",
+        file="stored_types",
+        when=ALWAYS,
+        kind="torch",
+        checked_on=("2.13.0", "2.14.1"),
+    ),
+    Patch(
+        "torch.distributed.checkpoint.default_planner",
+        "DefaultLoadPlanner.load_bytes",
+        "torch unpickles the objects in a sharded checkpoint without restriction",
+        file="stored_types",
+        when=ALWAYS,
+        kind="torch",
+        signatures=("(self, read_item, value)",),
+        checked_on=("2.13.0", "2.14.1"),
+    ),
+)
+
 _NORM_SIGNATURE = (
     "(cls, config, hidden_size, eps=1e-05, persist_layer_norm=False, zero_centered_gamma=False, "
     "normalization='LayerNorm')",
@@ -426,6 +448,6 @@ ELSEWHERE: tuple[Patch, ...] = (
 )
 
 MANIFEST: tuple[Patch, ...] = (
-    *(*_CPU_CORE, *_CPU_TORCH),
+    *(*_CHECKPOINTS, *_CPU_CORE, *_CPU_TORCH),
     *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_COMPILED_GRAPHS, *_PLAIN_KERNELS, *_CHECKFREE, *_SWAPPED_ENDS),
 )

@@ -1,6 +1,9 @@
-"""Bit flips in checkpoints that pass verification: the checksums match the flipped data."""
+"""Bit flips and hostile content in checkpoints that pass verification: the checksums match."""
 
 import io
+import os
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,3 +55,39 @@ def resign(checkpoint: Path, **changes) -> None:
     for name, value in changes.items():
         setattr(manifest, name, value)
     (checkpoint / naming.MANIFEST).write_text(manifest.to_json())
+
+
+class Hostile:
+    """Is pickled as a call that makes the folder ``marker``."""
+
+    def __init__(self, marker: Path):
+        self._marker = str(marker)
+
+    def __reduce__(self):
+        return os.mkdir, (self._marker,)
+
+
+def poison(checkpoint: Path, where: str, marker: Path) -> None:
+    """Replace a file of a checkpoint by one that makes the folder ``marker`` when it is unpickled without restriction.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        where: name of the file; "object": an object that is stored beside the tensors.
+        marker: the folder.
+    """
+    if where == ".metadata":
+        (checkpoint / where).write_bytes(pickle.dumps(Hostile(marker)))
+    elif where == "object":
+        metadata = FileSystemReader(checkpoint).read_metadata()
+        (first, *_) = (key for key in metadata.storage_data if "rng_state" in key.fqn)
+        file = checkpoint / metadata.storage_data[first].relative_path
+        start = file.stat().st_size
+        with file.open("ab") as stream:
+            torch.save(Hostile(marker), stream)
+        place = replace(metadata.storage_data[first], offset=start, length=file.stat().st_size - start)
+        metadata.storage_data.update(dict.fromkeys((k for k in metadata.storage_data if "rng_state" in k.fqn), place))
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        torch.save(Hostile(marker), checkpoint / where)
+    if (checkpoint / naming.MANIFEST).exists():
+        resign(checkpoint)

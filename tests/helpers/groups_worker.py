@@ -11,7 +11,7 @@ from ft.net.store import StoreConnection
 from ft.state.groups import Groups, Rendezvous, plan_rebuild
 
 LIMIT_S = 20.0
-TOKEN = "of the test"
+TOKEN = "the token of the test"
 
 
 class Worker:

@@ -18,7 +18,7 @@ def small_disk(folder: Path, size: str, files: int = 0) -> Iterator[Path]:
         files: its number of files, 0: as many as there is room for.
     """
     folder.mkdir()
-    options = f"size={size}" + (f",nr_inodes={files}" if files else "")
+    options = f"mode=755,size={size}" + (f",nr_inodes={files}" if files else "")
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, check=False
     )

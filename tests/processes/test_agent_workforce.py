@@ -1,13 +1,21 @@
 """The workers of one agent, where the order of what is heard decides."""
 
+import select
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
 from ft.job.agent import environment
+from ft.job.agent.link import socket_address
+from ft.job.agent.listener import WorkerListener, listen
 from ft.job.agent.workforce import Workforce
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Beat, WorkerDone, WorkerResumed, encode
+from ft.net.channel import Channel
+from ft.platform.supervisor import Supervisor
 
 
 class Pool:
@@ -69,3 +77,41 @@ def test_a_run_that_ends_before_the_next_heartbeat_was_guarded(tmp_path):
     for report in (WorkerResumed(worker.name, 0, 0), WorkerDone(worker.name, 0, 3)):
         workforce._take(worker, encode(report))
     assert workforce.is_guarded
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        *(b"[" * 200_000 + b"\n", b"[" * 200_000, b'{"worker": ["n0.w0"]}\n', b"5\n", b"\xff\n"),
+        *(b'{"worker": "n0.w0", "stacks": 1e400}\n', b'{"worker": 1e400}\n'),
+    ],
+    ids=lambda hello: str(hello[:20]),
+)
+def test_a_first_line_that_makes_no_sense_closes_its_connection_only(hello, tmp_path):
+    workforce, _, _, worker = begin(tmp_path)
+    supervisor, (name, sock) = Supervisor(), listen()
+    listener = WorkerListener(sock, supervisor, workforce)
+    listener.open()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(socket_address(name))
+        supervisor.turn(20)
+        stranger.sendall(hello)
+        while not select.select([stranger], [], [], 0)[0]:
+            supervisor.turn(20)
+        assert stranger.recv(1) == b""
+    assert worker.channel is None
+    listener.close()
+
+
+def test_a_line_without_an_end_is_not_kept(monkeypatch):
+    monkeypatch.setattr("ft.net.channel._LONGEST", 1 << 20)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(ours)
+        theirs.setblocking(False)
+        theirs.send(b"a line\n")
+        assert channel.receive() == [b"a line"]
+        while not channel.gone:
+            theirs.send(b"x" * 65536)
+            channel.receive()
+    assert not channel._in

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_flips import poison
 from test_checkpoint_gpt import Run, Shape
 from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -305,3 +306,29 @@ def test_a_checkpoint_without_a_manifest_is_loaded_and_said_to_be_unverified(ran
         assert results[0][name][0] == 2
         assert "iter_0000002 has no manifest: its files are not verified" in results[0][name][2][0]
     assert results[0]["torn"][0] == "NoUsableCheckpoint" and "cannot be read" in results[0]["torn"][1]
+
+
+def _save_legacy(folder: str) -> None:
+    Run(Shape(), save=folder, ckpt_format="torch").save()
+
+
+def test_nothing_in_a_checkpoint_is_executed(ranks, tmp_path, saved):
+    ranks(_save_legacy, 1, str(tmp_path / "legacy"))
+    cases = {}
+    for where in (".metadata", "object", "common.pt", "mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"):
+        for name in (where.strip(".").replace("/", "-"), where.strip(".").replace("/", "-") + "-without-manifest"):
+            folder = shutil.copytree(tmp_path / "legacy" if "/" in where else saved, tmp_path / name)
+            shutil.rmtree(folder / "iter_0000001", ignore_errors=True)
+            (checkpoint,) = folder.glob("iter_*")
+            if name.endswith("without-manifest"):
+                (checkpoint / "manifest.json").unlink()
+            poison(checkpoint, where, tmp_path / f"{name}-was-executed")
+            cases[name] = {"load": str(folder)}
+    found = {}
+    for size in (1, 2):
+        chosen = {name: case for name, case in cases.items() if name.startswith("mp_rank") == (size == 1)}
+        found |= ranks(_load_each, size, chosen)[0]
+    assert [path.name for path in tmp_path.glob("*-was-executed")] == []
+    for name, (kind, text, _) in found.items():
+        assert kind in ("UserError", "NoUsableCheckpoint"), (name, kind, text)
+        assert str(tmp_path / name) in text and "mkdir" in text, name

@@ -1,6 +1,7 @@
 """The commands of the README, as processes of their own."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import small_runs as runs
+from checkpoint_flips import poison
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -46,6 +48,18 @@ def test_a_sample_is_written_from_the_checkpoint(trained):
     assert done.stdout.startswith("import ")
     again = run("tools/generate_text.py", "--load", str(folder / "ck"), "--prompt", "import ", "--tokens", "20")
     assert again.stdout == done.stdout
+
+
+@pytest.mark.parametrize("where", [".metadata", "object", "common.pt"])
+def test_a_command_that_loads_a_checkpoint_executes_nothing_in_it(trained, tmp_path, where):
+    (checkpoint,) = shutil.copytree(trained[0] / "ck", tmp_path / "ck").glob("iter_*")
+    poison(checkpoint, where, tmp_path / "was-executed")
+    done = run("tools/generate_text.py", "--load", str(tmp_path / "ck"), check=False)
+    listed = run("-m", "megatron.ft_trainer.checkpointing", "verify", str(tmp_path / "ck"))
+    assert not (tmp_path / "was-executed").exists()
+    assert "ok" in listed.stdout
+    if where != "object":  # it loads no states of random generators
+        assert done.returncode == 2 and "mkdir" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_loss_curve_is_drawn(trained):

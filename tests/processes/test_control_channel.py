@@ -1,6 +1,7 @@
 """The behaviour that every implementation of the control channel has."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from etcd_servers import etcd  # noqa: F401 - a fixture
 from ft.base.errors import UserError
 from ft.job.control import channel as channels
 from ft.job.control.channel import KEPT_ORDERS, AgentChannel, ControlChannel, Posted, Record
+from ft.job.control.channel.tcp import TcpAgentChannel
 from ft.job.messages import AgentBeat, Close, Observed
 
 LIMIT_S = 20.0
 SOON_S = 0.3
-TOKEN = "a token"
+TOKEN = "the token of the test"
 
 
 @pytest.fixture(params=["tcp", "etcd"])
@@ -299,6 +301,24 @@ def test_a_record_of_as_many_orders_as_are_kept_is_taken_whole(channel):
     last = KEPT_ORDERS + 2
     control = channel.host(Record(3, [order(number) for number in range(3, last + 1)]))
     assert Follower(channel.connect(control)).wait_for(last) == numbered(3, last)
+
+
+def test_an_inbox_survives_every_message(channel):
+    control = channel.host()
+    agent = channel.connect(control)
+    if isinstance(agent, TcpAgentChannel):
+        deep = "[" * 200_000
+        bad = ('["n0",1e400,"{}"]', '["n0",1,[1]]', deep, json.dumps(["n0", 1, deep]), "5", "end of it", "[1,2,3]")
+        for text in bad:
+            agent._writer.queue_push("control/inbox", text)
+        agent._writer.queue_push("control/inbox", b"\xff\xfe")
+    else:
+        keys = agent._keys
+        for key in (keys.report("n0", 1)[:-16] + "9" * 5000, f"{keys.prefix}box/n0/beat"):
+            agent._etcd.put(key, keys.sign(key, "no beat"))
+        agent._etcd.put(keys.report("n1", 1), keys.sign(keys.report("n1", 1), "[" * 200_000))
+    agent.post(1, report(1))
+    assert numbers(receive(control, 1)) == [1]
 
 
 def test_an_agents_end_that_is_closed_wakes_its_follower(channel):

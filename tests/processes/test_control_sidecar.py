@@ -25,7 +25,7 @@ from ft.job.control.state import RUNNING
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
-TOKEN = "of the test"
+TOKEN = "the token of the test"
 
 
 def follow(channel, seen):
@@ -54,7 +54,7 @@ def test_the_state_can_be_derived_from_the_journal(tmp_path):
     world.release(1)
     assert without_beats(recall(tmp_path / "journal.jsonl").state) == without_beats(world.state)
     entries = journal.read(tmp_path / "journal.jsonl")
-    beats = [entry for entry in entries if (entry.get("report") or {}).get("kind") == "AgentBeat"]
+    beats = [entry for entry in entries if isinstance(entry.get("report"), m.AgentBeat)]
     assert 0 < len(beats) < 10
 
 
@@ -74,10 +74,48 @@ def test_a_torn_line_is_left_out(tmp_path):
     world.run()
     with open(tmp_path / "journal.jsonl", "a") as file:
         file.write('{"now": 5, "repo')
-    assert recall(tmp_path / "journal.jsonl").state.phase == RUNNING
+    memory = recall(tmp_path / "journal.jsonl")
+    assert memory.state.phase == RUNNING and not memory.damaged
     (tmp_path / "other").write_text("{}\n")
     with pytest.raises(ValueError, match="is no journal"):
         recall(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("5", "null", "[]", '"known"', "{", "[" * 200_000, '{"now": 5}', '{"now": 1e400, "report": null}'),
+        *('{"now": 5, "report": {"kind": "WorkerExited"}}', '{"now": 5, "report": {"kind": ["x"]}}'),
+        *('{"known": "all", "term": 9}', '{"now": 5, "report": null, "number": 3}', '{"options": {}}'),
+    ],
+    ids=lambda line: line[:40],
+)
+def test_a_damaged_line_is_skipped_and_counted(line, tmp_path):
+    world, path = World(standbys=2), tmp_path / "journal.jsonl"
+    world.journal = Journal(path, world.options)
+    world.run()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], line.encode() + b"\n", *lines[3:]]))
+    memory = recall(path)
+    assert memory.damaged == 1 and journal.lives(path) == 1
+    assert without_beats(memory.state) == without_beats(world.state)
+
+
+def test_a_journal_whose_later_decisions_need_a_damaged_line_is_refused(tmp_path):
+    world, path = World(standbys=2), tmp_path / "journal.jsonl"
+    world.journal = Journal(path, world.options)
+    world.run()
+    world.kill(3)
+    world.recover(6)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for at, line in enumerate(lines):
+        if b'"first":' in line:
+            path.write_bytes(b"".join([*lines[:at], b"\0" * 80 + b"\n", *lines[at + 1 :]]))
+            if at < max(number for number, line in enumerate(lines) if b'"first":' in line):
+                with pytest.raises(ValueError, match="1 damaged line"):
+                    recall(path)
+            else:
+                assert recall(path).damaged == 1
 
 
 def test_what_a_control_plane_that_was_succeeded_writes_late_is_no_part_of_the_history(tmp_path):
@@ -92,7 +130,7 @@ def test_what_a_control_plane_that_was_succeeded_writes_late_is_no_part_of_the_h
     memory = recall(path)
     first.kill(3)  # written by the first one after its successor has read
     path.write_bytes((tmp_path / "all.jsonl").read_bytes())
-    second = Journal(path, None, term=1, known=memory.bytes)
+    second = Journal(path, None, term=1, memory=memory)
     second.enter(memory.now + 1.0, memory.wall + 1.0, None, [])
     assert without_beats(recall(path).state) == without_beats(worlds["known"].state)
     with open(path, "ab") as file:  # and after it has written

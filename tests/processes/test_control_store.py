@@ -18,7 +18,7 @@ from ft.net.handshake import GREETING_BYTES, Party, Refused, dial
 from ft.net.store import StoreConnection, StoreServer, lone_tcp_store
 from ft.net.store.server import PURPOSE
 
-TOKEN = "of the test"
+TOKEN = "the token of the test"
 LIMIT_S = 20.0
 
 

@@ -10,6 +10,7 @@ import torch
 from core_wheels import newest_wheel
 
 from ft.base.errors import UserError
+from ft.protection import table
 from ft.systems.dmr import flags as dmr_flags
 from ft.systems.dmr.runtime.refusals import refuse_opaque_optimizer, refuse_varying_attention
 from megatron.ft_trainer import config
@@ -156,7 +157,8 @@ def of_core(more: dict) -> list[str]:
     options = parse(f"{runs.BASE} --mock-data --ft-dmr piggyback")
     for name, value in more.items():
         setattr(options.core, name, value)
-    return [problem for problem, _ in dmr_flags.check(options, None, 0)]
+    modes = table.refused_modes(options.core, table.asked_for(options.fault_tolerance, {}))
+    return [problem for problem, _ in (*modes, *dmr_flags.check(options, None, 0))]
 
 
 def test_backends_of_core_0_19_that_dmr_cannot_see_are_refused():

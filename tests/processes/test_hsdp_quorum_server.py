@@ -25,7 +25,7 @@ from ft.systems.hsdp.components import Components
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 30.0
-TOKEN = "of the test"
+TOKEN = "the token of the test"
 LEADER = """
 import sys, time
 from ft.job.quorum import QuorumClient, Report

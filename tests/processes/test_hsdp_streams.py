@@ -159,7 +159,7 @@ def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0,
     options = parse(flags)
     layout = check(options, dist.get_world_size(), has_te=False)
     init_model_parallel(options.core, layout)
-    seed_everything(options.training)
+    seed_everything(options)
     tokenizer = build_tokenizer(options.tokenizer)
     chunks = model.build(options, layout, padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)).chunks
     block = options.training.micro_batch_size * layout.dp

@@ -20,7 +20,7 @@ from ft.systems.hsdp.rings import is_same_ring
 from ft.systems.hsdp.samples import SampleAssignment
 from ft.systems.hsdp.work import OwnStream
 
-TOKEN = "of the test"
+TOKEN = "the token of the test"
 LIMIT_S = 20.0
 
 

@@ -226,7 +226,7 @@ def test_members_of_enumerations_that_debian_s_python_has_pickled_can_be_loaded(
     import torch
 
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.patches import pickled_enums
+    from megatron.patches import stored_types
 
     def loaded(value):
         file = io.BytesIO()
@@ -234,7 +234,42 @@ def test_members_of_enumerations_that_debian_s_python_has_pickled_can_be_loaded(
         file.seek(0)
         return torch.load(file, weights_only=True)
 
-    pickled_enums.allow()
+    stored_types.apply()
     assert loaded(Pickled(getattr, AttnBackend, "flash")) is AttnBackend.flash
     with pytest.raises(pickle.UnpicklingError, match="allowed of enumerations only"):
         loaded(Pickled(getattr, AttnBackend.flash, "value"))
+
+
+def test_the_states_that_layers_unpickle_themselves_cannot_execute_code(tmp_path):
+    """Transformer Engine's layers do so; it cannot be installed without a GPU."""
+    import os
+    import pickle
+
+    import torch
+
+    from megatron.ft_trainer.checkpointing import content
+
+    class Layer(torch.nn.Module):
+        def get_extra_state(self):
+            return torch.empty(0, dtype=torch.uint8)
+
+        def set_extra_state(self, state):
+            self.loaded = pickle.loads(state.numpy().tobytes())
+
+    def loaded(value):
+        layer = Layer()
+        state = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        content.apply({"model": {"_extra_state": state}}, [layer], None, None, with_optimizer=False)
+        return layer.loaded
+
+    scale = torch.arange(4.0)
+    sound = loaded({"scale_fwd": scale, "amax_history_fwd": scale[1:], "extra_fp8_variables": {"num_gemms": 1}})
+    assert torch.equal(sound["scale_fwd"], scale) and torch.equal(sound["amax_history_fwd"], scale[1:])
+    harm = Pickled(os.mkdir, str(tmp_path / "was-executed"))
+    within = Pickled(torch.storage._load_from_bytes, pickle.dumps(harm))
+    handed_on = Pickled(torch._tensor._rebuild_from_type_v2, torch.storage._load_from_bytes, object, (b"",), {})
+    for hostile in (harm, [{"scale": harm}], within, handed_on):
+        with pytest.raises(pickle.UnpicklingError):
+            loaded(hostile)
+    assert not list(tmp_path.iterdir())
+    assert pickle.loads(pickle.dumps(Pickled(str, 5))) == "5"

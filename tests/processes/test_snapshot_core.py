@@ -180,7 +180,43 @@ def test_taking_snapshots_changes_no_figure(ddp, ranks, corpus, tmp_path):
     assert captured == list(zip(plain["losses"], plain["grad_norms"], strict=True))
 
 
+class KeepsWeights(torch.optim.SGD):
+    """An optimizer whose state holds the weights themselves, which it updates, and the parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, master_param=p.detach().clone(), itself=p.detach(), view=p.detach()[:1])
+                state["step"] += 1
+                state["master_param"].sub_(p.grad, alpha=group["lr"] / state["step"])
+                p.detach().copy_(state["master_param"])
+
+
+def offloading(parameters):
+    """Return core's optimizer in the host's memory, with the map that it has for parameters on a GPU."""
+    from megatron import patches
+
+    patches.apply()
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    made = HybridDeviceOptimizer(
+        parameters,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False,
+        pin_cpu_grads=False,
+        lr=0.1,
+    )
+    made.cpu_copys_map_gpu_param = {main: p for p, main in made.param_to_fp32_param.items()}
+    return made
+
+
 OPTIMIZERS = {
+    "weights in the state": lambda p: KeepsWeights(p, lr=0.1),
+    "weights in the state, in core's offloading optimizer": offloading,
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
     "adam with coupled decay": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
     "sgd with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -194,18 +230,39 @@ def test_state_made_ahead_changes_no_step(name):
 
     def train(prepare):
         generator = torch.Generator().manual_seed(3)
-        parameters = [torch.randn(5, generator=generator, requires_grad=True) for _ in range(3)]
+        dtype = torch.bfloat16 if name.endswith("offloading optimizer") else torch.float32
+        parameters = [torch.randn(5, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+        before = [p.detach().clone() for p in parameters]
         optimizer = OPTIMIZERS[name](parameters)
         prepare(optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
         for _ in range(3):
             for p in parameters:
-                p.grad = torch.randn(5, generator=generator)
+                p.grad = torch.randn(5, generator=generator).to(dtype)
             optimizer.step()
         return parameters, optimizer
 
     (expected, _), (found, optimizer) = train(lambda optimizer: None), train(optimizers.allocate)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_weights_in_the_state_are_those_of_the_parameters_when_the_state_is_forgotten():
+    from ft.state.snapshot import optimizers
+
+    parameter = torch.randn(5, requires_grad=True)
+    optimizer = KeepsWeights([parameter], lr=0.1)
+    parameter.grad = torch.ones(5)
+    optimizer.step()
+    del optimizer.state[parameter]["itself"], optimizer.state[parameter]["view"]
+    optimizer.state[parameter]["exp_avg"] = torch.ones(5)
+    rebuilt = torch.randn(5)
+    with torch.no_grad():
+        parameter.copy_(rebuilt)
+    optimizers.forget(optimizer)
+    state = optimizer.state[parameter]
+    assert torch.equal(parameter, rebuilt) and torch.equal(state["master_param"], rebuilt)
+    assert state["step"] == 0 and not state["exp_avg"].any()
 
 
 def test_loss_scaler_and_schedule_come_back(ranks):

@@ -210,3 +210,30 @@ def test_weights_and_biases_gets_the_figures_offline(corpus, tmp_path):
     history = wandb_history(file)
     assert [step["_step"] for step in history] == [1, 2, 3]
     assert [step["lm loss"] for step in history] == runs.losses(tmp_path / "m.jsonl")
+
+
+def ask_for_trackers(lines):
+    from megatron.core.tensor_parallel import random as core_random
+    from megatron.ft_trainer.arguments import check, parse
+    from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
+
+    make, asked = core_random.initialize_rng_tracker, []
+
+    def noting(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, **more):
+        asked.append((use_te_rng_tracker, use_cudagraphable_rng))
+        make(force_reset=True)  # one of Transformer Engine, or whose states can be captured, needs a GPU
+
+    core_random.initialize_rng_tracker = noting
+    for number, line in enumerate(lines):
+        options = parse(line)
+        layout = check(options, 1, has_te=True)
+        if number == 0:
+            init_model_parallel(options.core, layout)
+        seed_everything(options)
+    return asked
+
+
+def test_random_numbers_are_drawn_by_a_tracker_of_the_kind_that_the_flags_ask_for(ranks):
+    flags = ("", "--te-rng-tracker", "--cuda-graph-impl local", "--enable-cuda-graph")
+    (asked,) = ranks(ask_for_trackers, 1, [f"{runs.BASE} --mock-data {each}" for each in flags])
+    assert asked == [(False, False), (True, False), (False, True), (False, True)]

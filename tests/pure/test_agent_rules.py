@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.base.flags import Parser
+from ft.base.lines import Lines
 from ft.commands import arguments, protection
 from ft.commands.run import plan_faults
 from ft.job import messages
@@ -21,6 +23,7 @@ from ft.job.agent.script import search_path
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
 from ft.platform import network, slurm
+from ft.platform.supervisor import Supervisor
 
 
 def options(line: str, environ: dict | None = None):
@@ -79,6 +82,10 @@ def test_standby_nodes_are_the_last_ones(script):
         ("--standalone --nnodes 2 train.py", "--standalone is for one node"),
         ("--nproc-per-node many train.py", "--nproc-per-node many is neither"),
         ("--nproc-per-node 0 train.py", "--nproc-per-node 0 is neither"),
+        ("--nproc-per-node 999999999999 train.py", "--nproc-per-node 999999999999 is neither"),
+        ("--nnodes 999999999999 train.py", "--nnodes 999999999999 is no number from 1 to 100,000"),
+        ("--local-addr not/a/host train.py", "'not/a/host' is no host name"),
+        ("--preload no_such_module train.py", "there is no module no_such_module"),
         ("--no-python train.py", "--no-python is not supported"),
         ("--preload none --preload json train.py", "--preload none and"),
         ("--run-dir train.py train.py", "train.py is not a directory"),
@@ -133,6 +140,50 @@ def test_a_directory_with_events_of_an_earlier_run_is_refused_on_node_0_only(scr
     with pytest.raises(UserError, match="earlier run"):
         options(f"--run-dir r {script}")
     options(f"--run-dir r --nnodes 2 --node-rank 1 --rdzv-endpoint h:1 {script}")
+
+
+def _give_away(path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    os.chown(path, 12345, 12345)
+
+
+UNSAFE = {
+    "every user can write to": lambda r: r.chmod(0o1777),
+    "logs belongs to the user 12345": lambda r: _give_away(r / "logs"),
+    "r belongs to the user 12345": _give_away,
+    "token is a link": lambda r: (r / "token").symlink_to("/etc/passwd"),
+    "n0.log is a link": lambda r: (r / "logs" / "n0.log").symlink_to("nowhere"),
+    "r is a link of another user": lambda r: (
+        r.rename(r.with_name("other")),
+        r.symlink_to("other"),
+        os.geteuid() and pytest.skip("only root can make the link of another user"),
+        os.chown(r, 12345, 12345, follow_symlinks=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("says", UNSAFE)
+def test_a_directory_that_others_can_change_is_refused(script, tmp_path, says):
+    (tmp_path / "r" / "logs").mkdir(parents=True)
+    options(f"--run-dir r {script}")
+    UNSAFE[says](tmp_path / "r")
+    with pytest.raises(UserError, match=says):
+        options(f"--run-dir r {script}")
+
+
+def test_what_a_run_writes_goes_through_no_link(tmp_path):
+    (tmp_path / "elsewhere").write_text("kept")
+    (tmp_path / "log").symlink_to("elsewhere")
+    (tmp_path / ".plain.tmp").symlink_to("elsewhere")
+    for write in (
+        lambda: Supervisor().start("json.tool", [], tmp_path / "log", print),
+        lambda: Lines(tmp_path / "log"),
+        lambda: files.replace(tmp_path / "plain", "content"),
+    ):
+        with pytest.raises(OSError, match="Too many levels of symbolic links"):
+            write()
+    assert (tmp_path / "elsewhere").read_text() == "kept"
 
 
 def test_faults_are_planned_alike_on_every_node(script):
@@ -194,7 +245,7 @@ def test_slurm_node_lists(nodelist, names):
     assert slurm.hosts(nodelist) == names
 
 
-@pytest.mark.parametrize("nodelist", ["", "n[1-2", "n1]", "n[a]", "n[1-]"])
+@pytest.mark.parametrize("nodelist", ["", "n[1-2", "n1]", "n[a]", "n[1-]", "n[0-99999999999]", "n[0-9999][0-9999]"])
 def test_broken_node_lists_are_refused(nodelist):
     with pytest.raises(UserError):
         slurm.hosts(nodelist)
@@ -362,6 +413,19 @@ def test_a_channel_keeps_what_the_other_side_does_not_take_yet():
     assert {messages.decode(text) for text in taken.splitlines()} == {messages.Stop(1, "x" * 1000)}
     channel.close()
     theirs.close()
+
+
+def test_a_terminal_obeys_the_output_of_workers_only(tmp_path, capsys):
+    console = Console(False)
+    console.say("from \x1b[2J\x9b a member")
+    console.complain(str(UserError("\x1b[2Jproblem", "fi\rx")))
+    (log := tmp_path / "log").write_text("\x1b[1mbold\n")
+    console.follow([log], fresh=True)
+    console.close()
+    console.poll()
+    said = capsys.readouterr()
+    assert said.out == "ft: from \\x1b[2J\\x9b a member\n\x1b[1mbold\n"
+    assert said.err == "ft: \\x1b[2Jproblem\nft:   fix: fi\\x0dx\n"
 
 
 def test_the_console_shows_logs_as_they_grow(tmp_path, capsys):

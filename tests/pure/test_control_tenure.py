@@ -190,7 +190,31 @@ def test_one_token_for_all_who_make_it_at_once_and_for_nobody_else(tmp_path):
         maker.join()
     assert len(set(found)) == 1 and len(found[0]) == 64 and token.find(tmp_path, 0.0, {}) == found[0]
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["token"]
-    assert token.find(tmp_path, 0.0, {"FT_TOKEN": "given"}) == "given"
+    assert token.find(tmp_path, 0.0, {"FT_TOKEN": "given" * 4}) == "given" * 4
+    assert token.make(tmp_path, {"FT_TOKEN": "given" * 4}) == "given" * 4
+
+
+@pytest.mark.parametrize("text", ["", "a", "fifteen letters"])
+def test_a_token_that_could_be_guessed_is_refused(tmp_path, text):
+    (tmp_path / "token").write_text(text)
+    for use in (lambda given: token.find(tmp_path, 0.0, given), lambda given: token.make(tmp_path, given), token.check):
+        for given in ({"FT_TOKEN": text}, {}):
+            if use is not token.check or given.get("FT_TOKEN"):
+                with pytest.raises(UserError, match=f"has {len(text)} characters"):
+                    use(given)
+
+
+def test_a_token_is_not_read_through_a_link_nor_from_another_user(tmp_path):
+    (tmp_path / "elsewhere").write_text("the token of another run")
+    (tmp_path / "token").symlink_to("elsewhere")
+    with pytest.raises(UserError, match="is no token"):
+        token.find(tmp_path, 0.0, {})
+    (tmp_path / "token").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "token")
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "token", 12345, 12345)
+        with pytest.raises(UserError, match="belongs to the user 12345"):
+            token.find(tmp_path, 0.0, {})
 
 
 def test_no_token(tmp_path):

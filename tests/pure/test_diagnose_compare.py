@@ -8,7 +8,7 @@ import shutil
 import pytest
 import small_runs as runs
 import torch
-from checkpoint_flips import flip, places, put, resign, tensor
+from checkpoint_flips import flip, places, poison, put, resign, tensor
 
 from ft import cli
 from ft.observe.diagnose import compare, stored
@@ -272,6 +272,15 @@ def test_what_cannot_be_compared_is_refused(name, capsys, three):
     assert cli.main(["diagnose", "compare", *map(str, three)]) == 2
     told = capsys.readouterr()
     assert said in told.err and str(three[1]) in told.err and "fix: " in told.err and not told.out
+
+
+@pytest.mark.parametrize("where", [".metadata", "object", "common.pt"])
+def test_nothing_in_a_checkpoint_is_executed(where, capsys, three, tmp_path):
+    poison(at(three[1], 2), where, tmp_path / "was-executed")
+    capsys.readouterr()
+    assert cli.main(["diagnose", "compare", *map(str, three)]) == 2
+    assert "mkdir" in capsys.readouterr().err
+    assert not (tmp_path / "was-executed").exists()
 
 
 def test_folders_that_are_no_runs_are_refused(capsys, three, tmp_path):

@@ -14,6 +14,7 @@ from ft.adapters.megatron_lm.start import resuming
 from ft.base.errors import UserError
 from ft.commands import checkouts
 from ft.job.agent.options import Script
+from ft.protection import table
 
 TRAINER = """
 def pretrain(train_valid_test_dataset_provider, forward_step_func):
@@ -230,9 +231,9 @@ def test_a_script_of_a_checkout_outside_of_it_is_refused(tmp_path):
 def test_modes_are_refused_by_the_arguments_that_the_trainer_has_parsed():
     arguments = SimpleNamespace(skip_train=True, optimizer="adam", cuda_graph_impl="local", dataloader_type="single")
     arguments.rerun_mode = "validate_results"
-    found = [problem.split()[0] for problem, _ in refusals.of_arguments(arguments)]
+    found = [problem.split()[0] for problem, _ in refusals.of_arguments(arguments, table.TABLE[:1])]
     assert found == ["--skip-train", "--cuda-graph-impl"]
-    (repeated,) = refusals.of_arguments(SimpleNamespace(rerun_mode="validate_results"), intercepts_operators=True)
+    (repeated,) = refusals.of_arguments(SimpleNamespace(rerun_mode="validate_results"), (), intercepts_operators=True)
     assert "--rerun-mode validate_results" in repeated[0]
 
 

@@ -1,6 +1,7 @@
 """The codec: what it reads back, and what it refuses with which words."""
 
 import json
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -45,6 +46,7 @@ def test_what_is_written_is_read_back():
         ({"name": "a", "leaves": {"x": {"count": 1}}}, "leaves.x: 'x' is not a whole number as a key"),
         ({"name": "a", "leaves": {"1": {"count": True}}}, "leaves.1.count: 'True' is not a whole number"),
         ({"name": "a", "leaves": {"1": {"count": 1, "seconds": "2"}}}, "leaves.1.seconds: '2' is not a number"),
+        ({"name": "a", "leaves": {"1": {"count": 1, "seconds": math.inf}}}, "leaves.1.seconds: 'inf' is not a number"),
         ({"name": "a", "leaves": {"1": {"count": -1}}}, "leaves.1: count is negative"),
         ({"name": "a", "pair": [1]}, "pair: '[1]' is not a list of 2"),
         ({"name": "a", "several": [1, None]}, "several.1: 'None' is not a whole number"),

@@ -48,7 +48,7 @@ def snapshot_bytes(flags: str) -> dict:
     options = parse(f"{flags} --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 1 --mock-data")
     grid = check(options, dist.get_world_size(), has_te=False)
     init_model_parallel(options.core, grid)
-    seed_everything(options.training)
+    seed_everything(options)
     trainee = model.build(options, grid, 512)
     alone = parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
     state = Capture(trainee.chunks, trainee.optimizer, trainee.scheduler, alone=alone).state({})

@@ -5,10 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from ft.adapters.megatron_lm import refusals
+from ft.base.checkout import CHECKOUT
+from ft.commands import checkouts
+from ft.commands.check_line import answer_for
+from ft.job.agent.options import Script
 from ft.protection import table
 from ft.protection.contract import Layer, Protection
 from ft.protection.stack import Stack
+from megatron.ft_trainer import arguments
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "protections.md"
 
@@ -40,6 +47,129 @@ def test_a_layer_needs_the_ones_that_it_is_part_of_outside_of_itself():
     order = [entry.name for entry in table.TABLE]
     for entry in table.TABLE:
         assert all(order.index(needed) < order.index(entry.name) for needed in entry.needs)
+
+
+LINE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 2 "
+    "--global-batch-size 4 --lr 1e-3 --mock-data"
+)
+ASKING = {
+    table.HOT_SWAP: "--ft-hot-swap",
+    table.REPLICAS: "",  # by a flag of ft run
+    table.DOUBLE: "--ft-dmr piggyback",
+    table.PROFILE: "--ft-dmr-profile p.json",
+}
+VALUES = {"--fp8-format": "hybrid", "--cuda-graph-impl": "local", "--dsa-kernel-backend": "cudnn", "--num-experts": "4"}
+MODES = [(mode, flag) for mode in table.MODES for flag in mode.flags]
+
+
+def shown(each) -> str:
+    return each if isinstance(each, str) else each.protections[0]
+
+
+def turned_on(mode, flag) -> str:
+    """Return flags that turn on a mode."""
+    beside = [(name, values) for name, values in mode.beside.items() if "" not in values]
+    wanted = [(flag, mode.values), *beside]
+    return " ".join(f"{name} {(values or (VALUES.get(name, ''),))[-1]}".strip() for name, values in wanted)
+
+
+def says(problems, mode, flag, name) -> bool:
+    """Return whether a mode is refused for a protection, with its reason and a fix."""
+    return any(
+        reason.startswith(f"{flag} ") and f"by {name} (" in reason and reason.endswith(mode.why) and fix
+        for reason, fix in problems
+    )
+
+
+def of_answer(dicts) -> list:
+    return [(each["reason"], each["fix"]) for each in dicts]
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The script of a checkout of Megatron-LM whose parser has all flags of the modes, and nothing else."""
+    training = tmp_path / "Megatron-LM/megatron/training"
+    training.mkdir(parents=True)
+    (training / "training.py").write_text("")
+    (training / "arguments.py").write_text("".join(f"add_argument('{flag}')\n" for _, flag in MODES))
+    script = tmp_path / "Megatron-LM/pretrain_gpt.py"
+    script.write_text("")
+    return script
+
+
+def is_known(flag: str) -> bool:
+    """Return whether the installed megatron-core has the option of a flag."""
+    return flag in arguments.all_flags()
+
+
+@pytest.mark.parametrize(("mode", "flag"), MODES, ids=shown)
+def test_a_mode_is_refused_by_the_trainer_if_the_protection_is_asked_for(mode, flag):
+    if not is_known(flag):
+        pytest.skip("an option of another release of megatron-core")
+    for name in mode.protections:
+        line, replicas = f"{LINE} {turned_on(mode, flag)} {ASKING[name]}", 2 * (name == table.REPLICAS)
+        assert says(arguments.refusals(line, 1, has_te=True, replicas=replicas)[1], mode, flag, name)
+    _, problems = arguments.refusals(f"{LINE} {turned_on(mode, flag)}", 1, has_te=True)
+    assert not any(mode.why in reason for reason, _ in problems)
+
+
+@pytest.mark.parametrize(("mode", "flag"), MODES, ids=shown)
+def test_a_mode_is_refused_by_the_adapter_before_the_start_and_by_the_parsed_arguments(mode, flag, checkout):
+    words = [*LINE.split(), *turned_on(mode, flag).split(), "--rerun-mode", "disabled"]
+    view, _ = checkouts._view(words, SimpleNamespace(), 1)
+    view.core.rerun_mode = "disabled"
+    for entry in table.TABLE:
+        asking, replicas = ASKING.get(entry.name, "--ft-hot-swap").split(), 2 * (entry.name == table.REPLICAS)
+        _, problems = checkouts.examine_flags(Script(str(checkout), False, [*words, *asking]), 1, replicas)
+        parsed = list(refusals.of_arguments(view.core, [entry]))
+        if entry.name in mode.protections:
+            assert says(problems, mode, flag, entry.name) and says(parsed, mode, flag, entry.name)
+        else:
+            assert not any(entry.name in reason and mode.why in reason for reason, _ in (*problems, *parsed))
+
+
+@pytest.mark.parametrize(("mode", "flag"), MODES, ids=shown)
+def test_ft_check_says_that_a_mode_is_refused(mode, flag, checkout):
+    scripts = (CHECKOUT / "pretrain_gpt.py", checkout) if is_known(flag) else (checkout,)
+    for script in scripts:
+        words = [*LINE.split(), *turned_on(mode, flag).split()]
+        for name in mode.protections:
+            if ASKING[name]:
+                assert says(of_answer(answer_for(script, [*words, *ASKING[name].split()], 1).refused), mode, flag, name)
+        unprotected = answer_for(script, words, 1)
+        assert not any(mode.why in reason for reason, _ in of_answer(unprotected.refused))
+        lacking = {each["name"]: of_answer(each["needs"]) for each in unprotected.protections}
+        for name in set(mode.protections) & set(lacking):
+            assert says(lacking[name], mode, flag, name)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp8-format hybrid --fp8-recipe tensorwise",
+        "--fp8-format e4m3 --fp8-recipe blockwise",
+        "--fp8-format e4m3 --fp8-recipe=mxfp8",
+        "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "--moe-token-dispatcher-type flex",
+        "--moe-token-dispatcher-type alltoall --num-experts 4",
+        "--cuda-graph-impl none",
+        "--te-rng-tracker",
+    ],
+)
+def test_what_can_be_protected_is_not_refused(flags):
+    options = arguments.parse(f"{LINE} {flags}")
+    view, _ = checkouts._view(flags.split(), SimpleNamespace(), 1)
+    assert not [*table.refused_modes(options.core, table.TABLE), *table.refused_modes(view.core, table.TABLE)]
+
+
+def test_types_of_parsed_arguments_are_those_of_the_flags():
+    parsed = {"use_precision_aware_optimizer": True, "bf16": True, "nccl_ub": False, "main_params_dtype": torch.float32}
+    for kind, refused in ((torch.uint8, True), (torch.float16, True), (torch.bfloat16, False)):
+        core = SimpleNamespace(**parsed, exp_avg_dtype=kind)
+        assert [problem.split()[0] for problem, _ in table.refused_modes(core, table.TABLE)] == (
+            ["--exp-avg-dtype"] if refused else []
+        )
 
 
 class Noting(Layer):

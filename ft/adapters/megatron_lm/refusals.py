@@ -1,10 +1,14 @@
-"""Table of the modes of a checkout's trainer that cannot be protected, with one row for each mode."""
+"""Table of the modes of a checkout's trainer that no protection protects, with one row for each mode.
 
-from collections.abc import Iterator, Sequence
+What depends on the protection is in the table of protections (:mod:`ft.protection.table`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ft.base.errors import Problem, UserError
+from ft.protection.table import Entry, refused_modes
 
 
 @dataclass(frozen=True)
@@ -26,17 +30,13 @@ class Row:
 
 _OTHER_LOOP = "it does not train by the loop that is protected"
 _OTHER_STATE = "its parameters and optimizer state are laid out in another way than snapshots know"
-_CAPTURED = "a worker that joins would capture its CUDA graphs alone"
 ROWS = (
     Row("perform_rl_step", "--perform-rl-step", _OTHER_LOOP),
     Row("skip_train", "--skip-train", "there is no training to protect"),
     Row("vision_pretraining", "--vision-pretraining", _OTHER_LOOP),
     Row("use_megatron_fsdp", "--use-megatron-fsdp", _OTHER_STATE),
     Row("use_torch_fsdp2", "--use-torch-fsdp2", _OTHER_STATE),
-    Row("optimizer_cpu_offload", "--optimizer-cpu-offload", _OTHER_STATE),
     Row("optimizer", "--optimizer", _OTHER_STATE, ("muon", "dist_muon")),
-    Row("optimizer_cuda_graph", "--optimizer-cuda-graph", _CAPTURED),
-    Row("cuda_graph_impl", "--cuda-graph-impl", _CAPTURED, ("local", "transformer_engine", "full_iteration")),
     Row("inprocess_restart", "--inprocess-restart", "it handles failures itself"),
     Row("enable_ft_package", "--enable-ft-package", "it handles failures itself"),
     Row("adlr_autoresume", "--adlr-autoresume", "it restarts the job itself"),
@@ -61,12 +61,13 @@ ROWS = (
 
 
 def of_arguments(
-    arguments: Any, *, intercepts_operators: bool = False, divides_steps: bool = False
+    arguments: Any, asked: Iterable[Entry], *, intercepts_operators: bool = False, divides_steps: bool = False
 ) -> Iterator[Problem]:
     """Yield (problem, fix) for the trainer's parsed ``arguments``.
 
     Args:
         arguments: the trainer's arguments.
+        asked: the protections of the run.
         intercepts_operators: whether a protection verifies every operator of a step.
         divides_steps: whether several replicas compute a step together.
     """
@@ -75,6 +76,7 @@ def of_arguments(
         value = getattr(arguments, row.argument, None)
         if _is_refused(row, value):
             yield _problem(row, str(value) if row.values else "")
+    yield from refused_modes(arguments, asked)
 
 
 def of_rerun_mode(mode: str, intercepts_operators: bool, divides_steps: bool) -> Iterator[Problem]:

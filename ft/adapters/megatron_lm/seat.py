@@ -24,7 +24,7 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     with refusing(speaks=own.rank == 0):
         asked = run.protections
         found = refusals.of_arguments(
-            own, intercepts_operators=asked.intercepts_operators, divides_steps=asked.divides_steps
+            own, asked.entries, intercepts_operators=asked.intercepts_operators, divides_steps=asked.divides_steps
         )
         refusals.refuse(found)
     if not run.protections.joins_run:

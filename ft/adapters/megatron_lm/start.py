@@ -3,13 +3,13 @@
 OPTIONS is a JSON object with the values of all ``--ft`` flags, which ``ft run`` has read from the command line.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
 
 WRITING = "--save", "--tensorboard-dir", "--wandb-project"
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     if os.environ["RANK"] == "0" and (notice := seams.notice(tree.read(tree.root_of(script)))):
         print(f"ft: {notice}", flush=True)
-    asked = SimpleNamespace(**json.loads(options))
+    asked = SimpleNamespace(**bounded_json.loads(options, non_finite=True))
     protections = Protections.of(asked, os.environ)
     for feature in sorted(protections.features):
         patches.apply(feature)

@@ -31,7 +31,8 @@ def carry_out(
     if options.cluster.node_rank == 0:
         network.check_port(options.cluster.host, port)
     with needs_run_dir(options.run_dir):
-        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        for folder in (options.run_dir, options.run_dir / "logs"):
+            folder.mkdir(0o755, parents=True, exist_ok=True)
         if options.cluster.node_rank == 0:
             token.make(options.run_dir)
 

@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 
 from ft.base import output
+from ft.base.errors import plain
 
 _HELD_BACK = 1 << 16
 _PIECE = 1024  # characters; in UTF-8 at most 4096 bytes, which a pipe that is ready for writing accepts at once
@@ -171,7 +172,7 @@ def _takes(stream) -> bool:
 
 
 def _named(text: str) -> str:
-    return "".join(f"ft: {line}\n" for line in text.splitlines())
+    return "".join(f"ft: {plain(line)}\n" for line in text.splitlines())
 
 
 class Tail:

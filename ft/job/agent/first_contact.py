@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ft.base import token
+from ft.base import bounded_json, files, token
 from ft.base.errors import UserError
 from ft.job.messages import PeerUnreached, Reach
 from ft.platform import election, ports
@@ -142,7 +142,7 @@ class Messages:
                     continue
                 self._known.add(name)
                 with contextlib.suppress(ValueError, KeyError):
-                    values = json.loads((self._folder / name).read_text())
+                    values = bounded_json.loads(files.read(self._folder / name))
                     yield str(values["node"]), str(values["reason"])
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ft.base import bounded_json
 from ft.platform import processes
 
 _UVM = "/dev/nvidia-uvm"
@@ -116,7 +117,7 @@ def _in_child(ask: Callable[[], Any]) -> tuple[Any, str]:
         said = pipe.read()
     _, status = os.waitpid(child, 0)
     if status == 0:
-        value, error = json.loads(said)
+        value, error = bounded_json.loads(said)
         return value, error
     return None, f"it {processes.how_it_ended(os.waitstatus_to_exitcode(status))}"
 

@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
 from ft.net import mpi, mpi_world
 from ft.net.streams import TRANSPORT
@@ -159,7 +160,7 @@ def _await_relay(ours: socket.socket) -> MpiJob:
         raise UserError(f"MPI has not come up on all nodes within {_START_S:g} s", _START)
     if not text:
         raise UserError("this node's MPI process has ended at its start", "its own message is above")
-    return MpiJob(**json.loads(text))
+    return MpiJob(**bounded_json.loads(text))
 
 
 def _watch(relay: int, folder: Path) -> None:
@@ -223,7 +224,7 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, answer: 
 def _agree(world: mpi_world.World) -> MpiJob:
     """Agree on the nodes' rendezvous address and the run's name: all nodes use the values of rank 0."""
     mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
-    all_nodes = [json.loads(text) for text in world.share(json.dumps(mine).encode())]
+    all_nodes = [bounded_json.loads(text) for text in world.share(json.dumps(mine).encode())]
     host, port, job = all_nodes[0]
     if {theirs for theirs, *_ in all_nodes} == {host}:
         host = "127.0.0.1"

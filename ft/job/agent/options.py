@@ -9,6 +9,7 @@ the last checkpoint.
 import argparse
 import importlib.util
 import os
+import re
 import socket
 import sys
 import time
@@ -16,7 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ft.base import files, token
 from ft.base.errors import Problem, Problems, UserError
+from ft.base.quantities import whole
 from ft.job.agent import mpirun, suspects
 from ft.job.control.limits_file import timeouts_of
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
@@ -24,6 +27,7 @@ from ft.platform import election, slurm
 from ft.platform.topology import read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
+_MOST_NODES, _MOST_WORKERS = 100_000, 4096
 OFF, WATCH, DRAIN = "off", "watch", "drain"
 """Values of ``--health``."""
 
@@ -191,6 +195,12 @@ def resolve(
         nproc = _nproc(given.nproc_per_node)
     with problems:
         script = script_of(given)
+    if given.local_addr and not re.fullmatch(r"[\w.:%-]{1,253}", given.local_addr):
+        problems.add(
+            [(f"--local-addr {given.local_addr[:40]!r} is no host name and no address", "give one of this node")]
+        )
+    with problems:
+        token.check(environment)
     with problems:
         control = _control(given.control)
     with problems:
@@ -271,9 +281,12 @@ def _nnodes(text: str | None, job: Job | None) -> int:
         raise UserError(
             f"--nnodes {text}: a run has a fixed number of nodes here", "give one number; spare nodes: --standby-nodes"
         )
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--nnodes {text} is no number from 1 on", "give the number of nodes")
-    return int(text)
+    try:
+        return whole(1, _MOST_NODES)(text)
+    except ValueError as error:
+        raise UserError(
+            f"--nnodes {text[:40]} is no number from 1 to {_MOST_NODES:,}", "give the number of nodes"
+        ) from error
 
 
 def _domains(given: argparse.Namespace, cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
@@ -312,8 +325,8 @@ def _endpoint(given: argparse.Namespace, job: Job | None, nnodes: int) -> tuple[
 
 
 def _port(text: str, flag: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise UserError(f"{flag}: {text} is no port", "give a number from 1 to 65535")
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
+        raise UserError(f"{flag}: {text[:40]} is no port", "give a number from 1 to 65535")
     return int(text)
 
 
@@ -327,10 +340,12 @@ def _negative(given: argparse.Namespace, *names: str) -> list[Problem]:
 
 
 def _nproc(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
     if text not in ("gpu", "cpu", "auto"):
-        raise UserError(f"--nproc-per-node {text} is neither a number from 1 on nor gpu, cpu or auto", "give one")
+        try:
+            return whole(1, _MOST_WORKERS)(text)
+        except ValueError as error:
+            problem = f"--nproc-per-node {text[:40]} is neither a number from 1 to {_MOST_WORKERS} nor gpu, cpu or auto"
+            raise UserError(problem, "give one of them") from error
     gpus = count_gpus() if text != "cpu" else 0
     if text == "gpu" and gpus == 0:
         raise UserError("--nproc-per-node gpu: this node has no GPU that torch can use", "give a number, or cpu")
@@ -360,6 +375,9 @@ def script_of(given: argparse.Namespace) -> Script | None:
         there = "is a folder" if Path(given.script).is_dir() else f"does not exist in {Path.cwd()}"
         raise UserError(f"the script {given.script} {there}", "check the path; a module needs -m")
     preload = [name for text in given.preload for name in text.split(",") if name]
+    for name in preload:
+        if name != "none":
+            _find_module(name)
     if "none" in preload and len(preload) > 1:
         raise UserError(f"--preload none and {preload}", "drop none, or the modules")
     return Script(given.script, given.module, given.script_args, preload)
@@ -376,7 +394,7 @@ def _find_module(name: str) -> None:
     finally:
         sys.path.pop(0)
     if found is None:
-        raise UserError(f"there is no module {top}", "check its name; the path of a script goes without -m")
+        raise UserError(f"there is no module {top[:99]}", "check its name; the path of a script goes without -m")
 
 
 def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease: str) -> Path:
@@ -389,8 +407,16 @@ def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease
     else:
         raise UserError(f"{cluster.nnodes} nodes need to agree on the run's directory", "add --run-dir DIR to each")
     path = path.absolute()
-    if path.exists() and not path.is_dir():
-        raise UserError(f"--run-dir {path} is not a directory", "choose another one")
+    try:
+        if path.exists() and not path.is_dir():
+            raise UserError(f"--run-dir {path} is not a directory", "choose another one")
+        problem = files.unsafe(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the run's directory cannot be {str(path)[:99]}: {error}", "choose --run-dir") from error
+    if problem:
+        raise UserError(
+            f"--run-dir {path} is not safe from other users: {problem}", "choose a new directory of your own"
+        )
     if cluster.node_rank == 0 and (path / "events.jsonl").exists() and not election.is_kept(path / lease):
         raise UserError(f"{path} holds the events of an earlier run", "choose another --run-dir, or remove that one")
     return path

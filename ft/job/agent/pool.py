@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from ft.base import bounded_json
 from ft.base.errors import FtError
 from ft.job.agent import environment
 from ft.job.agent.options import Script
@@ -97,7 +98,7 @@ class WarmPool:
         """Return the pool's reports since the last call: ((name, pid) of each started worker, notes for the user)."""
         born, notes = [], []
         for line in self.channel.receive() or []:
-            message = json.loads(line)
+            message = bounded_json.loads(line, non_finite=True)
             self._heard += 1
             if "pid" in message:
                 self._asked.popleft()

@@ -15,7 +15,7 @@ import time
 import types
 from pathlib import Path
 
-from ft.base import output
+from ft.base import files, output
 from ft.base.errors import UserError
 from ft.job.agent import ending
 from ft.platform import processes
@@ -117,7 +117,7 @@ def _without_launcher(error: BaseException):
 
 def _own_output(path: str) -> None:
     try:
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = files.unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json
 from ft.job.agent import ending
 from ft.platform import processes
 from ft.platform.supervisor import Supervisor
@@ -149,7 +150,7 @@ def main() -> None:
     if line:
         processes.set_name("ft-control")
         try:
-            sidecar.main(json.loads(line))
+            sidecar.main(bounded_json.loads(line, non_finite=True))
         except SystemExit as end:
             status = ending.status_of(end)
         except Exception:

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 
+from ft.base import bounded_json
 from ft.job.agent import ending, forking, preload, script
 from ft.platform import processes
 from ft.platform.supervisor import command
@@ -55,7 +56,7 @@ class Pool:
         """
         try:
             for line in self._reader:
-                message = json.loads(line)
+                message = bounded_json.loads(line, non_finite=True)
                 if "fork" in message:
                     if self._fork(**message["fork"]):
                         return
@@ -109,7 +110,7 @@ def main() -> None:
     """
     started, agent = time.monotonic(), os.getppid()
     fd, text = sys.argv[1:]
-    config = json.loads(text)
+    config = bounded_json.loads(text, non_finite=True)
     pool = Pool(socket.socket(fileno=int(fd)), agent, config)
     root = sys.path[0]
     sys.path[:] = script.search_path(config["target"], config["is_module"], _interpreter_path(root))

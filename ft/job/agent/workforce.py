@@ -5,7 +5,6 @@ holds none. The agent requests workers from the warm pool, a process that has im
 worker attaches by connecting to the agent and reporting that it is ready.
 """
 
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json
 from ft.job.agent import environment
 from ft.job.agent.liveness import Silence, Watch, silent
 from ft.job.agent.looks import Looks
@@ -260,7 +260,7 @@ class Workforce:
         Return that worker, or None if there is no such living worker or it already has a connection.
         """
         try:
-            said = json.loads(hello)
+            said = bounded_json.loads(hello)
             worker = self.workers.get(said["worker"])
         except (ValueError, KeyError, TypeError):
             worker = None

@@ -26,4 +26,7 @@ def control_back(state: State, now: float, report: m.ControlBack, out: Decisions
         state.spawning[node] = [now] * len(times)
     state.suspicions = {name: replace(suspicion, since=now) for name, suspicion in state.suspicions.items()}
     out.add(f"the control plane is back, beside the agent of {report.node} (term {report.term}), after {away:.1f} s")
-    out.note(events.CONTROL_BACK, node=report.node, term=report.term, away=round(away, 3))
+    if report.damaged:
+        text = f"{report.damaged} damaged line(s) of the control plane's journal were skipped: what they said is lost"
+        out.add(text, m.Notice(text))
+    out.note(events.CONTROL_BACK, node=report.node, term=report.term, away=round(away, 3), damaged=report.damaged)

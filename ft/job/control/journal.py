@@ -8,11 +8,14 @@ Every entry carries the leader-election term of its writer. A control plane that
 before it notices that another one has taken over. ``recall`` ignores such an entry: its term is older, and it stands
 behind the place up to which the newer control plane had read.
 
+A line that is damaged is skipped and counted. If the decisions behind it are not those that follow from the other
+lines, the run cannot continue from the journal. Entries with orders name the number of their first order, which shows
+whether the damaged line had orders.
+
 A life of the run begins when a control plane starts without the journal of its predecessor: at the first start, and
 when all agents restart the run from the checkpoint because that journal is lost.
 """
 
-import contextlib
 import json
 import time
 from collections import deque
@@ -20,13 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
 from ft.base.lines import Lines
 from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
 from ft.job.control.decision import Decision, Note
 from ft.job.control.state import Options, State
-from ft.job.messages import AgentBeat, decode, encode
-from ft.net.codec import from_json, to_json
+from ft.job.messages import AgentBeat, BadMessage, from_values, to_values
+from ft.net.codec import from_json, is_count, to_json
+
+_BEGIN = b'"options"'
 
 
 class Journal:
@@ -40,16 +46,19 @@ class Journal:
         path: the file.
         options: configuration of the run if a life of the run begins here; None if the run continues.
         term: leader-election term of this control plane.
-        known: size in bytes of the file when its history was read (``Memory.bytes``).
+        memory: the content of the file when the run continues.
     """
 
-    def __init__(self, path: Path, options: Options | None, term: int = 0, known: int = 0):
+    def __init__(self, path: Path, options: Options | None, term: int = 0, memory: "Memory | None" = None):
         size = path.stat().st_size if path.exists() else 0
         # A missing entry would change the meaning of those after it, so none is ever dropped.
         self._lines = Lines(path, most=None, is_shared=True)
         self._term = term
+        self._orders = 0 if memory is None else memory.record.first + len(memory.record.orders)
         self._beats: dict[str, tuple[float, Posted]] = {}
-        begins = {"known": known} if options is None else {"known": size, "options": to_json(options)}
+        begins = {"known": 0 if memory is None else memory.bytes}
+        if options is not None:
+            begins = {"known": size, "options": to_json(options)}
         self._write({"wall": time.time(), **begins})
 
     def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
@@ -72,12 +81,15 @@ class Journal:
         made = [
             {
                 "reason": decision.reason,
-                **({"orders": [json.loads(encode(order)) for order in decision.orders]} if decision.orders else {}),
+                **({"orders": [to_values(order) for order in decision.orders]} if decision.orders else {}),
                 **({"events": [note.name for note in decision.events]} if decision.events else {}),
             }
             for decision in decisions
         ]
-        self._write({"wall": wall, "now": now, **_plain(posted), "decisions": made})
+        count = sum(len(decision.orders) for decision in decisions)
+        first = {"first": self._orders} if count else {}
+        self._write({"wall": wall, "now": now, **_plain(posted), **first, "decisions": made})
+        self._orders += count
 
     def remark(self, text: str, **values: Any) -> None:
         """Record a text for people; ``recall`` skips it."""
@@ -101,6 +113,7 @@ class Memory:
         now: time of the last entry on the control plane's clock, in seconds.
         wall: time of the last entry in seconds since 1970.
         bytes: size of the file in bytes when it was read.
+        damaged: number of lines that are no valid entries.
     """
 
     state: State
@@ -109,20 +122,21 @@ class Memory:
     now: float = 0.0
     wall: float = 0.0
     bytes: int = 0
+    damaged: int = 0
 
 
 def recall(path: Path) -> Memory:
     """Return what the last control plane of this run knew and had sent when it wrote the last complete line.
 
     Raises:
-        ValueError: the file is not a journal.
+        ValueError: the file is not a journal, or what is damaged in it cannot be done without.
     """
-    data = path.read_bytes()
-    entries = _history(data)
+    data = files.read(path, files.UNLIMITED)
+    entries, damaged = _history(data)
     begins = [i for i, entry in enumerate(entries) if "options" in entry]
     if not begins:
         raise ValueError(f"{path} is no journal: nowhere does it begin with the run's options")
-    memory = Memory(State.begin(from_json(Options, entries[begins[-1]]["options"])), bytes=len(data))
+    memory = Memory(State.begin(entries[begins[-1]]["options"]), bytes=len(data), damaged=damaged)
     orders: deque[Any] = deque(maxlen=KEPT_ORDERS)
     taken: dict[str, int] = {}
     count = 0
@@ -130,43 +144,78 @@ def recall(path: Path) -> Memory:
         memory.wall = entry.get("wall", memory.wall)
         if "now" not in entry:
             continue
-        report = entry["report"]
         memory.now = entry["now"]
-        decisions = decide(memory.state, memory.now, None if report is None else decode(json.dumps(report)))
+        decisions = decide(memory.state, memory.now, entry["report"])
         memory.notes = [note for decision in decisions for note in decision.events]
-        for decision in decisions:
-            orders.extend(decision.orders)
-            count += len(decision.orders)
-        if entry.get("number"):
+        made = [order for decision in decisions for order in decision.orders]
+        if damaged and (entry.get("first", count), entry["orders"]) != (count, [to_values(order) for order in made]):
+            raise ValueError(f"{path} has {damaged} damaged line(s), without which later decisions do not follow")
+        orders.extend(made)
+        count += len(made)
+        if "number" in entry:
             taken[entry["node"]] = entry["number"]
     memory.record = Record(count - len(orders), list(orders), taken)
     return memory
 
 
 def lives(path: Path) -> int:
-    """Return the number of lives of the run in the journal (see the module's docstring)."""
-    return max([entry["options"]["restarts"] + 1 for entry in read(path) if "options" in entry], default=0)
+    """Return the number of lives of the run in the journal (see the module's docstring).
+
+    Only the lines that begin a life are looked at, because a journal that ends its readers is left behind.
+    """
+    begins = b"".join(line for line in files.read(path, files.UNLIMITED).splitlines(keepends=True) if _BEGIN in line)
+    return max([entry["options"].restarts + 1 for entry in _history(begins)[0] if "options" in entry], default=0)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the valid entries; a line that a crash has truncated is left out."""
-    return _history(path.read_bytes())
+    """Return the valid entries, with their options and reports as objects."""
+    return _history(files.read(path, files.UNLIMITED))[0]
 
 
-def _history(data: bytes) -> list[dict[str, Any]]:
-    found, at = [], 0
+def _history(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Return (the valid entries, number of other lines). A line that a crash has truncated is not counted."""
+    found, damaged, at = [], 0, 0
     for line in data.splitlines(keepends=True):
-        with contextlib.suppress(ValueError):
-            found.append((at, json.loads(line)))
+        try:
+            found.append((at, _entry(bounded_json.loads(line, non_finite=True))))
+        except (ValueError, BadMessage):
+            damaged += line.endswith(b"\n")
         at += len(line)
     ends = [(entry["term"], entry["known"]) for _, entry in found if "known" in entry]
     return [
-        entry for at, entry in found if not any(entry.get("term", 0) < term and at >= known for term, known in ends)
-    ]
+        entry for at, entry in found if not any(entry["term"] < term and at >= known for term, known in ends)
+    ], damaged
+
+
+def _entry(values: Any) -> dict[str, Any]:
+    """Return a line's values, checked, with the options and the report as objects, and with all orders as a list.
+
+    Raises:
+        ValueError: they are not those of an entry.
+        BadMessage: they contain options or a report that are not valid.
+    """
+    if not isinstance(values, dict):
+        raise ValueError("no entry: it is no object")
+    entry = {"term": 0, **values}
+    counts = [entry[name] for name in ("term", "known", "number", "first") if name in entry]
+    times = [entry[name] for name in ("wall", "now") if name in entry]
+    if not all(map(is_count, counts)) or not all(isinstance(time, int | float) for time in times):
+        raise ValueError("no entry: a number is none")
+    if "number" in entry and not isinstance(entry.get("node"), str):
+        raise ValueError("no entry: a report of nobody")
+    if "options" in entry:
+        entry["options"] = from_json(Options, entry["options"])
+    if "now" in entry and "report" not in entry:
+        raise ValueError("no entry: neither a report nor none")
+    decisions = from_json(list[dict[str, Any]], entry.get("decisions", []))
+    entry["orders"] = [order for made in decisions for order in from_json(list[Any], made.get("orders", []))]
+    if entry.get("report") is not None:
+        entry["report"] = from_values(entry["report"])
+    return entry
 
 
 def _plain(posted: Posted | None) -> dict[str, Any]:
     if posted is None:
         return {"report": None}
     values = {"node": posted.node, "number": posted.number} if posted.number else {}
-    return {**values, "report": json.loads(encode(posted.report))}
+    return {**values, "report": to_values(posted.report)}

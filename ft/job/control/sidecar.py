@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ft.base import events, files, token
+from ft.base import bounded_json, events, files, token
 from ft.base.errors import UserError
 from ft.job.control import channel as channels
 from ft.job.control import status
@@ -70,7 +70,7 @@ class Sidecar:
             # The clock continues where that of the previous control plane stopped, perhaps on another host.
             self._memory, self._state = begins, begins.state
             self._ahead = begins.now + max(0.0, time.time() - begins.wall) - time.monotonic()
-            self._journal = Journal(folder / "journal.jsonl", None, standing.term, begins.bytes)
+            self._journal = Journal(folder / "journal.jsonl", None, standing.term, begins)
 
     def run(self) -> int:
         """Serve until the run has ended and all agents have left, or ``_LEAVE_S`` seconds after the end.
@@ -117,12 +117,12 @@ class Sidecar:
         self._taken = dict(memory.record.taken or {})
         self._write_events(memory.wall, memory.now - self._ahead, self._unwritten(memory))
         self._channel.resume(memory.record)
-        self._take_back()
+        self._take_back(memory.damaged)
         self._memory = None
 
-    def _take_back(self) -> None:
+    def _take_back(self, damaged: int = 0) -> None:
         """Report to the decision function that this control plane has taken over, or that its channel works again."""
-        self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node)))
+        self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node, damaged)))
 
     def _now(self) -> float:
         return time.monotonic() + self._ahead
@@ -210,7 +210,7 @@ def parse_options(text: str) -> Options:
         UserError: the text is no JSON object, lacks the world size, or has inconsistent timeouts.
     """
     try:
-        options = from_json(Options, {"nodes": 1, **json.loads(text)})
+        options = from_json(Options, {"nodes": 1, **bounded_json.loads(text)})
         options.timeouts.check()
         return options
     except (ValueError, TypeError, BadMessage) as error:
@@ -224,11 +224,17 @@ def begin(folder: Path, options: Options) -> Options | Memory:
     """Return the content of the run's journal if it belongs to this life of the run, else ``options``.
 
     A life of the run begins when a control plane starts without the journal of its predecessor.
+
+    Raises:
+        UserError: the run cannot continue from the journal.
     """
     path = folder / "journal.jsonl"
     if not path.exists() or lives(path) <= options.restarts:
         return options
-    return recall(path)
+    try:
+        return recall(path)
+    except ValueError as error:
+        raise UserError(f"the run cannot continue from its journal: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> None:

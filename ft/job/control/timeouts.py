@@ -1,9 +1,9 @@
 """All timeouts of failure detection and recovery, in one table."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from ft.base import bounded_json
 from ft.base import timeout_order as ladder
 
 VARIABLE = "FT_LIMITS"
@@ -121,7 +121,7 @@ class Timeouts:
     @classmethod
     def of_worker(cls, environment: Mapping[str, str]) -> "Timeouts":
         """Return the timeouts that the agent has passed to a worker in its ``environment``."""
-        return cls(**json.loads(environment.get(VARIABLE, "{}")))
+        return cls(**bounded_json.loads(environment.get(VARIABLE, "{}")))
 
 
 BEHIND_ETCD = {"contact_s": 3.0, "lease_s": 3.0, "fence_s": 5.5, "agent_lost_s": 6.0}

@@ -11,6 +11,7 @@ the fourth process that this agent started), and ``rank`` a logical rank: a posi
 import json
 from typing import Any
 
+from ft.base import bounded_json
 from ft.job.messages.orders import (
     Close,
     Finish,
@@ -106,6 +107,8 @@ __all__ = [
     "WorkerSuspects",
     "decode",
     "encode",
+    "from_values",
+    "to_values",
 ]
 
 
@@ -120,7 +123,12 @@ _KINDS = {kind.__name__: kind for kind in (*REPORTS, *ORDERS)}
 
 def encode(message: Any) -> str:
     """Return the message as one line of JSON, without a newline."""
-    return json.dumps({"kind": type(message).__name__, **to_json(message)}, separators=(",", ":"))
+    return json.dumps(to_values(message), separators=(",", ":"))
+
+
+def to_values(message: Any) -> dict[str, Any]:
+    """Return the message as a JSON object."""
+    return {"kind": type(message).__name__, **to_json(message)}
 
 
 def decode(text: str | bytes) -> Any:
@@ -130,8 +138,19 @@ def decode(text: str | bytes) -> Any:
         BadMessage: ``text`` is not a valid message.
     """
     try:
-        values = json.loads(text)
-        kind = _KINDS[values.pop("kind")]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadMessage(f"not a message ({type(error).__name__}: {error}): {text[:200]!r}") from error
-    return from_json(kind, values)
+        values = bounded_json.loads(text, non_finite=True)
+    except (ValueError, TypeError, AttributeError) as error:  # what a message contains may be anything
+        raise BadMessage(f"not a message ({type(error).__name__}: {error}): {str(text)[:200]!r}") from error
+    return from_values(values)
+
+
+def from_values(values: Any) -> Any:
+    """Return the message of which ``to_values`` has made ``values``.
+
+    Raises:
+        BadMessage: ``values`` are not those of a valid message.
+    """
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise BadMessage(f"not a message: {str(values)[:200]!r}")
+    return from_json(_KINDS[kind], {name: value for name, value in values.items() if name != "kind"})

@@ -11,6 +11,9 @@ from ft.faults.hang.look import Across
 from ft.job.messages.values import Beat, GroupReport, Holdings, StepTimes
 from ft.net.codec import Numbers
 
+_MANY = 1_000_000
+"""More workers, devices or nodes than any run has."""
+
 
 @dataclass(frozen=True)
 class AgentJoined:
@@ -47,6 +50,12 @@ class AgentJoined:
     about: dict[str, str] = field(default_factory=dict)
     paths: dict[str, str] = field(default_factory=dict)
     clock: float = 0.0
+
+    def __post_init__(self):
+        numbers = [self.node_rank, self.seats, self.standbys, self.devices]
+        devices_are_numbers = all(device.isdecimal() and len(device) < 7 for device in self.unusable)
+        if not all(0 <= number <= _MANY for number in numbers) or not devices_are_numbers:
+            raise ValueError("an agent with impossible numbers of workers or devices")
 
 
 @dataclass(frozen=True)
@@ -377,7 +386,9 @@ class ControlBack:
     Attributes:
         term: leader-election term of the new control plane.
         node: agent on whose node it runs.
+        damaged: number of lines of the journal that could not be read, and were skipped.
     """
 
     term: int
     node: str
+    damaged: int = 0

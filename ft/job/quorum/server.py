@@ -12,7 +12,6 @@ most of the time until a killed server has a successor. Nothing is kept on disk 
 
 import argparse
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -22,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft.base import events, token
+from ft.base import bounded_json, events, token
 from ft.base.errors import FtError, UserError
 from ft.job.quorum import wire
 from ft.job.quorum.connections import Connection, Connections
@@ -161,7 +160,7 @@ def parse_options(text: str) -> Given:
         UserError: the text is no JSON object, lacks replicas, or holds options that are not valid.
     """
     try:
-        values = json.loads(text)
+        values = bounded_json.loads(text)
         where, takes_over = values.pop("where", Given.where), values.pop("takes_over", False)
         wire.parse_where(where)
         return Given(from_json(Options, values).check(), where, bool(takes_over))

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from ft.base import bounded_json
 from ft.base.errors import FtError, UserError
 from ft.net.codec import BadMessage
 from ft.net.handshake import Party, parse_challenge
@@ -50,7 +51,7 @@ def unpack(body: bytes) -> dict[str, Any]:
         BadMessage: the body is not a valid message.
     """
     try:
-        message = json.loads(str(body, "utf-8"))
+        message = bounded_json.loads(str(body, "utf-8"), non_finite=True)
     except (ValueError, RecursionError) as error:
         raise BadMessage(f"no JSON: {bytes(body[:100])!r}") from error
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ft import faults as inject
+from ft.base import bounded_json
 from ft.base.errors import UserError
 from ft.job.agent.options import Cluster, RunOptions, Script
 from ft.job.agent.suspects import LeftOut
@@ -26,7 +27,7 @@ def pack(options: RunOptions, faults: list[inject.Fault], began: float | None) -
 
 def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
     """Decode what :func:`pack` has encoded."""
-    given = json.loads(text)
+    given = bounded_json.loads(text, non_finite=True)
     values = given["options"]
     values |= {"script": Script(**values["script"]), "cluster": Cluster(**values["cluster"])}
     values |= {"run_dir": Path(values["run_dir"]), "timeouts": Timeouts(**values["timeouts"])}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.base.quantities import between, gigabytes_per_second, size, whole
 from ft.lab.estimate.clusters import DEVICES, GB, NETWORKS, AchievedShares, Cluster, device_named
@@ -129,8 +130,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
         UserError: the file cannot be read, is no TOML, or contains an invalid section, key or value.
     """
     try:
-        text = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        text = tomllib.loads(files.read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the scenario {path} cannot be read: {error}", "see examples/dmr for such files") from error
     values: dict[str, Any] = {}
     for section, entries in text.items():

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from ft.base.errors import UserError
+from ft.show.text import steer
 
 _DESCRIPTION = """\
 Train small models of every kind for two steps on this machine's device, execute every operator repeatedly on its actual
@@ -99,10 +100,11 @@ def test(arguments: argparse.Namespace):
     probe = Probe(arguments.runs)
     for number, case in enumerate(chosen, 1):
         if sys.stderr.isatty():
-            print(f"\r\x1b[K{number} of {len(chosen)}: {case.name}", end="", file=sys.stderr, flush=True)
+            steer(sys.stderr, "\r\x1b[K")
+            print(f"{number} of {len(chosen)}: {case.name}", end="", file=sys.stderr, flush=True)
         watch(case, probe, arguments.layers)
     if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        steer(sys.stderr, "\r\x1b[K")
     return Outcome(
         device=torch.cuda.get_device_name() if here.name == "cuda" else "cpu",
         threads=torch.get_num_threads(),

@@ -11,7 +11,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from ft.base import files
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.lab.selftest.values import FAIL, PASS, SKIPPED, Context, Failed, Result, Skipped
 
@@ -55,6 +55,6 @@ def write(path: Path, result: Result) -> None:
 def read(path: Path) -> Result | None:
     """Return the result in a file, None if there is no such file."""
     try:
-        return Result(**json.loads(path.read_text()))
+        return Result(**bounded_json.loads(path.read_text(), non_finite=True))
     except FileNotFoundError:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ft.base import token
+from ft.base import bounded_json, token
 from ft.base.errors import UserError
 from ft.lab.selftest.values import FAIL, Result
 from ft.platform import network
@@ -106,7 +106,7 @@ class Nodes:
         try:
             while not self._store.check([f"check/{number}"]):
                 self._turn()
-            name, limit_s, is_cut = json.loads(self._store.get(f"check/{number}"))
+            name, limit_s, is_cut = bounded_json.loads(self._store.get(f"check/{number}"), non_finite=True)
         except ConnectionError:  # node 0 is gone
             return None
         return (name, limit_s, is_cut) if name else None
@@ -131,7 +131,7 @@ class Nodes:
                 self._turn()
             if is_there:
                 self._lost.discard(node)
-                found.append(Result(**json.loads(self._store.get(key))))
+                found.append(Result(**bounded_json.loads(self._store.get(key), non_finite=True)))
             else:
                 self._lost.add(node)
                 fix = "look whether the node still runs; take it out of the job if it does not"

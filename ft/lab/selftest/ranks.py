@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft.base import files
+from ft.base import bounded_json, files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import EpochClosed, FtError
 from ft.lab.selftest.values import Context, Failed
@@ -141,7 +141,10 @@ class Crew:
                 f"an operation or an abort does not return here: see {self._folder}, and try another release of NCCL "
                 "and of the driver",
             )
-        return {number: json.loads((self._folder / f"{number}.json").read_text()) for number in expected}
+        return {
+            number: bounded_json.loads((self._folder / f"{number}.json").read_text(), non_finite=True)
+            for number in expected
+        }
 
     def _end(self, missing: list[int]) -> None:
         """Kill the remaining ranks, after those that are missing have written where each of their threads is."""

@@ -13,7 +13,7 @@ from ft.lab.selftest.nodes import Nodes, Place
 from ft.lab.selftest.table import CHECKS
 from ft.lab.selftest.text import Outcome, Row
 from ft.lab.selftest.values import SKIPPED, Check, Context, Result
-from ft.show.text import shortened
+from ft.show.text import shortened, steer
 
 _RESERVE_S = 5.0
 """Seconds that are kept for ending processes and for the other nodes' answers."""
@@ -127,4 +127,5 @@ def _left_out(left: float, check: Check) -> str:
 
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{shortened(text, 70) if text else ''}", end="", file=sys.stderr, flush=True)
+        steer(sys.stderr, "\r\x1b[K")
+        print(shortened(text, 70) if text else "", end="", file=sys.stderr, flush=True)

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json
+
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 
 Measured = dict[str, Any]
@@ -88,7 +90,7 @@ class Context:
     @classmethod
     def decode(cls, text: str) -> "Context":
         """Return the context that was encoded as ``text``."""
-        return cls(**json.loads(text))
+        return cls(**bounded_json.loads(text, non_finite=True))
 
     @property
     def scratch(self) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft.base import quantities
+from ft.base import files, quantities
 from ft.base.errors import UserError
 
 
@@ -93,8 +93,8 @@ def read_file(path: str | Path, fields: Mapping[str, Field], others: Sequence[st
         UserError: the file cannot be read, is not TOML, has an unknown section or key, or has an invalid value.
     """
     try:
-        text = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        text = tomllib.loads(files.read_text(path))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"the scenario {path} cannot be read: {error}", "see examples/ for scenario files") from error
     sections: dict[str, list[str]] = {}
     for name, field in fields.items():

@@ -120,9 +120,9 @@ def check_arguments(simulation: Simulation, arguments: argparse.Namespace) -> tu
     kinds = tuple(arguments.kinds.split(",")) if arguments.kinds else None
     if unknown := [name for name in kinds or () if name not in simulation.kinds]:
         raise UserError(f"there is no kind of fault {unknown[0]!r}", f"there are: {', '.join(simulation.kinds)}")
-    for name, least in (("seeds", 1), ("faults", 0), ("jobs", 0)):
-        if getattr(arguments, name) < least:
-            raise UserError(f"--{name} {getattr(arguments, name)}", f"give {least} or more")
+    for name, least, most in (("seeds", 1, 10**9), ("faults", 0, 10**6), ("jobs", 0, 4096)):
+        if not least <= getattr(arguments, name) <= most:
+            raise UserError(f"--{name} {getattr(arguments, name)}", f"give a number from {least} to {most}")
     return kinds
 
 

@@ -8,7 +8,6 @@ more than plain values is refused.
 
 import ast
 import io
-import json
 import pickle
 import re
 from collections import defaultdict
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.faults.hang.look import RECV, SEND, Departure, Look, Operation, Rank, channel
 from ft.faults.hang.names import operation_name
@@ -95,8 +95,8 @@ def _load(path: Path) -> dict[str, Any]:
         _Damaged: it is cut off or damaged.
     """
     try:
-        data = path.read_bytes()
-        values = json.loads(data) if data.lstrip()[:1] == b"{" else _Plain(io.BytesIO(data)).load()
+        data = files.read(path)
+        values = bounded_json.loads(data) if data.lstrip()[:1] == b"{" else _Plain(io.BytesIO(data)).load()
     except _NotPlain as error:
         raise UserError(f"{path} is no dump of the flight recorder, and could be harmful: {error}", _FIX) from error
     except Exception as error:  # damaged bytes raise errors of any kind

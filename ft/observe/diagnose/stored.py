@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ft.base.errors import UserError
 from megatron.ft_trainer.checkpointing import naming, verify
 from megatron.ft_trainer.checkpointing.manifest import Manifest, ManifestError
+from megatron.patches.stored_types import read_metadata, reason
 
 COMMON = "common.pt"
 """The file with the part that is the same on all ranks; rank 0 writes it."""
@@ -209,8 +210,8 @@ def read(path: Path) -> Stored:
         stored.check(name)
     try:
         with open(path / _METADATA, "rb") as stream:
-            stored.pieces |= {piece.key: piece for piece in _pieces(pickle.load(stream))}
-    except (AttributeError, ImportError, KeyError, TypeError, pickle.UnpicklingError) as error:
+            stored.pieces |= {piece.key: piece for piece in _pieces(read_metadata(stream))}
+    except Exception as error:  # damaged bytes raise errors of any kind
         raise UserError(
             f"{path / _METADATA} does not have the format of the installed torch: {error}", _OTHER_VERSION
         ) from error
@@ -240,8 +241,7 @@ def _decoded(stored: Stored, file: str, name: str, stream: Any) -> Any:
             return torch.load(stream, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
         stored.check(file)
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{stored.path / file}: {name} cannot be read: {reason}", _OTHER_VERSION) from error
+        raise UserError(f"{stored.path / file}: {name} cannot be read: {reason(error)}", _OTHER_VERSION) from error
 
 
 class _named:

@@ -6,7 +6,6 @@ tensors, as JSON. The lineage of a state is the number of the quorum (the set of
 in which the state's step was committed.
 """
 
-import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ft.base import bounded_json
 from ft.state.fetch import shares
 from ft.state.fetch.crew import Crew, Limits
 from ft.state.fetch.errors import BadState
@@ -204,7 +204,7 @@ def _receive(source: Source, piece: Piece, memory: FlatState) -> None:
 
 def _content(envelope: bytes | None) -> dict[str, Any]:
     try:
-        content = json.loads(envelope)
+        content = bounded_json.loads(envelope, non_finite=True)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadState(f"the envelope is no JSON: {error}") from error
     if not isinstance(content, dict):

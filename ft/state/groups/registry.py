@@ -306,6 +306,7 @@ class Groups:
             state.epoch, state.alone = epoch, False
             moved, self._rendezvous = rendezvous not in (None, self._rendezvous), rendezvous or self._rendezvous
             if self._connection.is_broken or moved:
+                self._connection.close()
                 self._connection = self._rendezvous.connect()
             self._builder = Builder(self._rendezvous, prefix, self._connection)
         self._pending.clear()

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ft.base import bounded_json
+
 FAN_OUT = 16
 """Maximum number of children of a rank."""
 
@@ -192,7 +194,7 @@ def tell(tree: Tree, values: dict[str, Any]) -> dict[str, Any]:
     word = torch.zeros(int(length.item()), dtype=torch.int32, device="cpu")
     word[: len(text)] = torch.tensor(list(text), dtype=torch.int32, device="cpu")
     tree.all_reduce(word, dist.ReduceOp.MAX)
-    return json.loads(bytes(word.tolist()))
+    return bounded_json.loads(bytes(word.tolist()), non_finite=True)
 
 
 def _start_flat(word: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Operation:

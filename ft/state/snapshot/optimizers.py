@@ -8,6 +8,9 @@ import torch
 
 from ft.base.errors import UserError
 
+_WEIGHT = "master_param"
+"""Key of a weight, or of its lower bits, in the state of the optimizers of Transformer Engine and megatron-core."""
+
 
 def parts(optimizer: Any) -> list:
     """Return the parts of a chained megatron-core optimizer, such as one for dense and one for expert parameters.
@@ -40,10 +43,11 @@ def wraps_torch_optimizer(part: Any) -> bool:
 
 @torch.no_grad()
 def allocate(inner: torch.optim.Optimizer) -> None:
-    """Allocate the missing optimizer state of parameters, with all zeros, as before the first step.
+    """Allocate the missing optimizer state of parameters, as before the first step.
 
-    Weights do not change. The state is allocated for one parameter at a time, so that extra memory is needed for only
-    one gradient.
+    The optimizer makes it in a step with gradients of zero, and the step counts are set back. Nothing else of the state
+    is written to, because it may hold the weights. Weights do not change. The state is allocated for one parameter at a
+    time, so that extra memory is needed for only one gradient.
     """
     everyone = [p for group in inner.param_groups for p in group["params"] if p is not None]
     fresh = [p for p in everyone if not inner.state.get(p)]
@@ -61,22 +65,27 @@ def allocate(inner: torch.optim.Optimizer) -> None:
             p.grad = torch.zeros_like(p)
             inner.step()
             p.grad = None
-            for value in inner.state.get(p, {}).values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
         for p, gradient in zip(everyone, gradients, strict=True):
             p.grad = gradient
+    for state in (inner.state[p] for p in fresh if "step" in inner.state.get(p, {})):
+        state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], torch.Tensor) else 0
     for group, values in zip(inner.param_groups, kept, strict=True):
         set_numbers(group, values)
 
 
 @torch.no_grad()
 def forget(inner: torch.optim.Optimizer) -> None:
-    """Reset the optimizer state to that before the first step. Parameters keep their values."""
+    """Reset the optimizer state to that before the first step. Parameters keep their values.
+
+    A copy of a weight in the state becomes that of the parameter, and the lower bits of a weight, as integers, zero.
+    """
+    main: torch.Tensor | None = None
     for _, _, of, key in entries(inner):
         if key == "main":
-            continue
-        if isinstance(of[key], torch.Tensor):
+            main = of[key]
+        elif key == _WEIGHT and of[key].is_floating_point():
+            of[key].copy_(main)
+        elif isinstance(of[key], torch.Tensor):
             of[key].zero_()
         elif of[key] is not None:
             of[key] = type(of[key])(0)

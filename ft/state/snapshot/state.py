@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ft.base import bounded_json
 from ft.base.errors import FallbackError
 
 OWNED, REPLICATED = "owned", "replicated"
@@ -55,7 +56,7 @@ def unpack_meta(data: bytes) -> RankState:
     try:
         (length,) = _LENGTH.unpack_from(data)
         at = _LENGTH.size + length
-        head = json.loads(data[_LENGTH.size : at])
+        head = bounded_json.loads(data[_LENGTH.size : at], non_finite=True)
         blobs = {}
         for name, size in head["blobs"].items():
             blobs[name] = bytes(data[at : at + size])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.base import bounded_json
 from ft.base.errors import FallbackError
 
 _ALIGN = 16
@@ -82,7 +83,7 @@ def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
 
 def _read(head: torch.Tensor, body: torch.Tensor) -> tuple[Blocks, dict]:
     try:
-        header = json.loads(head.cpu().numpy().tobytes())
+        header = bounded_json.loads(head.cpu().numpy().tobytes())
         blocks, at = [], 0
         for named in header["blocks"]:
             block = {}

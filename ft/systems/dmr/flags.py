@@ -1,27 +1,12 @@
-"""Checks the flags of double execution (SpareTrain)."""
+"""Checks the flags of double execution (SpareTrain).
+
+Modes of the trainer that DMR cannot execute a second time are in the table of modes (:mod:`ft.protection.table`).
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 from ft.base.errors import Problem
-
-_REPLAYED = "replays kernels that nobody calls"
-_OUTSIDE = {
-    "--tp-comm-overlap": "lets kernels write to the buffers of other ranks",
-    "--delay-wgrad-compute": "computes gradients outside of the backward pass",
-    "--overlap-dispatch-backward-with-experts-wgrad": "computes gradients outside of the backward pass",
-    "--moe-paged-stash": "moves activations by kernels outside of the layers",
-    "--defer-embedding-wgrad-compute": "computes a gradient outside of the backward pass",
-    "--overlap-moe-expert-parallel-comm": "has a schedule of its own, whose messages between stages nothing compares,",
-    "--overlap-param-gather-with-optimizer-step": "gathers parameters in one step for the next one",
-    "--dsa-kernel-backend": "chooses keys by a kernel outside of the layers' functions",
-    "--fp8-param-gather": "casts parameters by kernels outside of the layers",
-    "--fp4-param-gather": "casts parameters by kernels outside of the layers",
-    "--cuda-graph-impl": _REPLAYED,
-    "--enable-cuda-graph": _REPLAYED,
-    "--external-cuda-graph": _REPLAYED,
-}
-"""Flag of megatron-core -> what it does outside of operators and of functions."""
 
 _PADDING = ("--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization")
 """Flags that pad routing maps by a kernel outside of functions, if experimental fused permutation is on as well."""
@@ -55,11 +40,6 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
         yield "--ft-dmr-profile measures a run, and --ft-dmr-inject flips bits to be found in one", "remove one of them"
     if asked.ft_dmr_retries < 0:
         yield f"--ft-dmr-retries is {asked.ft_dmr_retries}", "0 or more"
-    for flag, why in _OUTSIDE.items():
-        value = _value(options, flag)
-        if value not in (None, False, "none"):
-            shown = flag if value is True else f"{flag} {value}"
-            yield f"{shown} {why}, which DMR cannot execute a second time", f"drop {flag}, or DMR"
     yield from _of_experts(options)
     for flag, fields in _SHARDS.items():
         shards = _value(options, flag)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 
 _VERSION = 1
@@ -54,7 +55,7 @@ def read_unstable(path: Path) -> Unstable:
         UserError: the file cannot be read, is not JSON, has no list of names, or has an unknown version.
     """
     try:
-        values = json.loads(path.read_bytes())
+        values = bounded_json.loads(files.read(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", _FIX) from error
     except ValueError as error:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ft.base import bounded_json
 from ft.base.errors import FtError
 from ft.job.quorum import Quorum, QuorumClient, Report
 from ft.net.codec import from_json
@@ -109,7 +110,7 @@ class Agreement:
 
     def _agree(self, report: Report) -> Agreed:
         content = b"" if self._client is None else json.dumps(self._find_out(report)).encode()
-        values = json.loads(_broadcast(self._tree, content))
+        values = bounded_json.loads(_broadcast(self._tree, content), non_finite=True)
         if "problem" in values:
             return Agreed(None, {}, values["problem"])
         quorum = from_json(Quorum, values["quorum"])
@@ -136,7 +137,7 @@ def _gather(tree: Tree, row: dict[str, str]) -> list[dict[str, str]]:
     """Return the rows of all ranks by rank, on rank 0; an empty list elsewhere."""
     text = json.dumps(row).encode().ljust(_ROW_BYTES)
     rows = tree.gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    return [] if rows is None else [json.loads(row.numpy().tobytes()) for row in rows]
+    return [] if rows is None else [bounded_json.loads(row.numpy().tobytes(), non_finite=True) for row in rows]
 
 
 def _broadcast(tree: Tree, content: bytes) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json
 from ft.base.lines import Lines
 from ft.systems.hsdp.samples import SampleAssignment
 
@@ -166,7 +167,7 @@ def _parse(line: bytes, assignments: dict[str, SampleAssignment]) -> Commit | No
     properties.
     """
     try:
-        values = json.loads(line)
+        values = bounded_json.loads(line)
         shape = {"replicas": len(values["positions"]), "block": values["batch"], "past": []}
         assignment = SampleAssignment.from_values({**shape, **values})
         return Commit(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft.base import files
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.systems.hsdp.samples import SampleAssignment
 
@@ -129,7 +129,7 @@ def _encode(state: LoaderState) -> bytes:
 
 def _decode(content: bytes) -> LoaderState:
     try:
-        values = json.loads(content)
+        values = bounded_json.loads(content, non_finite=True)
     except ValueError as error:
         raise ValueError("torn, or no loader_state: it is no JSON") from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:

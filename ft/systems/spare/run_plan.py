@@ -4,10 +4,10 @@
 shard type, a part of the global batch.
 """
 
-import json
 import os
 from dataclasses import dataclass
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 
 
@@ -48,8 +48,7 @@ def read(path: str | os.PathLike, groups: int) -> RunPlan:
     """
     fix = f"write it anew: ft plan spare optimize --groups {groups} ... --json"
     try:
-        with open(path, encoding="utf-8") as stream:
-            found = json.load(stream)
+        found = bounded_json.loads(files.read(path))
         plans = {int(each["groups"]): each for each in (found if isinstance(found, list) else [found])}
         numbers = {
             size: (int(each["recommended"]), int(each["checkpoint_interval_steps"])) for size, each in plans.items()

@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ft.base import bounded_json
 from ft.base.errors import Problem, Problems, UserError
 from ft.base.flags import groups, read_flags
 from megatron.ft_trainer.arguments import core_options, known, schema
@@ -73,7 +74,7 @@ class Options:
     def as_dict(self) -> dict:
         """Return a nested plain dict, as stored in checkpoints and event files."""
         values = {f.name: vars(getattr(self, f.name)) for f in fields(self)}
-        return json.loads(json.dumps(values, default=str))
+        return bounded_json.loads(json.dumps(values, default=str), non_finite=True)
 
     def given(self) -> dict[str, str]:
         """Return flag -> value of every option that differs from its default.
@@ -156,6 +157,9 @@ def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str
     explain = partial(known.explain, supported=supported)
     prepared, notices = _prepared(words)
     namespace, problems, doubtful = read_flags(parser, prepared, supported, explain)
+    for name, given in vars(namespace).items():
+        if any(value != value for value in (given if isinstance(given, list) else [given])):  # true of NaN only
+            problems.append((f"--{name.replace('_', '-')} is not a number", "give a number"))
     concerns: dict[str, Any] = {}
     refused = Problems()
     with refused:

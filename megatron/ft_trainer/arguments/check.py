@@ -327,11 +327,6 @@ def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:
                 f"--{name.replace('_', '-')} shards parameters in a way that this trainer neither saves nor recovers",
                 "use --use-distributed-optimizer, which shards the optimizer's state",
             )
-    if options.core.tp_comm_overlap and options.fault_tolerance.ft_hot_swap:
-        yield (
-            "--tp-comm-overlap has buffers that a recovery of --ft-hot-swap cannot connect to a new process",
-            "drop one of them",
-        )
     if options.core.optimizer == "sgd" and options.core.use_distributed_optimizer:
         yield "--optimizer sgd has no sharded state for --use-distributed-optimizer", "drop one of them"
 

@@ -6,11 +6,14 @@ another spelling or default than their field, or that have no field but determin
 (:mod:`megatron.ft_trainer.config`).
 """
 
+import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ft.base.errors import UserError
+
+_MOST_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,31 @@ def pattern(word: str) -> int | list[int]:
     if not set(word) <= set("0123456789[](),+* "):
         raise UserError(f"{word!r} is not a pattern of layers", "give N, [0,1,...] or ([0]*a+[1]*b)*c")
     try:
-        found = eval(word, {"__builtins__": {}})  # only digits and list arithmetic pass the check above
-    except (SyntaxError, TypeError) as error:
+        found = _layers(ast.parse(word.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"the pattern of layers {word!r} cannot be read: {error}", "give N or [0,1,...]") from error
     if not isinstance(found, list) or any(entry not in (0, 1) for entry in found):
         raise UserError(f"{word!r} is not a list of 0 and 1", "give N or [0,1,...]")
     return found
+
+
+def _layers(node: ast.expr) -> Any:
+    """Return the value of a whole number, a list of them, a sum of lists, or a list times a whole number."""
+    match node:
+        case ast.Constant(int(value)):
+            return value
+        case ast.List(entries):
+            return [_layers(entry) for entry in entries]
+        case ast.BinOp(left, ast.Add() | ast.Mult() as operation, right):
+            first, second = _layers(left), _layers(right)
+            is_sum = isinstance(operation, ast.Add)
+            kinds = {type(first), type(second)}
+            count = max((value for value in (first, second) if isinstance(value, int)), default=1)
+            if kinds == ({list} if is_sum else {list, int}) and count <= _MOST_LAYERS:
+                found = first + second if is_sum else first * second
+                if len(found) <= _MOST_LAYERS:
+                    return found
+    raise ValueError(f"it is no list of layers, or has more than {_MOST_LAYERS:,}")
 
 
 def numbers(word: str) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Flags of the training data and its tokenizer."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from ft.base import files
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.schema import flag
 
@@ -115,8 +115,8 @@ class DataOptions:
             if self.data_path:
                 raise UserError("--data-args-path and --data-path were both given", "give one of them")
             try:
-                self.data_path = Path(self.data_args_path).read_text(encoding="utf-8").split()
-            except OSError as error:
+                self.data_path = files.read_text(self.data_args_path).split()
+            except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"--data-args-path {self.data_args_path}: {error}", "give a file of words") from error
         per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
         if self.data_path and any(per_split):

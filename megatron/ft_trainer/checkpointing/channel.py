@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.base import bounded_json
 from megatron.ft_trainer.checkpointing.pending import Pending, finish
 
 # Timeout of the group. A rank whose writer has finished waits in this group for the slowest rank. A slow disk is not a
@@ -103,4 +104,4 @@ class Channel:
 def _decode(data: torch.Tensor) -> Any:
     raw = data.numpy().tobytes()
     length = int.from_bytes(raw[:_HEADER], "little")
-    return json.loads(raw[_HEADER : _HEADER + length])
+    return bounded_json.loads(raw[_HEADER : _HEADER + length], non_finite=True)

@@ -11,6 +11,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
 from megatron.ft_trainer.checkpointing import foreign, legacy, naming, optimizer_state, rng
+from megatron.patches import stored_types
 
 # Megatron-LM's version number for the layout of weights inside a layer.
 _WEIGHT_LAYOUT = 3.0
@@ -192,8 +193,9 @@ def apply(
             copies its main (fp32) weights from the model's.
         ckpt_format: format of the checkpoint.
     """
-    for i, chunk in enumerate(model):
-        chunk.load_state_dict(loaded[_chunk_key(i, len(model))])
+    with stored_types.in_layers():
+        for i, chunk in enumerate(model):
+            chunk.load_state_dict(loaded[_chunk_key(i, len(model))])
     if with_optimizer and ckpt_format == legacy.FORMAT:
         optimizer_state.load_legacy(optimizer, loaded["optimizer"], loaded.get(legacy.TENSORS))
     elif with_optimizer:

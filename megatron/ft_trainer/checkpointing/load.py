@@ -1,10 +1,14 @@
 """Loads a checkpoint: chooses one, verifies it, checks that it fits, and loads it into model and optimizer."""
 
+import contextlib
+import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ft.base.errors import FallbackError, UserError
 from megatron.core import dist_checkpointing, parallel_state
@@ -24,6 +28,7 @@ from megatron.ft_trainer.checkpointing.compare import (
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.manifest import Manifest
 from megatron.ft_trainer.checkpointing.naming import Entry
+from megatron.patches import stored_types
 from megatron.patches.releases import load_strategy
 
 
@@ -103,23 +108,24 @@ class Loader:
         shape, _, _ = rng.grid(self._random_init)
         wants_rng = not (self._options.finetune or self._options.no_load_rng) and manifest.rng_grid is not None
         with_rng = wants_rng and (is_legacy or shape == manifest.rng_grid)
-        if is_legacy:
-            if kind is not None:
-                optimizer_state.allocate(optimizer)
-            loaded = legacy.read(report.path, optimizer if kind == "legacy" else None)
-        else:
-            wanted = content.to_load(
-                model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self._random_init
+        with _types_checked(report.path):
+            if is_legacy:
+                if kind is not None:
+                    optimizer_state.allocate(optimizer)
+                loaded = legacy.read(report.path, optimizer if kind == "legacy" else None)
+            else:
+                wanted = content.to_load(
+                    model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self._random_init
+                )
+                loaded = self._read(report.path, wanted, manifest)
+            content.apply(
+                loaded,
+                model,
+                optimizer,
+                scheduler,
+                with_optimizer=kind is not None,
+                ckpt_format=manifest.ckpt_format,
             )
-            loaded = self._read(report.path, wanted, manifest)
-        content.apply(
-            loaded,
-            model,
-            optimizer,
-            scheduler,
-            with_optimizer=kind is not None,
-            ckpt_format=manifest.ckpt_format,
-        )
         if not self._options.finetune:
             content.apply_state(loaded, state)
         if with_rng:
@@ -253,6 +259,25 @@ class Loader:
     def _say(self, text: str) -> None:
         if self._channel.rank == 0:
             self._log(f"checkpoint: {text}")
+
+
+@contextlib.contextmanager
+def _types_checked(path: Path) -> Iterator[None]:
+    """In this context, a pickle that names what no checkpoint needs is a UserError about the checkpoint at ``path``."""
+    problem: BaseException | None = None
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        problem = error
+    except CheckpointException as error:  # torch's, with those of all ranks
+        problem = next((each for each, _ in error.failures.values() if isinstance(each, pickle.UnpicklingError)), None)
+        if problem is None:
+            raise
+    if problem is not None:
+        raise UserError(
+            f"{path} is refused, because to read it could execute code: {stored_types.reason(problem)}",
+            "load a checkpoint from a source that you trust",
+        ) from problem
 
 
 def _grid(shape: list[int]) -> str:

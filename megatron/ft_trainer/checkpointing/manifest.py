@@ -5,6 +5,8 @@ import zlib
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from ft.base import bounded_json
+
 FORMAT = 1
 
 
@@ -61,16 +63,19 @@ class Manifest:
             ManifestError: the text is not JSON, not a manifest, of another format, or does not match its checksum.
         """
         try:
-            body = json.loads(text)
+            body = bounded_json.loads(text, non_finite=True)
             checksum = body.pop("checksum")
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise ManifestError("it is not a manifest") from error
         if checksum != _checksum(body):
             raise ManifestError("its own checksum does not match")
-        if body.pop("format") != FORMAT:
+        if body.pop("format", None) != FORMAT:
             raise ManifestError(f"its format is not {FORMAT}")
-        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-        return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})
+        try:
+            body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+            return cls(**{f.name: body[f.name] for f in fields(cls) if f.name in body})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ManifestError(f"it lacks a value: {error}") from error
 
 
 def _checksum(body: dict) -> int:

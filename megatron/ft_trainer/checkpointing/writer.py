@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ft.base import bounded_json
+
 _BUFFER = 1 << 20
 _PR_SET_PDEATHSIG = 1
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "the file is too big"}
@@ -219,7 +221,7 @@ class ForkedWriter:
         os.close(self._pipe)
         _, status = os.waitpid(self._pid, 0)
         try:
-            self.report = json.loads(self._received)
+            self.report = bounded_json.loads(self._received, non_finite=True)
         except ValueError:
             code = os.waitstatus_to_exitcode(status)
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

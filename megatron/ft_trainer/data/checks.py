@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from megatron.ft_trainer.data.blend import PARTS
 from megatron.ft_trainer.data.indexed import Index, id_range
@@ -86,8 +87,7 @@ def _scan(index: Index, folder: str) -> tuple[int, int]:
     name = hashlib.sha256(os.path.abspath(index.prefix).encode("utf-8", "surrogateescape")).hexdigest()[:16]
     path = os.path.join(folder, f"ids-{name}.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            known = json.load(file)
+        known = bounded_json.loads(files.read(path))
         if known["dataset"] == identity:
             return known["low"], known["high"]
     except (OSError, ValueError, KeyError, TypeError):

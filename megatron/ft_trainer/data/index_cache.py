@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
 from megatron.ft_trainer.data.temporary import remove_leftovers, temporary_name
 
@@ -68,7 +69,7 @@ def prepare(root: str, key: str, build: Callable[[str], None]) -> str:
 def _problem(folder: Path) -> str | None:
     """Return why a folder cannot be used, or None."""
     try:
-        files = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        files = bounded_json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         for name, facts in files.items():
             if _facts(folder / name) != facts:
                 return f"{name} is not as it was written"

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.base import bounded_json
 from ft.base.errors import FtError, UserError
 
 
@@ -28,7 +29,7 @@ def from_rank_0(compute: Callable[[], Any]) -> Any:
     if not dist.is_initialized() or alone():
         return compute()
     if dist.get_rank() != 0:
-        return _unpack(json.loads(_broadcast(b"")))
+        return _unpack(bounded_json.loads(_broadcast(b""), non_finite=True))
     try:
         answer = compute()
     except UserError as error:

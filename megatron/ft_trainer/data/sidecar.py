@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, fields
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 
 FORMAT_VERSION = 1
@@ -66,8 +67,7 @@ def read_sidecar(prefix: str) -> Sidecar | None:
         return None
     fix = "make the dataset again with tools/preprocess_data.py, or remove the file if the dataset is sound without it"
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = bounded_json.loads(files.read(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} can't be read: {error}", fix) from error
     version = content.get("format_version") if isinstance(content, dict) else None

@@ -1,13 +1,13 @@
 """Reads the input of preprocessing (files, folders and JSON lines) as a deterministic sequence of documents."""
 
 import fnmatch
-import json
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
 
 _PROBE = 8192
@@ -132,7 +132,7 @@ def _json_lines(content: bytes, json_key: str, skipped: Counter) -> Iterator[tup
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = bounded_json.loads(line)
         except ValueError as error:  # UnicodeDecodeError is one
             raise BadLine(number, f"not valid JSON ({error})") from error
         if not isinstance(record, dict):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.data import OF_CORE, TokenizerOptions
 from megatron.ft_trainer.data.sidecar import Sidecar, read_sidecar
@@ -174,7 +175,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _segmentation(self):
         # Read from the file rather than the library, whose serialisation changes between versions. Post-processing,
         # truncation and padding have no effect on encoding without special tokens.
-        content = json.loads(self._file.read_text(encoding="utf-8"))
+        content = bounded_json.loads(self._file.read_text(encoding="utf-8"))
         parts = ["model", "normalizer", "pre_tokenizer", "added_tokens"]
         if self._adds_special_tokens:
             parts.append("post_processor")
@@ -373,7 +374,7 @@ def _named_specials(folder: Path) -> dict[str, str]:
         if not file.is_file():
             continue
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = bounded_json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{file} is not valid JSON: {error}", "repair or remove it") from error
         for key, value in content.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ft.base.errors import FtError, UserError
+from ft.base.errors import UserError
 from ft.job.control.channel import ControlChannel, Posted, Record
 from ft.job.control.channel.etcd_address import SCHEME, Address
 from ft.job.control.channel.etcd_arrivals import Arrivals
@@ -124,7 +124,7 @@ class EtcdControlChannel(ControlChannel):
         def run() -> None:
             try:
                 work()
-            except (ConnectionError, FtError) as error:
+            except Exception as error:  # a thread that ended in silence would leave this end deaf
                 self._fail(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
+from ft.base import bounded_json
 from ft.net.handshake import PROOF_BYTES, is_equal, proof
 
 _DIGITS = 16
@@ -87,11 +88,11 @@ class Keys:
         match key.removeprefix(self.prefix).split("/"):
             case ["down", ("head" | "alive") as kind]:
                 return kind, "", 0
-            case ["down", "order", number] if number.isdecimal():
+            case ["down", "order", number] if _is_number(number):
                 return "order", "", int(number)
             case ["box", node, ("beat" | "taken") as kind]:
                 return kind, unquote(node), 0
-            case ["box", node, "report", number] if number.isdecimal():
+            case ["box", node, "report", number] if _is_number(number):
                 return "report", unquote(node), int(number)
         return "", "", 0
 
@@ -107,11 +108,16 @@ class Keys:
 
     def read_head(self, value: str | None) -> Head | None:
         text = self.read(self.head, value)
-        return None if text is None else Head(**json.loads(text))
+        return None if text is None else Head(**bounded_json.loads(text))
 
     def read_number(self, key: str, value: str | None) -> int:
         """Return the number in a value of ``key``, or 0 if there is none."""
-        return int(self.read(key, value) or 0)
+        text = self.read(key, value) or ""
+        return int(text) if _is_number(text) else 0
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _DIGITS
 
 
 def digest(token: str) -> str:
@@ -125,6 +131,6 @@ def pack(count: int, text: str) -> str:
 
 
 def unpack(packed: str) -> tuple[int, Any]:
-    """Return the (count, text) that :func:`pack` has encoded."""
+    """Return the (count, text) that :func:`pack` has encoded; the count is -1 in anything else."""
     count, _, text = packed.partition(" ")
-    return int(count), text
+    return int(count) if _is_number(count) else -1, text

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 
+from ft.base import bounded_json
 from ft.job.control.channel.etcd_address import Address
 from ft.job.control.channel.etcd_wire import Away, Compacted, Entry, below, checked, log_in, refused, shut
 from ft.net.backoff import Backoff
@@ -70,7 +71,7 @@ class Watch:
             connection.request("POST", "/v3/watch", json.dumps({"create_request": request}).encode(), headers)
             response = connection.getresponse()
             while line := response.readline():
-                answer = checked(json.loads(line))
+                answer = checked(bounded_json.loads(line))
                 if "result" in answer:
                     batch, whole = _events(answer["result"])
                     if batch:

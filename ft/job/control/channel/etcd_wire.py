@@ -10,6 +10,7 @@ import json
 import socket
 from dataclasses import dataclass
 
+from ft.base import bounded_json
 from ft.base.errors import FtError, UserError
 from ft.job.control.channel.etcd_address import USER
 
@@ -127,7 +128,7 @@ def exchange(connection: http.client.HTTPConnection, path: str, data: bytes, cre
         credential: result of :func:`log_in`; "": etcd's authentication is disabled.
     """
     connection.request("POST", f"/v3/{path}", data, {"Authorization": credential} if credential else {})
-    return json.loads(connection.getresponse().read())
+    return bounded_json.loads(connection.getresponse().read())
 
 
 def log_in(connection: http.client.HTTPConnection, user: tuple[str, str]) -> str:

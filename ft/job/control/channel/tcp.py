@@ -14,8 +14,10 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ft.base import bounded_json
 from ft.job.control.channel import KEPT_ORDERS, AgentChannel, ControlChannel, Posted, Record
 from ft.job.messages import BadMessage, decode, encode
+from ft.net.codec import is_count
 from ft.net.store import StoreConnection, StoreServer, lone_tcp_store
 
 _INBOX, _ORDER, _FIRST, _TAKEN = "control/inbox", "control/order", "control/first", "control/taken"
@@ -112,7 +114,14 @@ class TcpControlChannel(ControlChannel):
     def _read(self) -> None:
         with contextlib.suppress(ConnectionError):
             while True:
-                text = self._reader.queue_pop(_INBOX)
-                with contextlib.suppress(BadMessage, ValueError, TypeError):
-                    node, number, report = json.loads(text)
-                    self._reports.put(Posted(str(node), int(number), decode(report)))
+                if (posted := _posted(self._reader.queue_pop(_INBOX))) is not None:
+                    self._reports.put(posted)
+
+
+def _posted(data: bytes) -> Posted | None:
+    """Return the report in an element of the inbox; None if it is none, which whoever has the token can put there."""
+    try:
+        node, number, report = bounded_json.loads(data)
+        return Posted(node, number, decode(report)) if isinstance(node, str) and is_count(number) else None
+    except (BadMessage, ValueError, TypeError):
+        return None

@@ -6,8 +6,8 @@ The command compares restarts from a checkpoint with hot-swap, in which a standb
 import argparse
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.base.quantities import argument, between, count, duration, seconds
 from ft.lab.plan.disruption.measured import Measured, measured
@@ -217,18 +217,22 @@ def _replay(text: str | None) -> Replay:
     if text is None:
         return Uniform()
     words = text.split(",")
-    if not all(word.strip().isdecimal() for word in words):
+    if not all(_is_step(word) for word in words):
         try:
-            words = Path(text).read_text().split()
+            words = files.read_text(text).split()
         except (OSError, ValueError) as error:
             raise UserError(
                 f"--failure-steps {text}: neither steps nor a readable file: {error}", _STEPS_FIX
             ) from error
-    wrong = next((word for word in words if not word.strip().isdecimal()), None)
+    wrong = next((word for word in words if not _is_step(word)), None)
     if wrong is not None or not words:
         problem = "is empty" if wrong is None else f"contains {wrong[:40]!r}, which is not a step"
         raise UserError(f"--failure-steps {text} {problem}", _STEPS_FIX)
     return Empirical([int(word) for word in words])
+
+
+def _is_step(word: str) -> bool:
+    return word.strip().isdecimal() and len(word) < 20
 
 
 _STEPS_FIX = "give whole numbers: 18,2366, or a file with one on each line"

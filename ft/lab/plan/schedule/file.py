@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.systems.schedule.program import FLUSH, Message, Program, Step
 from ft.systems.schedule.routes import NORMAL, SWAPPED, Place, Routes, straight
@@ -107,7 +108,7 @@ def read(path: Path) -> Program:
         UserError: the file is not a schedule.
     """
     try:
-        return from_values(json.loads(path.read_text()))
+        return from_values(bounded_json.loads(files.read(path)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         problem = f"{path} is no schedule ({type(error).__name__}: {error})"
         raise UserError(problem, "write one with ft plan schedule --out") from error

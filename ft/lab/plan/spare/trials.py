@@ -47,10 +47,12 @@ def run_trials(placement: Placement, trials: int, seed: int, accelerate: bool | 
         accelerate: whether to compile the controller with numba; None: if numba is installed. The results are the same.
 
     Raises:
-        UserError: ``trials`` is less than 1, or the seed is negative.
+        UserError: ``trials`` is less than 1 or more than 10 million, or the seed is negative.
     """
     if trials < 1:
         raise UserError(f"{trials} trials give no result", "give 1 trial or more")
+    if trials > 10**7:
+        raise UserError(f"{trials} trials are more than fit in memory", "give at most 10 million")
     if seed < 0:
         raise UserError(f"seed {seed} is negative", "give a seed of 0 or more")
     found = played(placement, trials, seed, accelerate)

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+from ft.base import bounded_json
 from ft.lab.selftest.checks.store import of_all_nodes
 from ft.lab.selftest.values import Context, Failed, Measured, Skipped
 from ft.show.text import count, seconds
@@ -37,7 +38,7 @@ def ports(context: Context) -> tuple[str, Measured]:
     store.set(f"at/{context.node}", json.dumps([context.host, said]))
     others = [node for node in range(context.nnodes) if node != context.node]
     store.wait([f"at/{node}" for node in others], timedelta(seconds=context.limit_s / 2))
-    places = [json.loads(store.get(f"at/{node}")) for node in others]
+    places = [bounded_json.loads(store.get(f"at/{node}"), non_finite=True) for node in others]
     with ThreadPoolExecutor(64) as pool:
         times = list(pool.map(lambda place: _reach(*place), places))
     lost = [
@@ -87,7 +88,7 @@ def clocks(context: Context) -> tuple[str, Measured]:
         return f"the farthest of {context.nnodes} is {seconds(abs(skew))} off that of node 0", measured
     store.wait(["clock"], limit)
     try:
-        skew, error = _skew(*json.loads(store.get("clock")))
+        skew, error = _skew(*bounded_json.loads(store.get("clock"), non_finite=True))
     except OSError as problem:
         store.set(f"skew/{context.node}", "0")
         raise Failed(f"node 0 does not tell the time: {problem}", _PORTS_FIX) from problem

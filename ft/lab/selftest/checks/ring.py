@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 
+from ft.base import bounded_json
 from ft.base.errors import FtError
 from ft.lab.selftest.ranks import TOKEN, Crew, Rank, devices
 from ft.lab.selftest.values import Context, Failed, Measured
@@ -43,7 +44,8 @@ def _reduce(rank: Rank) -> Measured:
     own = Ring("127.0.0.1", TOKEN, RingOptions(limit_s=_LIMIT_S / 2))
     rank.store.set(f"ring/{rank.number}", json.dumps(own.address))
     rank.store.wait([f"ring/{number}" for number in range(rank.size)], timedelta(seconds=_LIMIT_S))
-    own.reconfigure(1, [json.loads(rank.store.get(f"ring/{number}")) for number in range(rank.size)], rank.number)
+    addresses = [bounded_json.loads(rank.store.get(f"ring/{number}")) for number in range(rank.size)]
+    own.reconfigure(1, addresses, rank.number)
     measured: Measured = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         values = torch.randn(elements, generator=torch.Generator().manual_seed(rank.number)).to(dtype)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+from ft.base import bounded_json
 from ft.lab.selftest.checks.store import of_all_nodes
 from ft.lab.selftest.values import Context, Failed, Measured
 
@@ -108,7 +109,7 @@ def _compare(context: Context, mine: Measured) -> None:
         store.set("versions", json.dumps(mine))
         return
     store.wait(["versions"], timedelta(seconds=context.limit_s))
-    theirs = json.loads(store.get("versions"))
+    theirs = bounded_json.loads(store.get("versions"), non_finite=True)
     names = sorted((mine.keys() | theirs.keys()) - set(_OWN))
     other = [f"{name} {mine.get(name, 'missing')} here, {theirs.get(name, 'missing')} on node 0" for name in names]
     other = [text for name, text in zip(names, other, strict=True) if mine.get(name) != theirs.get(name)]

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ft.base import files
 from ft.base.errors import UserError
 
 _FIX = "give lines of: seconds from the start, stage"
@@ -98,7 +99,7 @@ def read_trace(path: str | Path, stages: int) -> Trace:
         UserError: the file cannot be read, a line is not a failure of one of ``stages`` stages, or there is no failure.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = files.read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the trace {path} cannot be read: {error}", "give a CSV file") from error
     found = []

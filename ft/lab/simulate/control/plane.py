@@ -220,7 +220,7 @@ class Plane:
         self.host, self.is_up, self.serves_since = host, True, self._cluster.time.now
         away = max(0.0, self._wall() - memory.wall)
         self._ahead = memory.now + away - host.clock.read(self._cluster.time.now)
-        self._journal = journal.Journal(self._path, None)
+        self._journal = journal.Journal(self._path, None, memory=memory)
         self._publish(log[len(self.log) :])
         self._take(m.ControlBack(self._cluster.crashes, f"n{host.number}"))
         self._take(None)

@@ -6,6 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
 from ft.base.errors import UserError
+from ft.base.quantities import count
 from ft.show.text import table
 
 if TYPE_CHECKING:
@@ -26,9 +27,11 @@ def add_parser(simulations) -> None:
         description="Injects hangs and slow-downs into simulated steps of Megatron in 14 layouts of 4 to 64 ranks, one "
         "in each case, and counts how often the code of ft diagnose hang names the rank at fault and the kind.",
     )
-    parser.add_argument("--cases", type=int, default=200, metavar="N", help="number of cases (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first case (default: 0)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes (default: 1)")
+    parser.add_argument(
+        "--cases", type=count(1, 10**6), default=200, metavar="N", help="number of cases (default: 200)"
+    )
+    parser.add_argument("--seed", type=count(0), default=0, metavar="N", help="seed of the first case (default: 0)")
+    parser.add_argument("--jobs", type=count(1, 4096), default=1, metavar="N", help="number of processes (default: 1)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(main=run)
 

@@ -3,11 +3,11 @@
 A stall is the time that all replicas wait, when a replica fails or when it rejoins after its rebuild.
 """
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.lab.simulate.hsdp.model import Case
 
@@ -88,7 +88,7 @@ def read(path: str) -> Stalls:
         UserError: the file cannot be read, or no line of a kill has valid stalls.
     """
     try:
-        lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        lines = [bounded_json.loads(line) for line in files.read_text(path).splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise UserError(f"--results {path}: {error}", _FIX) from error
     kills = []

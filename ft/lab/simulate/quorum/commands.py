@@ -3,6 +3,7 @@
 import argparse
 import json
 
+from ft.base.quantities import count
 from ft.lab.simulate.quorum.run import emulate
 from ft.lab.simulate.quorum.shape import Job, processes
 from ft.lab.simulate.quorum.table import as_text, as_values
@@ -39,7 +40,7 @@ def add_parser(simulations) -> None:
     parser.add_argument(
         "--deaths", type=int, default=0, metavar="N", help="number of leaders that are lost during the run (default: 0)"
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument("--seed", type=count(0), default=1, metavar="N", help="default: 1")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(main=run)
 

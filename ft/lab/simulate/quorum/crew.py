@@ -20,6 +20,7 @@ import time
 from array import array
 from concurrent.futures import Future
 
+from ft.base import bounded_json
 from ft.base.errors import FtError
 from ft.job.quorum import Limits, Quorum, QuorumClient, Report, wire
 from ft.lab.simulate.quorum.shape import Job, raise_limit
@@ -208,7 +209,7 @@ def main() -> None:
     """Run the replicas that the command-line argument names, and print their logs as JSON."""
     processes.die_with_parent(signal.SIGKILL)
     raise_limit()
-    print(json.dumps(asyncio.run(play(json.loads(sys.argv[1])))))
+    print(json.dumps(asyncio.run(play(bounded_json.loads(sys.argv[1], non_finite=True)))))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ft.base import token
+from ft.base import bounded_json, token
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import FtError
 from ft.lab.simulate.quorum.shape import WARM_UP, Job
@@ -130,4 +130,4 @@ def _end(process: subprocess.Popen, run_dir: Path, deadline: float) -> list[dict
     if process.returncode:
         said = (run_dir / "log").read_text()[-_TAIL:]
         raise FtError(f"a process of the emulation {processes.how_it_ended(process.returncode)}:\n{said}")
-    return json.loads(said)
+    return bounded_json.loads(said, non_finite=True)

@@ -12,7 +12,6 @@ effects that appear only with thousands of ranks.
 """
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 from ft.lab.simulate.recovery.loss import Work
 
@@ -155,13 +155,13 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         UserError: the file cannot be read, or a row is malformed.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = files.read_text(path).splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"the results cannot be read: {error}", _FIX) from error
     rows = []
     for number, text in enumerate(lines, start=1):
         try:
-            row = json.loads(text)
+            row = bounded_json.loads(text)
             if row.get("bench") == "rebuild":
                 rows.append(_sound(row))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

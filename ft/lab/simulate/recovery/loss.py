@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from ft.base import bounded_json
 from ft.job.control.rebuilds import RebuildPlan, plan_rebuild
 from ft.job.messages import GroupReport, WorkerReleased
 from ft.lab.simulate.recovery.topology import EXITS, FENCE, WORLD, GroupSpec
@@ -194,6 +195,6 @@ def _sent_and_read(groups: list[GroupReport]) -> tuple[int, float]:
     took = []
     for _ in range(_READS):
         began = time.perf_counter()
-        from_json(WorkerReleased, json.loads(text))
+        from_json(WorkerReleased, bounded_json.loads(text, non_finite=True))
         took.append(time.perf_counter() - began)
     return len(text), statistics.median(took)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ft.base import bounded_json
 from ft.base.errors import FtError
 from ft.lab.simulate.recovery.loss import decide, everything, work_of
 from ft.lab.simulate.recovery.rank import PATIENCE, follow
@@ -143,7 +144,7 @@ class _Ranks:
         self._await("done")
         own = time.process_time() - own
         keys = [f"done/{self._epoch}/{rank}" for rank in range(self._sizes.ranks)]
-        took = [json.loads(value) for value in self._store.multi_get(keys)]
+        took = [bounded_json.loads(value, non_finite=True) for value in self._store.multi_get(keys)]
         self._epoch += 1
         self._await("ready")
         return {

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ft.base import bounded_json
 from ft.lab.simulate.recovery.topology import Sizes, make_groups
 from ft.state.groups import Groups, Rendezvous
 
@@ -53,7 +54,7 @@ def follow(rendezvous: Rendezvous, rank: int, sizes: Sizes, epoch: int, joins: b
         groups.drop()
         store.set(f"left/{epoch}/{rank}", "")
         store.wait([f"go/{epoch}"])
-        took = _rebuild(groups, json.loads(order), epoch + 1)
+        took = _rebuild(groups, bounded_json.loads(order, non_finite=True), epoch + 1)
         store.set(f"done/{epoch}/{rank}", json.dumps(took))
         epoch += 1
         use_all()

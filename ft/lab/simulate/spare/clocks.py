@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ft.base import files
 from ft.base.errors import UserError
 
 
@@ -80,7 +81,7 @@ def read_trace(path: str | Path, groups: int) -> Trace:
         UserError: the file cannot be read, a line is not a failure of one of ``groups`` groups, or there is no failure.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = files.read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the trace {path} cannot be read: {error}", "give a text file") from error
     failures = []

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ft.base import files
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 
 ABSENT = object()
@@ -124,7 +124,7 @@ def read_object(path: Path, version: int, fix: str) -> Fields:
         UserError: the file cannot be read, is truncated, is not a JSON object, or has another version.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
+        values = bounded_json.loads(files.read_text(path), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}", fix) from error
     except UnicodeDecodeError as error:
@@ -132,7 +132,7 @@ def read_object(path: Path, version: int, fix: str) -> Fields:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{path} is not JSON, or is truncated: {error.msg} at {where}", fix) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} cannot be understood: {error}", fix) from error
     found = Fields(values, str(path), fix)
     if found.count("version") != version:
