@@ -114,6 +114,11 @@ def test_a_node_of_which_all_processes_are_dead_is_one_cause():
     assert "node n1 is lost" in whole.causes[0].where and "No process of node n1" in whole.causes[0].evidence[0]
     alive = Rank(2, "n1.w2", "n1", counts={"dp": 1}, operations=(op("dp", done=True),))
     assert not causes(rank(0, op("tp")), lost[0], alive)[1].causes[0].together
+    look = Look({one.rank: one for one in (rank(0, op("tp"), op("dp")), *lost)}, GROUPS)
+    look = replace(look, hosts={"n0": "gpu0", "n1": "gpu1"})
+    named = diagnose(look)
+    assert named.causes[0].where == "nowhere: node n1 (gpu1) is lost"
+    assert "cause 1: dead: ranks 1-2 (n1 (gpu1))" in as_text(look, named)
 
 
 def test_a_process_that_runs_without_answering_is_busy():

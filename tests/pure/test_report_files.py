@@ -268,7 +268,8 @@ def test_status_names_hosts_and_lists_lost_nodes(tmp_path, capsys, monkeypatch):
     assert cli.main(["status", str(tmp_path), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert [(m["node"], m["host"]) for m in said["members"]] == [("n0", "gpu0"), ("n2", "gpu2"), ("n0", "gpu0")]
-    assert said["lost"][0] == {"node": "n1", "host": "gpu1", "why": why, "age": 120.0, "back": "n1-2"}
+    n1 = {"node": "n1", "host": "gpu1"}
+    assert said["lost"][0] == {**n1, "reason": why, "lost_s_ago": 120.0, "back_as": "n1-2"}
     assert (said["last_recovery"]["node"], said["last_recovery"]["host"]) == ("n1", "gpu1")
     assert said["hosts"] == {"n0": "gpu0", "n1": "gpu1", "n2": "gpu2", "n1-2": "gpu1"}
 

@@ -13,6 +13,7 @@ from heapq import nsmallest
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+from ft.base.events import named
 from ft.faults.hang import look as looks
 from ft.faults.hang.graph import Form, Graph, Wait, all_fit, fits, form
 from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation
@@ -375,7 +376,8 @@ class Search:
         for rank, said in self.look.ranks.items():
             place = self.look.places.get(rank)
             if said.node:
-                nodes[f"node {said.node}" + (f" of replica {place.replica}" if place else "")].append(rank)
+                node = f"node {named(said.node, self.look.hosts)}"
+                nodes[node + (f" of replica {place.replica}" if place else "")].append(rank)
         for rank, place in self.look.places.items():
             if not self.look.is_elsewhere(rank):
                 replicas[f"replica {place.replica}"].append(rank)

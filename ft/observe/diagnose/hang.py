@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from ft.base.events import named
 from ft.faults.hang.causes import Cause, Diagnosis
 from ft.faults.hang.graph import ELSEWHERE
 from ft.faults.hang.look import FETCH, SERVER, Look, Thread
@@ -19,12 +20,13 @@ def as_values(look: Look, found: Diagnosis) -> dict[str, Any]:
     """Return the diagnosis as JSON values.
 
     Returns:
-        ``causes``, the most certain first, each with ``rank`` (logical), ``worker``, ``node``, ``kind``, ``group``,
-        ``operation``, ``sequence``, ``where``, ``evidence``, ``together`` (all ranks at fault, if a whole node or
-        replica is) and ``delayed`` (the ranks that wait for it, directly or not); ``further``: the number of causes
-        that are left out, because there are very many; ``waiting``: who waits for whom, each with ``ranks``, ``on``
-        (each of the ranks waits for all of these but itself), ``group``, ``operation``, ``sequence`` and ``why``;
-        ``threads``: the stacks of the ranks at fault. Of a run of replicas, causes also have ``replica``; the lists of
+        ``causes``, the most certain first, each with ``rank`` (logical), ``worker``, ``node``, ``host``, ``kind``,
+        ``group``, ``operation``, ``sequence``, ``where``, ``evidence``, ``together`` (all ranks at fault, if a whole
+        node or replica is) and ``delayed`` (the ranks that wait for it, directly or not); ``further``: the number of
+        causes that are left out, because there are very many; ``waiting``: who waits for whom, each with ``ranks``,
+        ``on`` (each of the ranks waits for all of these but itself), ``group``, ``operation``, ``sequence`` and
+        ``why``; ``threads``: the stacks of the ranks at fault. Of a run of replicas, causes also have ``replica``; the
+        lists of
         ranks have objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train on; and the keys of
         ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
     """
@@ -73,6 +75,7 @@ def _cause(look: Look, cause: Cause) -> dict[str, Any]:
         **_place(look, cause.rank),
         "worker": said.worker if said is not None else "",
         "node": said.node if said is not None else "",
+        "host": look.hosts.get(said.node, "") if said is not None else "",
         "kind": cause.kind,
         "group": cause.group,
         "operation": cause.operation,
@@ -138,7 +141,8 @@ def _text_of(look: Look, number: int, cause: Cause) -> list[str]:
     said = look.ranks.get(cause.rank)
     who = Who(look).title(cause.guilty)
     if said is not None and said.worker:
-        who += f" ({said.node})" if cause.together else f" ({said.worker} on {said.node})"
+        node = named(said.node, look.hosts)
+        who += f" ({node})" if cause.together else f" ({said.worker} on {node})"
     lines = [f"cause {number}: {cause.kind}: {who}"]
     lines += [f"  it is    {cause.where}"]
     lines += [f"  because  {sentence}" for sentence in cause.evidence]

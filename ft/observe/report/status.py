@@ -255,7 +255,10 @@ def as_values(found: Status) -> dict[str, Any]:
         "stragglers": found.slow,
         "health": found.health,
         "hosts": found.hosts,
-        "lost": [vars(lost) for lost in found.lost],
+        "lost": [
+            {"node": one.node, "host": one.host, "reason": one.why, "lost_s_ago": one.age, "back_as": one.back}
+            for one in found.lost
+        ],
         "last_recovery": None
         if last is None
         else {
