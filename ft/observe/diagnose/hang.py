@@ -26,9 +26,8 @@ def as_values(look: Look, found: Diagnosis) -> dict[str, Any]:
         causes that are left out, because there are very many; ``waiting``: who waits for whom, each with ``ranks``,
         ``on`` (each of the ranks waits for all of these but itself), ``group``, ``operation``, ``sequence`` and
         ``why``; ``threads``: the stacks of the ranks at fault. Of a run of replicas, causes also have ``replica``; the
-        lists of
-        ranks have objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train on; and the keys of
-        ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
+        lists of ranks have objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train on; and the
+        keys of ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
     """
     causes = [_cause(look, cause) for cause in found.causes]
     waiting = [
