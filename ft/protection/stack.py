@@ -75,11 +75,17 @@ class Stack(Layer):
 
 
 class Protections:
-    """The protections that a run asks for, the outermost first."""
+    """The protections that a run asks for, the outermost first.
+
+    Attributes:
+        session: this worker's place in ``ft run``; None before ``connected``, and outside.
+        outcome: returns how training has ended; see :meth:`ends_as`.
+    """
 
     def __init__(self, protections: Sequence[Protection] = ()):
         self._protections = tuple(protections)
         self.session: Session | None = None
+        self.outcome: Callable[[], Mapping[str, Any]] = dict
 
     @classmethod
     def of(cls, flags: Any, environment: Mapping[str, str]) -> "Protections":
@@ -120,6 +126,12 @@ class Protections:
         self.session = session
         for each in self._protections:
             each.connected(session)
+
+    def ends_as(self, outcome: Callable[[], Mapping[str, Any]]) -> None:
+        """Set the function that returns how training has ended (:attr:`ft.worker.protocol.Member.outcome`)."""
+        self.outcome = outcome
+        if self.session is not None:
+            self.session.outcome = outcome
 
     @property
     def is_given_state(self) -> bool:

@@ -322,7 +322,7 @@ def test_a_launcher_alone_with_lost_replicas_ends_though_others_go_on():
 
 def test_launchers_tell_one_another_who_has_ended(tmp_path):
     assert marks.read(tmp_path) == marks.Marks()
-    marks.put(tmp_path, 0, marks.FINISHED)
+    marks.put(tmp_path, 0, policy.ENDS[0])
     marks.put(tmp_path, 2, marks.GIVEN_UP)
     assert marks.read(tmp_path) == marks.Marks(frozenset({0}), frozenset({2}))
     marks.clear(tmp_path, 2)

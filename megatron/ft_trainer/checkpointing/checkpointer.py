@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ft.base import events
 from ft.base.errors import UserError
 from megatron.core import parallel_state
 from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
@@ -34,6 +35,7 @@ class Checkpointer:
             ``fingerprints`` (of ``tokenizer`` and ``data``; compared on loading).
         data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
         log: prints a message; called on rank 0.
+        observe: writes an event (:mod:`ft.base.events`) with its name and values; called on rank 0.
 
     Attributes:
         owes_a_save: whether a recovery has abandoned a save, so that the training loop has to save after the next step.
@@ -51,8 +53,9 @@ class Checkpointer:
         run_info: Mapping[str, Any],
         data_parallel_random_init: bool = False,
         log: Callable[[str], None] = print,
+        observe: Callable[..., None] = lambda name, **values: None,
     ):
-        self._options, self._layout, self._run, self._log = options, layout, run_info, log
+        self._options, self._layout, self._run, self._log, self._observe = options, layout, run_info, log, observe
         self._random_init = data_parallel_random_init
         self._channel = Channel() if options.save or options.load else None
         self._distrusted: set[str] = set()
@@ -114,6 +117,11 @@ class Checkpointer:
         """
         if self._under_way is not None:
             self._advance(blocking)
+
+    def unsaved(self, step: int) -> str:
+        """Return why the last save, of ``step``, has failed; "" if it has not."""
+        last = self.last_outcome
+        return "" if last is None or last.step != step or self._kept_step == step else last.error or ""
 
     def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
         """Load the newest checkpoint that passes verification, or the one of --ckpt-step, into the given objects.
@@ -224,6 +232,11 @@ class Checkpointer:
             for note in outcome.notes:
                 self._log(f"checkpoint: {note}")
             self._log(_message(outcome))
+            place = {"step": outcome.step, "folder": str(outcome.folder)}
+            if outcome.error is None:
+                self._observe(events.SAVED, **place, bytes=outcome.bytes, seconds=outcome.seconds)
+            else:
+                self._observe(events.SAVE_FAILED, **place, reason=outcome.error)
         return outcome.error is None
 
     def _make_savers(self) -> dict[bool, Saver]:
@@ -270,7 +283,7 @@ def _message(outcome: Outcome) -> str:
     if outcome.error is not None:
         return (
             f"checkpoint: saving step {outcome.step} FAILED: {outcome.error}\n"
-            f"  training goes on; older checkpoints in {outcome.folder} are as they were"
+            f"  older checkpoints in {outcome.folder} are as they were"
         )
     size = bytes_in_words(outcome.bytes)
     return f"checkpoint: step {outcome.step} saved to {outcome.folder} ({size}, {outcome.seconds:.1f} s)"
