@@ -61,16 +61,26 @@ class Checkpointer:
         self._distrusted: set[str] = set()
         self._under_way: Progress | None = None
         self._kept_step: int | None = None
-        self.owes_a_save = False
+        self.owes_a_save = self._is_last = False
         self.last_outcome: Outcome | None = None
         self._savers: dict[bool, Saver] = self._make_savers() if options.save else {}
 
-    def save(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, *, persistent: bool = True) -> bool:
+    def save(
+        self,
+        state: TrainState,
+        model: list,
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        persistent: bool = True,
+        is_last: bool = False,
+    ) -> bool:
         """Save the state after ``state.step`` steps.
 
         A save that fails (full disk, ...) is logged and has no other effect: training continues, and older checkpoints
         stay. With --async-save this method returns when the state is captured, and :meth:`maybe_finalize` completes the
-        save. Unless ``persistent``, the checkpoint replaces the last non-persistent one.
+        save. Unless ``persistent``, the checkpoint replaces the last non-persistent one. ``is_last``: the run ends with
+        this step.
 
         Returns:
             True: the checkpoint is complete, or in progress. False: it failed, or there is no --save.
@@ -78,7 +88,7 @@ class Checkpointer:
         if not self._savers:
             return False
         self.maybe_finalize(blocking=True)
-        self.owes_a_save = False
+        self.owes_a_save, self._is_last = False, is_last
         if self._kept_step == state.step:
             return True
         started_at = time.monotonic()
@@ -231,7 +241,7 @@ class Checkpointer:
         if self._channel.rank == 0:
             for note in outcome.notes:
                 self._log(f"checkpoint: {note}")
-            self._log(_message(outcome))
+            self._log(_message(outcome, self._is_last))
             place = {"step": outcome.step, "folder": str(outcome.folder)}
             if outcome.error is None:
                 self._observe(events.SAVED, **place, bytes=outcome.bytes, seconds=outcome.seconds)
@@ -279,11 +289,12 @@ class Checkpointer:
         return any(saver.folder.resolve() == folder.resolve() for saver in self._savers.values())
 
 
-def _message(outcome: Outcome) -> str:
+def _message(outcome: Outcome, is_last: bool) -> str:
     if outcome.error is not None:
+        goes_on = "the run ends without it" if is_last else "training goes on"
         return (
             f"checkpoint: saving step {outcome.step} FAILED: {outcome.error}\n"
-            f"  older checkpoints in {outcome.folder} are as they were"
+            f"  {goes_on}; older checkpoints in {outcome.folder} are as they were"
         )
     size = bytes_in_words(outcome.bytes)
     return f"checkpoint: step {outcome.step} saved to {outcome.folder} ({size}, {outcome.seconds:.1f} s)"
