@@ -36,6 +36,7 @@ GROUPS_REBUILT = "groups_rebuilt"
 STATE_RESTORED = "state_restored"
 STAGE_REBUILT = "stage_rebuilt"
 RESUMED = "resumed"
+STEP_DIFFERS = "step_differs"
 LOOKED = "looked"
 WORKER_LOST = "worker_lost"
 DEVICE_UNUSABLE = "device_unusable"
@@ -119,6 +120,9 @@ SCHEMA: Mapping[str, Needs] = {
     STAGE_REBUILT: Needs(("epoch", "step"), ("stage", "strategy", "weights", "seconds")),
     # the first new step has begun on every worker; step: the last committed step
     RESUMED: Needs(("epoch", "step")),
+    # a step that was done again after a recovery differs from its first try on this rank, in a training loop of the
+    # user's own; differences: clauses about the batches, the outputs of the model and the gradients
+    STEP_DIFFERS: Needs(("rank", "epoch", "step"), ("differences",)),
     # all workers were asked what they are doing, because a time limit is about to pass or somebody wants to know
     # (ft diagnose hang); number: number of the look
     LOOKED: Needs(("epoch",), ("number", "reason")),

@@ -16,9 +16,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="what a launch line will do and need: layout, memory, protections, what is refused",
         description="Say what a launch line will do and need, without starting anything and without a GPU.",
     )
-    parser.add_argument("--gpus", type=count(), metavar="N", help="GPUs of the run (default: the fewest that fit)")
-    parser.add_argument("--nnodes", type=count(), metavar="N", help="nodes of the run, with --nproc-per-node")
-    parser.add_argument("--nproc-per-node", type=count(), metavar="N", help="GPUs of each node")
+    parser.add_argument(
+        "--gpus",
+        type=count(),
+        metavar="N",
+        help="ask about a run on N GPUs elsewhere, which have all that the line needs (default: about this machine, "
+        "and the fewest GPUs that fit)",
+    )
+    parser.add_argument("--nnodes", type=count(), metavar="N", help="nodes of such a run, with --nproc-per-node")
+    parser.add_argument("--nproc-per-node", type=count(), metavar="N", help="GPUs of each node of such a run")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text; memory in bytes")
     parser.add_argument("script", help="pretrain_gpt.py of this project or of a Megatron-LM checkout")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="its flags")
@@ -26,10 +32,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Print the result of the check; return 0 if the line is accepted and 2 if not."""
+    """Print the result of the check.
+
+    Return 0 if the line is accepted, 2 if it is refused, and 1 if only this machine lacks what it needs.
+    """
     answer = answer_for(Path(given.script), given.script_args, _gpus(given))
     print(json.dumps(answer.as_dict()) if given.json else _text(answer))
-    return 0 if answer.accepted else 2
+    return 2 if answer.refused else int(not answer.accepted)
 
 
 def _gpus(given: argparse.Namespace) -> int | None:
@@ -41,7 +50,7 @@ def _gpus(given: argparse.Namespace) -> int | None:
 
 
 def _text(answer: Answer) -> str:
-    lines = ["accepted" if answer.accepted else f"refused: {len(answer.refused)} problem(s)"]
+    lines = [_verdict(answer)]
     for number, entry in enumerate(answer.refused, 1):
         lines += [f"  {number}. {entry['reason']}", f"     fix: {entry['fix']}"]
     lines.append(f"needs: {', '.join(answer.needs) or 'nothing but this machine'}")
@@ -60,6 +69,14 @@ def _text(answer: Answer) -> str:
         lines.append(f"checkout: {fitting} of {len(answer.seams)} functions that protections depend on are as expected")
         lines += [f"  {each['file']}: {each['symbol']} {each['differs']}; {each['why']}" for each in changed]
     return "\n".join([*lines, *answer.notices])
+
+
+def _verdict(answer: Answer) -> str:
+    if answer.refused:
+        return f"refused: {len(answer.refused)} problem(s)"
+    if answer.missing:
+        return f"not here: needs {', '.join(answer.missing)}; --gpus N asks about a run on N GPUs elsewhere"
+    return "accepted" + (f" on machines that have: {', '.join(answer.needs)}" if answer.needs else "")
 
 
 def _memory(answer: Answer) -> list[str]:

@@ -19,7 +19,7 @@ from ft.protection import table
 from megatron.ft_trainer.arguments import Options, read
 from megatron.ft_trainer.arguments.check import examine
 from megatron.ft_trainer.arguments.layout import Layout
-from megatron.ft_trainer.arguments.needs import in_words, needs
+from megatron.ft_trainer.arguments.needs import in_words, is_here, needs
 
 _FLAG = re.compile(r"--[a-zA-Z][\w-]*")
 
@@ -32,6 +32,7 @@ class Answer:
         program: "trainer" or "checkout" (of Megatron-LM).
         refused: the problems, each with ``flag``, ``reason`` and ``fix``.
         needs: what the line requires of the machine that runs it: "GPU", "transformer-engine", names of packages.
+        missing: those of ``needs`` that this machine does not have; empty if the question is about another machine.
         layout: sizes of the parallel groups; None if they cannot be determined.
         batch: sizes of the batch; None if they cannot be determined.
         memory: bytes per GPU, see :func:`ft.commands.check_memory.memory`; None if they cannot be estimated.
@@ -45,6 +46,7 @@ class Answer:
     program: str
     refused: list[dict[str, str]] = field(default_factory=list)
     needs: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
     layout: dict[str, int] | None = None
     batch: dict[str, int] | None = None
     memory: dict[str, Any] | None = None
@@ -54,7 +56,7 @@ class Answer:
 
     @property
     def accepted(self) -> bool:
-        return not self.refused
+        return not self.refused and not self.missing
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answer as a JSON object."""
@@ -67,7 +69,8 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
     Args:
         script: the training script.
         words: its arguments.
-        gpus: number of GPUs; None: the fewest that the layout needs.
+        gpus: number of GPUs of a machine that has all that the line needs; None: the question is about this machine,
+            and the fewest GPUs that the layout needs.
 
     Raises:
         UserError: the script is neither this project's trainer nor that of a Megatron-LM checkout.
@@ -100,7 +103,8 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
         pattern = options.core.hybrid_layer_pattern or options.core.hybrid_override_pattern
         of_model = checkouts.needs_of_model(given, pattern) if program == "checkout" else []
         answer.needs = in_words([*needs(options, grid), *of_model])
-        answer.notices = list(options.notices) if program == "trainer" else []
+        answer.missing = [] if gpus else [name for name in answer.needs if not is_here(name)]
+        answer.notices = list(options.notices) if program == "trainer" else checkouts.notices(given.target)
         if grid is not None:
             _describe(answer, options, grid)
             of_checkout = (given, of_files) if program == "checkout" else None
@@ -124,6 +128,8 @@ def program_of(script: Script) -> str:
         raise UserError(f"there is no script {file}", "give the path of pretrain_gpt.py")
     if checkouts.is_checkout(script):
         return "checkout"
+    if (below := checkouts.below_a_checkout(file)) is not None:
+        raise UserError(*below)
     raise UserError(
         f"{file} is neither this project's pretrain_gpt.py nor a script of a Megatron-LM checkout (no "
         "megatron/training/training.py beside it)",

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ft.adapters.megatron_lm import refusals, seams, tree
+from ft.adapters.megatron_lm.own_flags import own_flags
 from ft.base.errors import Problem, UserError
 from ft.commands.arguments import launchers_flags, misplaced
 from ft.protection import table
@@ -68,8 +69,22 @@ def outside_checkout(script: "Script") -> list[Problem]:
     }
     if "pretrain" not in names:
         return []
+    if (below := below_a_checkout(file)) is not None:
+        return [below]
     problem = f"{file} is a script of Megatron-LM, but there is no megatron/training/training.py beside it"
     return [(problem, "give the script in its checkout: Megatron-LM/pretrain_gpt.py")]
+
+
+def below_a_checkout(file: Path) -> Problem | None:
+    """Return the problem of a script that lies in a subfolder of a checkout of Megatron-LM; None for other scripts."""
+    root = next((root for folder in file.absolute().parents if (root := tree.root_of(str(folder)))), None)
+    if root is None:
+        return None
+    problem = (
+        f"{file} lies in a subfolder of the Megatron-LM checkout {root}; only scripts in its own folder, which train "
+        "by megatron/training/training.py beside them, are protected"
+    )
+    return problem, f"give a script of that folder, such as {root / 'pretrain_gpt.py'}, or drop the --ft flags"
 
 
 def adapted(script: "Script") -> "Script":
@@ -115,6 +130,16 @@ def examine_files(script: str) -> tuple[list[seams.Finding], list[Problem]]:
         return findings, [*seams.problems(tree.read(root), findings), *_second_packages(root)]
     except UserError as error:
         return findings, error.problems
+
+
+def notices(script: str) -> list[str]:
+    """Return sentences about the checkout of ``script`` that refuse nothing.
+
+    Raises:
+        UserError: the checkout has no megatron-core.
+    """
+    found = seams.notice(tree.read(tree.root_of(script)))
+    return [] if found is None else [found]
 
 
 def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tuple[Any, list[Problem]]:
@@ -187,12 +212,8 @@ def needs_of_model(script: "Script", layer_pattern: str | None) -> "list[Need]":
 
 
 def parsers_flags(script: "Script") -> set[str]:
-    """Return the flags that are written in the sources of a checkout's own parser, which is not imported."""
-    found: set[str] = set()
-    files = (tree.root_of(script.target) / "megatron" / "training").rglob("*.py")
-    for file in (Path(script.target), *files):
-        found |= set(re.findall(r"""['"](--[a-zA-Z][\w-]*)['"]""", file.read_text(encoding="utf-8", errors="replace")))
-    return found
+    """Return the flags that the own parser of a checkout's script knows."""
+    return own_flags(tree.root_of(script.target), Path(script.target))
 
 
 def _values(options: "FaultToleranceOptions") -> dict[str, Any]:

@@ -152,8 +152,11 @@ def announcement(protection: Protection, nodes: int) -> str:
 
 
 def has_joined(nodes: int) -> str:
-    """Return the sentence that is printed once a script of unknown protection has enabled hot-swap at run time."""
-    return f"the script has joined the run: from now on it is protected by hot-swap{_where(nodes)}"
+    """Return the sentence that is printed once a script of unknown protection has enabled hot-swap at run time, and the
+    first snapshots of all its workers have reached their peers.
+    """
+    state = "the script has joined the run, and the first snapshot of its whole state is complete"
+    return f"{state}: from now on it is protected by hot-swap{_where(nodes)}"
 
 
 def _where(nodes: int) -> str:

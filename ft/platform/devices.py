@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_FIELDS = "uuid,compute_cap,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
+_FIELDS = "uuid,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
 _QUERY = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
 _QUERY_S = 20.0
 _MIB = 1 << 20
@@ -26,14 +26,12 @@ class Reading:
 
     Attributes:
         uuid: its unique id, such as "GPU-5c2f...".
-        capability: its compute capability (major, minor), or None if unknown.
         total: its memory in bytes, 0 if unknown.
         used: the memory that is in use, in bytes.
         problem: why no worker can use the GPU, or "".
     """
 
     uuid: str = ""
-    capability: tuple[int, int] | None = None
     total: int = 0
     used: int = 0
     problem: str = ""
@@ -115,10 +113,9 @@ def _read_one(nvml: Any, index: int) -> Reading:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         uuid = _ask(nvml, nvml.nvmlDeviceGetUUID, handle) or ""
         uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
-        capability = _ask(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle)
         memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
         total, used = (memory.total, memory.used) if memory is not None else (0, 0)
-        return Reading(uuid, tuple(capability) if capability else None, total, used, _fault(nvml, handle))
+        return Reading(uuid, total, used, _fault(nvml, handle))
     except nvml.NVMLError as error:
         return Reading(problem=f"NVML cannot reach it: {error}")
 
@@ -169,14 +166,12 @@ def _from_smi() -> list[Reading]:
 
 def _parse(line: str) -> Reading:
     """Return the reading of one line of ``nvidia-smi``, in which "[N/A]" stands for what the GPU does not report."""
-    uuid, capability, total, used, errors, pending = (word.strip() for word in line.split(","))
+    uuid, total, used, errors, pending = (word.strip() for word in line.split(","))
     lost = next((word for word in (uuid, total, used) if word.startswith("[") and "N/A" not in word), "")
     problem = f"nvidia-smi reports {lost}" if lost else ""
     if not problem and pending == "Yes":
         problem = "pages of its memory are retired at the next reboot"
     if not problem and errors.isdecimal() and int(errors):
         problem = f"{errors} uncorrectable error(s) of its memory"
-    major, _, minor = capability.partition(".")
-    known = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
     sizes = [int(word) * _MIB if word.isdecimal() else 0 for word in (total, used)]
-    return Reading(uuid, known, *sizes, problem)
+    return Reading(uuid, *sizes, problem)

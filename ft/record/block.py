@@ -95,6 +95,16 @@ def what_failed(recovery: Recovery) -> str:
     return "; ".join(parts[:2]) + more
 
 
+def what_differs(recovery: Recovery) -> str:
+    """Return text such as "step 5 differs from its first try, on 2 ranks: the norm of ...", or "" without any."""
+    if not recovery.differing:
+        return ""
+    first = min(recovery.differing, key=lambda event: event.step)
+    ranks = {event.rank for event in recovery.differing if event.step == first.step}
+    what = "; ".join(map(str, first.detail.get("differences", ())))
+    return f"step {first.step} differs from its first try, on {count(len(ranks), 'rank')}: {what}"
+
+
 def seat_changes(recovery: Recovery) -> str:
     """Return which ranks changed workers, such as "rank 3: n0.w3 -> n0.w4", or "" where there is nothing to say."""
     if recovery.outcome == found.RESTART:

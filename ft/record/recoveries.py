@@ -17,7 +17,7 @@ A failure during a recovery prolongs that recovery: both count as one recovery w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft.base import events
@@ -76,6 +76,7 @@ class Recovery:
         attempts: number of epochs that were opened until training continued, at least 1.
         reason: why training was interrupted, from the first event that has a reason or a message.
         stages: the ``stage_rebuilt`` events of the last attempt: pipeline stages recomputed from their neighbours.
+        differing: the ``step_differs`` events: ranks on which a step that was done again differs from its first try.
     """
 
     number: int
@@ -99,6 +100,7 @@ class Recovery:
     attempts: int = 1
     reason: str = ""
     stages: list[Event] = field(default_factory=list)
+    differing: list[Event] = field(default_factory=list)
 
     @property
     def category(self) -> str:
@@ -132,7 +134,8 @@ def recoveries(history: Sequence[Event]) -> list[Recovery]:
         found += [_recovery(len(found) + 1, done) for done in reader.take(event)]
     if reader.current is not None:
         found.append(_recovery(len(found) + 1, reader.end()))
-    return found
+    differing = [event for event in history if event.name == events.STEP_DIFFERS]  # they come after a recovery's end
+    return [replace(each, differing=[e for e in differing if e.epoch == each.epoch]) for each in found]
 
 
 def seats_of(event: Event) -> dict[int, str]:

@@ -14,6 +14,21 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 from megatron.patches.releases import clear_cached_collective_results
 
+_OF_CHUNKS = (
+    "module",
+    "config",
+    "bucket_groups",
+    "expert_parallel_bucket_groups",
+    "zero_grad_buffer",
+    "start_param_sync",
+)
+"""Attributes of a model chunk that the functions of this module use."""
+
+
+def lacking(chunk) -> list[str]:
+    """Return the names of what a model chunk lacks, so that a recovery could not reset it."""
+    return [name for name in _OF_CHUNKS if not hasattr(chunk, name)]
+
 
 def abandon_step(chunks: Iterable, optimizer) -> None:
     """Reset ``chunks`` (DistributedDataParallel) and ``optimizer`` to their state before a first step.

@@ -19,7 +19,7 @@ from ft.job.messages import DeviceReleased, Observed
 from ft.platform.health import Reader
 
 PLANTED = Path(__file__).parent.parent / "helpers" / "planted_nvml"
-GPU = {"used": 1 << 29, "total": 80 << 30, "capability": [9, 0], "action": 0, "row_failed": 0, "errors": 0}
+GPU = {"used": 1 << 29, "total": 80 << 30, "action": 0, "row_failed": 0, "errors": 0}
 
 
 class ToldReader(Reader):

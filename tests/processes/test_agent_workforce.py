@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 from ft.job.agent import environment
 from ft.job.agent.workforce import Workforce
 from ft.job.control.timeouts import Timeouts
+from ft.job.messages import Beat, WorkerDone, WorkerResumed, encode
 
 
 class Pool:
@@ -50,3 +52,20 @@ def test_a_worker_that_the_pool_forks_when_the_run_is_over_is_killed(tmp_path):
     pool.born = [(late.name, process.pid)]
     assert workforce.hear_pool() == []
     assert process.wait(20) == -9 and posted == []
+
+
+def test_a_run_is_guarded_once_a_worker_has_committed_a_step_of_an_epoch(tmp_path):
+    workforce, _, _, worker = begin(tmp_path)
+    beat = Beat(age_s=0.0, epoch=0, step=7, doing="compute", since_s=0.0)
+    for report in (beat, WorkerResumed(worker.name, 0, 7), beat):
+        workforce._take(worker, encode(report))
+        assert not workforce.is_guarded, "the first snapshots may be on their way"
+    workforce._take(worker, encode(replace(beat, step=8)))
+    assert workforce.is_guarded
+
+
+def test_a_run_that_ends_before_the_next_heartbeat_was_guarded(tmp_path):
+    workforce, _, _, worker = begin(tmp_path)
+    for report in (WorkerResumed(worker.name, 0, 0), WorkerDone(worker.name, 0, 3)):
+        workforce._take(worker, encode(report))
+    assert workforce.is_guarded

@@ -13,7 +13,7 @@ from ft.job.messages import DeviceReleased
 from ft.platform import devices
 
 GIB = 1 << 30
-SOUND = {"used": GIB // 2, "total": 80 * GIB, "capability": [9, 0], "action": 0, "row_failed": 0, "errors": 0}
+SOUND = {"used": GIB // 2, "total": 80 * GIB, "action": 0, "row_failed": 0, "errors": 0}
 PLANTED = Path(__file__).parent.parent / "helpers" / "planted_nvml"
 
 
@@ -48,7 +48,7 @@ def plant(tmp_path, monkeypatch):
 def test_a_gpu_that_needs_a_reset_is_unusable(changes, problem, plant):
     plant(SOUND, {**SOUND, **changes})
     sound, other = devices.read({})
-    assert sound == devices.Reading("GPU-0000", (9, 0), 80 * GIB, GIB // 2)
+    assert sound == devices.Reading("GPU-0000", 80 * GIB, GIB // 2)
     assert other.problem == problem
 
 
@@ -78,12 +78,12 @@ def test_gpus_are_in_the_order_of_cuda_visible_devices(selection, chosen, plant)
 
 def test_without_the_package_nvidia_smi_is_asked(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)  # Python's way of saying that an import fails
-    lines = ["GPU-a, 9.0, 81559, 512, 0, No", "GPU-b, 9.0, 81559, 4, 2, [N/A]", "GPU-c, 9.0, [GPU is lost], 1, 0, No"]
+    lines = ["GPU-a, 81559, 512, 0, No", "GPU-b, 81559, 4, 2, [N/A]", "GPU-c, [GPU is lost], 1, 0, No"]
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = devices.read({})
-    assert found[0] == devices.Reading("GPU-a", (9, 0), 81559 << 20, 512 << 20)
+    assert found[0] == devices.Reading("GPU-a", 81559 << 20, 512 << 20)
     problems = ["2 uncorrectable error(s) of its memory", "nvidia-smi reports [GPU is lost]"]
     assert [reading.problem for reading in found[1:]] == problems
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))

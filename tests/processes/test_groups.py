@@ -17,7 +17,7 @@ from groups_worker import Worker
 
 from ft.base.errors import EpochClosed, RecoverableError, UserError
 from ft.net.store import StoreServer
-from ft.state.groups import Group
+from ft.state.groups import Group, waiter
 from ft.state.groups.local import Local
 from ft.state.groups.seam import check_torch
 from ft.state.groups.state import EpochState
@@ -227,6 +227,34 @@ def mistaken_call(address):
     x = torch.ones(1)
     dist.all_reduce(x)
     assert x.item() == 2
+
+
+def waits_without_a_limit(address):
+    """Rank 0 waits with a limit of zero for operations that rank 1 begins many slices of a wait later."""
+    worker = Worker(address)
+    x, out = torch.ones(4), torch.zeros(2)
+    functional = dist._functional_collectives
+    operations = {
+        "all_reduce": lambda: dist.all_reduce(x, async_op=True),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, torch.ones(4), async_op=True),
+        "message": lambda: dist.irecv(x, src=1) if worker.rank == 0 else dist.isend(x, dst=0),
+    }
+    for name, begin in operations.items():
+        _let_rank_0_wait(worker, name)
+        assert begin().wait(timedelta(0)), name
+    _let_rank_0_wait(worker, "from C++")
+    assert functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD).tolist() == [2]
+    assert worker.failures == []
+
+
+def _let_rank_0_wait(worker, name):
+    worker.meet(name)
+    if worker.rank == 1:
+        time.sleep(10 * waiter._SLICE.total_seconds())
+
+
+def test_a_limit_of_zero_is_none(ranks, address):
+    ranks(waits_without_a_limit, 2, address, init=False)
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------

@@ -80,4 +80,4 @@ def test_the_announcement_says_what_protects_and_that_one_host_holds_all_copies(
         assert "on this host" in protection.announcement(found, 1)
         assert "on this host" not in protection.announcement(found, 2)
     assert "nothing protects" in protection.announcement(Protection(REPLICAS, 0), 1)
-    assert "on this host" in protection.has_joined(1)
+    assert "first snapshot" in protection.has_joined(1) and "on this host" in protection.has_joined(1)

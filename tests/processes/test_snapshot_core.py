@@ -46,6 +46,7 @@ class Trainee:
     """A plain trainer whose every step has its own batches, with snapshots; addresses are exchanged in ``folder``."""
 
     def __init__(self, setting, folder: str, side: str):
+        from ft.protection.training_state import what_is_not_restored
         from ft.state.placement.assign import ring_of
         from ft.state.snapshot import Snapshots, SnapshotServer
         from ft.state.snapshot.capture import Capture
@@ -63,6 +64,7 @@ class Trainee:
         self.server = SnapshotServer("127.0.0.1", patience_s=20)
         self.snaps = Snapshots(self.server, rank=self.rank, peers=self.peers, timeout_s=20)
         trainer = self.trainer
+        assert list(what_is_not_restored(trainer.chunks, trainer.optimizer, trainer.scheduler)) == []
         self.capture = Capture(trainer.chunks, trainer.optimizer, trainer.scheduler, alone=len(self.ring) == 1)
         self.snaps.place(self.addresses(side, self.server.address))
 
@@ -240,6 +242,86 @@ def bring_scaler_and_schedule_back():
     assert schedule.num_steps == 5
     schedule.step(0)
     assert group["lr"] == rate
+
+
+def refusals_of_what_is_not_restored(corpus):
+    """Return the problems of one training state after the other, each with another part that no snapshot holds."""
+    from types import SimpleNamespace
+
+    from torch.distributed.tensor import distribute_tensor
+
+    from ft.protection.training_state import what_is_not_restored
+    from megatron.core import parallel_state
+
+    trainer = plain_loop.PlainTrainer(plain_loop.Setting(corpus, config=NO_DROPOUT, ddp=DISTRIBUTED))
+    chunks, optimizer, scheduler = trainer.chunks, trainer.optimizer, trainer.scheduler
+    (chunk,), module = chunks, trainer.chunks[0].module
+    other = torch.nn.Linear(2, 2)
+    group = optimizer.chained_optimizers[0].optimizer.param_groups[0]
+    found = {}
+
+    def note(name, *state):
+        found[name] = [problem for problem, fix in what_is_not_restored(*state) if fix]
+
+    note("nothing", chunks, optimizer, scheduler)
+    chunk.requires_grad_(False)
+    note("frozen", chunks, optimizer, scheduler)
+    chunk.requires_grad_(True)
+    note("another optimizer", chunks, torch.optim.Adam(chunk.parameters()), scheduler)
+    note("a wrapped optimizer", chunks, SimpleNamespace(optimizer=torch.optim.Adam(chunk.parameters())), scheduler)
+    note("no wrapper", [module], optimizer, scheduler)
+    note("no chunks", [], optimizer, scheduler)
+    note("no schedule", chunks, optimizer, object())
+    note("tensors in the schedule", chunks, optimizer, torch.nn.BatchNorm1d(2))
+    kept, group["lr"] = group["lr"], torch.tensor(0.1)
+    note("tensors in a group", chunks, optimizer, scheduler)
+    group["lr"] = kept
+    module.register_parameter("later", other.weight)
+    note("a later parameter", chunks, optimizer, scheduler)
+    split = distribute_tensor(torch.ones(2), dist.init_device_mesh("cpu", (1,)))
+    module.register_parameter("later", torch.nn.Parameter(split, requires_grad=False))
+    note("a split parameter", chunks, optimizer, scheduler)
+    parallel_state.destroy_model_parallel()
+    note("no grid", chunks, optimizer, scheduler)
+    return found
+
+
+def test_what_a_recovery_could_not_restore_is_refused_by_name(ranks, corpus):
+    (found,) = ranks(refusals_of_what_is_not_restored, 1, corpus)
+    assert found.pop("nothing") == found.pop("frozen") == []
+    says = {
+        "another optimizer": "the optimizer is a torch.optim.adam.Adam, and not megatron-core's",
+        "a wrapped optimizer": "the optimizer is a types.SimpleNamespace, and not megatron-core's",
+        "no wrapper": "GPTModel, which lacks what a recovery resets: module, bucket_groups",
+        "no chunks": "there are no model chunks",
+        "no schedule": "the scheduler is a builtins.object, which has no state_dict",
+        "tensors in the schedule": "the state of the scheduler has tensors, which no snapshot holds: weight, bias",
+        "tensors in a group": "parameter groups of the optimizer have tensors, which no snapshot holds: lr",
+        "a later parameter": "1 parameter(s) of the model chunks belong to no part of the optimizer",
+        "a split parameter": "parameters of model chunk 0 are DTensors, which no snapshot holds: module.later",
+        "no grid": "megatron.core.parallel_state is not initialised",
+    }
+    assert found.keys() == says.keys()
+    for name, text in says.items():
+        assert any(text in problem for problem in found[name]), (name, found[name])
+
+
+def test_a_buffer_that_a_forward_pass_replaces_comes_back(ranks, corpus):
+    ranks(bring_a_replaced_buffer_back, 1, corpus)
+
+
+def bring_a_replaced_buffer_back(corpus):
+    from ft.state.snapshot.capture import Capture
+
+    trainer = plain_loop.PlainTrainer(plain_loop.Setting(corpus, config=NO_DROPOUT))
+    (chunk,) = trainer.chunks
+    chunk.module.register_buffer("seen", torch.zeros(2))
+    capture = Capture(trainer.chunks, trainer.optimizer, trainer.scheduler, alone=True)
+    chunk.module.seen = torch.full((2,), 3.0)
+    taken = capture.state({})
+    chunk.module.seen = torch.full((2,), 9.0)
+    capture.apply(taken)
+    assert chunk.module.seen.tolist() == [3.0, 3.0]
 
 
 def test_what_no_snapshot_can_hold_is_named():

@@ -18,7 +18,6 @@ from ft.platform import processes
 from ft.platform.supervisor import command
 
 ROOT = Path(__file__).parent.parent.parent
-PLANTED = ROOT / "tests" / "helpers" / "planted_nvml"
 SHADOW = """
 import os, sys
 CALLED_BY = []
@@ -45,6 +44,7 @@ if any("ft.job.agent.warm" in word for word in sys.orig_argv):
     torch.cuda.is_initialized = lambda: torch.cuda._initialized
     torch.cuda._lazy_init, torch.cuda.current_device = lazy_init, current_device
     torch.cuda.get_device_properties = get_device_properties
+    torch.cuda.init = lambda: torch.cuda._lazy_init()
 """
 # attention/dot_product_attention/backends.py of Transformer Engine 2.x, with flash-attn installed
 ASKS = """
@@ -56,6 +56,7 @@ def get_device_compute_capability():
 CAPABILITY = get_device_compute_capability()
 """
 ASKS_MORE = "import torch\nSMS = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count\n"
+USES = "import torch\ntorch.cuda.init()\n"
 SETS = "import torch\ntorch.cuda._initialized = True\n"  # as C++ of an extension does that calls lazyInitCUDA
 BY_DRIVER = "import shadow\nshadow.cu_init()\n"  # as cupy, numba.cuda or NVSHMEM do, without torch
 USER = "try:\n    import transformer_engine\n    HAS_TE = True\nexcept Exception:\n    HAS_TE = False\n"
@@ -73,16 +74,14 @@ USERS = ["user0", "user1", "user2"]
 def pool(tmp_path):
     """Return a function that starts a pool with a planted package, and one worker; it returns (notes, output)."""
 
-    def start(package: str, gpus: list[dict] | None):
+    def start(package: str):
         (tmp_path / "transformer_engine.py").write_text(package)
         for name in USERS:
             (tmp_path / f"{name}.py").write_text(USER)
         (tmp_path / "sitecustomize.py").write_text(SHADOW)
         (tmp_path / "script.py").write_text(SCRIPT)
-        (tmp_path / "gpus.json").write_text(json.dumps(gpus))
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, PLANTED, ROOT)))}
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT)))}
         environ |= environment.defaults({})  # numpy's threads
-        environ |= {"PLANTED_GPUS": str(tmp_path / "gpus.json")} if gpus else {}
         config = {
             "preload": [],
             "target": str(tmp_path / "script.py"),
@@ -120,25 +119,22 @@ def _talk(sock: socket.socket, log: Path) -> tuple[list[str], str]:
     return notes, log.read_text()
 
 
-GPU = {"used": 0, "total": 80 << 30, "capability": [9, 0]}
-
-
-def test_the_compute_capability_is_known_without_cuda(pool):
-    notes, said = pool(ASKS, [GPU])
+@pytest.mark.parametrize("package", [ASKS, ASKS_MORE])
+def test_properties_of_the_gpu_are_known_without_cuda(package, pool):
+    notes, said = pool(package)
     assert notes == [] and said == "WORKER True True 4\n"
 
 
 @pytest.mark.parametrize(
-    "package, gpus, words",
+    "package, words",
     [
-        pytest.param(ASKS, None, "initialises CUDA", id="no NVML answers"),
-        pytest.param(ASKS_MORE, [GPU], "initialises CUDA", id="NVML does not know the answer"),
-        pytest.param(SETS, [GPU], "initialises CUDA", id="past torch's Python"),
-        pytest.param(BY_DRIVER, [GPU], "makes CUDA unusable in forked processes", id="without torch"),
+        pytest.param(USES, "initialises CUDA", id="by torch"),
+        pytest.param(SETS, "initialises CUDA", id="past torch's Python"),
+        pytest.param(BY_DRIVER, "makes CUDA unusable in forked processes", id="without torch"),
     ],
 )
-def test_a_package_that_initialises_cuda_is_withheld_at_once(package, gpus, words, pool):
-    notes, said = pool(package, gpus)
+def test_a_package_that_initialises_cuda_is_withheld_at_once(package, words, pool):
+    notes, said = pool(package)
     assert said == "WORKER True False 0\n", notes
     assert words in notes[-1] and "workers will import" in notes[-1] and "transformer_engine" in notes[-1]
     assert len(notes) == (2 if package is BY_DRIVER else 1), "one new start, however many modules import the package"

@@ -8,6 +8,7 @@ from megatron_lm_trees import trees
 
 from ft import cli
 from ft.base.checkout import CHECKOUT
+from megatron.ft_trainer.arguments import needs
 
 TRAINER = str(CHECKOUT / "pretrain_gpt.py")
 LINE = (
@@ -29,9 +30,40 @@ def test_without_gpus_the_smallest_world_is_assumed(capsys):
     assert said["batch"]["microbatches"] == 16
 
 
-def test_what_a_line_needs_does_not_refuse_it(capsys):
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(needs, "may_have_gpu", lambda: False)
+
+
+@pytest.mark.parametrize("before", [("--gpus", "8"), ("--nnodes", "1", "--nproc-per-node", "8")])
+def test_a_line_for_another_machine_is_accepted_with_what_it_needs(capsys, without_gpu, before):
+    code, said = asked(capsys, "--transformer-impl transformer_engine --fp8-format hybrid", *before)
+    assert code == 0 and said["accepted"] and said["missing"] == []
+    assert said["needs"] == ["GPU", "transformer-engine"]
+
+
+def test_a_line_that_needs_what_is_not_here_is_not_accepted_here(capsys, without_gpu):
     code, said = asked(capsys, "--transformer-impl transformer_engine --fp8-format hybrid")
-    assert code == 0 and said["needs"] == ["GPU", "transformer-engine"]
+    assert code == 1 and not said["accepted"] and said["refused"] == []
+    assert said["missing"] == ["GPU", "transformer-engine"]
+
+
+@pytest.mark.parametrize(
+    ("before", "flags", "verdict"),
+    [
+        ((), "", "accepted"),
+        (
+            (),
+            "--multi-latent-attention",
+            "not here: needs GPU, transformer-engine; --gpus N asks about a run on N GPUs",
+        ),
+        (("--gpus", "8"), "--multi-latent-attention", "accepted on machines that have: GPU, transformer-engine"),
+        ((), "--multi-latent-attention --hiden-size 3", "refused: "),
+    ],
+)
+def test_the_first_line_of_the_text_is_the_verdict(capsys, without_gpu, before, flags, verdict):
+    cli.main(["check", *before, TRAINER, *(LINE + flags).split()])
+    assert capsys.readouterr().out.splitlines()[0].startswith(verdict)
 
 
 def test_all_problems_are_named_at_once_with_flag_reason_and_fix(capsys):
@@ -87,7 +119,7 @@ def test_a_checkouts_own_flags_are_not_refused(capsys, tmp_path):
     training.mkdir(parents=True)
     (training / "training.py").write_text("")
     (training / "arguments.py").write_text("group.add_argument('--yaml-cfg', type=str)\n")
-    words = ["check", "--json", str(tmp_path / "pretrain_gpt.py"), *(LINE + "--yaml-cfg a.yaml").split()]
+    words = ["check", "--gpus", "8", "--json", str(tmp_path / "pretrain_gpt.py"), *(LINE + "--yaml-cfg a.yaml").split()]
     assert cli.main(words) == 0
     assert json.loads(capsys.readouterr().out)["program"] == "checkout"
 
@@ -120,8 +152,30 @@ def test_all_problems_of_a_checkouts_line_are_named_at_once(root, capsys):
 @pytest.mark.parametrize("root", trees(), ids=lambda root: root.name)
 def test_scripts_of_mamba_models_need_what_core_builds_them_with(root, capsys):
     for script in filter(Path.exists, (root / f"pretrain_{kind}.py" for kind in ("mamba", "hybrid"))):
-        assert cli.main(["check", "--json", str(script), *LINE.split(), "--transformer-impl", "local"]) == 0
+        line = [str(script), *LINE.split(), "--transformer-impl", "local"]
+        assert cli.main(["check", "--gpus", "8", "--json", *line]) == 0
         assert json.loads(capsys.readouterr().out)["needs"] == ["GPU", "transformer-engine", "mamba-ssm"]
+
+
+@pytest.mark.parametrize("root", trees(), ids=lambda root: root.name)
+def test_flags_that_a_checkout_makes_from_dataclasses_are_its_own(root, capsys):
+    line = [str(root / "pretrain_gpt.py"), *LINE.split(), "--transformer-impl", "local", "--ft-hot-swap"]
+    assert cli.main(["check", "--gpus", "8", "--json", *line, "--seed", "7"]) == 0
+    capsys.readouterr()
+    assert cli.main(["check", "--gpus", "8", "--json", *line, "--standby", "1"]) == 2
+
+
+def test_a_script_below_a_checkout_is_refused_with_the_reason(tmp_path, capsys):
+    (tmp_path / "megatron/training").mkdir(parents=True)
+    (tmp_path / "megatron/training/training.py").touch()
+    (tmp_path / "examples/t5").mkdir(parents=True)
+    script = tmp_path / "examples/t5/pretrain_t5.py"
+    script.write_text("from megatron.training import get_args, pretrain\n")
+    for command in (["check", str(script)], ["run", str(script), "--ft-hot-swap"]):
+        assert cli.main(command) == 2
+        said = capsys.readouterr().err
+        assert f"lies in a subfolder of the Megatron-LM checkout {tmp_path}" in said
+        assert f"such as {tmp_path / 'pretrain_gpt.py'}" in said
 
 
 @pytest.mark.parametrize("name", ["missing.py", "other.py"])

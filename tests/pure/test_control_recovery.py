@@ -548,6 +548,16 @@ def test_injected_faults_are_remembered_across_epochs():
     assert world.events("fault_injected") == [{"node": "n0", "number": 3, "kind": "kill"}]
 
 
+def test_the_user_is_told_once_a_recovery_that_a_redone_step_differs():
+    world = World().run()
+    differs = {"rank": 2, "epoch": 1, "step": 5, "differences": ["other batches"]}
+    (notice,) = world.say(m.Observed("step_differs", differs), m.Observed("step_differs", {**differs, "rank": 3}))
+    assert "step 5 was done again" in notice.message and "on rank 2: other batches" in notice.message
+    assert len(world.events("step_differs")) == 2
+    assert kinds(world.say(m.Observed("step_differs", {**differs, "epoch": 2}))) == ["Notice"]
+    assert world.say(m.Observed("step_differs", {"step": 5})) == []
+
+
 def test_without_hot_swap_every_failure_restarts():
     world = World(hot_swap=False, standbys=0).run()
     assert kinds(world.kill(2)) == ["Restart"]

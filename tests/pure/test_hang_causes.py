@@ -1,12 +1,15 @@
 """The cause of a hang by the structure of who waits for whom: one small case for each kind of cause."""
 
 import random
+import sys
+from dataclasses import replace
 
 import pytest
+from large_looks import FAULTS, large_look
 
 from ft.faults.hang import look as looks
 from ft.faults.hang.causes import diagnose
-from ft.faults.hang.graph import waits
+from ft.faults.hang.graph import Graph
 from ft.faults.hang.look import (
     ADDED,
     CHANGED,
@@ -24,6 +27,7 @@ from ft.faults.hang.places import DATA, KERNEL, LOCK, STORAGE, USER, place
 from ft.faults.hang.program import departure, missing_end
 from ft.faults.hang.series import over_time
 from ft.lab.simulate.hangs.campaign import case, count
+from ft.lab.simulate.hangs.program import Layout
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "all": (0, 1, 2)}
 
@@ -50,7 +54,7 @@ def test_nobody_waits_and_nobody_is_at_fault():
 def test_who_has_not_started_a_collective_is_waited_for():
     found, whole = causes(rank(0, op("tp")), rank(1), rank(2))
     assert found == [(1, "busy")]
-    assert [(edge.rank, edge.on) for edge in whole.waiting] == [(0, 1)]
+    assert [(wait.ranks, wait.on) for wait in whole.waiting] == [([0], (1,))]
 
 
 def test_the_one_at_the_end_of_a_chain_is_at_fault_and_all_others_are_delayed():
@@ -184,7 +188,7 @@ def test_of_ranks_that_take_part_alike_in_slow_operations_the_round_trips_tell_w
 
 def test_an_operation_in_the_background_is_no_wait():
     sent = op("pp", name="send", peer=1, awaited=False)
-    assert waits(Look({0: rank(0, sent), 1: rank(1)}, {"pp": (0, 1)})) == []
+    assert Graph(Look({0: rank(0, sent), 1: rank(1)}, {"pp": (0, 1)})).waits == []
 
 
 def test_a_slow_rank_is_told_from_those_that_happen_to_compute():
@@ -247,3 +251,41 @@ def test_injected_hangs_and_slow_downs_are_named():
     cases = [one for one in map(case, range(first, first + 150)) if one is not None and one.fault != "slow link"]
     tally = count(cases)["all"]
     assert tally.cases > 60 and len(tally.misses) <= 0.03 * tally.cases, tally.misses
+
+
+# --- large runs -------------------------------------------------------------------------------------------------------
+
+
+def lines_run(look) -> int:
+    """Return how many lines of Python the search runs; each round of a loop counts."""
+    over_time([look])  # what Python does once only, such as imports, is done
+    found, before = 0, sys.gettrace()
+
+    def trace(frame, event, argument):
+        nonlocal found
+        found += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        over_time([look])
+    finally:
+        sys.settrace(before)
+    return found
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "layout", [Layout(tp=4, pp=4, dp=2, vpp=2), Layout(tp=2, cp=2, pp=2, dp=4, ep=2), Layout(dp=32)], ids=str
+)
+def test_the_search_grows_in_proportion_to_the_ranks(layout, fault):
+    small, large = (lines_run(large_look(replace(layout, dp=layout.dp * factor), fault)) for factor in (2, 8))
+    assert large < 1.25 * 4 * small, f"{large / small:.1f} times the lines for 4 times the ranks"
+
+
+@pytest.mark.parametrize("fault, kind", [("busy", "busy"), ("node", "dead"), ("mismatch", "mismatch")])
+def test_one_rank_in_the_middle_of_a_large_run_is_named_and_all_others_wait_for_it(fault, kind):
+    look = large_look(Layout(tp=4, cp=2, pp=4, dp=16, ep=4, vpp=2), fault)
+    first, *others = over_time([look]).causes
+    assert (first.rank // 8, first.kind, others) == (256 // 8, kind, [])
+    assert len(first.delayed) + len(first.guilty) == 512

@@ -1,17 +1,19 @@
 """The stored looks of a run: parts of several nodes, ranks that nobody speaks of, and files that cannot be read."""
 
 import json
+import threading
 
 import pytest
-from histories import History
+from histories import History, write
 
 from ft.base import events
 from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Operation, Rank, Thread
+from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.looks import Looks
 from ft.job.messages import Look, Looked
 from ft.net.codec import to_json
-from ft.record import looks
+from ft.record import block, looks
 from ft.record.block import recovery_block
 
 SEATS = {"0": "n0.w0", "1": "n0.w1", "2": "n1.w0"}
@@ -108,3 +110,28 @@ def test_a_look_without_a_cause_or_that_cannot_be_read_is_left_out(tmp_path):
     assert "cause" not in recovery_block(hung(), tmp_path), "nobody waits"
     looks.path(tmp_path, 1, "n0").write_text("{")
     assert "cause" not in recovery_block(hung(), tmp_path)
+
+
+def test_the_agent_goes_on_while_the_cause_is_searched_for_and_prints_it_when_it_is_found(tmp_path, monkeypatch):
+    begun, found, told = threading.Event(), threading.Event(), []
+
+    def search(history, run):
+        assert threading.current_thread() is not threading.main_thread(), "the agent's own thread searches"
+        begun.set()
+        assert found.wait(60)
+        return f"the recovery after {len(history)} events"
+
+    monkeypatch.setattr(block, "recovery_block", search)
+    history = History()
+    news = RecoveryNews(tmp_path / "events.jsonl", told.append)
+    news.expect(1)
+    history.events = hung()
+    write(tmp_path, history)
+    news.poll(hurry=True)
+    assert begun.wait(60)
+    news.poll(hurry=True)
+    assert told == []
+    found.set()
+    news.finish()
+    news.close()
+    assert told == [f"the recovery after {len(history.events)} events"]

@@ -6,7 +6,7 @@ from histories import History
 from ft.base import events
 from ft.observe.report.goodput import goodput
 from ft.record import recoveries as kinds
-from ft.record.block import recovery_block
+from ft.record.block import recovery_block, what_differs
 from ft.record.recoveries import SeatChange, recoveries
 from ft.show.text import count, seconds, table
 
@@ -218,6 +218,15 @@ def test_a_step_that_some_had_committed_is_redone_and_counted_once():
     history.open(5.1, r3="n0.w4")
     history.repair(5.2, 20)
     assert only(history).steps_redone == 1
+
+
+def test_a_redone_step_that_differs_belongs_to_its_recovery():
+    history = replaced()
+    for rank, step in ((2, 22), (0, 21), (1, 21)):
+        history.say(6.0, events.STEP_DIFFERS, rank=rank, epoch=1, step=step, differences=[f"of {step}", "more"])
+    recovery = only(history)
+    assert what_differs(recovery) == "step 21 differs from its first try, on 2 ranks: of 21; more"
+    assert what_differs(only(replaced())) == ""
 
 
 def test_seats_that_name_more_than_a_worker():

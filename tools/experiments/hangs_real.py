@@ -122,7 +122,7 @@ def run_case(seed: int, folder: Path) -> Result | None:
         machine = chosen.hangs(STEPS)
         if machine is None:
             return None
-        awaited = {edge.on for edge in over_time([machine.look()]).waiting}
+        awaited = {rank for wait in over_time([machine.look()]).waiting for rank in wait.on}
         expected = {r: k for r, k in expected.items() if machine.is_wrong(r) and (len(expected) == 1 or r in awaited)}
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -12,8 +12,8 @@ from pathlib import Path
 from ft.adapters.megatron_lm.tree import Tree
 from ft.base.errors import Problem
 
-RELEASES = ((0, 16), (0, 17), (0, 18), (0, 19))
-"""(major, minor) of the releases of megatron-core whose trainer is known."""
+RUN_WITH = ((0, 16), (0, 17), (0, 18), (0, 19))
+"""(major, minor) of the releases of megatron-core whose trainer the adapter was run with."""
 
 FITS, MISSING, CHANGED = "fits", "missing", "changed"
 _TRAINING, _CHECKPOINTING = "megatron/training/training.py", "megatron/training/checkpointing.py"
@@ -165,20 +165,33 @@ def check_tree(root: Path) -> list[Finding]:
 
 
 def problems(tree: Tree, findings: Sequence[Finding] | None = None) -> Iterator[Problem]:
-    """Yield (problem, fix) where the checkout is of an unknown release or lacks a seam.
+    """Yield (problem, fix) for each seam that the checkout lacks.
 
     Args:
         tree: the checkout.
         findings: what :func:`check_tree` has returned for the checkout; None: this function calls it.
     """
-    fix = "use a checkout of core_v0.16 to core_v0.19, or leave the --ft flags out"
-    if tree.release[:2] not in RELEASES:
-        known = ", ".join(".".join(map(str, release)) for release in RELEASES)
-        yield f"{tree.root} is Megatron-LM {tree.version}; the releases that can be protected are {known}", fix
+    fix = f"use a checkout of {_releases()}, or leave the --ft flags out"
     for finding in check_tree(tree.root) if findings is None else findings:
         if finding.status != FITS:
             seam = finding.seam
             yield f"{tree.root / seam.file}: {seam.symbol} {finding.differs}, and {seam.why}", fix
+
+
+def notice(tree: Tree) -> str | None:
+    """Return a sentence about a checkout of a release that the adapter was never run with; None for the others."""
+    if tree.release[:2] in RUN_WITH:
+        return None
+    return (
+        f"Megatron-LM {tree.version} is not among the releases that were protected before ({_releases()}); all "
+        "functions that have to be wrapped are there, so that it is tried: compare its first losses with a run without "
+        "--ft flags"
+    )
+
+
+def _releases() -> str:
+    first, last = (".".join(map(str, release)) for release in (RUN_WITH[0], RUN_WITH[-1]))
+    return f"core_v{first} to core_v{last}"
 
 
 def split_index(function: ast.FunctionDef, name: str) -> int | None:

@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    from ft.adapters.megatron_lm import seams, tree
     from ft.adapters.megatron_lm.install import install
     from ft.adapters.megatron_lm.saves import newest
     from ft.adapters.megatron_lm.state import Run
@@ -35,6 +36,8 @@ def main(argv: list[str]) -> int:
     from ft.protection.stack import Protections
     from megatron import patches
 
+    if os.environ["RANK"] == "0" and (notice := seams.notice(tree.read(tree.root_of(script)))):
+        print(f"ft: {notice}", flush=True)
     asked = SimpleNamespace(**json.loads(options))
     protections = Protections.of(asked, os.environ)
     for feature in sorted(protections.features):

@@ -150,7 +150,7 @@ class Rank:
 
     def operation(self, key: str, sequence: int) -> Operation | None:
         """Return the operation of this number in a channel, if it is among ``operations``."""
-        return next((one for one in self.operations if one.channel == key and one.sequence == sequence), None)
+        return next((one for one in self.operations if one.sequence == sequence and one.channel == key), None)
 
     @property
     def pending(self) -> list[Operation]:

@@ -8,10 +8,10 @@ Of several replicas (FT-HSDP), some may hang while others train on. A rank of a 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from ft.faults.hang.causes import BUSY, SLOW_LINK, SLOW_RANK, Cause, Diagnosis, diagnose
+from ft.faults.hang.causes import BUSY, SLOW_LINK, SLOW_RANK, Cause, Diagnosis, Search, diagnose
 from ft.faults.hang.look import RUNNING, Look, Rank
 from ft.faults.hang.who import Who
 from ft.show.text import capitalised
@@ -59,9 +59,13 @@ def _over_replicas(looks: Sequence[Look]) -> Diagnosis:
     first, last = looks[0], looks[-1]
     moving = moving_between(first, last) | (at_work(last) if last.home is None else set())
     ranks = {rank: replace(said, moves=_is_part_of(last, said, moving)) for rank, said in last.ranks.items()}
-    found = diagnose(replace(last, ranks=ranks))
+    search = Search(replace(last, ranks=ranks))
+    causes = search.causes
     if last.takers and len(looks) == 1:
-        found = replace(found, causes=tuple(cause for cause in found.causes if _concerns(last, cause, last.takers)))
+        concerned = {rank for rank, place in last.places.items() if place.replica in last.takers}
+        awaited = concerned | search.graph.reached(concerned)
+        causes = [one for one in causes if not (awaited.isdisjoint(one.guilty) and concerned.isdisjoint(one.delayed))]
+    found = search.diagnosis(causes)
     if not found.causes and moving and len(looks) >= _TELLING:
         found = _slowing(looks)
     return replace(found, moving=tuple(sorted(moving)))
@@ -74,12 +78,6 @@ def _is_part_of(look: Look, said: Rank, moving: set[int]) -> bool:
     """
     place = look.places.get(said.rank)
     return place is not None and place.replica in moving and said.process == RUNNING
-
-
-def _concerns(look: Look, cause: Cause, replicas: Collection[int]) -> bool:
-    """Return whether a cause is in one of the replicas, or delays a rank of them."""
-    ranks = (*cause.guilty, *cause.delayed)
-    return any(look.places[rank].replica in replicas for rank in ranks if rank in look.places)
 
 
 def moving_between(before: Look, after: Look) -> set[int]:
@@ -110,34 +108,35 @@ def at_work(look: Look) -> set[int]:
 
 def _slowing(looks: Sequence[Look]) -> Diagnosis:
     """Return the rank or the connection that slows down a run that moves, if one stands out."""
-    found = [diagnose(look) for look in looks]
-    ranks, links, of_rank, of_link = Counter[int](), Counter[int](), defaultdict(list), defaultdict(list)
-    for diagnosis in found:
-        for cause in diagnosis.causes:
-            if cause.kind == SLOW_LINK:
-                for rank in cause.ends:
-                    links[rank] += 1
-                    of_link[rank].append(replace(cause, rank=rank))
-            elif cause.kind == BUSY:
-                ranks[cause.rank] += 1
-                of_rank[cause.rank].append(cause)
+    searches = [Search(look) for look in looks]
+    waiting = tuple(searches[-1].graph.waits)
+    found = [(search, cause) for search in searches for cause in search.causes]
+    ranks = Counter(cause.rank for _, cause in found if cause.kind == BUSY)
+    links = Counter(rank for _, cause in found if cause.kind == SLOW_LINK for rank in cause.ends)
     slow = _outstanding(ranks, _SHARE * len(looks), _LEAD)
     if slow is not None:
-        return Diagnosis((_slow(of_rank[slow], SLOW_RANK, len(looks)),), found[-1].waiting)
+        causes = [
+            one for search, cause in found if (cause.rank, cause.kind) == (slow, BUSY) for one in search.told([cause])
+        ]
+        return Diagnosis((_slow(causes, SLOW_RANK, len(looks)),), waiting)
     link = _outstanding(links, _SHARE * len(looks), 1.0)
     if link is not None:
-        cause = _slow_link(looks, links, of_link, link)
-        return Diagnosis((cause,), found[-1].waiting)
-    return Diagnosis((), found[-1].waiting)
+        causes = _told((search, cause) for search, cause in found if cause.kind == SLOW_LINK)
+        return Diagnosis((_slow_link(looks, links, causes, link),), waiting)
+    return Diagnosis((), waiting)
 
 
-def _slow_link(looks: Sequence[Look], links: Counter[int], causes: dict[int, list[Cause]], link: int) -> Cause:
+def _told(found: Iterable[tuple[Search, Cause]]) -> list[Cause]:
+    return [told for search, cause in found for told in search.told([cause])]
+
+
+def _slow_link(looks: Sequence[Look], links: Counter[int], causes: Sequence[Cause], link: int) -> Cause:
     """Return the cause that names the rank with the slow connection.
 
     Args:
         looks: the looks.
         links: rank -> number of looks in which it took part in operations that everybody had started.
-        causes: rank -> the causes found in these looks.
+        causes: the slow connections found in these looks.
         link: the first rank with the highest number.
     """
     alike = sorted(rank for rank, votes in links.items() if votes == links[link])
@@ -147,7 +146,7 @@ def _slow_link(looks: Sequence[Look], links: Counter[int], causes: dict[int, lis
     least = max((votes for votes in links.values() if votes < links[link]), default=0)
     votes = f"{capitalised(who)} took part in the slow operations of {links[link]} looks, the others of"
     votes += f" {least} at most" + (": any of them may be slow." if is_open else ".")
-    found = _slow(causes[rank], SLOW_LINK, len(looks))
+    found = _slow([replace(one, rank=rank) for one in causes if rank in one.ends], SLOW_LINK, len(looks))
     # what else is known from one look is about the rank that was named there
     evidence = (*found.evidence[:2], votes, *round_trips)
     return replace(found, ends=tuple(alike) if is_open else found.ends, evidence=evidence)

@@ -93,7 +93,7 @@ class Agent:
         parts: the components that the agent works with.
         ranks: logical ranks of its first workers.
         life: number of the life of the run in which the agent starts.
-        joined: message to print once a worker of this node takes part in recoveries.
+        joined: message to print once the first snapshots of all workers have reached their peers.
     """
 
     def __init__(self, parts: Components, ranks: list[int], life: int = 0, joined: str = ""):
@@ -427,7 +427,7 @@ class Agent:
     def _clean_up(self) -> None:
         self._workforce.kill_all()
         self._console.poll(to_the_end=True)
-        self._parts.recoveries.close()
+        self._parts.recoveries.finish()
         if not self._alone:
             self._say_leaving()
             self._uplink.flush(_LEAVE_S)
@@ -439,6 +439,7 @@ class Agent:
         self._parts.worker_listener.close()
         self._workforce.looks.close()
         self._parts.room.close()
+        self._parts.recoveries.close()
         if self._has_crashed:
             self._console.complain(cause_of_crash(Path(self._membership.place.run_dir), self._last_words_of))
         self._parts.health.close()

@@ -3,6 +3,7 @@
 A recovery closes an epoch (a version of the assignment of workers to ranks) and opens a later one.
 """
 
+import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,10 +12,15 @@ from ft.base import events
 from ft.base.errors import UserError
 
 _PERIOD_S = 0.2
+_WRITE_S = 10.0
+"""Seconds for which the end of the run waits for the summaries that are being written."""
 
 
 class RecoveryNews:
     """Prints a summary of each recovery, built from the event log that the control plane writes.
+
+    A thread writes each summary, because the agent's own thread has to stay free: the cause of a hang is searched for
+    in what all ranks say. ``poll`` prints the summaries that are written, in the order of the recoveries.
 
     Args:
         path: the run's event log (``events.jsonl``); None if another node prints the summaries.
@@ -26,6 +32,7 @@ class RecoveryNews:
         self._awaited: set[int] = set()
         self._seen = 0
         self._size = -1
+        self._written: list[_Summary] = []
         self._shown = ""
         self._next = 0.0
 
@@ -43,10 +50,12 @@ class RecoveryNews:
         self._awaited.add(epoch)
 
     def poll(self, hurry: bool = False) -> None:
-        """Print the summaries of the recoveries that have ended since the last call.
+        """Print the summaries that are written, and begin those of the recoveries that have ended since the last call.
 
         Reads the log at most every ``_PERIOD_S`` seconds, unless ``hurry``.
         """
+        while self._written and not self._written[0].is_alive():
+            self._show(self._written.pop(0).text)
         now = time.monotonic()
         if not self._awaited or (now < self._next and not hurry):
             return
@@ -63,20 +72,46 @@ class RecoveryNews:
                 self._tell_of(history[: index + 1])
         self._seen = len(history)
 
-    def close(self) -> None:
-        """At the end of the run, print the summary of a recovery that has not finished."""
+    def finish(self) -> None:
+        """At the end of the run, begin the summary of a recovery that has not finished."""
         self.poll(hurry=True)
         if self._awaited:
             self._awaited = set()
             self._tell_of(events.read(self._path))
 
-    def _tell_of(self, history: list[events.Event]) -> None:
-        from ft.record.block import recovery_block
+    def close(self) -> None:
+        """Print what is left, and wait a moment until it is written."""
+        until = time.monotonic() + _WRITE_S
+        for summary in self._written:
+            summary.join(max(0.0, until - time.monotonic()))
+        self.poll()
 
-        text = recovery_block(history, self._path.parent)
+    def _tell_of(self, history: list[events.Event]) -> None:
+        self._written.append(_Summary(history, self._path.parent))
+        self._written[-1].start()
+
+    def _show(self, text: str) -> None:
         if text and text != self._shown:
             self._shown = text
             self._tell(text)
+
+
+class _Summary(threading.Thread):
+    """Writes the summary of the last recovery of a history.
+
+    Attributes:
+        text: the summary, once the thread has ended.
+    """
+
+    def __init__(self, history: list[events.Event], run: Path):
+        super().__init__(name="ft-summary", daemon=True)
+        self._history, self._run_dir = history, run
+        self.text = ""
+
+    def run(self) -> None:
+        from ft.record.block import recovery_block
+
+        self.text = recovery_block(self._history, self._run_dir)
 
 
 def cause_of_crash(run_dir: Path, told: Collection[str]) -> str:

@@ -22,7 +22,7 @@ def carry_out(
         announcement: message to print at the start.
         began: wall-clock time at which training first began, if that was before this agent's start; injection times of
             planned faults are relative to it.
-        joined: message to print once a worker of this node takes part in recoveries.
+        joined: message to print once the first snapshots of all workers have reached their peers.
 
     Raises:
         UserError: the options are not usable; nothing has been started.

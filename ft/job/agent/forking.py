@@ -1,26 +1,28 @@
 """Keeps the warm pool fit for forking: its imports must neither start threads nor initialise CUDA.
 
-A process whose parent has initialised CUDA cannot use it (``cuInit`` fails there). Some packages initialise CUDA when
-they are imported: Transformer Engine asks for the compute capability of the GPU as soon as flash-attn is installed
-(``get_device_compute_capability`` in its ``attention/dot_product_attention/backends.py``). Here NVML answers that
-question, without CUDA. A package that initialises CUDA all the same is withheld: the pool starts again without it, and
-imports no module that imports it, so that workers import these themselves.
+A process whose parent has initialised CUDA cannot use it (``cuInit`` fails there). Some packages ask for properties of
+the GPU when they are imported, which initialises CUDA: Transformer Engine for its compute capability as soon as
+flash-attn is installed, megatron-core from 0.20 on for its shared memory (``ssm/ops/gdp/common.py``). In the pool a
+forked process asks the driver for them and ends. A package that initialises CUDA all the same is withheld: the pool
+starts again without it, and imports no module that imports it, so that workers import these themselves.
 """
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ft.platform import devices, processes
+from ft.platform import processes
 
 _UVM = "/dev/nvidia-uvm"
-"""Device file that the CUDA driver opens in ``cuInit`` and keeps open. NVML does not open it."""
+"""Device file that the CUDA driver opens in ``cuInit`` and keeps open."""
 _OURS = {"torch", "numpy", "megatron", "ft", "__main__", *sys.stdlib_module_names}
 """Packages that are never withheld."""
 
@@ -87,23 +89,36 @@ def why_children_fail() -> str:
     torch = sys.modules.get("torch")
     if not hasattr(torch, "cuda") or not torch.cuda.is_available():
         return ""
+    return _in_child(torch.cuda.init)[1]
+
+
+def _in_child(ask: Callable[[], Any]) -> tuple[Any, str]:
+    """Call a function in a forked process.
+
+    Args:
+        ask: function that returns what JSON can represent.
+
+    Returns:
+        (what the function has returned, or None; the error that ended it or its process, "" if none did).
+    """
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        text = ""
         try:
-            torch.cuda.init()
+            said = [ask(), ""]
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(write, text.encode()[:2000])
+            said = [None, f"{type(error).__name__}: {error}".partition("\n")[0][:2000]]
+        with os.fdopen(write, "w") as pipe:
+            json.dump(said, pipe)
         os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        said = pipe.read().decode(errors="replace").strip()
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
     _, status = os.waitpid(child, 0)
-    if said or status == 0:
-        return said.partition("\n")[0]
-    return f"it {processes.how_it_ended(os.waitstatus_to_exitcode(status))}"
+    if status == 0:
+        value, error = json.loads(said)
+        return value, error
+    return None, f"it {processes.how_it_ended(os.waitstatus_to_exitcode(status))}"
 
 
 # --- CUDA is not initialised by questions ----------------------------------------------------------------------------
@@ -111,32 +126,47 @@ def why_children_fail() -> str:
 
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
-    """Return a context in which torch does not initialise CUDA in this process.
+    """Keep this process free of CUDA while it imports packages.
 
-    Questions for the current device and for its compute capability are answered by NVML. Everything else that would
-    initialise CUDA raises UnfitForForking, with the package that asked. Functions that a package has imported by name
-    in this context work normally when it is over.
+    A forked process finds the current device and the properties of a device. Where it cannot, because there is no GPU,
+    the caller gets its error. Everything else that would initialise CUDA raises UnfitForForking, with the package that
+    asked. Functions that a package has imported by name in this context work normally when it is over.
     """
     import torch
 
     cuda, is_active = torch.cuda, True
     pool = os.getpid()
     real = {name: getattr(cuda, name) for name in ("_lazy_init", "current_device", "get_device_properties")}
-    found = [reading.capability for reading in devices.read()]
+
+    def is_pool() -> bool:
+        return is_active and os.getpid() == pool and not cuda.is_initialized()
+
+    @functools.cache
+    def found(index: int) -> tuple[Any, str]:
+        return _in_child(lambda: _values(real["get_device_properties"](index)))
+
+    def properties_of(index: int) -> SimpleNamespace:
+        values, error = found(index)
+        if error:
+            raise RuntimeError(error)
+        return SimpleNamespace(**values)
 
     def lazy_init() -> None:
-        if is_active and not cuda.is_initialized() and os.getpid() == pool:
+        if is_pool():
+            properties_of(0)
             package = _asking_package()
             raise UnfitForForking(package or "a module", "initialises CUDA", {package} - {""} - _OURS)
         real["_lazy_init"]()
 
     def current_device() -> int:
-        return 0 if is_active and any(found) else real["current_device"]()
+        if is_pool():
+            properties_of(0)
+            return 0
+        return real["current_device"]()
 
     def get_device_properties(device: Any = None) -> Any:
-        index = cuda._utils._get_device_index(device, optional=True) if device is not None else current_device()
-        if is_active and 0 <= index < len(found) and found[index] is not None:
-            return _Properties(*found[index], lambda: real["get_device_properties"](device))
+        if is_pool():
+            return properties_of(0 if device is None else cuda._utils._get_device_index(device, optional=True))
         return real["get_device_properties"](device)
 
     stand_ins: dict[str, Callable] = {
@@ -155,22 +185,10 @@ def without_cuda() -> Iterator[None]:
                 setattr(cuda, name, function)
 
 
-class _Properties:
-    """The properties of a GPU as far as they are known without CUDA; the others are asked of CUDA.
-
-    Args:
-        major: major number of the compute capability.
-        minor: minor number of the compute capability.
-        real: function that returns the properties that CUDA reports.
-    """
-
-    warp_size = 32
-
-    def __init__(self, major: int, minor: int, real: Callable[[], Any]):
-        self.major, self.minor, self._real = major, minor, real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real(), name)
+def _values(properties: Any) -> dict[str, Any]:
+    """Return the properties of a device that are numbers or text, by name."""
+    named = {name: getattr(properties, name) for name in dir(properties) if not name.startswith("_")}
+    return {name: value for name, value in named.items() if isinstance(value, int | float | str)}
 
 
 def _asking_package() -> str:

@@ -1,6 +1,5 @@
 """The Unix socket on which a node agent of ``ft run`` accepts the connections of its workers (training processes)."""
 
-import contextlib
 import os
 import secrets
 import socket
@@ -47,13 +46,15 @@ class WorkerListener:
         self._listener.close()
 
     def _on_connection(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             sock, _ = self._listener.accept()
-            if not _is_mine(sock):
-                sock.close()
-                return
-            channel = Channel(sock)
-            self._supervisor.watch(channel, lambda: self._on_hello(channel))
+        except OSError:  # nobody, or no free file descriptor: the connection waits until there is one
+            return
+        if not _is_mine(sock):
+            sock.close()
+            return
+        channel = Channel(sock)
+        self._supervisor.watch(channel, lambda: self._on_hello(channel))
 
     def _on_hello(self, channel: Channel) -> None:
         line = channel.receive_line()

@@ -15,6 +15,7 @@ import time
 import types
 from pathlib import Path
 
+from ft.base.errors import UserError
 from ft.job.agent import ending
 from ft.platform import processes
 
@@ -55,7 +56,7 @@ def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str
 def run(target: str, is_module: bool, args: list[str]) -> int:
     """Run a script or module as ``__main__``, and return the exit status that ``python`` would give.
 
-    An uncaught exception is printed as Python prints it.
+    An uncaught exception is printed as Python prints it, a UserError as ``ft`` does, with its exit code.
 
     Args:
         target: path of the script, or name of the module.
@@ -70,6 +71,9 @@ def run(target: str, is_module: bool, args: list[str]) -> int:
             _run_file(target)
     except SystemExit as end:
         return ending.status_of(end)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     except BaseException as error:
         trace = _without_launcher(error)
         sys.excepthook(type(error), error.with_traceback(trace), trace)

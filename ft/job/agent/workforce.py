@@ -24,6 +24,7 @@ from ft.job.messages import (
     Look,
     Looked,
     StepTimes,
+    WorkerDone,
     WorkerExited,
     WorkerReady,
     WorkerResumed,
@@ -56,6 +57,7 @@ class Worker:
         beat: the worker's last heartbeat, None before the first.
         beat_at: monotonic time at which that heartbeat was received.
         reported_silent: whether the worker was reported as silent and has sent no heartbeat since.
+        resumed_at: step after which the worker has begun its last epoch, None before its first.
         doomed: whether this agent has decided to kill the worker.
         leaving: whether this agent has decided to send SIGTERM to the worker.
         standstill: activity of the worker's process, watched until the worker has attached.
@@ -73,6 +75,7 @@ class Worker:
     beat: Beat | None = None
     beat_at: float = 0.0
     reported_silent: bool = False
+    resumed_at: int | None = None
     doomed: bool = False
     leaving: bool = False
     standstill: Standstill = field(default_factory=Standstill)
@@ -108,8 +111,8 @@ class Workforce:
         self.workers: dict[str, Worker] = {}
         self.looks = Looks(Path(place.run_dir), place.node)
         self.is_guarded = False
-        """Whether a worker of this agent has ever resumed training after an epoch began, and so can take part in
-        recoveries.
+        """Whether a worker of this agent has ever committed a step in an epoch: then the first snapshots of all workers
+        have reached their peers, because no worker commits a step before.
         """
         self.training_since: float | None = None
         """Wall-clock time at which training first began; injection times of planned faults are relative to it."""
@@ -347,6 +350,7 @@ class Workforce:
             return
         if isinstance(report, Beat):
             worker.beat, worker.beat_at, worker.reported_silent = report, time.monotonic(), False
+            self._note_progress(worker, report.step)
             return
         if isinstance(report, Looked):
             self.looks.heard(report)
@@ -354,7 +358,13 @@ class Workforce:
         if isinstance(report, StepTimes):
             self._step_times.append(report)
             return
-        self.is_guarded |= isinstance(report, WorkerResumed)
+        if isinstance(report, WorkerResumed):
+            worker.resumed_at = report.step
+        if isinstance(report, WorkerDone):
+            self._note_progress(worker, report.step)
         if isinstance(report, WorkerReady):
             worker.attached, worker.beat_at = True, time.monotonic()
         self._post(report)
+
+    def _note_progress(self, worker: Worker, step: int) -> None:
+        self.is_guarded |= worker.resumed_at is not None and step > worker.resumed_at

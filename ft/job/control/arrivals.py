@@ -7,6 +7,8 @@ Terms: an epoch is a version of the map logical rank -> worker; a seat is one en
 that is new to its seat. The training script is the user's program, which the agents start in every worker.
 """
 
+from typing import Any
+
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
@@ -197,7 +199,8 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
 
     A layout (of ranks and their copies) is stored. The settings of a worker (``drift.EVENT``) are compared with those
     of the other workers. A finding of a node about itself is logged and weighed. An injected fault is logged, and its
-    number is stored, so that it does not happen again. All other events are only logged.
+    number is stored, so that it does not happen again. That a step differs from its first try is printed, for the first
+    rank of an epoch that says so. All other events are only logged.
     """
     detail = report.detail
     if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:
@@ -223,10 +226,35 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
     if report.event == events.HEALTH_FOUND:
         health.record(state, now, detail, out)
         return
+    if report.event == events.STEP_DIFFERS:
+        _step_differs(state, detail, out)
+        return
     number = detail.get("number")
     if report.event == events.FAULT_INJECTED and isinstance(number, int) and number not in state.fired:
         state.fired.append(number)
     out.add(f"observed: {report.event}").note(report.event, **detail)
+
+
+def _step_differs(state: State, detail: dict[str, Any], out: Decisions) -> None:
+    step, epoch, found = (detail.get(name) for name in ("step", "epoch", "differences"))
+    if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(found, list) and found):
+        out.add(f"ignored: a step that differs, without step, epoch or differences: {detail}")
+        return
+    orders = []
+    if epoch > state.told_of_difference:
+        state.told_of_difference = epoch
+        orders.append(m.Notice(step_differs(step, detail.get("rank"), [str(each) for each in found])))
+    out.add(f"step {step} differs from its first try", *orders).note(events.STEP_DIFFERS, **detail)
+
+
+def step_differs(step: int, rank: int | None, found: list[str]) -> str:
+    """Return the message about a step that a recovery had done again, and that differs from its first try."""
+    return (
+        f"step {step} was done again after the recovery and differs from its first try, on rank {rank}: "
+        f"{'; '.join(found)}\n"
+        "  fix: read each step's batches by the number of the step, and keep nothing else from step to step outside of "
+        "model, optimizer, scheduler and position (docs/hot-swap.md, A training loop of your own)"
+    )
 
 
 def device_released(state: State, now: float, report: m.DeviceReleased, out: Decisions) -> None:

@@ -321,6 +321,7 @@ class State:
         restarts: number of warm restarts so far.
         attached: whether any worker has ever connected, so that the script takes part in recoveries.
         checked: whether all agents of the start have been compared with each other.
+        told_of_difference: last epoch in which the user was told that a redone step differs from its first try.
         noticed: whether the user was told which agents are missing at the start.
         protected: whether any worker has ever trained under hot-swap protection. From then on, other workers hold
             copies of its state in memory, and faults can be injected.
@@ -368,6 +369,7 @@ class State:
     attached: bool = False
     protected: bool = False
     noticed: bool = False
+    told_of_difference: int = -1
     checked: bool = False
     agents: dict[str, Agent] = field(default_factory=dict)
     workers: dict[str, Worker] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from ft.job.quorum.wire import Channel
 
 _AUTHENTICATION_S = 5.0
 """Limit for a peer to authenticate, in seconds."""
-_MOST_UNAUTHENTICATED = 256
+_MOST_UNAUTHENTICATED = 128
 """Maximum number of unauthenticated connections."""
 _MOST_LINES = 20
 """Maximum number of log lines per second."""
@@ -42,12 +42,14 @@ class Connections:
         self._lines, self._lines_at = 0, 0.0
 
     def accept(self, listener: socket.socket) -> None:
-        """Accept all pending connections; without a free file descriptor they stay in the listen queue."""
-        while True:
+        """Accept pending connections, as many as may be unauthenticated, and drop the oldest unauthenticated ones if
+        there are more. Without a free file descriptor they stay in the listen queue.
+        """
+        for _ in range(_MOST_UNAUTHENTICATED):
             try:
                 own, (address, port) = listener.accept()
             except OSError:
-                return
+                break
             try:
                 channel = Channel(own, self._token, is_host=True)
             except (FtError, OSError):  # the peer has closed it already; more may be pending
@@ -56,6 +58,7 @@ class Connections:
             connection = Connection(channel=channel, address=f"{address}:{port}", since=time.monotonic())
             self._here[connection] = False
             self._selector.register(connection.channel, selectors.EVENT_READ, connection)
+        self.drop_unauthenticated(time.monotonic())
 
     def attend(self, connection: Connection) -> None:
         """Watch whether ``connection`` is writable while bytes wait to be sent."""

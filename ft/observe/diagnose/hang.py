@@ -9,7 +9,7 @@ from ft.faults.hang.causes import Cause, Diagnosis
 from ft.faults.hang.graph import ELSEWHERE
 from ft.faults.hang.look import FETCH, SERVER, Look, Thread
 from ft.faults.hang.who import THE_SERVER, Who
-from ft.show.text import spans, table
+from ft.show.text import count, spans, table
 
 _MOST_FRAMES = 12
 
@@ -20,23 +20,24 @@ def as_values(look: Look, found: Diagnosis) -> dict[str, Any]:
     Returns:
         ``causes``, the most certain first, each with ``rank`` (logical), ``worker``, ``node``, ``kind``, ``group``,
         ``operation``, ``sequence``, ``where``, ``evidence``, ``together`` (all ranks at fault, if a whole node or
-        replica is) and ``delayed`` (the ranks that wait for it, directly or not); ``waiting``, each with ``rank``,
-        ``on``, ``group``, ``operation``, ``sequence`` and ``why``; ``threads``: the stacks of the ranks at fault. Of a
-        run of replicas, causes and waits also have ``replica``, and waits ``on_replica``; ``together`` and ``delayed``
-        have objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train on; and the keys of
+        replica is) and ``delayed`` (the ranks that wait for it, directly or not); ``further``: the number of causes
+        that are left out, because there are very many; ``waiting``: who waits for whom, each with ``ranks``, ``on``
+        (each of the ranks waits for all of these but itself), ``group``, ``operation``, ``sequence`` and ``why``;
+        ``threads``: the stacks of the ranks at fault. Of a run of replicas, causes also have ``replica``; the lists of
+        ranks have objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train on; and the keys of
         ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
     """
     causes = [_cause(look, cause) for cause in found.causes]
     waiting = [
         {
-            **_place(look, edge.rank),
-            **({"on": edge.on} if not look.places else _place(look, edge.on, "on_replica", "on")),
-            "group": edge.operation.group,
-            "operation": edge.operation.name,
-            "sequence": edge.operation.sequence,
-            "why": edge.why,
+            "ranks": _ranks(look, wait.ranks),
+            "on": _ranks(look, wait.on),
+            "group": wait.operation.group,
+            "operation": wait.operation.name,
+            "sequence": wait.operation.sequence,
+            "why": wait.why,
         }
-        for edge in found.waiting
+        for wait in found.waiting
     ]
     threads = {
         _key(look, cause.rank): [
@@ -45,16 +46,17 @@ def as_values(look: Look, found: Diagnosis) -> dict[str, Any]:
         for cause in found.causes
         if (said := look.ranks.get(cause.rank)) is not None
     }
-    values = {"wall": look.wall, "why": look.why, "causes": causes, "waiting": waiting, "threads": threads}
+    values = {"wall": look.wall, "why": look.why, "causes": causes, "further": found.further}
+    values |= {"waiting": waiting, "threads": threads}
     return values if not look.places else {**values, "moving": list(found.moving)}
 
 
-def _place(look: Look, rank: int, replica: str = "replica", name: str = "rank") -> dict[str, int | None]:
+def _place(look: Look, rank: int) -> dict[str, int | None]:
     """Return a rank as JSON values."""
     if not look.places:
-        return {name: rank}
+        return {"rank": rank}
     place = look.places.get(rank)
-    return {replica: None, name: None} if place is None else {replica: place.replica, name: place.rank}
+    return {"replica": None, "rank": None} if place is None else {"replica": place.replica, "rank": place.rank}
 
 
 def _key(look: Look, rank: int) -> str:
@@ -97,6 +99,7 @@ def as_text(look: Look, found: Diagnosis) -> str:
         lines.append(_moving(found))
     for number, cause in enumerate(found.causes, 1):
         lines += ["", *_text_of(look, number, cause)]
+    lines += ["", f"and {count(found.further, 'further cause')}"] if found.further else []
     if found.waiting:
         lines += ["", *chain(look, found)]
     return "\n".join(lines).lstrip("\n")
@@ -119,7 +122,7 @@ def _moving(found: Diagnosis) -> str:
 
 def _why_none(look: Look, found: Diagnosis) -> str:
     """Return why no rank is at fault."""
-    if any(edge.why == ELSEWHERE for edge in found.waiting):
+    if any(wait.why == ELSEWHERE for wait in found.waiting):
         return "it waits for other replicas; ask the whole run" if look.home is not None else "it waits for a replica"
     fetches = [(rank, one.peer) for rank, said in look.ranks.items() for one in said.pending if one.name == FETCH]
     if fetches:
@@ -153,14 +156,11 @@ def _stack(thread: Thread) -> list[str]:
 def chain(look: Look, found: Diagnosis) -> list[str]:
     """Return a table of who waits for whom; ranks that wait in the same operation for the same ranks are one row."""
     who = Who(look)
-    grouped: dict[tuple, set[int]] = defaultdict(set)
-    of: dict[tuple, set[int]] = defaultdict(set)
-    for edge in found.waiting:
-        of[(edge.rank, who.operation(edge.operation), edge.why)].add(edge.on)
-    for (rank, operation, why), on in of.items():
-        grouped[(operation, why, tuple(sorted(on)))].add(rank)
+    alike: dict[tuple[str, str, tuple[int, ...]], set[int]] = defaultdict(set)
+    for wait in found.waiting:
+        alike[who.operation(wait.operation), wait.why, wait.on].update(wait.ranks)
     rows = [
         (who.listed(ranks), operation, who.listed(on), why)
-        for (operation, why, on), ranks in sorted(grouped.items(), key=lambda item: min(item[1]))
+        for (operation, why, on), ranks in sorted(alike.items(), key=lambda item: min(item[1]))
     ]
     return table(("ranks", "wait in", "for", "which"), rows).splitlines()

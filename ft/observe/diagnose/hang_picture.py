@@ -3,14 +3,15 @@
 import io
 import textwrap
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.patches import FancyBboxPatch
 
 from ft.faults.hang.causes import Cause, Diagnosis
-from ft.faults.hang.look import Look, Operation
+from ft.faults.hang.graph import Wait
+from ft.faults.hang.look import Look
 from ft.faults.hang.who import Who
 from ft.show import palette
 from ft.show.axes import DPI, rows
@@ -99,22 +100,25 @@ def _columns(look: Look, found: Diagnosis) -> list[list[_Box]]:
 
     Ranks of one column that wait in the same kind of operation are one box.
     """
-    on: dict[int, set[int]] = defaultdict(set)
-    first: dict[int, Operation] = {}
-    for edge in found.waiting:
-        on[edge.rank].add(edge.on)
-        first.setdefault(edge.rank, edge.operation)
+    waits: dict[int, list[Wait]] = defaultdict(list)
+    for wait in found.waiting:
+        for rank in wait.ranks:
+            waits[rank].append(wait)
     who = Who(look)
     guilty = {rank for cause in found.causes for rank in cause.guilty}
-    columns = [[_at_fault(who, cause, on[cause.rank]) for cause in found.causes]]
-    left, before = on.keys() - guilty, guilty
+    columns = [[_at_fault(who, cause, _awaited(waits[cause.rank])) for cause in found.causes]]
+    left, before = waits.keys() - guilty, guilty
     while left:
-        ranks = {rank for rank in left if on[rank] & before} or set(left)
+        ranks = {rank for wait in found.waiting if not before.isdisjoint(wait.on) for rank in wait.ranks} & left or left
         if len(columns) == _MOST_COLUMNS - 1:
-            ranks = set(left)
-        columns.append(_merged(who, ranks, on, first))
+            ranks = left
+        columns.append(_merged(who, ranks, waits))
         left, before = left - ranks, ranks
     return [_cut(who, column) for column in columns if column]
+
+
+def _awaited(waits: Iterable[Wait]) -> set[int]:
+    return {rank for wait in waits for rank in wait.on}
 
 
 def _at_fault(who: Who, cause: Cause, on: set[int]) -> _Box:
@@ -122,16 +126,17 @@ def _at_fault(who: Who, cause: Cause, on: set[int]) -> _Box:
     return _Box(ranks, f"{who.title(ranks)}: {cause.kind}", cause.where, on, at_fault=True)
 
 
-def _merged(who: Who, ranks: set[int], on: Mapping[int, set[int]], first: Mapping[int, Operation]) -> list[_Box]:
+def _merged(who: Who, ranks: set[int], waits: Mapping[int, list[Wait]]) -> list[_Box]:
     classes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in sorted(ranks):
-        operation = first[rank]
+        operation = waits[rank][0].operation
         classes[operation.name, operation.group.rpartition("/")[0] or operation.group].append(rank)
     boxes = []
     for (name, kind), members in classes.items():
-        groups = sorted({first[rank].group for rank in members})
-        where = who.operation(first[members[0]]) if len(members) == 1 else f"{name} of {_groups(kind, groups)}"
-        awaited = {other for rank in members for other in on[rank]}
+        first = [waits[rank][0].operation for rank in members]
+        groups = sorted({operation.group for operation in first})
+        where = who.operation(first[0]) if len(members) == 1 else f"{name} of {_groups(kind, groups)}"
+        awaited = _awaited({wait.number: wait for rank in members for wait in waits[rank]}.values())
         boxes.append(_Box(set(members), who.title(members), f"in {where}", awaited))
     return boxes
 

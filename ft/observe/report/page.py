@@ -16,7 +16,7 @@ from ft.observe.report.lanes import origin
 from ft.observe.report.loss_curve import loss_svg
 from ft.observe.report.status import health, saves
 from ft.record import step_times
-from ft.record.block import seat_changes, what_failed
+from ft.record.block import seat_changes, what_differs, what_failed
 from ft.record.recoveries import PHASES, Recovery
 from ft.record.run import Run
 from ft.show import palette
@@ -103,7 +103,7 @@ def _recovery_row(recovery: Recovery, longest: float) -> str:
     if injected:
         story.append(f"injected: {safe(injected)}")
     verdict = " - ".join(part for part in (recovery.category, recovery.reason) if part)
-    story += [safe(text) for text in (verdict, seat_changes(recovery)) if text]
+    story += [safe(text) for text in (verdict, seat_changes(recovery), what_differs(recovery)) if text]
     redone = "" if recovery.steps_redone is None else f"<br><small>{recovery.steps_redone} redone</small>"
     groups = "-" if recovery.groups is None else f"{recovery.rebuilt} of {recovery.groups}"
     attempts = f"<br><small>{recovery.attempts} epochs</small>" if recovery.attempts > 1 else ""

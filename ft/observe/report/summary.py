@@ -11,7 +11,7 @@ from ft.observe.report.corruption_panel import summary_of, text_table
 from ft.observe.report.goodput import Goodput
 from ft.observe.report.status import saves
 from ft.record import missing as records
-from ft.record.block import what_failed
+from ft.record.block import what_differs, what_failed
 from ft.record.recoveries import Recovery
 from ft.record.run import Run
 from ft.show.text import percent, seconds, shortened, table
@@ -43,6 +43,7 @@ def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence
     if found:
         rows = [_row(r) for r in found]
         lines += ["", table(("#", "outcome", "step", "redone", "total", "what happened"), rows, right=(0, 2, 3, 4))]
+    lines += [f"after recovery {r.number}, {what_differs(r)}" for r in found if r.differing]
     wrong = "" if checked is None else text_table(checked)
     lines += ["", wrong] if wrong else []
     acted = text_table_of_actions(actions(run))

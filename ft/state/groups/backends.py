@@ -126,6 +126,7 @@ class GlooConnector:
         self._rank, self._size, self._timeout = rank, size, timeout
         self._devices: list = []
         self._listening: list[sockets.Address] = []
+        self._listeners: sockets.Sockets = {}
 
     def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
         """Rendezvous with the other members in ``store``, and connect to all of them.
@@ -140,11 +141,13 @@ class GlooConnector:
         """
         if not self._devices:
             self._make_devices()
+        sockets.admit(self._listeners, everybody=True)
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._timeout = self._devices, self._timeout
         store.set(f"at/{self._rank}", " ".join(f"{host},{port}" for host, port in self._listening))
         store.set_timeout(self._timeout)
         backend = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+        sockets.admit(self._listeners, everybody=False)  # all members are connected
         return GlooConnection(backend, self._find_own(watch, store))
 
     def _make_devices(self) -> None:
@@ -159,9 +162,10 @@ class GlooConnector:
                 devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=self.lazy)]
             else:
                 devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=self.lazy)]
-            addresses = sockets.listening(sockets.since(before))
-            if len(addresses) == len(devices):
-                self._devices, self._listening = devices, addresses
+            listeners = sockets.listeners(sockets.since(before))
+            if len(listeners) == len(devices):
+                self._devices, self._listening = devices, sockets.listening(listeners)
+                self._listeners = listeners
                 return
         raise FtError("cannot tell gloo's listening socket from others: other threads keep opening theirs")
 

@@ -32,13 +32,15 @@ class LeftBehind(RuntimeError):
 
 
 def wait_for_collective(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
-    """Wait for a gloo collective, as ``work.wait(timeout)`` does.
+    """Wait for a gloo collective, as ``work.wait(timeout)`` does: without a limit if ``timeout`` is zero or None.
+
+    torch's own callers in C++, such as functional collectives, pass zero (``kNoTimeout``).
 
     Raises:
         LeftBehind: the epoch was closed, and the work has not ended.
         RuntimeError: the work failed or timed out.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds() if timeout else None
     while True:
         try:
             return work.wait(_SLICE)

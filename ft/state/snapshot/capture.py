@@ -60,7 +60,14 @@ class Capture:
             for name, p in chunk.named_parameters()
             if not p.requires_grad
         }
-        self._buffers = {f"{_BUFFER}{i}/{name}": b for i, chunk in modules for name, b in chunk.named_buffers()}
+        # where the buffers are, and not the tensors: a forward pass may put another tensor there
+        self._buffers = {
+            f"{_BUFFER}{i}/{path}.{key}": (part._buffers, key)
+            for i, chunk in modules
+            for path, part in chunk.named_modules()
+            for key, held in part._buffers.items()
+            if held is not None
+        }
         self._layout = _layout()
         self._owned: dict[str, torch.Tensor] = {}
         self._replicated: dict[str, torch.Tensor] = {}
@@ -95,8 +102,8 @@ class Capture:
             "extra": extra,
         }
         blobs = rng.blobs()
-        for name, buffer in self._buffers.items():
-            blobs[name] = buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        for name, (holder, key) in self._buffers.items():
+            blobs[name] = holder[key].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return RankState(self._owned, self._replicated, envelope, blobs)
 
     def apply(self, restored: RankState) -> dict[str, Any]:
@@ -121,7 +128,8 @@ class Capture:
         if self._scheduler is not None:
             optimizers.set_schedule(self._scheduler, envelope["scheduler"])
         with torch.no_grad():
-            for name, buffer in self._buffers.items():
+            for name, (holder, key) in self._buffers.items():
+                buffer = holder[key]
                 saved = torch.frombuffer(bytearray(blobs[name]), dtype=torch.uint8) if blobs[name] else None
                 if saved is not None:
                     buffer.copy_(saved.view(buffer.dtype).view(buffer.shape))

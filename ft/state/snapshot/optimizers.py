@@ -18,6 +18,18 @@ def parts(optimizer: Any) -> list:
     return [part for part in chained if getattr(part, "optimizer", None) is not None]
 
 
+def model_parameters(part: Any) -> list[torch.Tensor]:
+    """Return the parameters of the model that a part of megatron-core's optimizer trains.
+
+    With a distributed optimizer these are all parameters of its buffers, of which this rank may have no shard.
+    """
+    if hasattr(part, "buffers"):  # DistributedOptimizer
+        return [p for buffer in part.buffers for bucket in buffer.buckets for p in bucket.params]
+    if hasattr(part, "float16_groups"):  # Float16OptimizerWithFloat16Params
+        return [p for groups in (part.float16_groups, part.fp32_from_fp32_groups) for group in groups for p in group]
+    return [p for group in part.optimizer.param_groups for p in group["params"]]
+
+
 def wraps_torch_optimizer(part: Any) -> bool:
     """Return whether a megatron-core optimizer wraps an optimizer of torch, which counts steps for each parameter.
 

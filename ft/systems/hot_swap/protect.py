@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ft.base.errors import UserError
 from ft.faults.worker import Injector
 from ft.protection.injection import make_injector, plant_phases
 from ft.protection.position import Position
@@ -18,15 +19,17 @@ from ft.systems.hot_swap.faults import Breakage
 from ft.systems.hot_swap.placing import Placing
 from ft.systems.hot_swap.rebuilder import StageRebuilder
 from ft.systems.hot_swap.recovery_manager import RecoveryManager
+from ft.systems.hot_swap.redone import Tries
 from ft.worker.session import Session
 
 
 def protect(session: Session, chunks: Sequence, optimizer: Any, scheduler: Any, position: Position, **options: Any):
     """Protect a user's own training loop: build the layer, and have it called before each optimizer step.
 
-    The arguments, the result and the exceptions are those of :func:`build`.
+    The arguments, the result and the exceptions are those of :func:`build`. A step that is done again after a recovery
+    is compared with its first try, and a difference is reported: the loop may keep something that is not restored.
     """
-    manager = build(session, chunks, optimizer, scheduler, position, **options)
+    manager = build(session, chunks, optimizer, scheduler, position, compares=True, **options)
     Stack([manager]).protect(optimizer)
     return manager
 
@@ -47,6 +50,7 @@ def build(
     estimated: Callable[[], None] | None = None,
     without_state: Callable[[dict], dict] | None = None,
     evict_stragglers: float | None = None,
+    compares: bool = False,
 ) -> RecoveryManager:
     """Return the layer that recovers a training run from faults.
 
@@ -72,11 +76,13 @@ def build(
             None: there are no other replicas.
         evict_stragglers: a standby replaces a rank whose own work takes persistently this many times as long as that of
             the ranks with the same work; None: a slow rank is named, but keeps its place.
+        compares: whether to compare a step that is done again with its first try.
 
     Raises:
-        UserError: ``strict`` is set and peer copies cannot be placed as requested; or the model's stages cannot be
-            rebuilt.
+        UserError: a recovery could not restore all of the state; ``strict`` is set and peer copies cannot be placed as
+            requested; or the model's stages cannot be rebuilt.
     """
+    _refuse_position(position)
     subject = TrainingState(chunks, optimizer, scheduler)
     session.role = subject.role
     if evict_stragglers is not None:
@@ -98,6 +104,26 @@ def build(
     if injector is None:
         injector = make_injector(session, Breakage(session, snapshots, subject, position, newest_checkpoint))
         plant_phases(injector, subject, lambda: position.get()["step"] + 1)
+    tries = Tries(chunks) if compares else None
     return RecoveryManager(
-        session, subject, position, snapshots, injector, placing, stage_rebuilder, close, estimated, without_state
+        session,
+        subject,
+        position,
+        snapshots,
+        injector,
+        placing,
+        stage_rebuilder,
+        close,
+        estimated,
+        without_state,
+        tries,
     )
+
+
+def _refuse_position(position: Any) -> None:
+    lacks = [name for name in ("get", "set") if not hasattr(position, name)]
+    if lacks or "step" not in position.get():
+        what = f"has no method {' and '.join(lacks)}" if lacks else 'has no "step" in what get() returns'
+        raise UserError(
+            f"the position is a {type(position).__name__}, which {what}", "give an ft.StepCounter, or its like"
+        )

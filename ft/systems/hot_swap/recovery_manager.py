@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ft.base import events
 from ft.base.errors import FallbackError
 from ft.faults.worker import Injector
 from ft.job.messages import ELSEWHERE, GroupReport, Holdings, Neighbours, Repair, Source
@@ -21,6 +22,7 @@ from ft.systems.hot_swap.operations import Operations
 from ft.systems.hot_swap.placing import Placing
 from ft.systems.hot_swap.rebuilder import StageRebuilder
 from ft.systems.hot_swap.recovery import Recovery
+from ft.systems.hot_swap.redone import Tries
 from ft.systems.hot_swap.step_copy import StepCopy
 from ft.worker import protocol
 from ft.worker.session import Session
@@ -45,6 +47,7 @@ class RecoveryManager(Layer, Operations):
         estimated: called after a recovery in which a part of the state was estimated (CheckFree), or None.
         without_state: returns a position with the note that it comes without a state; None: there are no other replicas
             that a state could be fetched from.
+        tries: compares steps that are done again with their first tries, or None.
     """
 
     def __init__(
@@ -59,11 +62,12 @@ class RecoveryManager(Layer, Operations):
         close: Callable[[], None] | None = None,
         estimated: Callable[[], None] | None = None,
         without_state: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        tries: Tries | None = None,
     ):
         self.session, self.snapshots, self.shards = session, snapshots, subject.shards
         self._subject, self._position, self._injector, self._placing = subject, position, injector, placing
         self._keeper, self._close, self._estimated = keeper, close, estimated
-        self._without_state = without_state
+        self._without_state, self._tries = without_state, tries
         self._recovery = Recovery(session, self)
         self._work: Callable[[], Any] = lambda: None
         self._committed = 0
@@ -72,6 +76,8 @@ class RecoveryManager(Layer, Operations):
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
         session.progress.lag = lambda: snapshots.lag
         session.when_closed(snapshots.interrupt)
+        if tries is not None:
+            session.when_closed(tries.closes)
 
     def step_copy(self) -> StepCopy:
         """Return the copy from which layers inside this one can undo a step."""
@@ -93,11 +99,16 @@ class RecoveryManager(Layer, Operations):
 
     def update(self, step: Callable[[], Any]) -> Any:
         protocol.run(self._recovery.before_update())
-        return step()
+        result = step()
+        if self._tries is not None:
+            self._tries.updated(result)
+        return result
 
     def committed(self) -> None:
         """Take the snapshot of the step that ``position`` has reached. All work of that step has to be done."""
         protocol.run(self._recovery.committed())
+        if self._tries is not None and (found := self._tries.committed(self.step)):
+            self.session.observe(events.STEP_DIFFERS, differences=found)
 
     def at(self, phase: str) -> None:
         """Inject the faults that are planned at this point of the step; without such faults the call costs no time."""
@@ -203,6 +214,9 @@ class RecoveryManager(Layer, Operations):
 
     def continue_from(self, position: dict[str, Any], order: Repair) -> None:
         self._position.set(position)
+        if self._tries is not None:
+            is_exact = not (order.rebuilt or order.lent) and order.teller is None
+            self._tries.recovers(position["step"], is_exact)
         if self._estimated is not None and (order.rebuilt or order.lent):
             self._estimated()
         if self._keeper is not None:

@@ -147,6 +147,13 @@ def unmet(found: list[Need], has: Callable[[str], bool]) -> list[Problem]:
     return problems
 
 
+def is_here(requirement: str) -> bool:
+    """Return whether this machine may meet a requirement. The check does not import torch."""
+    if requirement in (GPU, TE):
+        return may_have_gpu() if requirement == GPU else may_have_te()
+    return is_installed(requirement)
+
+
 def is_installed(package: str) -> bool:
     """Return whether a package that a flag can require is installed."""
     return importlib.util.find_spec(_PACKAGES[package]) is not None

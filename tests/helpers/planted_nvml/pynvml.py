@@ -90,10 +90,6 @@ def nvmlDeviceGetUUID(handle: int) -> str:
     return f"GPU-{handle:04x}"
 
 
-def nvmlDeviceGetCudaComputeCapability(handle: int) -> list[int]:
-    return _asked(handle, "capability")
-
-
 def nvmlDeviceGetMemoryInfo(handle: int) -> SimpleNamespace:
     return SimpleNamespace(total=_asked(handle, "total"), used=_asked(handle, "used"))
 

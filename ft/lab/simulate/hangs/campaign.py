@@ -132,7 +132,7 @@ def judge(chosen: Chosen, expected: dict[int, str], found: Diagnosis) -> Case:
     named = tuple((cause.rank, cause.kind) for cause in found.causes)
     first = named[: len(expected)]
     # of two ranks at fault, one may delay nobody because of the other
-    waited_for = {edge.on for edge in found.waiting}
+    waited_for = {rank for wait in found.waiting for rank in wait.on}
     due = {rank: kind for rank, kind in expected.items() if len(expected) == 1 or rank in waited_for}
     rank_is_right = {rank for rank, _ in first} & due.keys() == due.keys()
     return Case(

@@ -10,7 +10,7 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from ft.faults.hang.graph import fits
+from ft.faults.hang.graph import all_fit
 from ft.faults.hang.look import DEAD, RUNNING, SEND, Look, Operation, Rank, Thread, channel
 from ft.lab.simulate.hangs.program import Batch, Call, Programs
 from ft.state.groups.history import Entry, History
@@ -170,8 +170,7 @@ class Machine:
         members = self._open[meeting]
         members[runner.rank, call.name] = started
         complete = len(members) == (2 if call.peer is not None else len(self._programs.groups[call.group]))
-        operations = [_operation(one) for one in members.values()]
-        if complete and all(fits(one, other) for one in operations for other in operations):
+        if complete and all_fit(map(_operation, members.values())):
             ranks = [rank for rank, _ in members]
             factor = max(self._wrong[rank].link if rank in self._wrong else 1.0 for rank in ranks)
             # The communication library's own threads go on while a rank's program is blocked.
