@@ -1,7 +1,11 @@
 """Writes a file whole: who reads it meanwhile sees the old content or the new one."""
 
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from ft.base.errors import UserError
 
 
 def replace(path: Path, content: str | bytes, durable: bool = False) -> None:
@@ -24,5 +28,32 @@ def replace(path: Path, content: str | bytes, durable: bool = False) -> None:
                 os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
+
+
+@contextlib.contextmanager
+def needs_run_dir(run_dir: Path) -> Iterator[None]:
+    """In this context, an OSError means that a run cannot start because its directory cannot be written.
+
+    Raises:
+        UserError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = f"the run's directory {run_dir} cannot be written: {error.strerror or error}"
+        raise UserError(problem, "make room there, or choose another --run-dir") from error
+
+
+def replace_all(contents: Mapping[Path, str | bytes]) -> tuple[list[Path], str]:
+    """Write files atomically, as many as possible; return (those that were written, why the others were not or "")."""
+    written, problem = [], ""
+    for path, content in contents.items():
+        try:
+            replace(path, content)
+            written.append(path)
+        except OSError as error:
+            problem = f"{path} cannot be written: {error.strerror or error}"
+    return written, problem

@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, *args, is_launcher: bool = False, scripts_flags: Callable[[], Collection[str]] = tuple, **settings
     ):
-        super().__init__(*args, **settings)
+        super().__init__(*args, **{"allow_abbrev": False, **settings})
         self._is_launcher, self._scripts_flags = is_launcher, scripts_flags
 
     def error(self, message: str):

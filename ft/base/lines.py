@@ -18,7 +18,8 @@ _END = b"\n"
 class Lines:
     """Appends lines to ``path``.
 
-    A line that cannot be written (a full disk, an I/O error) is retried with the next line.
+    A line that cannot be written (a full disk, an I/O error) is retried with the next line. So is opening the file, if
+    the disk has no room for a new one.
 
     If only part of a line fits on the disk, that part is removed again, so that readers never see it. If other
     processes append to the file too, the part cannot be removed: it is terminated by a newline, and readers skip it. An
@@ -35,7 +36,7 @@ class Lines:
         lost: number of lines that are neither in the file nor in memory.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, for another reason than a full disk.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Lines:
         self._waiting: deque[bytes] = deque()
         self._trouble: OSError | None = None
         self.lost = 0
-        self._open()
+        self._fd = -1
+        self._open_if_there_is_room()
 
     def write(self, line: bytes) -> None:
         """Append ``line``, which ends with a newline."""
@@ -61,19 +63,31 @@ class Lines:
         Waiting lines for which ``is_kept`` returns False are dropped.
         """
         self._waiting = deque(line for line in self._waiting if is_kept(line))
-        os.close(self._fd)
+        self._close()
         change()
-        self._open()
+        self._open_if_there_is_room()
 
     def close(self) -> None:
         """Write the waiting lines as far as there is space. The rest is lost, and a message says how many."""
         self._flush()
-        os.close(self._fd)
+        self._close()
         self.lost += sum(line != _END for line in self._waiting)
         self._waiting.clear()
         if self.lost:
             why = f" ({self._trouble.strerror})" if self._trouble else ""
             self._tell(f"warning: {self._path} has lost {self.lost} lines, because the disk had no space for them{why}")
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _open_if_there_is_room(self) -> None:
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def _open(self) -> None:
         self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -84,6 +98,8 @@ class Lines:
     def _flush(self) -> None:
         waited = len(self._waiting) - 1
         try:
+            if self._fd < 0:
+                self._open()
             while self._waiting:
                 self._put(self._waiting[0])
                 self._waiting.popleft()

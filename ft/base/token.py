@@ -27,10 +27,12 @@ def make(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
     path = run_dir / _FILE
     draft = run_dir / f".{_FILE}.{secrets.token_hex(8)}"
     draft.touch(0o600)
-    draft.write_text(secrets.token_hex(32))
-    with contextlib.suppress(FileExistsError):
-        os.link(draft, path)  # atomic: the file appears complete, and only the first agent creates it
-    draft.unlink()
+    try:
+        draft.write_text(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)  # atomic: the file appears complete, and only the first agent creates it
+    finally:
+        draft.unlink()
     return path.read_text()
 
 

@@ -151,6 +151,11 @@ def _add_fault_tolerance_flags(group) -> None:
     )
     flag("run-dir", metavar="DIR", help="directory for events, metrics and logs (default: runs/<date-time>)")
     flag(
+        "join",
+        action="store_true",
+        help="join a run that is under way as a spare, although an ft run with this node's number is at work in it",
+    )
+    flag(
         "inject",
         action="append",
         default=[],

@@ -104,7 +104,9 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
         of_model = checkouts.needs_of_model(given, pattern) if program == "checkout" else []
         answer.needs = in_words([*needs(options, grid), *of_model])
         answer.missing = [] if gpus else [name for name in answer.needs if not is_here(name)]
-        answer.notices = list(options.notices) if program == "trainer" else checkouts.notices(given.target)
+        answer.notices = list(options.notices)
+        if program == "checkout":
+            answer.notices = [] if of_files else checkouts.notices(given.target)
         if grid is not None:
             _describe(answer, options, grid)
             of_checkout = (given, of_files) if program == "checkout" else None

@@ -11,15 +11,16 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 from ft import faults as inject
 from ft.base import token
 from ft.base.errors import Problems, UserError
+from ft.base.files import needs_run_dir
 from ft.commands import checkouts, protection
 from ft.commands.protection import Asked, Protection
 from ft.job.agent import options
+from ft.job.agent.membership import claim_name
 from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
 from ft.job.quorum.wire import parse_where
@@ -61,8 +62,12 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
         given.max_restarts = _RESTARTS
     asked, whole, parts, planned, protected = prepare(given, job)
     setups = [_setup(part, whole, asked, planned.get(part.replica, [])) for part in parts]
-    _make_folder(whole.run_dir, [setup.folder for setup in setups])
-    token.make(whole.run_dir)
+    with needs_run_dir(whole.run_dir):
+        for folder in (whole.run_dir, *(setup.folder for setup in setups)):
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        token.make(whole.run_dir)
+        if asked.only is None:
+            claim_name(whole.run_dir, whole.cluster.node_rank, whole.joins)
 
     supervisor = Supervisor()
     members = [Member(setup, supervisor) for setup in setups]
@@ -254,14 +259,6 @@ def _sound(whole: RunOptions, present: Mapping[str, str]) -> tuple[str | None, i
         return visible, count
     names = visible.split(",") if visible else [str(number) for number in range(count)]
     return ",".join(name for number, name in enumerate(names[:count]) if number not in bad), count - len(bad)
-
-
-def _make_folder(run_dir: Path, folders: list[Path]) -> None:
-    try:
-        for folder in (run_dir, *folders):
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the run's directory {run_dir}: {error.strerror}", "choose --run-dir") from error
 
 
 def _announcement(whole: RunOptions, asked: Replicas, parts: list[Part]) -> str:

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.base.files import replace
+from ft.base.files import replace_all
 from ft.observe.hsdp import commands as hsdp
 from ft.observe.hsdp.record import is_hsdp
 from ft.observe.report.presence import gone
@@ -69,24 +69,23 @@ def run_report(arguments: argparse.Namespace) -> int:
         0, or 1 for a run of several replicas if it is not proven that each sample was trained exactly once.
 
     Raises:
-        UserError: there is no such run, or its folder cannot be written.
+        UserError: there is no such run, or its folder cannot be written; the summary has been printed all the same.
     """
     if is_hsdp(arguments.folder):
-        text, code = hsdp.write_report(arguments.folder)
-        print(text)
-        return code
-    print(write_report(load(arguments.folder)))
-    return 0
+        text, problem, code = hsdp.write_report(arguments.folder)
+    else:
+        (text, problem), code = write_report(load(arguments.folder)), 0
+    print(text)
+    if problem:
+        raise UserError(problem, "make room there, or make the folder writable")
+    return code
 
 
-def write_report(run: Run) -> str:
+def write_report(run: Run) -> tuple[str, str]:
     """Write ``timeline.png`` and ``report.html`` into the run's folder.
 
     Returns:
-        a summary for the terminal, with the paths of the files.
-
-    Raises:
-        UserError: the folder cannot be written.
+        (a summary for the terminal, with the paths of the files; why a file could not be written, or "").
     """
     # Matplotlib takes longer to import than everything else that the command line does.
     from ft.observe.report.goodput import goodput
@@ -96,13 +95,10 @@ def write_report(run: Run) -> str:
 
     found = recoveries(run.events)
     times = goodput(run.metrics, run.events, found)
-    picture, report = run.folder / "timeline.png", run.folder / "report.html"
-    try:
-        draw(run, found, picture)
-        replace(report, page(run, found, times, picture.read_bytes()))
-    except OSError as error:
-        raise UserError(f"the report cannot be written: {error}", "make the run's folder writable") from error
-    return summary(run, found, times, [picture, report])
+    picture = draw(run, found)
+    pages = {run.folder / "timeline.png": picture, run.folder / "report.html": page(run, found, times, picture)}
+    written, problem = replace_all(pages)
+    return summary(run, found, times, written), problem
 
 
 def _now(folder: str) -> tuple[str, dict[str, Any], bool]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from ft import faults as inject
+from ft.base import output
 from ft.base.errors import Problems
 from ft.commands import arguments, checkouts, protection
 from ft.commands import replicas as launch
@@ -60,6 +61,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     Raises:
         UserError: the flags cannot work; nothing has been started.
     """
+    output.install()
     job = mpirun.take_part(given) if mpirun.wanted(given) else None
     if launch.wanted(given):
         launch.main(given, job)

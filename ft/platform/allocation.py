@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ft.platform.slurm import hosts
+from ft.platform.supervisor import END_SIGNALS
 
 _POLL_S, _COMMAND_S, _ANSWER_S = 2.0, 30.0, 5.0
 
@@ -34,7 +35,7 @@ def end_orphaned_job(
     if _answers(launcher, environment.get("SLURM_SRUN_COMM_PORT", "")):
         return
     say(f"the node of Slurm job {job}'s script is gone: the job is ended as soon as Slurm has noticed it")
-    for signum in (signal.SIGINT, signal.SIGTERM):  # there is nothing to save any more
+    for signum in END_SIGNALS:  # there is nothing to save any more
         signal.signal(signum, signal.SIG_DFL)
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:

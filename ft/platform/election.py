@@ -7,6 +7,7 @@ so that clocks of different hosts are never compared.
 """
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -70,7 +71,8 @@ def claim(run_dir: Path, term: int, node: str) -> bool:
         descriptor = os.open(folder / str(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w") as file:
+    # The file counts; the name in it is for people, and a full disk may have no room for it.
+    with contextlib.suppress(OSError), os.fdopen(descriptor, "w") as file:
         file.write(node)
     return True
 
@@ -118,6 +120,9 @@ def read(run_dir: Path, file: str = CONTROL) -> LeaseRecord | None:
 def renew(run_dir: Path, standing: LeaseRecord, file: str = CONTROL) -> None:
     """Write the lease atomically: readers see the old or the new content.
 
+    On a full disk, which has no room for another file, an existing lease is written over in place: a leader that could
+    not renew its lease would be replaced.
+
     Args:
         run_dir: directory of the election.
         standing: the lease.
@@ -126,9 +131,25 @@ def renew(run_dir: Path, standing: LeaseRecord, file: str = CONTROL) -> None:
     Raises:
         OSError: the directory cannot be written.
     """
-    temporary = run_dir / f".{file}.{standing.term}.tmp"
-    temporary.write_text(json.dumps(asdict(standing)))
-    temporary.replace(run_dir / file)
+    temporary, text = run_dir / f".{file}.{standing.term}.tmp", json.dumps(asdict(standing))
+    try:
+        temporary.write_text(text)
+        temporary.replace(run_dir / file)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if not _write_over(run_dir / file, text):
+            raise
+
+
+def _write_over(path: Path, text: str) -> bool:
+    """Replace the content of a file that exists, padded to its size, in one write; return whether that was possible."""
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        data = text.encode().ljust(os.fstat(file.fileno()).st_size)
+        return file.write(data) == len(data)
+    return False
 
 
 def is_kept(run_dir: Path, patience_s: float = 2.0) -> bool:
@@ -184,8 +205,8 @@ class LeaseKeeper:
             OSError: the folder cannot be written.
         """
         with self._lock:
-            self._mine, self.lost, self._changed_at = record, False, time.monotonic()
             renew(self._folder, record)
+            self._mine, self.seen, self.lost, self._changed_at = record, record, False, time.monotonic()
 
     def drop(self) -> None:
         """Stop renewing the lease."""

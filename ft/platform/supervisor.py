@@ -14,9 +14,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ft.base import output
 from ft.base.checkout import CHECKOUT
 from ft.platform import processes
 
+SAVE_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals with which schedulers, their tools and closed terminals ask a run to save and end: all mean the same."""
+END_SIGNALS = (*SAVE_SIGNALS, signal.SIGINT)
+"""Signals that ask a run to end."""
 _REPEAT_S = 2.0
 """Seconds within which a repeated signal counts as the same request.
 
@@ -37,7 +42,7 @@ def command(module: str, arguments: Sequence[str], parent: int, ignores_signals:
         module: module whose function ``main`` is called.
         arguments: content of ``sys.argv[1:]`` at that call.
         parent: pid of the parent.
-        ignores_signals: whether the process ignores SIGINT and SIGTERM.
+        ignores_signals: whether the process ignores END_SIGNALS.
     """
     how = [str(CHECKOUT), str(parent), "ignore" if ignores_signals else ""]
     return [sys.executable, "-c", _BOOT.format(module), *how, *arguments]
@@ -45,9 +50,10 @@ def command(module: str, arguments: Sequence[str], parent: int, ignores_signals:
 
 def begin() -> None:
     """Do the first steps of a process that was started with ``command``."""
+    output.install()
     parent, ignore = int(sys.argv.pop(1)), sys.argv.pop(1)
     processes.die_with_parent(signal.SIGKILL)
-    for signum in (signal.SIGINT, signal.SIGTERM) if ignore else ():
+    for signum in END_SIGNALS if ignore else ():
         signal.signal(signum, signal.SIG_IGN)
     if os.getppid() != parent:
         os._exit(_ORPHANED)
@@ -92,14 +98,16 @@ class Supervisor:
         """Handle the signals of this process from now on, and adopt orphans of its children.
 
         Args:
-            on_signal: called by ``turn`` with SIGTERM or SIGINT; repetitions within 2 s count as one.
+            on_signal: called by ``turn`` with one of END_SIGNALS; repetitions within 2 s count as one. SIGHUP is
+                ignored if this process was started so, as nohup does it.
             on_other: called by ``turn`` with (pid, exit code) of a child that ``start`` has not started.
         """
         self._on_signal, self._on_other = on_signal, on_other
         processes.adopt_orphans()
         signal.set_wakeup_fd(self.wake.write_fd, warn_on_full_buffer=False)
-        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, lambda *_: None)
+        for signum in (signal.SIGCHLD, *END_SIGNALS):
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, lambda *_: None)
         self.watch(self.wake.read_fd, self._on_wake)
 
     def start(
@@ -126,8 +134,8 @@ class Supervisor:
             environment: its environment variables; None: those of this process.
             stdin: ``subprocess.PIPE`` or ``subprocess.DEVNULL``.
             pass_fds: file descriptors that stay open in the child.
-            ignores_signals: whether the child ignores SIGINT and SIGTERM, which Slurm may send to all processes of a
-                job step.
+            ignores_signals: whether the child ignores END_SIGNALS, which Slurm may send to all processes of a job
+                step.
 
         Raises:
             OSError: a file cannot be written, or no process can be created.
@@ -184,12 +192,12 @@ class Supervisor:
         if signal.SIGCHLD in signals:
             self._reap()
         for signum in signals:
-            if signum in (signal.SIGTERM, signal.SIGINT) and not self._is_repeated(signum):
+            if signum in END_SIGNALS and not self._is_repeated(signum):
                 self._on_signal(signum)
 
     def _is_repeated(self, signum: int) -> bool:
-        now = time.monotonic()
-        if signum == self._signum and now - self._signalled_at < _REPEAT_S:
+        now, same = time.monotonic(), SAVE_SIGNALS if signum in SAVE_SIGNALS else (signum,)
+        if self._signum in same and now - self._signalled_at < _REPEAT_S:
             return True
         self._signum, self._signalled_at = signum, now
         return False

@@ -95,7 +95,8 @@ def errors_of(folder: Path, happened: list[Event]) -> Iterator[CrashError]:
         for event in happened
         if event.name == events.FAULT_INJECTED and event.worker
     }
-    for found in (*_of_workers(folder, workers), *beside, *_observed(happened, workers)):
+    of_processes = (*_of_workers(folder, workers), *_of_agents(folder))
+    for found in (*of_processes, *beside, *_observed(happened, workers)):
         attempt = len(resumed) if found.when is None else sum(at < found.when for at in resumed)
         yield replace(found, attempt=attempt, planned=planned.get(found.worker, ""))
 
@@ -195,6 +196,15 @@ def _of_workers(folder: Path, workers: Mapping[str, _Worker]) -> Iterator[CrashE
                 )
             continue
         yield _ended(worker, code, written)
+
+
+def _of_agents(folder: Path) -> Iterator[CrashError]:
+    """Yield the exceptions that have ended agents."""
+    for path in sorted((folder / "logs").glob(f"*{run.AGENT_LOG}")):
+        written, node = tracebacks.parse(_end_of(path)), path.name.removesuffix(run.AGENT_LOG)
+        if written is not None:
+            when = path.stat().st_mtime
+            yield CrashError(f"agent of {node}", node, None, written.chain, written.text, when=when)
 
 
 def _is_reported(written: tracebacks.Crash, worker: _Worker) -> bool:

@@ -14,6 +14,8 @@ from ft.base.events import Event
 
 EVENTS, METRICS, STATUS, JOURNAL = "events.jsonl", "metrics.jsonl", "status.json", "journal.jsonl"
 FINISHED, ENDED_EARLY, NOT_SAVED = "finished", "ended early", ", not saved"
+AGENT_LOG = ".agent.log"
+"""End of the name of a file in the folder ``logs``, with the exception that has ended the agent of a node."""
 _FIX = "give the folder that was given to ft run as --run-dir"
 
 

@@ -280,7 +280,7 @@ def read(folder: Path) -> Start:
 def _nodes(folder: Path, happened: Sequence[Event]) -> dict[str, Node]:
     joined = {str(event.node): event for event in reversed(happened) if event.name == events.AGENT_JOINED}
     try:
-        claims = {path.name: path.stat().st_mtime for path in (folder / "nodes").iterdir()}
+        claims = {path.name: path.stat().st_mtime for path in (folder / "nodes").glob("n*")}
     except OSError:
         claims = {}
     found = {}

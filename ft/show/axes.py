@@ -1,5 +1,6 @@
 """Helpers for the matplotlib axes of this project's pictures: style, legends, and a placeholder for empty panels."""
 
+import io
 from collections.abc import Sequence
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -35,6 +36,13 @@ def rows(title: str, heights: Sequence[float]) -> tuple[Figure, Sequence]:
     figure.get_layout_engine().set(h_pad=0.1, hspace=0.04, w_pad=0.12)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
     return figure, figure.subplots(len(heights), 1, gridspec_kw={"height_ratios": heights})
+
+
+def as_png(figure: Figure) -> bytes:
+    """Return the picture as the content of a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=DPI, format="png")
+    return content.getvalue()
 
 
 def plain(axes, title: str, pad: int = 6) -> None:

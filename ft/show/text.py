@@ -53,6 +53,11 @@ def _cell(line: Sequence[str], widths: Sequence[int], i: int, right: Sequence[in
     return line[i].rjust(widths[i]) if i in right else line[i].ljust(widths[i])
 
 
+def left_out(*parts: str) -> str:
+    """Return the first line of a planner's or simulation's output: what its model leaves out, before any figure."""
+    return f"Left out: {'; '.join(parts)}."
+
+
 def capitalised(text: str) -> str:
     """Return a text with a capital letter at its beginning; unlike ``str.capitalize``, the rest stays as it is."""
     return text[:1].upper() + text[1:]

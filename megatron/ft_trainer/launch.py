@@ -76,6 +76,7 @@ def launch_worker(options: Options, layout: Layout, place: Launch, protections: 
     from ft.worker.session import attach
 
     settings = options.given()
+    options.training.exit_signal = "SIGTERM"  # by which ft run passes on whatever signal it gets
     try:
         session = attach(settings=settings)
         session.take_device(patches.platform().select_device)

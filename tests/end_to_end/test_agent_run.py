@@ -192,6 +192,41 @@ def test_sigterm_lets_workers_save(ft_run, tmp_path):
     assert "saved" in (tmp_path / "run" / "logs" / "n0.w1.log").read_text()
 
 
+SAVES = """import os, signal, sys, time
+def save(*_): os.write(1, b'saved'); sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print('ready', flush=True)
+while True: time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_other_signals_to_all_processes_of_a_run_let_workers_save(name, ft_run, tmp_path):
+    job = ft_run(SAVES, "--nproc-per-node", 2)
+    for worker in ("n0.w0", "n0.w1"):
+        job.wait_for_log(worker, "ready")
+    for pid in job.left():  # as Slurm does
+        os.kill(pid, signal.Signals[name])
+    assert job.wait() in (0, 128 + signal.Signals[name]), job.text()
+    assert f"{name}: workers are told to save and end" in job.text()
+    for worker in ("n0.w0", "n0.w1"):
+        assert "saved" in (tmp_path / "run" / "logs" / f"{worker}.log").read_text()
+
+
+def test_under_nohup_a_closed_terminal_is_no_request_and_two_requests_at_once_are_one(tmp_path):
+    nohup = (
+        "import signal, sys; from ft.cli import main; signal.signal(signal.SIGHUP, signal.SIG_IGN); sys.exit(main())"
+    )
+    (tmp_path / "train.py").write_text(SAVES)
+    job = Job(tmp_path, ["--run-dir", "run", "--preload", "none", "train.py"], entry=("-c", nohup))
+    job.wait_for_log("n0.w0", "ready")
+    for signum in (signal.SIGHUP, signal.SIGUSR2, signal.SIGTERM):
+        job.process.send_signal(signum)
+    assert job.wait() in (0, 128 + signal.SIGUSR2, 128 + signal.SIGTERM), job.text()
+    job.close()
+    assert "SIGHUP" not in job.text() and "saved" in (tmp_path / "run" / "logs" / "n0.w0.log").read_text()
+
+
 def test_workers_that_know_no_sigterm_end_with_its_code(ft_run):
     job = ft_run("import time; print('ready', flush=True); time.sleep(1000)", "--nproc-per-node", 2)
     job.wait_for_log("n0.w1", "ready")

@@ -82,3 +82,32 @@ def test_a_rank_that_a_signal_killed_is_the_cause(crashed):
     assert "check_batch" in found["first_cause"]["trace"]
     assert not found["other_causes"] and found["consequences"]
     assert "ft: first cause: killed by SIGSEGV" in text
+
+
+DEFECT = """
+import os, sys
+from ft import cli
+from ft.job.agent.agent import Agent
+
+turn = Agent._turn
+
+def turn_until_the_run_has_begun(self):
+    turn(self)
+    if os.path.exists("run/logs/n0.w0.log") and os.path.exists("run/events.jsonl"):
+        raise RuntimeError("the agent has a defect")
+
+Agent._turn = turn_until_the_run_has_begun
+sys.exit(cli.main())
+"""
+
+
+def test_an_agent_that_dies_of_an_exception_leaves_it_in_the_run_s_folder(tmp_path):
+    (tmp_path / "train.py").write_text("import time; time.sleep(1000)")
+    job = Job(tmp_path, ["--run-dir", "run", "--preload", "none", "train.py"], entry=("-c", DEFECT))
+    assert job.wait() == 1 and "RuntimeError: the agent has a defect" in job.text()
+    job.close()
+    words = [sys.executable, "-m", "ft", "diagnose", "crash", str(tmp_path / "run")]
+    done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "first cause: RuntimeError: the agent has a defect\n  exception of the program on agent of n0" in done.stdout
+    assert "in turn_until_the_run_has_begun" in done.stdout, "the stack"

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,17 @@ def test_a_killed_agent_is_started_again_without_its_leftovers_in_a_life_of_its_
     run.stop()
     assert run.wait() == 0, run.text()
     assert run.text().count("its agent was killed by SIGKILL; another one is started") == 2
+
+
+def test_a_second_launcher_in_the_folder_of_a_run_is_refused_and_changes_nothing(replicas):
+    run = replicas()
+    run.wait_trains()
+    second = replicas()
+    assert second.wait() == 2, second.text()
+    assert f"whose node 0 is at work: ft run on {socket.gethostname()}, pid {run.process.pid}, since" in second.text()
+    run.stop()
+    assert run.wait() == 0, run.text()
+    assert not run.events(0, events.RESTARTED) and not run.events(1, events.RESTARTED)
 
 
 def test_nothing_outlives_a_killed_launcher(replicas):

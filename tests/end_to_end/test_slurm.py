@@ -14,10 +14,11 @@ import replica_runs
 import small_runs as runs
 from ft_runs import ROOT, flags
 from slurm.cluster import Cluster, reason_to_skip
+from small_disks import fill, make_room, small_disk
 
 from ft.base import events
 from ft.job.replicas.places import parts_of
-from ft.platform import allocation
+from ft.platform import allocation, election
 from megatron.ft_trainer.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
@@ -34,6 +35,13 @@ def cluster(request):
     assert not list(made.folder.parent.glob(f"{made.folder.name}*"))
     left = [name for name in os.listdir("/proc") if name.isdigit() and str(made.folder) in environment_of(name)]
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """The folder of the runs: a file system of 12 MiB, which all nodes see."""
+    with small_disk(tmp_path / "runs", "12m") as folder:
+        yield folder
 
 
 class Job:
@@ -125,6 +133,18 @@ class Job:
         return "".join(f"--- {file.name}\n{file.read_text()[-3000:]}\n" for file in files if file.is_file())
 
 
+def agents_on(node: str) -> list[int]:
+    """Return the pids of the ``ft run`` of a node: the leaders of Slurm's tasks there."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        words = environment_of(pid).split("\0")
+        if f"SLURMD_NODENAME={node}" in words and "SLURM_LOCALID=0" in words:
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                found += [int(pid)] if command[1:4] == [b"-m", b"ft", b"run"] else []
+    return found
+
+
 def environment_of(pid: str) -> str:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
@@ -153,6 +173,31 @@ def test_standby_nodes_take_the_places_of_one_without_power_and_one_set_down(clu
     assert not job.events(events.RESTARTED), job.explain()
     assert len(job.events(events.RESUMED)) >= 3, job.explain()
     assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_full_file_system_ends_no_agent_and_a_lost_node_is_replaced_on_it(disk, cluster, corpus, reference, tmp_path):
+    steps, elsewhere = 120, tmp_path / "metrics.jsonl"  # of all files of the run, only this one is on another disk
+    model = flags(corpus, f"{LAYOUT} --log-interval 1 --metrics-file {elsewhere}", steps)
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=1, model=model)
+
+    def last_step() -> int:
+        return len(elsewhere.read_text().splitlines()) if elsewhere.exists() else 0
+
+    job.wait_for(lambda: last_step() >= 5, START_S, "step 5")
+    fill(disk, files=False)
+    (agent,) = agents_on("n1")
+    os.kill(agent, signal.SIGKILL)  # and with it the control plane
+    job.wait_for(lambda: election.read(job.run()).term > 0, START_S, "another node's control plane")
+    before = last_step()
+    job.wait_for(lambda: last_step() >= before + 5, START_S, "steps after the recovery")
+    make_room(disk)
+    done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    assert done["JobState"] == "COMPLETED", job.explain()
+    assert not job.events(events.RESTARTED), job.explain()
+    assert losses(runs.metrics(elsewhere)) == reference(4, LAYOUT, steps)
+    printed = "".join((job.run() / "slurm" / f"{node}.out").read_text() for node in ("n2", "n3"))
+    assert "of output could not be written here (No space left on device)" in printed
 
 
 @pytest.mark.long
@@ -230,17 +275,19 @@ def test_a_standby_node_brings_back_the_replica_of_a_node_without_power(cluster,
     assert "takes the place of node 2, in replica 2" in job.explain()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("cluster", [2], indirect=True)
-def test_a_job_that_is_told_to_end_is_queued_again_until_all_steps_are_done(cluster, corpus, reference, tmp_path):
+def test_a_job_that_usr1_ends_early_saves_and_is_queued_again_until_all_steps_are_done(
+    cluster, corpus, reference, tmp_path
+):
     job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch")
     job.wait_for_step(5)
-    cluster.command("scancel", "--signal=TERM", job.number)
+    cluster.command("scancel", "--signal=USR1", job.number)
     job.wait_for_step(STEPS, restart=1)
     done = job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")
     assert done["JobState"] == "COMPLETED" and done["Restarts"] == "1", job.explain()
     (end,) = job.events(events.FINISHED)
-    assert end.detail["early"] == "SIGTERM" and end.step == len(job.steps()) < STEPS
+    assert end.detail["early"] == "SIGTERM" and end.step == len(job.steps()) < STEPS, job.explain()
+    assert not job.events(events.WORKER_LOST) and not job.events(events.RESTARTED), job.explain()
     assert losses(job.steps(), job.steps(1)) == reference(4, LAYOUT, STEPS)
 
 

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from agent_jobs import ROOT, Job
+from ft_runs import Running, flags
 from harness import started
 from nodes import Lab, why_not
+
+from ft.base import events
 
 LIMIT_S = 30.0
 SCRIPT = "import time\ntime.sleep(1000)\n"
@@ -103,6 +106,36 @@ def test_the_process_that_holds_the_port_is_named(tmp_path):
         text = refused_in(job, began)
     job.close()
     assert f"process {os.getpid()} (" in text
+
+
+def test_a_second_run_on_the_folders_of_one_under_way_is_refused_or_joins_it(corpus, tmp_path):
+    def second(name: str, run_dir: Path, *of_ft: str) -> Job:
+        (tmp_path / name).mkdir()
+        words = ["--nproc-per-node", "2", "--run-dir", run_dir, *of_ft, ROOT / "pretrain_gpt.py"]
+        return Job(tmp_path / name, [*words, *model(8).split()])
+
+    def model(steps: int) -> str:
+        return flags(corpus, f"--save {tmp_path}/save --log-interval 1", steps)
+
+    first = Running(tmp_path / "run", "pretrain_gpt.py", model(100_000), nproc=2, standby=0)
+    first.wait_for(lambda: first.step() >= 2)
+    who = f"ft run on {socket.gethostname()}, pid {first.process.pid}, since 2"
+    same_run, same_save = second("same_run", first.folder), second("same_save", tmp_path / "other")
+    assert same_run.wait() == 2 and f"whose node 0 is at work: {who}" in same_run.text(), same_run.text()
+    assert same_save.wait() == 2, same_save.text()
+    assert f"--save {tmp_path}/save is in use by the run {first.folder} ({who}" in same_save.text()
+    joined = second("joined", first.folder, "--join")
+    joined.wait_for(lambda: "joins a run that is under way, as the spare n0-2" in joined.text(), "word of the spare")
+    told = first.folder / "events.jsonl"
+    first.wait_for(lambda: [event.name for event in events.read(told)].count(events.AGENT_JOINED) == 2)
+    first.process.send_signal(signal.SIGTERM)
+    done = first.wait()
+    assert done.code == 0 and not done.named(events.RESTARTED), done.explain()
+    joined.wait()
+    afterwards = second("afterwards", tmp_path / "next")
+    assert afterwards.wait() == 0, afterwards.text()
+    for job in (same_run, same_save, joined, afterwards):
+        job.close()
 
 
 # --- simulated hosts -------------------------------------------------------------------------------------------------

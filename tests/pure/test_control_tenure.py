@@ -1,6 +1,7 @@
 """Who is the control plane: claims, the lease, what agents do about its silence, when one lets go."""
 
 import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ft.job.agent.sidecar import Sidecar
 from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
 from ft.job.control.isolation import PartitionDetector
 from ft.job.control.timeouts import Timeouts
-from ft.platform import election
+from ft.platform import election, holders, processes
 from ft.platform.election import LeaseKeeper, LeaseRecord
 from ft.platform.supervisor import Supervisor
 
@@ -144,6 +145,40 @@ def test_a_half_or_less_is_no_majority(heard):
 
 def test_names_of_nodes_that_come_back(tmp_path):
     assert [claim_name(tmp_path, 3) for _ in range(3)] == ["n3", "n3-2", "n3-3"] and claim_name(tmp_path, 0) == "n0"
+
+
+def test_a_second_ft_run_of_a_node_joins_if_the_first_has_ended_or_it_was_asked_to(tmp_path):
+    path = tmp_path / "nodes" / "n3"
+    assert claim_name(tmp_path, 3, joins=False) == "n3"
+    with pytest.raises(UserError, match=f"node 3 is at work: ft run on .*, pid {os.getpid()}, since 2") as no:
+        claim_name(tmp_path, 3, joins=False)
+    assert socket.gethostname() in str(no.value) and "add --join" in str(no.value) and os.listdir(path.parent) == ["n3"]
+    holders.replace(path, replace(holders.read(path), process=f"{processes.identity(os.getpid())}0"))
+    assert claim_name(tmp_path, 3, joins=False) == "n3-2"
+    assert claim_name(tmp_path, 3, joins=True) == "n3-3"
+    assert claim_name(tmp_path, 2, joins=False) == "n2"
+
+
+def test_of_a_node_on_another_host_the_lease_and_the_status_of_the_run_tell(tmp_path):
+    path = tmp_path / "nodes" / "n3"
+    claim_name(tmp_path, 3)
+    holders.replace(path, replace(holders.read(path), host="gpu7", process="elsewhere 7 7"))
+    keeper = LeaseKeeper(tmp_path, 0.05, LeaseRecord(0, 0, "", "n0", 1))
+    keeper.start()
+    with pytest.raises(UserError, match="ft run on gpu7, pid"):
+        claim_name(tmp_path, 3, joins=False)
+    (tmp_path / "status.json").write_text('{"nodes": {"n3": "lost"}}')
+    assert claim_name(tmp_path, 3, joins=False) == "n3-2"
+    holders.replace(path.with_name("n3-2"), holders.read(path))
+    keeper.close()
+    (tmp_path / "control.json").unlink()
+    assert claim_name(tmp_path, 3, joins=False) == "n3-3"
+
+
+def test_a_name_whose_file_does_not_say_who_has_it_is_free(tmp_path):
+    (tmp_path / "nodes").mkdir()
+    (tmp_path / "nodes" / "n0").touch()
+    assert claim_name(tmp_path, 0, joins=False) == "n0-2"
 
 
 def test_one_token_for_all_who_make_it_at_once_and_for_nobody_else(tmp_path):

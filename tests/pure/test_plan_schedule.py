@@ -20,7 +20,7 @@ def ask(capsys, words: str, code: int = 0) -> tuple[str, str]:
 
 def test_the_cheapest_is_shown_beside_the_others(capsys):
     out, _ = ask(capsys, "--pp 6 --microbatches 24")
-    assert out.startswith("woven: 6 stages, 24 microbatches; forward 1, backward 2, message 0")
+    assert out.splitlines()[2] == "woven: 6 stages, 24 microbatches; forward 1, backward 2, message 0"
     assert "bubbles 17.2 %" in out and "in flight, by stage: 8, 8, 5, 4, 2, 2" in out
     assert "ok  message order per pair" in out and "\n0: F0 F1' F2" in out.replace("  0:", "0:")
     rows = {line.split()[0]: line for line in out.splitlines() if "%" in line and line[0].isalnum()}

@@ -59,3 +59,9 @@ def test_answers_that_differ_do_not_agree():
     assert Comparison(24, "spare", 4, 0, seen, replace(seen, total_s=1000.01)).agrees
     assert not Comparison(24, "spare", 4, 0, seen, replace(seen, total_s=1001.0)).agrees
     assert not Comparison(24, "spare", 4, 0, seen, replace(seen, failures=2)).agrees
+
+
+def test_the_first_line_says_what_both_leave_out(monkeypatch, capsys):
+    monkeypatch.setattr("ft.lab.plan.spare.cross_check.compare", lambda asked: [])
+    assert cli.main(["plan", "spare", "cross-check", str(SMALL)]) == 0
+    assert capsys.readouterr().out.startswith("Left out: groups that return before a wipe-out;")

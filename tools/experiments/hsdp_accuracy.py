@@ -1,4 +1,4 @@
-"""What replicas that come and go do to the loss: figures 8 and 9 of the paper of FT-HSDP, at small scale.
+"""What replicas that come and go do to the loss: the question of figures 8 and 9 of FT-HSDP, with a small model.
 
     python tools/experiments/hsdp_accuracy.py --seeds 3 --into FOLDER      trains, one line each in FOLDER
     python tools/experiments/hsdp_accuracy.py --report --into FOLDER       table and picture of what is there

@@ -73,7 +73,7 @@ def table(rows: list[dict]) -> str:
     last = [row["held_out"][-1][1] for row in base.values()]
     took = sum(row["took_s"] for row in rows)
     lines = [
-        "Loss after failures of replicas, at small scale (figures 8 and 9 of the paper).",
+        "Loss after failures of replicas, with a small model (the question of figures 8 and 9 of the paper).",
         "",
         f"$ python tools/experiments/hsdp_accuracy.py --seeds {len(base)} --report --into FOLDER",
         f"{REPLICAS} replicas x {BATCH} samples of {SEQ} bytes, {STEPS} steps, the first failure after {FIRST}; "

@@ -8,6 +8,7 @@ warm pool load the last checkpoint. A life of the run begins with its first star
 continue from the control plane's journal (its log of decisions); the life has the number of that restart.
 """
 
+import contextlib
 import signal
 import time
 import traceback
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import events
-from ft.base.errors import PLANNED_ENDS
+from ft.base.errors import PLANNED_ENDS, UserError
+from ft.base.files import needs_run_dir
 from ft.faults.verdict import USER_CODE
 from ft.job.agent import first_contact
 from ft.job.agent.announcements import cause_of_crash
@@ -47,6 +49,7 @@ from ft.job.messages import (
     Stop,
 )
 from ft.platform import processes
+from ft.record.run import AGENT_LOG
 
 _TICK_S = 0.1
 """Longest time for which the event loop waits for an event, in seconds."""
@@ -54,6 +57,8 @@ _FINISH_S = 10.0
 """Seconds that workers have to exit by themselves after the last step."""
 _LEAVE_S = 2.0
 """Longest time for which the agent waits at its end until its last reports are sent, in seconds."""
+_RETRY_S = 1.0
+"""Pause in seconds before an agent tries again to join the run, if its directory cannot be written."""
 _GRACE_S = 1.0
 """Seconds between the end of the last worker after a signal and the end of the agent."""
 
@@ -111,7 +116,7 @@ class Agent:
         self._ending: Ending | None = None
         self._signum = 0
         self._left = self._alone = self._was_unlinked = False
-        self._empty_since = 0.0
+        self._empty_since = self._join_at = 0.0
         self._joined, self._reported = joined, set()
         self._last_words_of: set[str] = set()
         self._messages = first_contact.Messages(Path(parts.membership.place.run_dir))
@@ -128,12 +133,13 @@ class Agent:
             while not (self._ending and not self._workforce.workers):
                 self._turn()
             return self._ending.code
-        except PoolBroken as error:
+        except (PoolBroken, UserError) as error:
             self._console.complain(str(error))
-            return 1
+            return getattr(error, "exit_code", 1)
         # the connection's threads may be inside torch: an uncaught exception here could abort the process
         except Exception:
             self._console.complain(traceback.format_exc())
+            self._leave_word(traceback.format_exc())
             return 1
         finally:
             self._clean_up()
@@ -145,7 +151,8 @@ class Agent:
         self._parts.worker_listener.open()
         self._control.settle(self._life, self._node)
         if self._membership.place.node_rank == 0 and not self._membership.is_late:
-            self._control.start()
+            with needs_run_dir(Path(self._membership.place.run_dir)):
+                self._control.start()
         self._pool.start()
         self._parts.devices.start()
         self._uplink.start(self._membership.join, self._life)
@@ -286,7 +293,8 @@ class Agent:
         if begin is None or self._ending or self._signum or self._workforce.workers or self._parts.devices.is_busy:
             return
         if begin.join:
-            self._join_again(begin)
+            if not self._can_join_again(begin):
+                return
             self._begin = begin = replace(begin, join=False)
         master = self._masters.find(begin.number, begin.ranks) if begin.ranks else None
         if begin.ranks and master is None:
@@ -309,7 +317,7 @@ class Agent:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _on_signal(self, signum: int) -> None:
-        """Pass SIGTERM or SIGINT on to the workers. A second signal kills them."""
+        """Tell the workers by SIGTERM to save and end. A second signal kills them."""
         if self._signum or self._ending:
             self._end(128 + signum, 0.0)
             self._workforce.kill_all()
@@ -398,6 +406,20 @@ class Agent:
     def _latest_number(self) -> int:
         return max(self._number, self._begin.number if self._begin is not None else 0)
 
+    def _can_join_again(self, begin: Begin) -> bool:
+        """Join the run again; return False if a full disk does not let this node, which then tries again later."""
+        if (now := time.monotonic()) < self._join_at:
+            return False
+        try:
+            self._join_again(begin)
+        except OSError as error:
+            if not self._join_at:
+                self._console.complain(f"{self._node} cannot join again now: {error}; it tries until it can")
+            self._join_at = now + _RETRY_S
+            return False
+        self._join_at = 0.0
+        return True
+
     def _join_again(self, begin: Begin) -> None:
         if not self._first_ranks and not begin.anew:
             self._membership.come_back()
@@ -423,6 +445,11 @@ class Agent:
             self._left = True
             self._control.finish()  # with the ranks of this node the run ends, and so does the control plane
             self._uplink.post(AgentLeaving(self._node, self._signum))
+
+    def _leave_word(self, trace: str) -> None:
+        """Write the exception that ends this agent into the run's directory, for ``ft diagnose crash``."""
+        with contextlib.suppress(OSError):
+            (Path(self._membership.place.run_dir) / "logs" / f"{self._node}{AGENT_LOG}").write_text(trace)
 
     def _clean_up(self) -> None:
         self._workforce.kill_all()

@@ -2,7 +2,7 @@
 
 from ft import faults as inject
 from ft.base import token
-from ft.base.errors import UserError
+from ft.base.files import needs_run_dir
 from ft.job.agent.options import RunOptions
 from ft.platform import network
 
@@ -30,9 +30,10 @@ def carry_out(
     port = options.cluster.port or network.free_port(options.cluster.host)
     if options.cluster.node_rank == 0:
         network.check_port(options.cluster.host, port)
-    _make_folders(options)
-    if options.cluster.node_rank == 0:
-        token.make(options.run_dir)
+    with needs_run_dir(options.run_dir):
+        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        if options.cluster.node_rank == 0:
+            token.make(options.run_dir)
 
     from ft.job.agent.agent import Agent
     from ft.job.agent.components import assemble
@@ -41,6 +42,8 @@ def carry_out(
     parts.workforce.training_since = began
     if announcement:
         parts.console.say(announcement)
+    if parts.membership.is_late:
+        parts.console.say(f"this node joins a run that is under way, as the spare {parts.membership.place.node}")
     return Agent(parts, first_ranks(options), options.life or 0, joined).run()
 
 
@@ -50,12 +53,3 @@ def first_ranks(options: RunOptions) -> list[int]:
         return []
     first = options.cluster.node_rank * options.nproc
     return list(range(first, first + options.nproc))
-
-
-def _make_folders(options: RunOptions) -> None:
-    try:
-        (options.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot make the run's directory {options.run_dir}: {error.strerror}", "choose --run-dir"
-        ) from error

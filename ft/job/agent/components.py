@@ -8,6 +8,7 @@ from typing import Any
 
 from ft import faults as inject
 from ft.base.errors import UserError
+from ft.base.files import needs_run_dir
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console
 from ft.job.agent.control_supervisor import ControlPlaneSupervisor
@@ -74,7 +75,8 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     """Create the components for a run whose control plane listens on ``port``.
 
     Raises:
-        UserError: the control plane's host cannot be reached, or the run's directory cannot be written.
+        UserError: the control plane's host cannot be reached, the run's directory cannot be written, or this node's
+            ft run is at work already.
     """
     cluster, supervisor, timeouts = options.cluster, Supervisor(), options.timeouts
     begins = cluster.node_rank == 0
@@ -142,7 +144,10 @@ def _channel_address(options: RunOptions, port: int, own_host: str) -> str:
 
 def _place(options: RunOptions, port: int, agent_socket: str, faults: list[inject.Fault]) -> NodeContext:
     cluster = options.cluster
-    name = claim_name(options.run_dir, cluster.node_rank)
+    with needs_run_dir(options.run_dir):
+        # the launcher of a replica of FT-HSDP has looked already, and starts agents again and again
+        joins = options.joins or options.life is not None
+        name = claim_name(options.run_dir, cluster.node_rank, joins)
     return NodeContext(
         node=name,
         node_rank=cluster.node_rank,

@@ -11,6 +11,8 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from ft.base import output
+
 _HELD_BACK = 1 << 16
 _PIECE = 1024  # characters; in UTF-8 at most 4096 bytes, which a pipe that is ready for writing accepts at once
 _LOOKED_AT = 200
@@ -119,16 +121,21 @@ class Console:
                 self._out.write(text)
 
     def close(self) -> None:
-        """Wait until all output is written. Call it when the run is over."""
+        """Wait until all output is written, and say what was lost. Call it when the run is over."""
         self._err.flush(to_the_end=True)
         self._out.flush(to_the_end=True)
+        for broken, other in (("stdout", self._err), ("stderr", self._out)):
+            if lost := output.take_losses(broken):
+                other.write(_named(lost))
+                other.flush(to_the_end=True)
 
 
 class Outlet:
     """Writes to a standard stream without blocking; data that the stream does not accept waits in memory.
 
     A pager that is not scrolled or a stopped terminal (Ctrl-S) accepts no data. If the agent blocked on such a stream,
-    it would send no heartbeats, and its node would be declared lost.
+    it would send no heartbeats, and its node would be declared lost. What a full disk or a closed pipe does not accept
+    is lost (:mod:`ft.base.output`).
 
     Args:
         name: name of the stream in ``sys``, "stdout" or "stderr".

@@ -66,22 +66,28 @@ class ControlPlaneSupervisor:
             node: name of this agent.
 
         Raises:
-            OSError: the run's directory cannot be written.
+            OSError: the run's directory cannot be written, or no process can be created; the same call can be made
+                again.
         """
         term = election.newest(self._run_dir) + 1
         if not election.claim(self._run_dir, term, node):
             return False
-        if life != self._life:
-            self._deaths.clear()
-        self._life, self._standstill = life, Standstill()
         self.sidecar.kill()
         launcher = processes.identity(os.getpid())
-        self._record = LeaseRecord(term, life, "", node, os.getpid(), launcher=launcher)
+        record = LeaseRecord(term, life, "", node, os.getpid(), launcher=launcher)
         if self._lease is not None:
-            self._lease.hold(self._record)
+            self._lease.hold(record)
         else:
-            election.renew(self._run_dir, self._record)
-        self.sidecar.start(term, node, life)
+            election.renew(self._run_dir, record)
+        if life != self._life:
+            self._deaths.clear()
+        self._life, self._record, self._standstill = life, record, Standstill()
+        try:
+            self.sidecar.start(term, node, life)
+        except OSError:
+            if self._lease is not None:
+                self._lease.drop()
+            raise
         return True
 
     def ended(self, code: int) -> bool:

@@ -1,6 +1,7 @@
 """Monitors free disk space for a node agent of ``ft run``: warns at the terminal when the run's directory is full.
 
-The warning has to appear at the terminal, because log files are on that same disk.
+The warning has to appear at the terminal, because log files are on that same disk. Where the terminal is a file on that
+disk, too, nobody sees the warning; the summary at the end, when there is room again, says what is lacking.
 """
 
 import os

@@ -5,6 +5,7 @@ and standbys (workers that wait to replace a lost one).
 """
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -12,34 +13,63 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ft.base.errors import FtError
+from ft.base.errors import FtError, UserError
 from ft.job.agent.devices import Devices
 from ft.job.agent.environment import NodeContext
 from ft.job.messages import AgentJoined
+from ft.platform import election, holders
+from ft.record.run import read_status
 
 _FOLDER = "nodes"
 _MANY_KEYS = 20_000
 
 
-def claim_name(run_dir: Path, node_rank: int) -> str:
+def claim_name(run_dir: Path, node_rank: int, joins: bool = True) -> str:
     """Return a name that no agent of this run has had: ``n3``, or ``n3-2``, ``n3-3`` for agents that join again.
 
     A name is claimed by creating a file in the run's directory, which can succeed only once.
 
+    Args:
+        run_dir: the run's directory.
+        node_rank: number of the node.
+        joins: whether the node's latest ``ft run`` may still be at work.
+
     Raises:
         OSError: the run's directory cannot be written.
+        UserError: the node's latest ``ft run`` is still at work, and not ``joins``.
     """
-    folder = run_dir / _FOLDER
+    folder, mine = run_dir / _FOLDER, holders.holder(os.getpid(), run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    name, turn = f"n{node_rank}", 1
-    while True:
-        try:
-            (folder / name).touch(exist_ok=False)
-        except FileExistsError:
-            turn += 1
-            name = f"n{node_rank}-{turn}"
-            continue
-        return name
+    path = folder / f"n{node_rank}"
+    for turn in itertools.count(2):
+        if holders.claim(path, mine):
+            return path.name
+        last, path = path, folder / f"n{node_rank}-{turn}"
+        if not joins and not path.exists():
+            _refuse_second(run_dir, node_rank, last)
+    raise AssertionError("the loop has no end")
+
+
+def _refuse_second(run_dir: Path, node_rank: int, last: Path) -> None:
+    """Raise an error if the process that holds the name ``last`` is at work. A name without a holder is free.
+
+    The system knows it of a process of this host, the run's status and lease of another one.
+
+    Raises:
+        UserError: it is at work.
+    """
+    holder = holders.read(last)
+    if holder is None or holder.lives is False:
+        return
+    nodes = read_status(run_dir).get("nodes")
+    state = str(nodes.get(last.name, "up") if isinstance(nodes, dict) else "up")
+    if holder.lives is None and not (state.startswith(("up", "suspect")) and election.is_kept(run_dir)):
+        return
+    raise UserError(
+        f"{run_dir} is the directory of a run that is under way, whose node {node_rank} is at work: {holder}",
+        "choose another --run-dir; to join that run as a spare, add --join; each node of a run needs a --node-rank of "
+        "its own",
+    )
 
 
 class Membership:

@@ -41,6 +41,7 @@ from ft.base.errors import UserError
 from ft.net import mpi, mpi_world
 from ft.net.streams import TRANSPORT
 from ft.platform import network, processes, slurm
+from ft.platform.supervisor import END_SIGNALS
 
 _FLAG = "--ft-transport"
 _START_S = 120.0
@@ -184,7 +185,7 @@ def _relay(agent: int, folder: Path, listener: socket.socket, answer: socket.soc
         answer: socket to the agent, for this node's position.
     """
     processes.set_name("ft-mpi")
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in END_SIGNALS:
         signal.signal(signum, lambda number, _: processes.send(agent, number))
     try:
         code, world = _relay_until_end(agent, folder, listener, answer)

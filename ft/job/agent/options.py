@@ -134,6 +134,8 @@ class RunOptions:
     """Devices of this node that computed wrongly in earlier runs (``--suspects``)."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """The timeouts of the run: the defaults, changed by ``--control etcd`` and ``--limits``."""
+    joins: bool = False
+    """Whether this node may join a run in which an ``ft run`` with its number is at work."""
     health: str = WATCH
     """What follows from what a node says of itself: "off" (it is not read), "watch" or "drain"."""
 
@@ -222,6 +224,7 @@ def resolve(
         timeouts=timeouts,
         devices=given.devices_per_node,
         left_out=left_out,
+        joins=given.join,
         health=given.health,
     )
 

@@ -15,12 +15,12 @@ import time
 import types
 from pathlib import Path
 
+from ft.base import output
 from ft.base.errors import UserError
 from ft.job.agent import ending
 from ft.platform import processes
 
 _ORPHANED = 70
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def become_worker(born_of: int, agent: int, log: str, environment: dict[str, str]) -> None:
@@ -116,7 +116,12 @@ def _without_launcher(error: BaseException):
 
 
 def _own_output(path: str) -> None:
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        log = os.open(os.devnull, os.O_WRONLY)  # no room for one more file: the worker trains all the same
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log, 1)
@@ -124,22 +129,5 @@ def _own_output(path: str) -> None:
     os.close(null)
     os.close(log)
     # The output is no terminal, so Python cannot derive an encoding: without UTF-8, printing a progress bar could fail.
-    sys.stdout = sys.__stdout__ = _text(1)
-    sys.stderr = sys.__stderr__ = _text(2)
-
-
-class _Log(io.FileIO):
-    """A worker's log file. Data that a full or failing disk does not accept is discarded; training continues."""
-
-    def write(self, data) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            return len(data)
-
-
-def _text(fd: int):
-    raw = io.BufferedWriter(_Log(fd, "wb", closefd=False))
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    sys.stdout = sys.__stdout__ = output.stream_for(1)
+    sys.stderr = sys.__stderr__ = output.stream_for(2)

@@ -5,6 +5,7 @@ pool, a process that has imported everything. The control plane is one process f
 recoveries. What a failure of the control plane means for this node's workers is passed to the agent as an event.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from ft.job.agent.uplink import Refused, Uplink
 from ft.job.agent.workforce import Workforce
 from ft.platform import processes
 from ft.platform.supervisor import Supervisor
+
+_RETRY_S = 1.0
+"""Pause in seconds before the start of a control plane is tried again that was not possible."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ class ControlPlaneUpkeep:
         self._control_supervisor, self._uplink = control_supervisor, uplink
         self._console, self._recoveries, self._obey = console, recoveries, obey
         self._life, self._node = 0, ""
-        self._is_over = False
+        self._is_over = self._is_held_up = False
+        self._retry_at = 0.0
         control_supervisor.sidecar.on_exit = self._ended
 
     @property
@@ -140,9 +145,25 @@ class ControlPlaneUpkeep:
         """Start the control plane here. Return False if another agent was faster.
 
         Raises:
-            OSError: the run's directory cannot be written.
+            OSError: the run's directory cannot be written, or no process can be created.
         """
         return self._control_supervisor.start(self._life, self._node)
+
+    def try_start(self) -> bool:
+        """Start the control plane here if that is possible now; return whether it was started.
+
+        A full disk is said once; the workers train on, and ``look`` tries again.
+        """
+        if (now := time.monotonic()) < self._retry_at:
+            return False
+        try:
+            started, self._is_held_up = self.start(), False
+        except OSError as error:
+            self._retry_at, started = now + _RETRY_S, False
+            if not self._is_held_up:
+                self._console.complain(f"no control plane can be started here: {error}; it is tried again until it can")
+            self._is_held_up = True
+        return started
 
     def look(self, now: float) -> None:
         """If the control plane does not answer, wait, take over or fence. ``now``: monotonic time in seconds."""
@@ -152,8 +173,8 @@ class ControlPlaneUpkeep:
         what, why = self._control_supervisor.look(now, self._uplink.contact_at)
         if what == succession.RENEW:
             self._console.complain(f"{why} ({processes.describe(self._control_supervisor.sidecar.pid)}): it is killed")
-            self.start()
-        elif what == succession.CLAIM and self.start():
+            self.try_start()
+        elif what == succession.CLAIM and self.try_start():
             self._console.say(f"{why}; {self._node} takes over, training goes on")
             self._recoveries.adopt(self._control_supervisor.events)
         elif what == succession.FENCE:
@@ -178,5 +199,5 @@ class ControlPlaneUpkeep:
             self._obey(Refused("\n".join([how, *lines])))
         elif self._control_supervisor.dies_again_and_again():
             self._obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
-        elif self.start():
+        elif self.try_start():
             self._console.say(f"{how}; another one takes over from its journal, training goes on")

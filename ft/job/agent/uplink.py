@@ -99,8 +99,9 @@ class Uplink:
         threading.Thread(target=self._session.run, args=(join,), name="ft-uplink", daemon=True).start()
 
     def post(self, report: Any) -> None:
-        """Queue a report. Reports are sent in the order of the calls."""
-        self._session.post(report)
+        """Queue a report. Reports are sent in the order of the calls; without a session there is nobody to tell."""
+        if self._session is not None:
+            self._session.post(report)
 
     def record(self, report: Any, patience_s: float = _RECORD_S) -> None:
         """Queue a report and return once it was sent, or after ``patience_s`` seconds."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ft.base import token
 from ft.base.errors import PLANNED_ENDS
+from ft.base.files import needs_run_dir
 from ft.job.quorum import EPOCHS, FailureNotice
 from ft.job.replicas import marks, policy
 from ft.job.replicas.console import MergedConsole
@@ -62,6 +63,7 @@ class Launcher:
         self._watch = Watch(run_dir, *_watched(members), Company(run_dir, host.server))
         self._signum, self._signalled_at, self._signals = 0, 0.0, 0
         self._finished_at: float | None = None
+        self._is_held_up = False
         self._ending: dict[int, float] = {}
         self._have_trained: set[int] = set()
         self._orphans_since: float | None = None
@@ -84,10 +86,12 @@ class Launcher:
         self._supervisor.open(self._on_signal)
         for replica in self._members:
             marks.clear(self._run_dir, replica)
-        self._host.begin()
         for member in self._members.values():
             member.on_exit = self._on_exit
-            member.start()
+        with needs_run_dir(self._run_dir):
+            self._host.begin()
+            for member in self._members.values():
+                member.start()
         self._watch.start()
 
     def _turn(self) -> None:
@@ -190,10 +194,13 @@ class Launcher:
         try:
             members = self._stand_in.take()
         except OSError as error:
-            self._console.complain(f"the place of a lost node cannot be taken: {error}")
+            if not self._is_held_up:
+                self._console.complain(f"the place of a lost node cannot be taken now, it is tried again: {error}")
+            self._is_held_up = True
             return
         if not members:
             return
+        self._is_held_up = False
         for member in self._members.values():  # to its replica, the end of this agent is the loss of a standby node
             member.on_exit = lambda member, code: None
             member.send(signal.SIGKILL)
@@ -226,7 +233,8 @@ class Launcher:
             name = signal.Signals(signum).name
             self._console.say(f"{name}: all replicas are told to save and end; a second signal kills them")
         for member in self._members.values():
-            member.send(signum)
+            # an agent that was started under nohup ignores SIGHUP, and so do all that this one starts
+            member.send(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
             if member.process is None and member.code is None:
                 member.code = 128 + signum
 

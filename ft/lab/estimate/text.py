@@ -12,11 +12,14 @@ from typing import Any
 from ft.lab.estimate.answer import Estimate
 from ft.lab.estimate.clusters import Cluster
 from ft.lab.estimate.scenario import Question
-from ft.show.text import percent, seconds, table
+from ft.show.text import left_out, percent, seconds, table
 from ft.systems.dmr.plan.assign import SETS
 from ft.systems.dmr.plan.sizes import gigabytes
 from ft.systems.dmr.plan.summary import reasons
 
+LEFT_OUT = left_out(
+    "the host: launches, Python, and what this runtime spends for each operator", "noise", "failures and mismatches"
+)
 SAID = {
     "P": "compared with what activation checkpointing recomputes",
     "D_inter": "executed again between units of work: while messages travel, and in bubbles",
@@ -27,9 +30,11 @@ SAID = {
 
 
 def as_text(asked: Question, cluster: Cluster, found: Sequence[Estimate]) -> str:
-    """Return tables of the estimates, the planner's reasons for its choices, and the assumptions."""
+    """Return what is left out, tables of the estimates, the planner's reasons for its choices, and the assumptions."""
     why = "\n".join([f"batch {found[-1].layout.batch}:", *(f"  {reason}" for reason in reasons(found[-1].plan))])
-    return "\n\n".join([_head(asked, found[0]), _overheads(found), _sets(found), why, assumed(asked, cluster)])
+    return "\n\n".join(
+        [LEFT_OUT, _head(asked, found[0]), _overheads(found), _sets(found), why, assumed(asked, cluster)]
+    )
 
 
 def _head(asked: Question, first: Estimate) -> str:

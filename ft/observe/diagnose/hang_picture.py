@@ -1,6 +1,5 @@
 """Draw who waits for whom in a hang: the ranks at fault at the left, and those that wait for them to the right."""
 
-import io
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from ft.faults.hang.graph import Wait
 from ft.faults.hang.look import Look
 from ft.faults.hang.who import Who
 from ft.show import palette
-from ft.show.axes import DPI, rows
+from ft.show.axes import DPI, as_png, rows
 from ft.show.text import capitalised
 
 _MOST_BOXES, _MOST_COLUMNS = 8, 5
@@ -56,9 +55,7 @@ def save(path: Path, look: Look, found: Diagnosis) -> None:
 
 def png(look: Look, found: Diagnosis) -> bytes:
     """Return the picture as PNG."""
-    content = io.BytesIO()
-    _figure(look, found).savefig(content, dpi=DPI, format="png")
-    return content.getvalue()
+    return as_png(_figure(look, found))
 
 
 def _figure(look: Look, found: Diagnosis):

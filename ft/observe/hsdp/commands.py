@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ft.base.errors import UserError
-from ft.base.files import replace
+from ft.base.files import replace_all
 from ft.job.replicas.host import FOLDER as LAUNCHERS
 from ft.observe.hsdp.record import load
 from ft.observe.hsdp.status import as_text, as_values, status
@@ -26,14 +25,14 @@ NOT_CLEAN = 1
 """Exit code of a report whose audit does not prove that every sample was trained exactly once."""
 
 
-def write_report(folder: str | Path) -> tuple[str, int]:
+def write_report(folder: str | Path) -> tuple[str, str, int]:
     """Write ``timeline.png`` and ``report.html`` into the run's folder.
 
     Returns:
-        (a summary for the terminal, exit code: 0, or ``NOT_CLEAN``).
+        (a summary for the terminal; why a file could not be written, or ""; exit code: 0, or ``NOT_CLEAN``).
 
     Raises:
-        UserError: there is no such run, or its folder cannot be written.
+        UserError: there is no such run.
     """
     # Import these modules here: importing matplotlib takes longer than everything else in this command.
     from ft.observe.hsdp.page import page
@@ -42,13 +41,10 @@ def write_report(folder: str | Path) -> tuple[str, int]:
     from ft.observe.hsdp.timeline import draw
 
     story = tell(load(folder))
-    image, report = story.record.folder / "timeline.png", story.record.folder / "report.html"
-    try:
-        draw(story, image)
-        replace(report, page(story, image.read_bytes()))
-    except OSError as error:
-        raise UserError(f"the report cannot be written: {error}", "make the run's folder writable") from error
-    return summary(story, [image, report]), 0 if story.audit.is_clean else NOT_CLEAN
+    image = draw(story)
+    pages = {story.record.folder / "timeline.png": image, story.record.folder / "report.html": page(story, image)}
+    written, problem = replace_all(pages)
+    return summary(story, written), problem, 0 if story.audit.is_clean else NOT_CLEAN
 
 
 def now(folder: str | Path) -> tuple[str, dict[str, Any], bool]:

@@ -4,8 +4,6 @@ A replica is a full copy of the model with its own workers. An incident is a fai
 restart.
 """
 
-from pathlib import Path
-
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -16,19 +14,15 @@ from ft.observe.hsdp.stacks import has_stacks
 from ft.observe.hsdp.stalls import FAILURE
 from ft.observe.hsdp.story import Story
 from ft.show import palette
-from ft.show.axes import DPI, STYLE, empty, legend, plain, rows
+from ft.show.axes import STYLE, as_png, empty, legend, plain, rows
 from ft.show.text import count, percent, shortened
 
 _MOST_LABELS = 24
 _LEAST_WIDTH = 1 / 600  # share of the whole width: shorter lanes are drawn that wide to stay visible
 
 
-def draw(story: Story, path: str | Path) -> None:
-    """Write the picture as PNG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+def draw(story: Story) -> bytes:
+    """Return the picture as PNG."""
     height = max(1.3, min(4.5, 0.42 * story.record.count + 0.5))
     panels = [(height, _draw_lanes), (1.7, _draw_steps), (2.3, _draw_loss)]
     if has_stacks(story.steps):
@@ -36,7 +30,7 @@ def draw(story: Story, path: str | Path) -> None:
     figure, every = rows(_title(story), [inches for inches, _ in panels])
     for axes, (_, draw_panel) in zip(every, panels, strict=True):
         draw_panel(axes, story)
-    figure.savefig(path, dpi=DPI, format="png")
+    return as_png(figure)
 
 
 def _title(story: Story) -> str:

@@ -6,7 +6,6 @@ between the two results is marked by a diamond.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -18,7 +17,7 @@ from ft.observe.report.lanes import RankInterval, end_of_time, origin, rank_inte
 from ft.record.recoveries import PHASES, Recovery
 from ft.record.run import Run, number
 from ft.show import palette
-from ft.show.axes import DPI, STYLE, empty, legend, plain, rows
+from ft.show.axes import STYLE, as_png, empty, legend, plain, rows
 from ft.show.text import count, seconds, shortened
 
 _MOST_BARS = 10
@@ -51,12 +50,8 @@ class _PictureData:
         return max((lane.rank for lane in self.lanes), default=-1) + 1
 
 
-def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
-    """Write the picture as PNG.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+def draw(run: Run, found: Sequence[Recovery]) -> bytes:
+    """Return the picture as PNG."""
     productive = sum(number(m, "step_time_s") or 0.0 for m in run.metrics)
     lanes, checked = rank_intervals(run.events, found), corruption(run.events)
     scene = _PictureData(run, found, lanes, origin(run.events), end_of_time(run.events, productive), checked)
@@ -65,7 +60,7 @@ def draw(run: Run, found: Sequence[Recovery], path: str | Path) -> None:
     _draw_lanes(lanes, scene)
     _draw_phases(phases, found)
     _draw_loss(loss, scene)
-    figure.savefig(path, dpi=DPI, format="png")
+    return as_png(figure)
 
 
 def _title(scene: _PictureData) -> str:

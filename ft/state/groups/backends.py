@@ -47,7 +47,10 @@ class Connection:
         self.backend: dist.Backend | None = backend
 
     def interrupt(self) -> None:
-        """Make every blocked operation fail within milliseconds, without waiting for that. Safe from any thread."""
+        """Make every blocked operation fail soon, without waiting for that. Safe from any thread.
+
+        With gloo this takes milliseconds; with NCCL it takes as long as the abort.
+        """
         raise NotImplementedError
 
     def drop(self) -> None:
@@ -81,10 +84,11 @@ class GlooConnection(Connection):
 class NcclConnection(Connection):
     """An NCCL backend.
 
-    NCCL creates its communicators at the first operations. ``abort`` ends blocked operations, also on the device.
+    NCCL creates its communicators at the first operations. ``abort`` ends blocked operations, also on the device, but
+    not the creation of a communicator (see ``NcclConnector``).
 
-    While a communicator is being created, NCCL waits in the store, over a separate connection. ``interrupt`` breaks
-    that connection too.
+    At the beginning of that creation, NCCL waits in the store, over a separate connection. ``interrupt`` breaks that
+    connection too.
 
     Args:
         backend: torch's backend.
@@ -182,9 +186,11 @@ class NcclConnector:
 
     NCCL creates its communicators at their first use.
 
-    This relies on torch's documentation of ``ProcessGroupNCCL`` and ``_abort_process_group``: non-blocking
-    communicators can be aborted while they are being created, and the watchdog must not handle errors itself
-    (``prepare_nccl``).
+    The communicators are non-blocking, so that an abort ends operations that are under way. While a communicator is
+    being created, it cannot be aborted: torch holds its lock until it is ready (``NCCLComm::waitReady``, 30 minutes at
+    most by default), and the abort needs that lock. A worker that waits there when a peer is lost (in its first step,
+    in the first step after a recovery, or at the first use of a pair) does not leave the epoch and is replaced after
+    ``Timeouts.drain_s``. Torch's watchdog must not handle errors itself (``prepare_nccl``). No GPU has run this.
     """
 
     device_type = "cuda"

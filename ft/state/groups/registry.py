@@ -225,7 +225,9 @@ class Groups:
     # --- the end of an epoch ------------------------------------------------------------------------------------------
 
     def close(self, epoch: int, reason: str) -> None:
-        """Close ``epoch``: blocked operations raise ``EpochClosed`` within milliseconds, later operations at once.
+        """Close ``epoch``: blocked operations raise ``EpochClosed`` soon, later operations at once.
+
+        Over gloo this takes milliseconds. Over NCCL it takes as long as the abort of the communicators.
 
         Safe from any thread. ``reason`` becomes part of the exceptions.
         """
@@ -287,7 +289,7 @@ class Groups:
 
         Raises:
             AbortError: a communicator was not aborted, so that this worker has to be replaced.
-            EpochClosed: ``epoch`` was closed meanwhile. This is raised within milliseconds of the closing.
+            EpochClosed: ``epoch`` was closed meanwhile. Over gloo this is raised within milliseconds of the closing.
             RecoverableError: a member could not be reached, and the control plane did not close the epoch because of
                 it.
         """

@@ -52,7 +52,7 @@ class EpochState:
         history: the operations that training has started last.
         thread: its attribute ``trains`` tells whether the calling thread's operations belong to training.
         before_drop: functions to call before connections are dropped; each returns when its thread is in no operation.
-            In a closed epoch no operation begins, and those under way end within milliseconds.
+            In a closed epoch no operation begins, and those under way end soon.
     """
 
     def __init__(self, epoch: int, alone: bool, on_failure: OnFailure):

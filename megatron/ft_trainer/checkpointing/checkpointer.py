@@ -1,5 +1,6 @@
 """The checkpointing interface of the trainer: save, finalize, load and close, called by the training loop."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ class Checkpointer:
         last_outcome: result of the last save that has ended, None before.
 
     Raises:
-        UserError: the folder of --save cannot be written.
+        UserError: the folder of --save cannot be written, or another run saves into it.
     """
 
     def __init__(
@@ -262,6 +263,7 @@ class Checkpointer:
         if self._channel.rank == 0:
             try:
                 commit.check_writable(folder)
+                commit.occupy(folder, os.environ)
             except UserError as error:
                 problem = [error.problem, error.fix]
         problem = self._channel.broadcast(problem)

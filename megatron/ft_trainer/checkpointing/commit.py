@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ft.base.errors import UserError
+from ft.job.replicas.host import FOLDER as LAUNCHERS
+from ft.platform import holders
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.ft_trainer.checkpointing import durable, naming
 from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest
@@ -38,6 +40,36 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"--save {folder}: a file is where the folder should be", "give another folder") from error
     except OSError as error:
         raise UserError(f"--save: {explain(error, folder)}", "give a folder that this user can write to") from error
+
+
+def occupy(folder: Path, environment: Mapping[str, str]) -> None:
+    """Record in the folder that the ``ft run`` of this worker saves into it; outside ``ft run`` do nothing.
+
+    Raises:
+        UserError: another run that is under way saves into it, or the file system does not take the record.
+    """
+    run = environment.get("FT_HSDP_RUN_DIR") or environment.get("FT_RUN_DIR")
+    if run is None:
+        return
+    path, mine = folder / naming.HOLDER, holders.holder(os.getppid(), Path(run))
+    try:
+        holders.claim(path, mine)
+        other = holders.read(path)
+        if other is not None and _is_same(other.run, run):
+            return
+        if other is not None and holders.is_at_work(other, [Path(other.run), Path(other.run) / LAUNCHERS]):
+            raise UserError(
+                f"--save {folder} is in use by the run {other.run} ({other})", "give another --save, or end that run"
+            )
+        holders.replace(path, mine)
+    except OSError as error:
+        raise UserError(f"--save: {explain(error, folder)}", "give a folder that this user can write to") from error
+
+
+def _is_same(folder: str, other: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samefile(folder, other)
+    return folder == other
 
 
 def prepare(folder: Path, step: int) -> tuple[Path, int]:

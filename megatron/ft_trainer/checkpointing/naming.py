@@ -5,6 +5,7 @@
     <save>/latest_checkpointed_iteration.txt      what Megatron's tools read first
     <save>/iter_0000100/                          a complete checkpoint: it gets this name last
     <save>/iter_0000200.4f0c91d2.partial/         a save in progress, or the remains of an interrupted one
+    <save>/in_use_by.json                         the ``ft run`` that saves here
     <save>/non_persistent/                        such a folder for --non-persistent-ckpt-type global
     <save>/iter_0000050.removed/                  a checkpoint that is being removed
     <save>/iter_0000200.4f0c91d2.removed/         a checkpoint that another save of the same step has replaced
@@ -16,6 +17,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 TRACKER = "latest_checkpointed_iteration.txt"
+HOLDER = "in_use_by.json"
 MANIFEST = "manifest.json"
 COMMON = "common.pt"
 COMMON_KEY = "common_state"

@@ -9,11 +9,15 @@ from typing import Any
 from ft.lab.plan.disruption.answer import RARE, Answer, Way
 from ft.lab.plan.disruption.flags import Plan
 from ft.lab.plan.disruption.model import DAY_S
-from ft.show.text import count, percent, seconds, table
+from ft.show.text import count, left_out, percent, seconds, table
+
+LEFT_OUT = left_out(
+    "the wait for a repair where no standby is left", "failures during restarts, recoveries, replays and saves"
+)
 
 
 def as_text(plan: Plan, found: Answer) -> str:
-    """Return the planned run, a table of the ways to continue after a failure, and conclusions."""
+    """Return what is left out, the planned run, a table of the ways to continue after a failure, and conclusions."""
     head = ["", *(way.name for way in found.ways)]
     rows = [[f"checkpoint every ({_unit(plan)})", *(_interval(way, plan) for way in found.ways)]]
     rows += [["per failure:"] + [""] * len(found.ways)]
@@ -32,7 +36,9 @@ def as_text(plan: Plan, found: Answer) -> str:
     if plan.steps is not None:
         rows.append([f"the run of {plan.steps:,} steps lasts", *(_days(way, plan) for way in found.ways)])
     columns = range(1, len(head))
-    return "\n".join([*_question(plan, found), "", table(head, rows, right=columns), "", *_conclusions(plan, found)])
+    return "\n".join(
+        [LEFT_OUT, "", *_question(plan, found), "", table(head, rows, right=columns), "", *_conclusions(plan, found)]
+    )
 
 
 def as_values(plan: Plan, found: Answer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ft.job.control.ladder import Decision, decide
 from ft.job.control.recovery_plan import AGAINST, MIDDLE, PLUS
 from ft.lab.plan.policy import ladder
 from ft.lab.plan.policy.failure import failure
-from ft.show.text import table
+from ft.show.text import left_out, table
 
 _DESCRIPTION = """\
 Show the rungs of the recovery ladder, and which one follows which loss of pipeline stages, as the control plane
@@ -22,6 +22,7 @@ decides. With --lost, show the decision for one failure. The subcommand "ladder"
 losses."""
 
 OFF = "off"
+LEFT_OUT = left_out("how often each case occurs, and how long its recovery takes", "further faults during the recovery")
 _MOST_STAGES = 1024
 
 _COLUMNS = ("rung", "flag", "needs", "loses")
@@ -73,10 +74,10 @@ def run(given: argparse.Namespace) -> int:
     blocks = _blocks(given)
     if given.lost is None:
         failures = _typical(blocks, given)
-        print(json.dumps(_all_values(failures)) if given.json else _all_text(failures))
+        print(json.dumps(_all_values(failures)) if given.json else f"{LEFT_OUT}\n\n{_all_text(failures)}")
         return 0
     found = decide(failure(blocks, _lost(given.lost, len(blocks)), _asked(given.checkfree)))
-    print(json.dumps(_values(found)) if given.json else f"{found.rung}: {found.reason}")
+    print(json.dumps(_values(found)) if given.json else f"{LEFT_OUT}\n\n{found.rung}: {found.reason}")
     return 0
 
 

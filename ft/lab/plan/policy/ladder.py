@@ -16,7 +16,7 @@ from ft.job.quorum.limits import Limits
 from ft.lab.plan.policy.losses import situations
 from ft.lab.plan.policy.scenario import FLAGS, HOT_SWAP, REPEATED, Scenario, read
 from ft.protection import table as protections
-from ft.show.text import count, percent, seconds, table
+from ft.show.text import count, left_out, percent, seconds, table
 
 _DESCRIPTION = """\
 Show which kind of recovery follows a fault, why, what it loses, and how long it can wait at most, for any layout, any
@@ -24,6 +24,9 @@ protections and any losses. Each damaged replica is decided on by itself, as its
 numbered tensor parallel first, then data parallel, then the pipeline stages. Limits of waits are the defaults; some
 grow by a few step times."""
 
+LEFT_OUT = left_out(
+    "how often this occurs", "how long the recovery takes (waits are limits)", "further faults during the recovery"
+)
 _REPLICA_ENTRIES = (protections.REPLICAS, protections.STACKS)
 
 
@@ -63,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
         print(json.dumps({"replicas": values, "notes": notes}))
     else:
         parts = [_text(replica, scenario, decision) for replica, decision in found.items()]
-        print("\n\n".join([*parts, *notes]))
+        print("\n\n".join([LEFT_OUT, *parts, *notes]))
     return 0
 
 

@@ -7,18 +7,23 @@ microbatches pass the first two stages, and the last two, in swapped order.
 from collections.abc import Sequence
 from typing import Any
 
-from ft.show.text import percent, shortened, table
+from ft.show.text import left_out, percent, shortened, table
 from ft.systems.schedule.check import named
 from ft.systems.schedule.choose import Planned
 from ft.systems.schedule.routes import straight
 from ft.systems.schedule.units import Unit
 
+LEFT_OUT = left_out(
+    "unlike stages",
+    "gradient reduction and optimizer",
+    "NCCL that starts the messages of a batch in turn",
+)
 _WIDTH = 120
 _MOST_FAULTS = 4
 
 
 def as_text(found: Planned, beside: Sequence[Planned]) -> str:
-    """Return the schedule's cost, the result of its check, its order, and a comparison with other schedules.
+    """Return what is left out, and the schedule's cost, check and order, beside those of other schedules.
 
     Args:
         found: the schedule.
@@ -27,7 +32,7 @@ def as_text(found: Planned, beside: Sequence[Planned]) -> str:
     shape = found.shape
     times = f"forward {shape.f:g}, backward {shape.b:g}, message {shape.comm:g}"
     head = f"{found.kind}: {shape.stages} stages, {shape.microbatches} microbatches; {times}"
-    parts = [head, _costs(found), _checks(found), _order(found)]
+    parts = [LEFT_OUT, head, _costs(found), _checks(found), _order(found)]
     if any(other.kind != found.kind for other in beside):
         parts.append(_compared(found, beside if found in beside else [*beside, found]))
     return "\n\n".join(parts)

@@ -9,6 +9,13 @@ from typing import Any
 from ft.lab.plan.snapshot.answer import MONTH, Answer
 from ft.lab.plan.snapshot.flags import Plan
 from ft.platform.topology import NODE
+from ft.show.text import left_out
+
+LEFT_OUT = left_out(
+    "nodes without a replacement",
+    "faults that take all copies alike (software)",
+    "the training's own traffic",
+)
 
 _GIB = 1 << 30
 _NODE_MEMORY, _TO_HOST = "host memory of a node", "each step, GPU to host"
@@ -52,7 +59,7 @@ def as_text(plan: Plan, answers: list[Answer]) -> str:
     rows = [(name, [without.get(name, "-"), *cells]) for name, cells in rows]
     first = max(len(name) for name, _ in rows)
     widths = [max(len(row[i]) for _, row in rows) for i in range(1 + len(answers))]
-    lines = [*_head(plan, answers), ""]
+    lines = [LEFT_OUT, "", *_head(plan, answers), ""]
     for name, cells in rows:
         lines.append(f"  {name:<{first}}" + "".join(f"  {cell:>{w}}" for cell, w in zip(cells, widths, strict=True)))
     if plan.question.copies_carry:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from ft.lab.plan.spare.simulate import add_flags, asked_for
 from ft.lab.simulate.spare.cross_check import TOLERANCE, Comparison, compare
 from ft.lab.simulate.spare.scenario import FIELDS
+from ft.lab.simulate.spare.table import LEFT_OUT
 from ft.show.text import seconds, table
 
 _DESCRIPTION = """\
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([_values(one) for one in found]))
     else:
+        print(f"{LEFT_OUT}\n")
         print(table(_HEAD, [_cells(one) for one in found], right=(0, *range(2, 10))))
         print(
             f"\nagree: the same events, and times within {TOLERANCE:g} of each other; two figures: step level, SimGrid"

@@ -12,7 +12,7 @@ from ft.base.quantities import argument, whole
 from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
 from ft.lab.plan.spare.trials import Outcome, run_trials
 from ft.lab.simulate.spare import theory
-from ft.show.text import table
+from ft.show.text import left_out, table
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
 
@@ -21,6 +21,8 @@ Simulate random failures with the controller up to the first wipe-out, as in app
 output has the number of failures including the fatal one, the mean stack S before each failure, and the share of
 failures that needed a patch compute. With numba (pip install 'megatron-ft[fast]') the same trials take a fiftieth of
 the time."""
+
+LEFT_OUT = left_out("time", "groups that return before the wipe-out", "failure domains")
 
 _number = argument(whole(-(10**18), 10**18))
 
@@ -50,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(as_json(given, [as_values(outcome) for outcome in outcomes]))
     else:
-        print(_as_text(sizes(given), outcomes))
+        print(f"{LEFT_OUT}\n\n{_as_text(sizes(given), outcomes)}")
     return 0
 
 

@@ -16,6 +16,7 @@ from ft.lab.plan.spare.simulate import add_flags, asked_for
 from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.study import row
+from ft.lab.simulate.spare.table import LEFT_OUT
 from ft.show.text import count, percent, seconds, table
 from ft.systems.spare.ruler import largest_redundancy, ruler
 
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         values = [as_values(*each) for each in found]
         print(json.dumps(values[0] if len(values) == 1 else values))
     else:
-        print("\n\n".join(as_text(*each) for each in found))
+        print("\n\n".join([LEFT_OUT, *(as_text(*each) for each in found)]))
     if arguments.plot is not None:
         # Import the picture module here: importing matplotlib takes longer than everything else in this command.
         from ft.lab.plan.spare.picture import draw

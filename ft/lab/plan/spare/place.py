@@ -10,13 +10,16 @@ from pathlib import Path
 from ft.base.errors import UserError
 from ft.base.quantities import several
 from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
-from ft.show.text import table
+from ft.show.text import left_out, table
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import check, largest_redundancy, ruler
 
 _DESCRIPTION = """\
 Compute a ruler with which two types share at most one group: group w hosts type (w + mark) mod N for each mark. The
 ruler is the optimal Golomb ruler if it fits, else a modular ruler for exactly this number of groups."""
+
+
+LEFT_OUT = left_out("failure domains: the hosts of a type may share a rack or a switch")
 
 
 def add_parser(subparsers) -> None:
@@ -47,7 +50,7 @@ def run(given: argparse.Namespace) -> int:
     if given.out is not None:
         _write(placements[0], Path(given.out))
     answers = [{"ruler": list(placement.ruler), "max_overlap": placement.max_overlap} for placement in placements]
-    print(as_json(given, answers) if given.json else _as_text(placements))
+    print(as_json(given, answers) if given.json else f"{LEFT_OUT}\n\n{_as_text(placements)}")
     return 0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ft.base.quantities import several
 from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
-from ft.show.text import count, shortened, table
+from ft.show.text import count, left_out, shortened, table
 from ft.systems.spare.controller import Controller, Reordering
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
@@ -25,6 +25,9 @@ Show what the controller decides when some groups of the initial layout are lost
 take part in the all-reduce, the types that move into the first S positions of a group, and the types that have to be
 computed additionally in the interrupted step."""
 
+LEFT_OUT = left_out(
+    "groups that return", "what a run does in a wipe-out: other groups compute the types, and nothing restarts"
+)
 _PHASES = ("0, the orders remain valid", "1, a deeper stack was enough", "2, types were moved")
 _WIDTH = 100
 
@@ -66,7 +69,7 @@ def run(given: argparse.Namespace) -> int:
         print(as_json(given, [as_values(done, time_ms) for done, time_ms in found]))
         return 0
     parts = [_as_text(size, *each) for size, each in zip(sizes(given), found, strict=True)]
-    print("\n\n".join(parts))
+    print("\n\n".join([LEFT_OUT, *parts]))
     if given.check:
         print("\nSciPy finds the same stack and as many moves.")
     return 0
@@ -112,7 +115,9 @@ def difference(placement: Placement, failed: list[int], done: Reordering) -> str
 def _as_text(size: tuple[int, int], done: Reordering, time_ms: float) -> str:
     rows = [["groups, redundancy", f"{size[0]}, {size[1]}"]]
     if done.wipe_out:
-        rows.append(["wipe-out", f"no host is left of types {_list(done.wipe_out)}: restart from a checkpoint"])
+        rows.append(
+            ["wipe-out", f"no host is left of types {_list(done.wipe_out)} (the paper: restart from a checkpoint)"]
+        )
     else:
         rows += [["stack", str(done.stack)], ["phase", _PHASES[done.phase]]]
         rows.append(["patch", f"types {_list(done.patch_types)}" if done.patch_types else "not needed"])

@@ -12,7 +12,7 @@ from ft.base.quantities import several
 from ft.lab.simulate import fields
 from ft.lab.simulate.spare.scenario import FIELDS, Scenario, read_file, read_flags, scenario
 from ft.lab.simulate.spare.study import study
-from ft.lab.simulate.spare.table import as_text, as_values
+from ft.lab.simulate.spare.table import LEFT_OUT, as_text, as_values
 
 _DESCRIPTION = """\
 Simulate training step by step under failures, with SPARe, replication, or checkpoints alone.
@@ -83,5 +83,5 @@ def run(arguments: argparse.Namespace) -> int:
         values = [as_values(asked, row) for asked, rows in found for row in rows]
         print(json.dumps(values[0] if len(values) == 1 else values))
     else:
-        print("\n\n".join(as_text(asked, rows) for asked, rows in found))
+        print("\n\n".join([LEFT_OUT, *(as_text(asked, rows) for asked, rows in found)]))
     return 0

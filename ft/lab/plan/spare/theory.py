@@ -11,12 +11,14 @@ from typing import Any
 from ft.base.quantities import argument, whole
 from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
 from ft.lab.simulate.spare import theory
-from ft.show.text import table
+from ft.show.text import left_out, table
 
 _DESCRIPTION = """\
 Evaluate the closed forms of the SPARe paper: failures up to the first wipe-out (3), stacks per step by (5) and by its
 lower bound (6), the probability rho that a failure after k others needs a patch compute, and the rule of thumb r*
 (8)."""
+
+LEFT_OUT = left_out("groups that return before a wipe-out", "bursts of failures", "failures during restarts", "jitter")
 
 _number = argument(whole(-(10**18), 10**18))
 
@@ -41,7 +43,7 @@ def run(given: argparse.Namespace) -> int:
         UserError: a size or the number of failures is invalid.
     """
     answers = [answer(groups, redundancy, given.failures) for groups, redundancy in sizes(given)]
-    print(as_json(given, answers) if given.json else _as_text(given, answers))
+    print(as_json(given, answers) if given.json else f"{LEFT_OUT}\n\n{_as_text(given, answers)}")
     return 0
 
 

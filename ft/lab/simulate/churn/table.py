@@ -8,7 +8,13 @@ from ft.lab.simulate.churn.fit import Fit
 from ft.lab.simulate.churn.scenario import Scenario
 from ft.lab.simulate.churn.strategy import CHECKFREE, CHECKPOINT, NAMES, PLUS, REDUNDANT, strategy
 from ft.lab.simulate.churn.study import Row
-from ft.show.text import count, percent, seconds, table
+from ft.show.text import count, left_out, percent, seconds, table
+
+LEFT_OUT = left_out(
+    "repairs (each recovery finds a node)",
+    "nodes with several stages",
+    "losses off the given law",
+)
 
 _HEAD = (
     "rate",
@@ -25,7 +31,7 @@ _PAPER = ("paper", "ours / paper")
 
 
 def as_text(asked: Scenario, rows: Sequence[Row], fitted: Fit | None, matched: Sequence[float | None] | None) -> str:
-    """Return a summary of the scenario, a table of the results, and the assumptions of the model.
+    """Return what is left out, a summary of the scenario, a table of the results, and the assumptions of the model.
 
     Args:
         asked: the scenario.
@@ -43,7 +49,7 @@ def as_text(asked: Scenario, rows: Sequence[Row], fitted: Fit | None, matched: S
         if place + 1 < len(rows) and rows[place + 1].rate != row.rate:
             lines.append([""] * len(head))
     shown = table(head, lines, right=range(2, len(head)))
-    parts = [*_question(asked), "", shown, "", *_model(asked, fitted)]
+    parts = [LEFT_OUT, "", *_question(asked), "", shown, "", *_model(asked, fitted)]
     return "\n".join(parts + _given_up(asked, rows))
 
 

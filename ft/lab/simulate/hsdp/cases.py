@@ -72,8 +72,8 @@ def cases(job: Job, ours: Stalls) -> list[Case]:
         case("measured", "3 min + 100 s", 180.0, 100.0),
         case("intended", "fixed: 1.5 min", 90.0),
         case("intended_rejoin", "1.5 min + 100 s", 90.0, 100.0),
-        case("ours_hang", "ours, hang", job.step_s + hung, ours.rejoin_s),
-        case("ours", "ours, kill", job.step_s + ours.killed_s, ours.rejoin_s),
+        case("ours_hang", "our stall, hang", job.step_s + hung, ours.rejoin_s),
+        case("ours", "our stall, kill", job.step_s + ours.killed_s, ours.rejoin_s),
     ]
 
 

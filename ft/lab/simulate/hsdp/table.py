@@ -5,11 +5,15 @@ from typing import Any
 from ft.lab.simulate.hsdp.answer import Answer, CaseResult, SimulationSettings, lost_gpu_hours
 from ft.lab.simulate.hsdp.cases import Job, Stalls
 from ft.lab.simulate.hsdp.history import EXPONENTIAL, PERIODIC, WEIBULL, Outcome
-from ft.show.text import count, percent, seconds, table
+from ft.show.text import count, left_out, percent, seconds, table
+
+LEFT_OUT = left_out(
+    "what quorum, connections and fetch add at this size to our stalls", "cost of checkpoints", "spares and repairs"
+)
 
 
 def as_text(job: Job, ours: Stalls, settings: SimulationSettings, found: Answer) -> str:
-    """Return a summary of the parameters, a table of all cases, the sweeps, and an explanation of each figure.
+    """Return what is left out, the parameters, a table of all cases, the sweeps, and an explanation of each figure.
 
     Args:
         job: the simulated job.
@@ -17,7 +21,7 @@ def as_text(job: Job, ours: Stalls, settings: SimulationSettings, found: Answer)
         settings: settings of the simulation.
         found: the results.
     """
-    parts = [*_question(job, ours, settings), "", _cases(job, settings, found.found)]
+    parts = [LEFT_OUT, "", *_question(job, ours, settings), "", _cases(job, settings, found.found)]
     if found.by_replicas:
         names = [row.case.name for row in found.found]
         parts += ["", "Effective training time by number of replicas, a failure every " + seconds(job.interval_s)]
@@ -61,7 +65,7 @@ def _question(job: Job, ours: Stalls, settings: SimulationSettings) -> list[str]
         f"job        {job.gpus:,} GPUs in {job.replicas} replicas, steps of {seconds(job.step_s)}, a failure somewhere "
         f"every {seconds(job.interval_s)},",
         f"           a failed replica asks to rejoin after {seconds(job.rebuild_s)}",
-        f"ours       the others wait, in addition to a normal step, {seconds(ours.killed_s)} after a kill, {hang}",
+        f"our stall  the others wait, in addition to a normal step, {seconds(ours.killed_s)} after a kill, {hang}",
         f"           after a hang, {seconds(ours.rejoin_s)} at a rejoin ({ours.source}); a repeated step is added",
         f"simulated  {settings.days:,.4g} days for each figure (a quarter of that in sweeps), seed {settings.seed}, "
         f"at least {count(settings.rules.minimum, 'replica')} in a step",
@@ -123,7 +127,7 @@ def _meaning(settings: SimulationSettings) -> list[str]:
         "                    paper (ft plan disruption includes them).",
         "  paper: 3 min      The stall in the paper's formula. The paper measures 3 minutes at the failure and 100 s",
         "                    more at the return (3 min + 100 s). After two fixes, it expects 1.5 minutes.",
-        "  ours              The stalls of a small model on one machine, and one repeated step of the large model.",
+        "  our stall         The stalls of a small model on one machine, and one repeated step of the large model.",
         "                    Nothing was measured at this size: no figure includes the time for quorum, connections",
         "                    and fetch with thousands of GPUs, and the time to rebuild a replica is the paper's.",
         "  paper's formula   One failure in every interval, handled before the next one: 44 % and 80 % in the paper.",

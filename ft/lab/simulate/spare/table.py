@@ -7,7 +7,13 @@ from typing import Any
 from ft.lab.simulate.spare.run import PARTS
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.study import MEASURES, Estimate, Row
-from ft.show.text import count, percent, seconds, table
+from ft.show.text import count, left_out, percent, seconds, table
+
+LEFT_OUT = left_out(
+    "groups that return before a wipe-out",
+    "runs that go on in one",
+    "repairs and spares: a restart finds all groups",
+)
 
 _HEAD = ("scheme", "R", "time to train", "up", "available", "restarts", "stacks/step", "checkpoint every", "remark")
 _NAMES = {"spare": "SPARe", "replication": "replication", "checkpoint": "checkpoints"}
