@@ -5,14 +5,16 @@ grid) or is a standby (a warm worker without a rank). An epoch is a version of t
 snapshot is a copy of a rank's state in host memory; peers hold copies of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft.base import events
+from ft.base.events import Event
 from ft.observe.report import slow_ranks
 from ft.record import missing as records
 from ft.record.recoveries import UNDER_WAY, Recovery, recoveries
-from ft.record.run import FINISHED, Run
+from ft.record.run import Run, is_planned_end
 from ft.show.text import seconds, shortened, table
 
 _MOST_FINDINGS = 5
@@ -68,6 +70,7 @@ class Status:
         limits: the timeouts of the run that are not the defaults, in seconds by name.
         slow: sentences about the ranks that are persistently slower than others with the same work.
         health: what nodes have found about themselves, as sentences, the oldest first.
+        saves: the last save of a checkpoint, and its age; "" before the first.
     """
 
     phase: str
@@ -88,6 +91,7 @@ class Status:
     limits: dict[str, float] = field(default_factory=dict)
     slow: list[str] = field(default_factory=list)
     health: list[str] = field(default_factory=list)
+    saves: str = ""
 
     @property
     def stale(self) -> bool:
@@ -130,7 +134,28 @@ def status(run: Run, now: float, gone: str = "") -> Status:
         limits=stored["limits"] if isinstance(stored.get("limits"), dict) else {},
         slow=slow_ranks.sentences(stored.get("stragglers")),
         health=health(run),
+        saves=last_save(run.events, now),
     )
+
+
+def last_save(history: Sequence[Event], now: float, when: str = "ago") -> str:
+    """Return a sentence about the last save of a checkpoint, "" before the first.
+
+    Args:
+        history: events, in order of time.
+        now: the time in seconds since 1970 from which the age of a save counts.
+        when: words after the age.
+    """
+
+    def age(event: Event) -> str:
+        return f"{seconds(max(0.0, now - event.wall))} {when}"
+
+    saved = next((event for event in reversed(history) if event.name == events.SAVED), None)
+    ended = next((event for event in reversed(history) if event.name in (events.SAVED, events.SAVE_FAILED)), None)
+    good = "none was saved" if saved is None else f"step {saved.step}, {age(saved)}"
+    if ended is saved:
+        return "" if saved is None else good
+    return f"THE LAST SAVE FAILED (step {ended.step}, {age(ended)}): {ended.detail.get('reason')}; last saved: {good}"
 
 
 def health(run: Run) -> list[str]:
@@ -144,6 +169,12 @@ def health(run: Run) -> list[str]:
     return found
 
 
+def saves(history: Sequence[Event]) -> list[str]:
+    """Return a sentence about the last save of a checkpoint, for a report; none before the first save."""
+    said = last_save(history, history[-1].wall, "before the last event") if history else ""
+    return [said] if said else []
+
+
 def as_text(found: Status, folder: str) -> str:
     """Return the status as a few lines and a table of the members."""
     facts = [
@@ -155,6 +186,7 @@ def as_text(found: Status, folder: str) -> str:
         ("recovered", str(found.recovered)),
         ("last", _last(found.last)),
     ]
+    facts += [("saved", found.saves)] if found.saves else []
     if found.limits:
         facts.append(("limits", ", ".join(f"{name} = {value:g} s" for name, value in found.limits.items())))
     facts += [("straggler", text) for text in found.slow]
@@ -189,6 +221,7 @@ def as_values(found: Status) -> dict[str, Any]:
         "limits": found.limits,
         "stragglers": found.slow,
         "health": found.health,
+        "saves": found.saves,
         "last_recovery": None
         if last is None
         else {
@@ -246,7 +279,7 @@ def _at_the_end(members: list[Member], state: str, step: int | None) -> list[Mem
     The last heartbeats were sent before the end, so their steps may be too small. In a run that has finished, every
     rank has committed the last step.
     """
-    if state == FINISHED:
+    if is_planned_end(state):
         return [replace(m, state="finished", step=None if m.rank is None else step, lag=None) for m in members]
     return [replace(m, state=f"ended (last seen: {m.state})", lag=None) for m in members]
 
