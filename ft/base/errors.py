@@ -13,12 +13,30 @@ exception class        how the failure is handled
 =====================  =========================================================================
 """
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Problem = tuple[str, str | None]
 """What is wrong, and how to fix it."""
+
+NOT_SAVED = os.EX_IOERR
+"""Exit code (74) of a run that has ended as planned, but could not save its last checkpoint."""
+ENDED_EARLY = os.EX_TEMPFAIL
+"""Exit code (75) of a run that a signal has ended before its last step; another run can go on where it ended."""
+PLANNED_ENDS = (0, NOT_SAVED, ENDED_EARLY)
+"""Exit codes of runs that have ended as planned, so that nothing is to be repaired or started again."""
+
+
+def code_of_end(early: str, unsaved: str) -> int:
+    """Return the exit code of a planned end.
+
+    Args:
+        early: name of the signal that has ended the run before its last step, "" if none has.
+        unsaved: why the last checkpoint could not be saved, "" if it was saved, or none was to be.
+    """
+    return NOT_SAVED if unsaved else ENDED_EARLY if early else 0
 
 
 def plain(text: str) -> str:
@@ -109,6 +127,10 @@ class DeviceUnusable(FtError):
 
 class FallbackError(FtError):
     """This copy of the training state is unusable: use the next one (another rank's copy, or an older checkpoint)."""
+
+
+class LastSaveFailed(FtError):
+    """The last checkpoint of the run cannot be saved: the run ends, with the exit code ``NOT_SAVED``."""
 
 
 class EpochClosed(RecoverableError):

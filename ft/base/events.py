@@ -45,6 +45,8 @@ HEALTH_FOUND = "health_found"
 RESTARTED = "restarted"
 INVARIANTS_CHECKED = "invariants_checked"
 COPIES_PLACED = "copies_placed"
+SAVED = "saved"
+SAVE_FAILED = "save_failed"
 FINISHED = "finished"
 STOPPED = "stopped"
 CONTROL_RESTARTED = "control_restarted"
@@ -141,6 +143,12 @@ SCHEMA: Mapping[str, Needs] = {
     # copies: logical rank of the owner (a string) -> ranks that hold its copies from this epoch's first snapshot on;
     # moved: copies that were placed elsewhere before; problems: sentences, empty when all failure domains are respected
     COPIES_PLACED: Needs(("epoch",), ("copies", "moved", "problems")),
+    # a checkpoint of ``step`` is complete; folder: of all checkpoints; also bytes and seconds, where they are known
+    SAVED: Needs(("step",), ("folder",)),
+    # the checkpoint of ``step`` could not be saved; older checkpoints are as they were
+    SAVE_FAILED: Needs(("step",), ("folder", "reason")),
+    # the run has ended as planned; early: name of the signal that has ended it before its last step, whose number is
+    # steps (0: unknown); unsaved: why its last checkpoint could not be saved. Both are absent where they do not apply
     FINISHED: Needs(("step",)),
     STOPPED: Needs((), ("code", "message")),
     # the control plane could not continue from its journal (its log of decisions): all workers restarted

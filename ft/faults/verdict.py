@@ -21,6 +21,7 @@ NETWORK = "network or storage fault"
 SOFTWARE = "software bug or unknown failure"
 STRAGGLER = "straggler"
 USER = "user error"
+STORAGE = "checkpoint storage fault"
 
 CONNECTION, NODE_LOST = "connection", "node lost"
 _NOBODY_DIED = (CONNECTION, "standstill", "slow", "deadline", "stall", "hang")
@@ -90,6 +91,7 @@ _STORAGE_WORDS = ("no space left", "input/output error", "read-only file system"
 RULES = (
     # Exceptions of this project are explicit, so they are matched before any word of the message.
     Rule(("UserError",), (), USER, STOP),
+    Rule(("LastSaveFailed",), (), STORAGE, STOP),
     Rule(("ReplaceNodeError",), (), HOST, REPLACE, True),
     Rule(("DeviceUnusable",), (), DEVICE, REPLACE, device_unusable=True),
     Rule(("EpochClosed",), (), TRANSIENT, RETRY),

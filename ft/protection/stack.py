@@ -80,11 +80,16 @@ class Protections:
     Args:
         protections: the protections.
         entries: their entries in the table of protections.
+
+    Attributes:
+        session: this worker's place in ``ft run``; None before ``connected``, and outside.
+        outcome: returns how training has ended; see :meth:`ends_as`.
     """
 
     def __init__(self, protections: Sequence[Protection] = (), entries: Sequence[Entry] = ()):
         self._protections, self.entries = tuple(protections), tuple(entries)
         self.session: Session | None = None
+        self.outcome: Callable[[], Mapping[str, Any]] = dict
 
     @classmethod
     def of(cls, flags: Any, environment: Mapping[str, str]) -> "Protections":
@@ -126,6 +131,12 @@ class Protections:
         self.session = session
         for each in self._protections:
             each.connected(session)
+
+    def ends_as(self, outcome: Callable[[], Mapping[str, Any]]) -> None:
+        """Set the function that returns how training has ended (:attr:`ft.worker.protocol.Member.outcome`)."""
+        self.outcome = outcome
+        if self.session is not None:
+            self.session.outcome = outcome
 
     @property
     def is_given_state(self) -> bool:

@@ -49,7 +49,7 @@ class Crash:
     """The end of a run.
 
     Attributes:
-        state: how the run ended, in words: "finished", "stopped with code 1" or "not ended".
+        state: how the run ended, in words: as ``ft.record.run.Run.state`` says it.
         message: the control plane's message at the end, "" without one.
         errors: all errors of the run.
         found: the first cause, None if the run has finished or has no errors.
@@ -73,7 +73,7 @@ def read(folder: Path) -> Crash:
     begun, stopped = record.first(events.RUN_STARTED), record.last(events.STOPPED)
     errors = tuple(errors_of(folder, record.events))
     world_size = begun.detail.get("world_size", 0) if begun is not None else 0
-    has_finished = record.state == run.FINISHED
+    has_finished = run.is_planned_end(record.state)
     found = None if has_finished else causes.first_cause(errors, world_size if isinstance(world_size, int) else 0)
     return Crash(
         record.state,

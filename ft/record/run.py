@@ -12,7 +12,7 @@ from ft.base.errors import UserError
 from ft.base.events import Event
 
 EVENTS, METRICS, STATUS, JOURNAL = "events.jsonl", "metrics.jsonl", "status.json", "journal.jsonl"
-FINISHED = "finished"
+FINISHED, ENDED_EARLY, NOT_SAVED = "finished", "ended early", ", not saved"
 AGENT_LOG = ".agent.log"
 """End of the name of a file in the folder ``logs``, with the exception that has ended the agent of a node."""
 _FIX = "give the folder that was given to ft run as --run-dir"
@@ -50,11 +50,25 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Return "finished", "stopped with code N" or "not ended"."""
-        stopped = self.last(events.STOPPED)
-        if self.first(events.FINISHED) is not None:
-            return FINISHED
+        """Return how the run has ended: "finished" or "ended early (SIGTERM) at 219 of 300", either perhaps with
+        ", not saved" added, or "stopped with code N" or "not ended".
+        """
+        stopped, finished = self.last(events.STOPPED), self.last(events.FINISHED)
+        if finished is not None:
+            return _planned_end(finished)
         return f"stopped with code {stopped.detail.get('code')}" if stopped is not None else "not ended"
+
+
+def is_planned_end(state: str) -> bool:
+    """Return whether the ``state`` of a run or replica says that it has ended as planned, and has not failed."""
+    return state.startswith((FINISHED, ENDED_EARLY))
+
+
+def _planned_end(event: Event) -> str:
+    early, steps = event.detail.get("early"), event.detail.get("steps")
+    where = f" at {event.step} of {steps}" if steps else ""
+    state = f"{ENDED_EARLY} ({early}){where}" if early else FINISHED
+    return state + (NOT_SAVED if event.detail.get("unsaved") else "")
 
 
 def load(folder: str | Path) -> Run:

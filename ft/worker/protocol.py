@@ -11,7 +11,7 @@ clock. In production nothing suspends a coroutine: each await blocks the trainin
 import contextlib
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from ft.base.errors import EpochClosed
@@ -34,10 +34,12 @@ class Member(Place):
     Attributes:
         address: host:port of the worker's snapshot server.
         progress: what the training thread does, for heartbeats.
+        outcome: returns how training has ended: the fields of ``WorkerDone`` from ``early`` on, as far as they apply.
     """
 
     address: str
     progress: Progress
+    outcome: Callable[[], Mapping[str, Any]] = dict
 
     @abstractmethod
     def send(self, report: Any) -> None:
@@ -147,7 +149,7 @@ def repeat(member: Member, report: Any) -> None:
 
 
 async def finish(member: Member, step: int) -> None:
-    """Report that the worker has done its last step, and wait until all workers have.
+    """Report that the worker's training is over, and how it has ended; wait until all workers are done.
 
     Args:
         member: the worker.
@@ -157,7 +159,7 @@ async def finish(member: Member, step: int) -> None:
         EpochClosed: a failure on another worker was first, and this worker has to help with the recovery.
     """
     member.progress.idles("done")
-    await await_order(member, Finish, WorkerDone(member.worker, member.epoch, step))
+    await await_order(member, Finish, WorkerDone(member.worker, member.epoch, step, **member.outcome()))
 
 
 def failure(member: Member, step: int, error: Exception) -> WorkerFailed:

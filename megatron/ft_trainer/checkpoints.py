@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Options
+from megatron.ft_trainer.arguments.batch import train_steps
 from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
 from megatron.ft_trainer.job import Job
 
@@ -19,8 +20,9 @@ def save(job: Job, *, blocking: bool = False, persistent: bool = True) -> None:
         persistent: False: the checkpoint replaces the last non-persistent one.
     """
     parts = job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler
+    is_last = job.ending is not None or job.state.step >= train_steps(job.options.training)
     with job.trainee.whole_params():
-        job.checkpointer.save(job.state, *parts, persistent=persistent)
+        job.checkpointer.save(job.state, *parts, persistent=persistent, is_last=is_last)
     job.checkpointer.maybe_finalize(blocking=blocking)
 
 

@@ -25,6 +25,9 @@ class Exits:
     Args:
         options: exit flags.
         started: ``time.monotonic()`` at which --exit-duration-in-mins begins to count.
+
+    Attributes:
+        signal: name of the signal because of which the run ends, the same on every rank; "" if there is none.
     """
 
     def __init__(self, options: TrainingOptions, started: float):
@@ -35,6 +38,7 @@ class Exits:
         self._reason: str | None = None
         self._tree = Tree("EXIT_FLAGS")
         self._previous_handler = None
+        self.signal = ""
 
     def __enter__(self) -> "Exits":
         if self._options.exit_signal_handler:
@@ -61,6 +65,7 @@ class Exits:
         """Return why the run ends after ``step``, or None. The result is the same on every rank."""
         seen, work = self._asked
         work.wait()
+        self.signal = signal.Signals(int(seen[SIGNAL])).name if seen[SIGNAL] else ""
         return self._reason or reason_to_exit(self._options, step, int(seen[SIGNAL]), bool(seen[DURATION]))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ft.base.errors import UserError
+from ft.base.errors import UserError, code_of_end
 from ft.job.replicas.flags import save_interval
 from ft.protection.stack import Protections
 from megatron import patches
@@ -110,6 +110,7 @@ def launch_plain(options: Options, layout: Layout, place: Launch, protections: P
         sys.stderr.flush()
         os._exit(code)  # the other ranks may be inside a collective with this rank: an orderly shutdown would hang
     notice.close()
+    ended = protections.outcome()
     dist.barrier()  # the rank that hosts the store must not leave while another rank still watches it
     destroy()
-    return 0
+    return code_of_end(str(ended.get("early", "")), str(ended.get("unsaved", "")))

@@ -1,12 +1,20 @@
 """A whole training run on one rank, from its options to the last checkpoint."""
 
+import contextlib
 import gc
 import os
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from ft.base import events
+from ft.base.events import EventLog
 from ft.protection.stack import Protections
+from ft.record.run import EVENTS
+from ft.worker.session import Session
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.batch import train_steps
@@ -46,7 +54,9 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
     init_model_parallel(options.core, layout, replicates_ends=protections.replicates_ends)
     init_overlapped_communication(options, layout)
     job = assemble(options, layout, started, protections)
-    job.protection = protections.stack(JobTrainer(job))
+    trainer = JobTrainer(job)
+    job.protection = protections.stack(trainer)
+    protections.ends_as(lambda: outcome(job, trainer))
     with job.log, job.exits:
         job.protection.run_with_recovery(lambda: run(job))
     for loaders in (job.train_loaders, job.valid_loaders, job.test_loaders):
@@ -96,6 +106,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         run_info=run_info(options, tokenizer),
         data_parallel_random_init=options.training.data_parallel_random_init,
         log=lambda text: say(text, over_bar=options.logging.progress_bar),
+        observe=observer(protections.session, os.environ),
     )
     if not is_given_state:
         load(checkpointer, options, trainee, state, is_restart=int(os.environ.get("FT_RESTART", "0")) > 0)
@@ -135,6 +146,30 @@ def run(job: Job) -> None:
     elif job.test_loaders:
         job.log.evaluation(job.state.step, "test", evaluate(job, job.test_loaders))
     job.checkpointer.maybe_finalize(blocking=True)
+
+
+def outcome(job: Job, trainer: JobTrainer) -> dict[str, str | int]:
+    """Return how training has ended: the fields of :class:`ft.job.messages.WorkerDone`, as far as they apply."""
+    step, steps = job.state.step, trainer.steps
+    early = {"early": job.exits.signal, "steps": steps} if job.exits.signal and step < steps else {}
+    unsaved = job.checkpointer.unsaved(step)
+    return {**early, **({"unsaved": unsaved} if unsaved and not trainer.is_saved(step) else {})}
+
+
+def observer(session: Session | None, environment: Mapping[str, str]) -> Callable[..., None]:
+    """Return the function that writes an event into the record of the run, if ``ft run`` has started this process.
+
+    A worker passes it on; a rank that has no place in the run writes it itself.
+    """
+    if session is not None:
+        return session.observe
+
+    def write(name: str, **values: Any) -> None:
+        if "FT_RUN_DIR" in environment:
+            with contextlib.suppress(OSError), EventLog(Path(environment["FT_RUN_DIR"]) / EVENTS) as log:
+                log.write(events.now(name, **values))
+
+    return write
 
 
 def run_info(options: Options, tokenizer: Tokenizer) -> dict:

@@ -9,6 +9,7 @@ from fault_bundles import BUNDLES
 from ft_runs import ROOT, flags, ft_run
 from test_hot_swap_nodes import Node
 
+from ft.base.errors import ENDED_EARLY
 from ft.faults.kinds import HARMLESS, IN_PLACE, REPLACED, RESTARTED, UNNOTICED
 from ft.faults.table import TABLE
 from ft.faults.verdict import of_error
@@ -61,7 +62,7 @@ def test_what_a_full_disk_leads_to_is_said(corpus, tmp_path):
 def test_a_stray_sigterm_saves_and_ends_the_run(corpus, tmp_path):
     saving = f"{LAYOUT} --save {tmp_path}/save"
     done = ft_run(tmp_path / "run", flags(corpus, saving, 2000), options="--inject terminate@step=8:rank=1")
-    assert done.code == 0, done.explain()
+    assert done.code == ENDED_EARLY, done.explain()
     assert "SIGTERM received" in done.output and "saved" in done.output, done.explain()
     assert len(done.losses) < 2000
 

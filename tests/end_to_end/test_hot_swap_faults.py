@@ -11,6 +11,9 @@ import pytest
 import small_runs as runs
 from ft_runs import ROOT, Running, flags, ft_run
 
+from ft.base.errors import ENDED_EARLY, NOT_SAVED
+from ft.cli import main as cli
+
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 
 
@@ -167,15 +170,42 @@ def listening_ports(parent: psutil.Process) -> set[int]:
     return found
 
 
-def test_sigterm_saves_and_ends_in_order(corpus, reference, tmp_path):
+def test_sigterm_saves_and_ends_in_order(corpus, tmp_path, capsys):
     folder = tmp_path / "run"
     saving = f"{LAYOUT} --save {tmp_path}/save"
     job = Running(folder, "pretrain_gpt.py", flags(corpus, saving, 100_000))
     job.wait_for(lambda: job.step() >= 5)
     job.process.send_signal(signal.SIGTERM)
     done = job.wait(30)
-    assert done.code == 0, done.explain()
+    assert done.code == ENDED_EARLY, done.explain()
     assert "SIGTERM received" in done.output and "saved" in done.output, done.explain()
+    last = done.metrics[-1]["step"]
+    assert status_of(done, capsys)["phase"] == f"ended early (SIGTERM) at {last} of 100000"
+    assert [event.step for event in done.named("saved")] == [last]
+
+
+@pytest.mark.parametrize(("small_disk", "saves"), [("1m", []), ("4m", [4, 8])], indirect=["small_disk"])
+@pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"])
+def test_a_run_whose_last_save_fails_says_so_at_its_end(small_disk, saves, how, corpus, tmp_path, capsys):
+    saving = f"--save {small_disk} --save-interval 4 {how}"
+    done = ft_run(tmp_path / "run", flags(corpus, saving, 12), nproc=2, standby=0)
+    assert done.code == NOT_SAVED and len(done.losses) == 12, done.explain()
+    assert [event.step for event in done.named("saved")] == saves, done.explain()
+    failed = [event.step for event in done.named("save_failed")]
+    assert failed == [step for step in (4, 8, 12) if step not in saves]
+    found = status_of(done, capsys)
+    assert found["phase"] == "finished, not saved" and "THE LAST SAVE FAILED (step 12, " in found["saves"]
+    assert "the run ends without it" in done.output and done.output.count("training goes on") == len(failed) - 1
+    assert cli(["report", str(done.folder)]) == 0
+    assert "THE LAST SAVE FAILED" in capsys.readouterr().out
+    assert cli(["diagnose", "crash", str(done.folder)]) == 0
+
+
+def status_of(done, capsys) -> dict:
+    """Return what ft status says of a run."""
+    capsys.readouterr()
+    assert cli(["status", "--json", str(done.folder)]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.long

@@ -9,6 +9,8 @@ from nodes import Lab, why_not
 from nodes.fleet import Fleet
 from replica_runs import proof
 
+from ft.base.errors import ENDED_EARLY
+
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 ENDLESS = 100_000
@@ -60,4 +62,4 @@ def test_a_partition_between_replicas_leaves_one_out_and_never_stops_the_others(
         done = fleet.end()
     found = proof(fleet.folder)
     problems = found.problems(found.steps[-1], 2)
-    assert done.code == 0 and not problems, f"{problems}\n{fleet.explain()}"
+    assert done.code == ENDED_EARLY and not problems, f"{problems}\n{fleet.explain()}"

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import pytest
 import replica_runs
@@ -12,8 +13,9 @@ from replica_runs import Done, Replicas, train
 from stored_tensors import Tensors, equal, furthest, tensors_of, weights_of
 
 from ft.base import events
-from ft.base.errors import UserError
-from ft.observe.hsdp import lineage
+from ft.base.errors import ENDED_EARLY, NOT_SAVED, UserError
+from ft.observe.hsdp import lineage, record
+from ft.observe.hsdp.status import as_text, status
 
 DISTRIBUTED = "--use-distributed-optimizer"
 SLOWLY = "slow@replica=0:step=2:rank=0:factor=2:for=300s"
@@ -246,3 +248,27 @@ def test_flags_that_do_not_go_with_replicas_are_refused(extra, says, corpus, tmp
 def test_standbys_of_replicas_without_hot_swap_are_refused(corpus, tmp_path):
     done = train(tmp_path / "run", replica_runs.flags(corpus, "", 4), replicas=2, nproc=2, options="--standby 1")
     assert done.code == 2 and "only with --ft-hot-swap" in done.output, done.explain()
+
+
+@pytest.mark.parametrize("small_disk", ["1m"], indirect=True)
+@pytest.mark.parametrize(("hot_swap", "nproc"), [("", 2), ("--ft-hot-swap", 4)])
+def test_the_last_checkpoint_of_replicas_that_cannot_be_saved(small_disk, hot_swap, nproc, corpus, tmp_path):
+    saving = f"{hot_swap} --save {small_disk} --save-interval 4"
+    done = train(tmp_path / "run", replica_runs.flags(corpus, saving, 6, 8), replicas=2, nproc=nproc)
+    assert done.code == NOT_SAVED and done.proof.steps == list(range(1, 7)), done.explain()
+    history = record.load(done.folder)
+    assert history.state == "finished, not saved", done.explain()
+    assert {event.step for _, event in history.history if event.name == events.SAVE_FAILED} == {4, 6}
+    text = as_text(status(history, time.time()), "run")
+    assert "THE LAST SAVE FAILED (step 6, " in text and "none was saved" in text
+
+
+def test_replicas_that_sigterm_ends_early(corpus, tmp_path):
+    flags = replica_runs.flags(corpus, f"--save {tmp_path}/save", 100_000, 8)
+    run = Replicas(tmp_path / "run", flags, replicas=2, nproc=2)
+    run.wait_for(lambda: run.step() >= 3)
+    run.process.send_signal(signal.SIGTERM)
+    done = run.wait()
+    assert done.code == ENDED_EARLY, done.explain()
+    assert re.fullmatch(r"ended early \(SIGTERM\) at \d+ of 100000", record.load(done.folder).state), done.explain()
+    assert {path.read_text() for path in (done.folder / "ended").iterdir()} == {"ended early"}

@@ -8,11 +8,13 @@ import signal
 
 import megatron_lm_trees as checkouts
 import pytest
-from ft_runs import Finished, Running, leftovers
+from ft_runs import Finished, Running, ft_run, leftovers
 from test_hot_swap_nodes import Node
 from test_megatron_lm import of_run, of_steps
 
+from ft.base.errors import ENDED_EARLY, NOT_SAVED
 from ft.platform.network import free_port
+from ft.record.run import load
 
 TINY = (
     f"{checkouts.BASE} --num-layers 2 --use-distributed-optimizer --mock-data --global-batch-size 8 --eval-iters 1 "
@@ -34,12 +36,13 @@ def start(folder, flags: str, options: str = "") -> Running:
     return Running(folder, str(checkouts.tree("0.16") / "pretrain_gpt.py"), flags, nproc=2, options=options)
 
 
-def check_end(done: Finished, recoveries: int) -> None:
-    """The run has ended with code 0 and a checkpoint of its last step."""
-    assert done.code == 0 and done.output.count("-- recovery ") == recoveries, done.explain()
+def check_end(done: Finished, recoveries: int, code: int = 0) -> None:
+    """The run has ended with this code and a checkpoint of its last step, and says so."""
+    assert done.code == code and done.output.count("-- recovery ") == recoveries, done.explain()
     (end,) = done.named("finished")
     saved = [path.name for path in done.folder.with_name("save").glob("iter_*")]
     assert saved == [f"iter_{end.step:07d}"] and len(done.losses) == end.step, done.explain()
+    assert [event.step for event in done.named("saved")] == [end.step]
 
 
 @pytest.mark.long
@@ -55,8 +58,20 @@ def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path):
     run.wait_for(lambda: run.step() >= 3, LIMIT_S)
     run.process.send_signal(signal.SIGTERM)
     done = run.wait(LIMIT_S)
-    check_end(done, recoveries=0)
+    check_end(done, recoveries=0, code=ENDED_EARLY)
     assert "exiting program after receiving SIGTERM" in done.output
+    assert load(done.folder).state == f"ended early (SIGTERM) at {len(done.losses)} of 5000"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("small_disk", ["200k"], indirect=True)
+@pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"])
+def test_a_last_save_that_fails_ends_the_run_with_a_state_and_a_code(tmp_path, small_disk, how):
+    script, shape = str(checkouts.tree("0.16") / "pretrain_gpt.py"), TINY.replace("5000", "4")
+    done = ft_run(tmp_path / "run", f"{shape} {how} --save {small_disk} --ft-hot-swap", script=script, nproc=2)
+    assert done.code == NOT_SAVED and not done.named("restarted"), done.explain()
+    assert load(done.folder).state == "finished, not saved"
+    assert {event.step for event in done.named("save_failed")} == {4} and not done.named("saved"), done.explain()
 
 
 @pytest.mark.long

@@ -217,17 +217,6 @@ def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster
     job.wait_for(lambda: not [name for node in cluster.nodes for name in cluster.processes(node)], 20, "empty nodes")
 
 
-@pytest.mark.parametrize("cluster", [2], indirect=True)
-def test_usr1_to_all_processes_of_a_job_saves_and_ends_it(cluster, corpus, tmp_path):
-    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=0)
-    job.wait_for_step(5)
-    cluster.command("scancel", "--signal=USR1", job.number)
-    job.wait_for_state("COMPLETED", "FAILED")
-    saved = (job.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip()
-    assert saved == str(len(job.steps())) and int(saved) < STEPS, job.explain()
-    assert not job.events(events.WORKER_LOST) and not job.events(events.RESTARTED), job.explain()
-
-
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_the_first_node_with_script_and_control_plane_is_a_node_like_any_other(cluster, corpus, reference, tmp_path):
     job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", "--array=7,8%1", standby_nodes=1)
@@ -284,6 +273,59 @@ def test_a_standby_node_brings_back_the_replica_of_a_node_without_power(cluster,
     found = replica_runs.proof(job.run()).problems(steps, 1)
     assert done["JobState"] == "COMPLETED" and not found, f"{found}\n{job.explain()}"
     assert "takes the place of node 2, in replica 2" in job.explain()
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_job_that_usr1_ends_early_saves_and_is_queued_again_until_all_steps_are_done(
+    cluster, corpus, reference, tmp_path
+):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch")
+    job.wait_for_step(5)
+    cluster.command("scancel", "--signal=USR1", job.number)
+    job.wait_for_step(STEPS, restart=1)
+    done = job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")
+    assert done["JobState"] == "COMPLETED" and done["Restarts"] == "1", job.explain()
+    (end,) = job.events(events.FINISHED)
+    assert end.detail["early"] == "SIGTERM" and end.step == len(job.steps()) < STEPS, job.explain()
+    assert not job.events(events.WORKER_LOST) and not job.events(events.RESTARTED), job.explain()
+    assert losses(job.steps(), job.steps(1)) == reference(4, LAYOUT, STEPS)
+
+
+@pytest.mark.parametrize("example", ["hot_swap.sbatch", "hot_swap_cluster.sbatch", "hsdp.sbatch"])
+@pytest.mark.parametrize(
+    ("srun", "ended", "array", "code", "called"),
+    [
+        (0, "", "", 0, []),
+        (0, "", "5", 0, ["scancel --state=PENDING 5"]),
+        (143, "finished", "5", 0, ["scancel --state=PENDING 5"]),
+        (143, "ended early (SIGTERM) at 219 of 300", "", 75, ["scontrol requeue 7"]),
+        (143, "ended early (SIGTERM) at 219 of 300", "5", 75, []),
+        (74, "finished, not saved", "5", 74, []),
+        (75, "ended early (SIGTERM) at 219 of 300, not saved", "", 74, []),
+        (1, "stopped with code 1", "", 1, []),
+    ],
+)
+def test_an_example_ends_as_the_run_s_record_says(example, srun, ended, array, code, called, tmp_path):
+    marks = tmp_path / "7-0" / "ended"
+    marks.mkdir(parents=True)
+    if not ended.startswith("stopped"):
+        (marks / "0").write_text(ended)
+    log = tmp_path / "called"
+    log.touch()
+    commands = {
+        "srun": f"exit {srun}",
+        "ft": f"echo 'run        DIR'; echo 'state      {ended}, ended 3 s ago'",
+        "scontrol": f'echo "scontrol $*" >> {log}',
+        "scancel": f'echo "scancel $*" >> {log}',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FOLDER": str(tmp_path), "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_JOB_NAME": "gpt"} | ({"SLURM_ARRAY_JOB_ID": array} if array else {})
+    script = ["bash", str(ROOT / "examples" / "slurm" / example)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, log.read_text().splitlines()) == (code, called), done.stderr
 
 
 def told_to_srun(example: str, tmp_path: Path) -> list[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -220,20 +219,6 @@ def test_a_killed_writer_fails_the_save_and_nothing_else(ranks, tmp_path):
         assert saved and next_error is None
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 2 MiB: room for one checkpoint, not for two."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def _fill_disk(folder: str, options: dict, check_first: bool) -> dict:
     from megatron.ft_trainer.checkpointing import save
 
@@ -259,6 +244,7 @@ def _fill_disk(folder: str, options: dict, check_first: bool) -> dict:
 @pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["sync", "async"])
 @pytest.mark.parametrize("check_first", [True, False], ids=["estimated", "hit"])
 def test_a_full_disk(ranks, small_disk, options, check_first):
+    """The disk has room for one checkpoint, not for two."""
     results = ranks(_fill_disk, 2, str(small_disk), options, check_first)
     for result in results:
         assert result["saved"][0] and not result["saved"][-1]

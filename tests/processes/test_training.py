@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import small_runs as runs
 
+from ft.base.errors import ENDED_EARLY
 from megatron.ft_trainer import exits
 
 
@@ -122,7 +123,7 @@ def test_resuming_drops_the_steps_that_are_done_anew_from_the_metrics(tmp_path):
 
 
 @pytest.mark.parametrize("victims", [[2], [0, 1, 2, 3, 0, 1, 2, 3]])
-def test_sigterm_finishes_the_step_saves_and_exits_0(victims, ranks, corpus, tmp_path):
+def test_sigterm_finishes_the_step_saves_and_exits_with_a_code_of_its_own(victims, ranks, corpus, tmp_path):
     grid = "--pipeline-model-parallel-size 2 --use-distributed-optimizer --train-iters 100000"
     command = flags(corpus, tmp_path, "m", f"{grid} --save {tmp_path}/ck --log-interval 1")
     handle = ranks.start(runs.launch, 4, command, init=False)
@@ -130,7 +131,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_0(victims, ranks, corpus, tmp
     for rank in victims:
         handle.kill(rank, signal.SIGTERM)
     outcomes = handle.wait(timeout=60)
-    assert [o.value for o in outcomes] == [0, 0, 0, 0]
+    assert [o.value for o in outcomes] == [ENDED_EARLY] * 4
     assert "SIGTERM received" in handle.output(3)
     last = runs.metrics(tmp_path / "m.jsonl")[-1]["step"]
     assert (tmp_path / "ck/latest_checkpointed_iteration.txt").read_text().strip() == str(last)

@@ -3,6 +3,7 @@
 import pytest
 from control_world import LIMITS, World, kinds, only, opened
 
+from ft.base.errors import ENDED_EARLY, NOT_SAVED
 from ft.job import messages as m
 from ft.job.control.state import ENDED, GATHERING, RUNNING
 
@@ -124,6 +125,40 @@ def test_plain_scripts_that_all_end_with_0():
     world.start_workers(ready=False)
     orders = [order for rank in range(4) for order in world.exit(f"n0.w{rank}", 0, attached=False)]
     assert orders == [m.Finish()]
+
+
+@pytest.mark.parametrize("code", [NOT_SAVED, ENDED_EARLY])
+def test_plain_scripts_end_a_run_as_they_say(code):
+    world = World().join()
+    world.start_workers(ready=False)
+    orders = [order for rank in range(4) for order in world.exit(f"n0.w{rank}", code, attached=False)]
+    assert orders == [m.Finish(code)]
+
+
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [
+        ({}, 0),
+        ({"early": "SIGTERM", "steps": 300}, ENDED_EARLY),
+        ({"unsaved": "disk full"}, NOT_SAVED),
+        ({"early": "SIGTERM", "steps": 300, "unsaved": "disk full"}, NOT_SAVED),
+    ],
+)
+def test_a_run_ends_as_one_of_its_workers_says(says, code):
+    world = World().run()
+    orders = []
+    for rank in range(4):
+        orders += world.say(m.WorkerDone(world.worker(rank), 0, 219, **(says if rank == 2 else {})))
+    assert orders == [m.Finish(code)]
+    (end,) = world.events("finished")
+    assert end == {"step": 219, **says}
+
+
+def test_a_checkpoint_that_is_the_last_one_and_cannot_be_saved_ends_the_run():
+    world = World().run()
+    stop = only(world.say(m.WorkerFailed(world.worker(1), 0, 12, ["LastSaveFailed"], "no space left")), m.Stop)
+    assert stop == m.Stop(NOT_SAVED, "no space left")
+    assert [end["unsaved"] for end in world.events("finished")] == ["no space left"]
 
 
 @pytest.mark.parametrize("code, stopped_with", [(1, 1), (7, 7), (-9, 137), (-11, 139)])

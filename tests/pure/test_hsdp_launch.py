@@ -8,7 +8,7 @@ import pytest
 
 from ft import faults as inject
 from ft.base import events
-from ft.base.errors import UserError
+from ft.base.errors import ENDED_EARLY, NOT_SAVED, UserError
 from ft.commands import arguments
 from ft.commands import replicas as run
 from ft.job.agent.options import Cluster, RunOptions, Script
@@ -308,6 +308,14 @@ def test_the_run_ends_well_when_all_have_finished_or_some_have_and_the_rest_was_
     assert verdict(FINISHED, WAITING, finished_s=0.0, told=[1]).what == WAIT
 
 
+def test_the_run_ends_early_or_unsaved_as_its_replicas_do():
+    early, unsaved = View(up=False, code=ENDED_EARLY), View(up=False, code=NOT_SAVED)
+    assert after_exit(ENDED_EARLY, "", [1.0]).action == after_exit(NOT_SAVED, "", [1.0]).action == DONE
+    assert verdict(early, early, finished_s=0.0).code == ENDED_EARLY
+    assert verdict(FINISHED, early, finished_s=0.0, told=[1]).code == 0, "one that has done all steps suffices"
+    assert verdict(FINISHED, unsaved, finished_s=0.0).code == NOT_SAVED, "one writes the checkpoint for all"
+
+
 def test_a_replica_that_is_rebuilt_when_the_others_have_finished_is_told():
     again = View(up=True, restarts_then=3, restarts=4)
     assert verdict(FINISHED, again, finished_s=1.0).what == TELL
@@ -322,9 +330,11 @@ def test_a_launcher_alone_with_lost_replicas_ends_though_others_go_on():
 
 def test_launchers_tell_one_another_who_has_ended(tmp_path):
     assert marks.read(tmp_path) == marks.Marks()
-    marks.put(tmp_path, 0, marks.FINISHED)
+    marks.put(tmp_path, 0, policy.ENDS[0])
     marks.put(tmp_path, 2, marks.GIVEN_UP)
-    assert marks.read(tmp_path) == marks.Marks(frozenset({0}), frozenset({2}))
+    marks.put(tmp_path, 3, policy.ENDS[NOT_SAVED])
+    assert marks.read(tmp_path) == marks.Marks(frozenset({0, 3}), frozenset({2}))
+    marks.clear(tmp_path, 3)
     marks.clear(tmp_path, 2)
     marks.clear(tmp_path, 1)
     assert marks.read(tmp_path) == marks.Marks(frozenset({0}))

@@ -1,14 +1,18 @@
 """Recoveries, goodput and the block at the terminal, from histories made by hand."""
 
+from pathlib import Path
+
 import pytest
 from histories import START, History
 
 from ft.base import events
 from ft.faults import verdict
 from ft.observe.report.goodput import goodput
+from ft.observe.report.status import last_save, saves
 from ft.record import recoveries as kinds
 from ft.record.block import recovery_block, what_differs
 from ft.record.recoveries import SeatChange, recoveries
+from ft.record.run import Run
 from ft.show.text import count, seconds, table
 
 
@@ -355,3 +359,29 @@ def test_durations_in_words():
     assert tuple(map(seconds, given)) == said
     assert (count(1, "step"), count(2, "step")) == ("1 step", "2 steps")
     assert table(("a", "long"), [("1", "x")], right=(1,)) == "a  long\n-  ----\n1     x"
+
+
+def test_how_a_run_has_ended_in_words():
+    def state(**detail) -> str:
+        history = History()
+        history.say(9.0, events.FINISHED, step=219, **detail)
+        return Run(Path(), history.events).state
+
+    assert state() == "finished"
+    assert state(unsaved="the disk is full") == "finished, not saved"
+    assert state(early="SIGTERM", steps=300) == "ended early (SIGTERM) at 219 of 300"
+    assert state(early="SIGTERM", steps=300, unsaved="x") == "ended early (SIGTERM) at 219 of 300, not saved"
+    assert state(early="a signal", steps=0) == "ended early (a signal)"
+
+
+def test_the_last_save_and_its_age_in_words():
+    history = History()
+    assert last_save(history.events, 0.0) == "" and saves([]) == []
+    history.say(5.0, events.SAVED, step=20, folder="ck")
+    began = history.events[-1].wall - 5.0
+    assert last_save(history.events, began + 35.0) == "step 20, 30.0 s ago"
+    history.say(9.0, events.SAVE_FAILED, step=40, folder="ck", reason="the disk is full")
+    failed = "THE LAST SAVE FAILED (step 40, 26.0 s ago): the disk is full; last saved: step 20, 30.0 s ago"
+    assert last_save(history.events, began + 35.0) == failed
+    history.say(12.0, events.SAVED, step=60, folder="ck")
+    assert saves(history.events) == ["step 60, 0 ms before the last event"]

@@ -138,6 +138,7 @@ def _stack(run: Run) -> None:
     """
     run.config.finalize_model_grads_func = tree.module("training").finalize_model_grads
     run.stack = run.protections.stack(CheckoutTrainer(run))
+    run.protections.ends_as(functools.partial(_outcome, run))
     replace(_TRAINING, "finalize_model_grads", run.config.finalize_model_grads_func)
 
 
@@ -203,8 +204,6 @@ def _committed(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any
     """
     given, own = step.named(original, args, kwargs), run.args
     ends = original(*args, **kwargs) or run.is_ended
-    if own.async_save:
-        saves.finish()
     run.step, run.flops = given["iteration"], given["num_floating_point_operations_so_far"]
     run.samples, run.earlier_samples = own.consumed_train_samples, run.samples
     run.sums = sums.encode(run.live_sums)
@@ -233,10 +232,22 @@ def _evaluated(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _saves(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Save, if this rank takes part in the checkpoint."""
-    if run.stack is not None:
-        iteration = step.named(original, args, kwargs)["iteration"]
-        if not run.stack.saves(iteration, is_due=True, ends=iteration >= run.args.train_iters):
-            return None
-        run.stack.at("save")
-    return original(*args, **kwargs)
+    """Save, if this rank takes part in the checkpoint; with --async-save, return when the checkpoint is complete."""
+    if run.stack is None:
+        return original(*args, **kwargs)
+    iteration = step.named(original, args, kwargs)["iteration"]
+    ends = iteration >= run.args.train_iters
+    if not run.stack.saves(iteration, is_due=True, ends=ends):
+        return None
+    run.stack.at("save")
+    with saves.reported(run, iteration, ends or run.is_ended or bool(saves.signal_of(run))):
+        result = original(*args, **kwargs)
+        if run.args.async_save:
+            saves.finish()
+    return result
+
+
+def _outcome(run: Run) -> dict[str, str | int]:
+    """Return how training has ended: the fields of :class:`ft.job.messages.WorkerDone`, as far as they apply."""
+    early = saves.signal_of(run) if run.step < run.args.train_iters else ""
+    return {"early": early, "steps": run.args.train_iters} if early else {}

@@ -1,14 +1,25 @@
 """Asynchronous saves of a checkout, and the checkpoints in its folder."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
 from ft.adapters.megatron_lm import tree
+from ft.base import events
+from ft.base.errors import FtError, LastSaveFailed
+from ft.faults.verdict import RETRY, of_error
 
 if TYPE_CHECKING:
     from ft.adapters.megatron_lm.state import Run
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_REASON_LIMIT = 2000
+"""Longest text of an error in an event, in characters."""
 
 
 def finish() -> None:
@@ -16,6 +27,42 @@ def finish() -> None:
     async_utils = tree.module("async_utils")
     if not async_utils.is_empty_async_queue():
         async_utils._async_calls_queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+
+
+@contextlib.contextmanager
+def reported(run: "Run", step: int, is_last: bool) -> Iterator[None]:
+    """Write an event about the save of ``step`` that happens inside: rank 0 if it succeeds, any rank on which it fails.
+
+    Raises:
+        LastSaveFailed: the save has failed, and the run ends after it (``is_last``). The other ranks may wait for this
+            one in the save, so the run cannot go on.
+    """
+
+    def observe(name: str, **values: str) -> None:
+        if run.session is not None:
+            run.session.observe(name, step=step, folder=str(run.args.save), **values)
+
+    try:
+        yield
+    except FtError:  # of a protection: the save is interrupted
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        reason = f"{type(error).__name__}: {error}"[:_REASON_LIMIT]
+        observe(events.SAVE_FAILED, reason=reason)
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        if is_last and of_error(kinds, str(error)).action != RETRY:  # a lost connection is recovered from
+            raise LastSaveFailed(f"the checkpoint of step {step}, the last one, cannot be saved: {reason}") from error
+        raise
+    if dist.get_rank() == 0:
+        observe(events.SAVED)
+
+
+def signal_of(run: "Run") -> str:
+    """Return the name of the exit signal that this rank has received, "" if none (--exit-signal-handler)."""
+    if not run.args.exit_signal_handler:
+        return ""
+    handler = tree.module("global_vars").get_signal_handler()
+    return signal.Signals(handler.sig).name if handler._signal_received else ""
 
 
 def abandon() -> None:
@@ -30,12 +77,17 @@ def abandon() -> None:
 
 
 def save(run: "Run") -> None:
-    """Save a checkpoint of the committed step, and return when it is complete. All ranks have to call it."""
+    """Save the last checkpoint of the run, and return when it is complete. All ranks have to call it.
+
+    Raises:
+        LastSaveFailed: see :func:`reported`.
+    """
     common = tree.module("training").preprocess_common_state_dict
     state = run.chunks, run.optimizer, run.scheduler, run.flops, run.checkpointing_context
-    tree.module("checkpointing").save_checkpoint(run.step, *state, preprocess_common_state_dict_fn=common)
-    if run.args.async_save:
-        finish()
+    with reported(run, run.step, is_last=True):
+        tree.module("checkpointing").save_checkpoint(run.step, *state, preprocess_common_state_dict_fn=common)
+        if run.args.async_save:
+            finish()
 
 
 def load(run: "Run") -> bool:

@@ -46,8 +46,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
             "SIGTERM for one worker from outside, not from its agent",
             outcome=STOPPED,
             seen="SIGTERM received, the step it ended after, and the checkpoint that was saved",
-            answer="All workers finish the step, save a checkpoint if --save is given, and end with code 0, because "
-            "SIGTERM requests the end of the run.",
+            answer="All workers finish the step, save a checkpoint if --save is given, and the run ends with code 75, "
+            "because SIGTERM requests its end.",
         ),
         Row(
             "hang",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import events
-from ft.base.errors import UserError
+from ft.base.errors import PLANNED_ENDS, UserError
 from ft.base.files import needs_run_dir
 from ft.faults.verdict import USER_CODE
 from ft.job.agent import first_contact
@@ -208,7 +208,7 @@ class Agent:
         worker = self._workforce.ended(pid, code)
         if worker is not None:
             self._parts.devices.ended(worker.name, self._node)
-        if worker is not None and code and not worker.doomed and not self._signum:
+        if worker is not None and code not in PLANNED_ENDS and not worker.doomed and not self._signum:
             self._tell_last_lines(worker, code)
 
     def _tell_last_lines(self, worker: Worker, code: int) -> None:
@@ -255,7 +255,7 @@ class Agent:
             case Finish():
                 self._workforce.tell(what)
                 self._workforce.kill(*(name for name, worker in self._workforce.workers.items() if not worker.attached))
-                self._end(128 + signal.SIGINT if self._signum == signal.SIGINT else 0, _FINISH_S)
+                self._end(128 + signal.SIGINT if self._signum == signal.SIGINT else what.code, _FINISH_S)
             case Stop():
                 self._stop(what)
             case Master():
@@ -345,8 +345,9 @@ class Agent:
         tells = self._membership.place.node_rank == 0 or self._control.is_here
         if tells and order.message not in ("", *self._reported) and not self._signum:
             self._console.complain(order.message)
-        self._has_crashed = tells and not self._signum and order.code not in (0, USER_CODE)
-        self._end(128 + self._signum if self._signum and order.code else order.code, 0.0)
+        is_planned = order.code in PLANNED_ENDS
+        self._has_crashed = tells and not self._signum and not is_planned and order.code != USER_CODE
+        self._end(128 + self._signum if self._signum and not is_planned else order.code, 0.0)
         self._workforce.kill_all()
 
     # --- the control plane -------------------------------------------------------------------------------------------

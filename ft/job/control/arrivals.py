@@ -180,7 +180,7 @@ def worker_done(state: State, now: float, report: m.WorkerDone, out: Decisions) 
     if worker is None or worker.rank is None or report.epoch != state.epoch or state.phase not in EPOCH_OPEN:
         out.add(f"ignored: {report.worker} is done in epoch {report.epoch}, the epoch is {_where(state)}")
         return
-    worker.done = True
+    worker.done, worker.end = True, report
     out.add(f"{report.worker} is done, at step {report.step}")
     state.step = max(state.step, report.step)
     ends.finish_if_done(state, now, out)

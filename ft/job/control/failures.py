@@ -143,7 +143,9 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
     if not holders:
         return
     worst = max((fault.verdict for fault in holders), key=lambda found: SEVERITY.index(found.action))
-    if worst.action == STOP:
+    if worst.category == verdict.STORAGE:
+        ends.finish_unsaved(state, now, worst.reason, out)
+    elif worst.action == STOP:
         code = verdict.USER_CODE if worst.category == verdict.USER else 1
         ends.stop(state, now, code, f"{_names(holders)}: {worst.reason}", out)
     elif worst.action == RESTART:

@@ -1,6 +1,7 @@
 """End of a run, and warm restart: all workers start anew from the last persistent checkpoint."""
 
 from ft.base import events
+from ft.base.errors import ENDED_EARLY, NOT_SAVED, code_of_end
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
 from ft.job.control import ladder, rungs, standing
@@ -68,21 +69,24 @@ def agent_left(state: State, now: float, agent: Agent, signum: int, out: Decisio
     message = f"the agent of {state.named(agent)} was told to end by {signal_name(signum)}"
     seated = state.seated()
     if seated and all(w.done or w.left for w in seated):
-        _end(state, now, m.Finish(), f"{message}, all workers are done", out)
-        out.note(events.FINISHED, step=state.newest_step())
+        _finish_as(state, now, f"{message}, all workers are done", out)
         return
     stop(state, now, 128 + signum, message, out)
 
 
 def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
     """Handle the exit of a worker whose script takes no part in recoveries: the run follows torchrun's rules."""
-    if code:
+    if code in (ENDED_EARLY, NOT_SAVED):
+        early = "a signal" if code == ENDED_EARLY else ""
+        unsaved = "" if early else f"{worker.name} exited with code {code}"
+        worker.end = m.WorkerDone(worker.name, state.epoch, 0, early, unsaved=unsaved)
+    elif code:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
         message = f"{worker.name} (logical rank {worker.started_for}) {how}"
         stop(state, now, code if code > 0 else 128 - code, message, out, f"{message}, and never attached to the run")
         return
     worker.left = True
-    out.add(f"{worker.name} has ended with code 0 and never attached")
+    out.add(f"{worker.name} has ended with code {code} and never attached")
     finish_if_all_left(state, now, out)
 
 
@@ -108,8 +112,27 @@ def _finish(state: State, now: float, reason: str, out: Decisions) -> None:
         )
         stop(state, now, USER_CODE, message, out, f"{reason}, and none has ever joined the run")
         return
-    _end(state, now, m.Finish(), reason, out)
-    out.note(events.FINISHED, step=state.newest_step())
+    _finish_as(state, now, reason, out)
+
+
+def _finish_as(state: State, now: float, reason: str, out: Decisions) -> None:
+    """End the run as its workers say that it has ended: finished, ended early by a signal, or not saved."""
+    said = [worker.end for worker in state.workers.values() if worker.end is not None]
+    early, unsaved = (next(filter(None, (getattr(end, name) for end in said)), "") for name in ("early", "unsaved"))
+    detail: dict[str, str | int] = {"unsaved": unsaved} if unsaved else {}
+    if early:
+        detail |= {"early": early, "steps": max(end.steps for end in said)}
+    _end(state, now, m.Finish(code_of_end(early, unsaved)), reason, out)
+    out.note(events.FINISHED, step=state.newest_step(), **detail)
+
+
+def finish_unsaved(state: State, now: float, reason: str, out: Decisions) -> None:
+    """End the run, whose last checkpoint a worker cannot save. The others may wait for that worker, so all are killed.
+
+    ``reason`` is why it cannot be saved.
+    """
+    _end(state, now, m.Stop(NOT_SAVED, reason), reason, out)
+    out.note(events.FINISHED, step=state.newest_step(), unsaved=reason)
 
 
 def _end(state: State, now: float, order: m.Finish | m.Stop, reason: str, out: Decisions) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ft.base import events
 from ft.faults.health import Finding
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Beat, GroupReport, Repair, WorkerReleased, WorkerRepaired
+from ft.job.messages import Beat, GroupReport, Repair, WorkerDone, WorkerReleased, WorkerRepaired
 
 GATHERING, CLOSED, OPENED = "gathering", "closed", "opened"
 REPAIRING, RESUMING, RUNNING, ENDED = "repairing", "resuming", "running", "ended"
@@ -159,6 +159,7 @@ class Worker:
         repaired: its report that it is repaired, in the present epoch.
         resumed: last epoch whose first step it has begun.
         done: whether it has finished its training steps, in the present epoch.
+        end: its report of how its training has ended.
         left: whether it has exited with code 0.
         left_at: time of that exit, in seconds.
         released: whether its agent has reported that its device is free again.
@@ -181,6 +182,7 @@ class Worker:
     repaired: WorkerRepaired | None = None
     resumed: int = -1
     done: bool = False
+    end: WorkerDone | None = None
     left: bool = False
     left_at: float = 0.0
     released: bool = False

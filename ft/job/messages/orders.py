@@ -170,7 +170,9 @@ class Notice:
 
 @dataclass(frozen=True)
 class Finish:
-    """All workers are done: the workers exit with code 0, then the agents do."""
+    """All workers are done: the workers exit with code 0, then the agents exit with ``code``."""
+
+    code: int = 0
 
 
 @dataclass(frozen=True)

@@ -293,11 +293,23 @@ class WorkerResumed:
 
 @dataclass(frozen=True)
 class WorkerDone:
-    """The worker has finished all its training steps and waits for the others before it exits."""
+    """The worker has finished its training and waits for the others before it exits.
+
+    Attributes:
+        worker: name of the worker.
+        epoch: epoch that it is in.
+        step: its last committed step.
+        early: name of the signal that has ended training before the last step, "" if none has.
+        steps: number of steps of the whole training, 0 if unknown.
+        unsaved: why the last checkpoint could not be saved, "" if it was saved, or none was to be.
+    """
 
     worker: str
     epoch: int
     step: int
+    early: str = ""
+    steps: int = 0
+    unsaved: str = ""
 
 
 @dataclass(frozen=True)

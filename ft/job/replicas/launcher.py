@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from ft.base import token
+from ft.base.errors import PLANNED_ENDS
 from ft.base.files import needs_run_dir
 from ft.job.quorum import EPOCHS, FailureNotice
 from ft.job.replicas import marks, policy
@@ -123,8 +124,8 @@ class Launcher:
             self._kill_orphans(time.monotonic())
         name = f"replica {member.replica}"
         if answer.action == policy.DONE:
-            self._console.say(f"{name} has finished")
-            self._mark(member.replica, marks.FINISHED)
+            self._console.say(f"{name} has {answer.reason}")
+            self._mark(member.replica, answer.reason)
             self._finished_at = self._finished_at or time.monotonic()
         elif is_over:
             self._console.say(f"{name}: {answer.reason}")
@@ -298,9 +299,10 @@ class Launcher:
         self._console.poll(to_the_end=True)
         codes = {replica: member.code for replica, member in self._members.items()}
         if self._signum:
-            return 0 if not any(codes.values()) else 128 + self._signum
-        others = [str(replica) for replica, code in sorted(codes.items()) if code]
-        if self._verdict.code:
+            ended = [code for code in codes.values() if code is not None]
+            return policy.planned(ended) if set(ended) <= {*PLANNED_ENDS} else 128 + self._signum
+        others = [str(replica) for replica, code in sorted(codes.items()) if code and code not in PLANNED_ENDS]
+        if self._verdict.code not in PLANNED_ENDS:
             self._console.complain(f"the run ends: {self._verdict.reason}")
         elif others:
             self._console.say(f"{self._verdict.reason}, without replica(s) {', '.join(others)}")

@@ -8,7 +8,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-FINISHED, GIVEN_UP = "finished", "given up"
+from ft.job.replicas.policy import ENDS
+
+GIVEN_UP = "given up"
 _FOLDER = "ended"
 
 
@@ -26,7 +28,7 @@ def put(run_dir: Path, replica: int, mark: str) -> None:
     Args:
         run_dir: directory of the run.
         replica: number of the replica.
-        mark: FINISHED or GIVEN_UP.
+        mark: GIVEN_UP, or how it has finished (``ft.job.replicas.policy.ENDS``).
 
     Raises:
         OSError: the folder cannot be written.
@@ -46,11 +48,13 @@ def clear(run_dir: Path, replica: int) -> None:
 
 def read(run_dir: Path) -> Marks:
     """Return all marks, without those that cannot be read now."""
-    found: dict[str, set[int]] = {FINISHED: set(), GIVEN_UP: set()}
+    finished, given_up = set(), set()
     with contextlib.suppress(OSError):
         for name in os.listdir(run_dir / _FOLDER):
             with contextlib.suppress(OSError):
                 mark = (run_dir / _FOLDER / name).read_text() if name.isdecimal() else ""
-                if mark in found:
-                    found[mark].add(int(name))
-    return Marks(frozenset(found[FINISHED]), frozenset(found[GIVEN_UP]))
+                if mark in ENDS.values():
+                    finished.add(int(name))
+                elif mark == GIVEN_UP:
+                    given_up.add(int(name))
+    return Marks(frozenset(finished), frozenset(given_up))

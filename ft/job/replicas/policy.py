@@ -6,12 +6,14 @@ A replica is a full copy of the model; its agent supervises its workers on this 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ft.base.errors import UserError
+from ft.base.errors import ENDED_EARLY, NOT_SAVED, PLANNED_ENDS, UserError
 from ft.job.control.rungs import too_few
 from ft.net.backoff import doubled
 
 AGAIN, DONE, GIVE_UP = "again", "done", "give up"
 """Actions after the end of an agent: start another one, accept that it has finished, or give the replica up."""
+ENDS = {0: "finished", NOT_SAVED: "finished, not saved", ENDED_EARLY: "ended early"}
+"""How an agent or a run has ended, by its exit code."""
 WAIT, TELL, END = "wait", "tell", "end"
 """What the launcher does next: continue, tell replicas to end, or end itself."""
 
@@ -51,8 +53,8 @@ def after_exit(code: int, how: str, lives: Sequence[float]) -> Answer:
         how: the same in words.
         lives: lifetimes in seconds of this replica's agents so far, the last one last.
     """
-    if code == 0:
-        return Answer(DONE, "it has finished")
+    if code in PLANNED_ENDS:
+        return Answer(DONE, ENDS[code])
     if code == UserError.exit_code:
         return Answer(GIVE_UP, f"its agent {how}: its input cannot work")
     short = 0
@@ -126,13 +128,23 @@ def judge(
     if finished_s is not None:
         late = tuple(r for r, view in views.items() if r not in ending and _is_late(view, finished_s))
         if ended:
-            return Verdict(END, "the run has finished")
+            code = planned([view.code for view in views.values() if view.code in PLANNED_ENDS])
+            return Verdict(END, f"the run has {ENDS[code]}", code=code)
         return Verdict(TELL, "the others have finished", late) if late else Verdict(WAIT)
     if short := too_few(replicas - len(lost), replicas, least):
         return Verdict(END, short, code=_worst(views))
     if ended:
         return Verdict(END, "no replica is left here", code=_worst(views))
     return Verdict(WAIT)
+
+
+def planned(codes: Collection[int]) -> int:
+    """Return the exit code of a run whose replicas have ended as planned, with ``codes``.
+
+    A last checkpoint that could not be saved counts most, because one replica writes it for all. One replica that has
+    done all steps suffices for a run that has finished.
+    """
+    return NOT_SAVED if NOT_SAVED in codes else ENDED_EARLY if codes and 0 not in codes else 0
 
 
 def _is_late(view: View, finished_s: float) -> bool:

@@ -70,10 +70,12 @@ def _values(one: "Crash") -> dict:
 
 def _nothing(name: str, one: "Crash") -> str:
     """Return what there is to say of a run without a first cause."""
+    from ft.record.run import is_planned_end
+
     if one.state.startswith("stopped"):
         hint = "" if one.started else f"\nit never made a step: ft diagnose start {name}"
         return f"no worker had an error; the run said: {one.message}{hint}"
-    if one.state == "finished":
+    if is_planned_end(one.state):
         recovered = len({error.attempt for error in one.errors if not error.by_us})
         return f"no crash; {recovered} fault(s) were recovered from" if recovered else "no crash, and no error"
     return "no error so far"

@@ -39,7 +39,7 @@ class ReplicaRecord:
 
     @property
     def state(self) -> str:
-        """Return "finished", "stopped with code N" or "not ended", or "nothing on record" where there is no event."""
+        """Return how it has ended (``ft.record.run.Run.state``), or "nothing on record" where there is no event."""
         return run.Run(Path(), self.events).state if self.events else NOTHING
 
 
@@ -77,12 +77,19 @@ class Record:
 
     @property
     def state(self) -> str:
-        """Return the state in a few words: "finished", "not ended", or the states of the replicas where they differ."""
+        """Return the state in a few words: that of the replicas, or their states where these differ.
+
+        If all replicas have ended as planned, it is the state of one that could not save the last checkpoint, which one
+        replica writes for all, or else of one that has done all steps.
+        """
         states = {number: one.state for number, one in sorted(self.replicas.items())}
         if len(set(states.values())) == 1:
             return next(iter(states.values()))
-        finished = sum(state == "finished" for state in states.values())
-        others = ", ".join(f"replica {number} {state}" for number, state in states.items() if state != "finished")
+        ended = [state for state in states.values() if run.is_planned_end(state)]
+        if len(ended) == len(states):
+            return min(ended, key=lambda state: (run.NOT_SAVED not in state, state != run.FINISHED))
+        finished = len(ended)
+        others = ", ".join(f"replica {number} {state}" for number, state in states.items() if state not in ended)
         return f"finished by {finished} of {len(states)} ({others})" if finished else others
 
 

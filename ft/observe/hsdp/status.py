@@ -13,7 +13,8 @@ from ft.observe.hsdp.lanes import lanes
 from ft.observe.hsdp.lineage import Step, lineage
 from ft.observe.hsdp.record import NOTHING, Record, ReplicaRecord
 from ft.observe.hsdp.stalls import find
-from ft.observe.report.status import STALE_S, shown, state_facts
+from ft.observe.report.status import STALE_S, last_save, shown, state_facts
+from ft.record.run import is_planned_end
 from ft.show.text import seconds, table
 
 _MOST_HOSTS = 4
@@ -57,6 +58,7 @@ class Status:
         step_s: duration of a normal step in seconds, or None.
         members: the replicas.
         gone: why the run has no live launcher any more, "" while it has, or may have, one.
+        saves: the last save of a checkpoint by any replica, and its age; "" before the first.
     """
 
     phase: str
@@ -69,6 +71,7 @@ class Status:
     step_s: float | None = None
     members: list[Member] = field(default_factory=list)
     gone: str = ""
+    saves: str = ""
 
     @property
     def stale(self) -> bool:
@@ -87,7 +90,7 @@ def status(record: Record, now: float, gone: str = "") -> Status:
     pace, _ = find(steps, record.events)
     last = steps[-1] if steps else None
     states = {lane.replica: lane.state for lane in lanes(record, steps, pace.took)}
-    ended = all(one.state == "finished" or one.state.startswith("stopped") for one in record.replicas.values())
+    ended = all(is_planned_end(one.state) or one.state.startswith("stopped") for one in record.replicas.values())
     return Status(
         phase=record.state if ended else "training" if steps else "starting",
         ended=ended,
@@ -99,6 +102,7 @@ def status(record: Record, now: float, gone: str = "") -> Status:
         step_s=pace.normal[-1] if steps else None,
         members=[_member(record, number, states, last, now) for number in range(record.count)],
         gone="" if ended else gone,
+        saves=last_save([event for _, event in record.history], now),
     )
 
 
@@ -113,6 +117,7 @@ def as_text(found: Status, folder: str) -> str:
         ("each", seconds(found.step_s)),
         ("quorum", f"{shown(found.quorum)} of replicas {'; '.join(members)}"),
     ]
+    facts += [("saved", found.saves)] if found.saves else []
     rows = [
         (str(m.replica), m.state, shown(m.step), shown(m.quorum), shown(m.position), seconds(m.age))
         for m in found.members
@@ -137,6 +142,7 @@ def as_values(found: Status) -> dict[str, Any]:
         "updated_s_ago": found.age,
         "stale": found.stale,
         "step_s": found.step_s,
+        "saves": found.saves,
         "replicas": [vars(member) for member in found.members],
     }
 

@@ -14,6 +14,7 @@ from ft.observe.hsdp.lanes import STATES
 from ft.observe.hsdp.stacks import has_stacks, stacks_line, wipe_outs_line
 from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART, Incident
 from ft.observe.hsdp.story import Story
+from ft.observe.report.status import saves
 from ft.show.text import count, percent, seconds, shortened, table
 
 _MOST_PROBLEMS = 12
@@ -57,7 +58,7 @@ def facts(story: Story) -> list[tuple[str, str]]:
         found.insert(
             -1, ("restarts", f"{len(restarts)} of all replicas, {seconds(sum(one.stall_s for one in restarts))} in all")
         )
-    return found
+    return found + [("saved", text) for text in saves([event for _, event in story.record.history])]
 
 
 def steps_line(story: Story) -> str:

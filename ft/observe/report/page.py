@@ -15,7 +15,7 @@ from ft.observe.report.corruption_panel import card, panel
 from ft.observe.report.goodput import Goodput
 from ft.observe.report.lanes import origin
 from ft.observe.report.loss_curve import loss_svg
-from ft.observe.report.status import health, lost_nodes, lost_sentence
+from ft.observe.report.status import health, lost_nodes, lost_sentence, saves
 from ft.record import step_times
 from ft.record.block import seat_changes, what_differs, what_failed
 from ft.record.recoveries import PHASES, Recovery
@@ -187,6 +187,7 @@ def _run_table(run: Run) -> str:
         if event.name == events.DEVICE_UNUSABLE:
             which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")
             rows.append((f"device {which} of {events.named(event.node, hosts)}", f"not used any more: {reason}"))
+    rows += [("saved", text) for text in saves(run.events)]
     rows += [("health", text) for text in health(run)]
     return (
         "<table>" + "".join(f"<tr><th>{safe(k)}</th><td><code>{safe(v)}</code></td></tr>" for k, v in rows) + "</table>"

@@ -5,7 +5,7 @@ grid) or is a standby (a warm worker without a rank). An epoch is a version of t
 snapshot is a copy of a rank's state in host memory; peers hold copies of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ft.faults.verdict import NODE_LOST
 from ft.observe.report import slow_ranks
 from ft.record import missing as records
 from ft.record.recoveries import UNDER_WAY, Recovery, recoveries
-from ft.record.run import FINISHED, Run
+from ft.record.run import Run, is_planned_end
 from ft.show.text import seconds, shortened, table
 
 _MOST_FINDINGS = 5
@@ -94,6 +94,7 @@ class Status:
         health: what nodes have found about themselves, as sentences, the oldest first.
         hosts: node -> host name, for all nodes that have joined.
         lost: the nodes that were lost, in the order of their losses.
+        saves: the last save of a checkpoint, and its age; "" before the first.
     """
 
     phase: str
@@ -116,6 +117,7 @@ class Status:
     health: list[str] = field(default_factory=list)
     hosts: dict[str, str] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
+    saves: str = ""
 
     @property
     def stale(self) -> bool:
@@ -161,6 +163,7 @@ def status(run: Run, now: float, gone: str = "") -> Status:
         health=health(run),
         hosts=hosts,
         lost=lost_nodes(run, now),
+        saves=last_save(run.events, now),
     )
 
 
@@ -194,6 +197,26 @@ def lost_sentence(lost: Lost, hosts: Mapping[str, str]) -> str:
     return f"{events.named(lost.node, hosts)}{when}{why}{back}"
 
 
+def last_save(history: Sequence[Event], now: float, when: str = "ago") -> str:
+    """Return a sentence about the last save of a checkpoint, "" before the first.
+
+    Args:
+        history: events, in order of time.
+        now: the time in seconds since 1970 from which the age of a save counts.
+        when: words after the age.
+    """
+
+    def age(event: Event) -> str:
+        return f"{seconds(max(0.0, now - event.wall))} {when}"
+
+    saved = next((event for event in reversed(history) if event.name == events.SAVED), None)
+    ended = next((event for event in reversed(history) if event.name in (events.SAVED, events.SAVE_FAILED)), None)
+    good = "none was saved" if saved is None else f"step {saved.step}, {age(saved)}"
+    if ended is saved:
+        return "" if saved is None else good
+    return f"THE LAST SAVE FAILED (step {ended.step}, {age(ended)}): {ended.detail.get('reason')}; last saved: {good}"
+
+
 def health(run: Run) -> list[str]:
     """Return what nodes have found about themselves, as sentences, the oldest first."""
     found, hosts = [], events.hosts(run.events)
@@ -203,6 +226,12 @@ def health(run: Run) -> list[str]:
             device = f"{events.named(event.node, hosts)} {said.get('device') or ''}".rstrip()
             found.append(f"{device}: {said.get('action', '?')}: {shortened(str(said.get('reason', '')), 160)}")
     return found
+
+
+def saves(history: Sequence[Event]) -> list[str]:
+    """Return a sentence about the last save of a checkpoint, for a report; none before the first save."""
+    said = last_save(history, history[-1].wall, "before the last event") if history else ""
+    return [said] if said else []
 
 
 def as_text(found: Status, folder: str) -> str:
@@ -217,6 +246,7 @@ def as_text(found: Status, folder: str) -> str:
         ("last", _last(found.last)),
     ]
     facts += [("lost", lost_sentence(lost, found.hosts)) for lost in found.lost]
+    facts += [("saved", found.saves)] if found.saves else []
     if found.limits:
         facts.append(("limits", ", ".join(f"{name} = {value:g} s" for name, value in found.limits.items())))
     facts += [("straggler", text) for text in found.slow]
@@ -259,6 +289,7 @@ def as_values(found: Status) -> dict[str, Any]:
             {"node": one.node, "host": one.host, "reason": one.why, "lost_s_ago": one.age, "back_as": one.back}
             for one in found.lost
         ],
+        "saves": found.saves,
         "last_recovery": None
         if last is None
         else {
@@ -319,7 +350,7 @@ def _at_the_end(members: list[Member], state: str, step: int | None) -> list[Mem
     The last heartbeats were sent before the end, so their steps may be too small. In a run that has finished, every
     rank has committed the last step.
     """
-    if state == FINISHED:
+    if is_planned_end(state):
         return [replace(m, state="finished", step=None if m.rank is None else step, lag=None) for m in members]
     return [replace(m, state=f"ended (last seen: {m.state})", lag=None) for m in members]
 

@@ -9,6 +9,7 @@ from ft.observe.report.actions import text_table as text_table_of_actions
 from ft.observe.report.corruption import corruption
 from ft.observe.report.corruption_panel import summary_of, text_table
 from ft.observe.report.goodput import Goodput
+from ft.observe.report.status import saves
 from ft.record import missing as records
 from ft.record.block import what_differs, what_failed
 from ft.record.recoveries import Recovery
@@ -36,6 +37,7 @@ def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence
     ]
     checked = corruption(run.events)
     facts += [] if checked is None else [("DMR", summary_of(checked))]
+    facts += [("saved", text) for text in saves(run.events)]
     facts += [("records", text) for text in records.lacking(run)]
     lines = [f"{name:<10} {value}" for name, value in facts]
     if found:

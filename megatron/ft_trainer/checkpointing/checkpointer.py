@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ft.base import events
 from ft.base.errors import UserError
 from megatron.core import parallel_state
 from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
@@ -35,6 +36,7 @@ class Checkpointer:
             ``fingerprints`` (of ``tokenizer`` and ``data``; compared on loading).
         data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
         log: prints a message; called on rank 0.
+        observe: writes an event (:mod:`ft.base.events`) with its name and values; called on rank 0.
 
     Attributes:
         owes_a_save: whether a recovery has abandoned a save, so that the training loop has to save after the next step.
@@ -52,23 +54,34 @@ class Checkpointer:
         run_info: Mapping[str, Any],
         data_parallel_random_init: bool = False,
         log: Callable[[str], None] = print,
+        observe: Callable[..., None] = lambda name, **values: None,
     ):
-        self._options, self._layout, self._run, self._log = options, layout, run_info, log
+        self._options, self._layout, self._run, self._log, self._observe = options, layout, run_info, log, observe
         self._random_init = data_parallel_random_init
         self._channel = Channel() if options.save or options.load else None
         self._distrusted: set[str] = set()
         self._under_way: Progress | None = None
         self._kept_step: int | None = None
-        self.owes_a_save = False
+        self.owes_a_save = self._is_last = False
         self.last_outcome: Outcome | None = None
         self._savers: dict[bool, Saver] = self._make_savers() if options.save else {}
 
-    def save(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, *, persistent: bool = True) -> bool:
+    def save(
+        self,
+        state: TrainState,
+        model: list,
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        persistent: bool = True,
+        is_last: bool = False,
+    ) -> bool:
         """Save the state after ``state.step`` steps.
 
         A save that fails (full disk, ...) is logged and has no other effect: training continues, and older checkpoints
         stay. With --async-save this method returns when the state is captured, and :meth:`maybe_finalize` completes the
-        save. Unless ``persistent``, the checkpoint replaces the last non-persistent one.
+        save. Unless ``persistent``, the checkpoint replaces the last non-persistent one. ``is_last``: the run ends with
+        this step.
 
         Returns:
             True: the checkpoint is complete, or in progress. False: it failed, or there is no --save.
@@ -76,7 +89,7 @@ class Checkpointer:
         if not self._savers:
             return False
         self.maybe_finalize(blocking=True)
-        self.owes_a_save = False
+        self.owes_a_save, self._is_last = False, is_last
         if self._kept_step == state.step:
             return True
         started_at = time.monotonic()
@@ -115,6 +128,11 @@ class Checkpointer:
         """
         if self._under_way is not None:
             self._advance(blocking)
+
+    def unsaved(self, step: int) -> str:
+        """Return why the last save, of ``step``, has failed; "" if it has not."""
+        last = self.last_outcome
+        return "" if last is None or last.step != step or self._kept_step == step else last.error or ""
 
     def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
         """Load the newest checkpoint that passes verification, or the one of --ckpt-step, into the given objects.
@@ -224,7 +242,12 @@ class Checkpointer:
         if self._channel.rank == 0:
             for note in outcome.notes:
                 self._log(f"checkpoint: {note}")
-            self._log(_message(outcome))
+            self._log(_message(outcome, self._is_last))
+            place = {"step": outcome.step, "folder": str(outcome.folder)}
+            if outcome.error is None:
+                self._observe(events.SAVED, **place, bytes=outcome.bytes, seconds=outcome.seconds)
+            else:
+                self._observe(events.SAVE_FAILED, **place, reason=outcome.error)
         return outcome.error is None
 
     def _make_savers(self) -> dict[bool, Saver]:
@@ -268,11 +291,12 @@ class Checkpointer:
         return any(saver.folder.resolve() == folder.resolve() for saver in self._savers.values())
 
 
-def _message(outcome: Outcome) -> str:
+def _message(outcome: Outcome, is_last: bool) -> str:
     if outcome.error is not None:
+        goes_on = "the run ends without it" if is_last else "training goes on"
         return (
             f"checkpoint: saving step {outcome.step} FAILED: {outcome.error}\n"
-            f"  training goes on; older checkpoints in {outcome.folder} are as they were"
+            f"  {goes_on}; older checkpoints in {outcome.folder} are as they were"
         )
     size = bytes_in_words(outcome.bytes)
     return f"checkpoint: step {outcome.step} saved to {outcome.folder} ({size}, {outcome.seconds:.1f} s)"
