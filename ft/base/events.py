@@ -12,7 +12,7 @@ Two clocks stamp an event: ``wall`` (seconds since 1970, comparable between host
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -260,6 +260,22 @@ def check(event: Event) -> None:
     missing += [f"detail[{key!r}]" for key in needs.detail if key not in event.detail]
     if missing:
         raise ValueError(f"event {event.name} lacks {', '.join(missing)}")
+
+
+def hosts(history: Iterable[Event]) -> dict[str, str]:
+    """Return node -> host name, for all nodes that have joined the run and have told the name."""
+    joined = (event for event in history if event.name == AGENT_JOINED and event.node is not None)
+    return {str(event.node): str(event.detail["machine"]) for event in joined if event.detail.get("machine")}
+
+
+def named(node: str | None, known: Mapping[str, str]) -> str:
+    """Return the name of a node for people: "n1 (gpu0137)". In a run of one node it is "n0".
+
+    Args:
+        node: the run's own name of the node.
+        known: node -> host name, for all nodes of the run.
+    """
+    return f"{node} ({known[node]})" if node in known and len(known) > 1 else str(node)
 
 
 def elapsed(earlier: Event, later: Event) -> float:

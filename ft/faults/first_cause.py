@@ -7,7 +7,7 @@ ends later than the ranks that lose it; so times only decide between errors of o
 
 import builtins
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ft.faults import verdict
@@ -157,6 +157,7 @@ class FirstCause:
         earlier: number of earlier attempts that the same error had ended.
         quiet: logical ranks without any error, if the first cause is a wait or a hang; another rank may have waited
             for them.
+        hosts: node -> host name, for the nodes of the run.
     """
 
     cause: Group
@@ -164,6 +165,7 @@ class FirstCause:
     consequences: tuple[Group, ...] = ()
     earlier: int = 0
     quiet: tuple[int, ...] = field(default=())
+    hosts: Mapping[str, str] = field(default_factory=dict)
 
 
 def class_of(error: CrashError) -> str:

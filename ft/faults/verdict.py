@@ -23,6 +23,11 @@ STRAGGLER = "straggler"
 USER = "user error"
 STORAGE = "checkpoint storage fault"
 
+CONNECTION, NODE_LOST = "connection", "node lost"
+_NOBODY_DIED = (CONNECTION, "standstill", "slow", "deadline", "stall", "hang")
+"""Observations of a worker that lives, the least grave first. A lost connection often follows from another fault."""
+_ENDED = re.compile(r"SIG[A-Z]|signal \d|exit \d")
+
 USER_CODE = 2
 """Exit code of a process that ended with ``UserError``."""
 
@@ -202,15 +207,15 @@ def of_suspicion(group: str, message: str) -> Verdict:
     """Classify a lost connection when no process has died."""
     first = message.strip().splitlines()[0][:200] if message.strip() else "connection lost"
     return Verdict(
-        TRANSIENT, RETRY, f"group {group}: {first}; nobody has died", "connection", key="connection", in_vain=True
+        TRANSIENT, RETRY, f"group {group}: {first}; nobody has died", CONNECTION, key="connection", in_vain=True
     )
 
 
 def of_lost_agent(node: str, why: str) -> Verdict:
     """Classify the loss of an agent. All workers of its node are lost with it, because nothing else could kill or
-    watch them.
+    watch them. ``node``: name of the node, for people.
     """
-    return Verdict(HOST, REPLACE, f"node {node} is lost: {why}", "node lost", True, key="node lost")
+    return Verdict(HOST, REPLACE, f"node {node} is lost: {why}", NODE_LOST, True, key="node lost")
 
 
 def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
@@ -244,6 +249,24 @@ def of_drift(differences: Sequence[str]) -> Verdict:
     """Classify a worker whose settings differ from the others'. ``differences``: one sentence for each setting."""
     reason = "it is not set up as the other workers are:\n  " + "\n  ".join(differences)
     return Verdict(USER, STOP, reason, "drift", key="drift")
+
+
+def gravity(action: str, observed: str) -> tuple[int, int]:
+    """Return how grave a fault is among those of one recovery: the greatest is the one to name first.
+
+    What ends the run is the gravest. Then come a lost node, the end of a process, an error, and what was observed of
+    workers that live.
+
+    Args:
+        action: action of the verdict.
+        observed: the observation that revealed the fault (``Verdict.signal``).
+    """
+    least = len(_NOBODY_DIED)
+    if observed in _NOBODY_DIED:
+        grade = _NOBODY_DIED.index(observed)
+    else:
+        grade = least + (2 if observed == NODE_LOST else 1 if _ENDED.match(observed) else 0)
+    return int(action == STOP), grade
 
 
 def raised(verdict: Verdict, action: str, why: str) -> Verdict:

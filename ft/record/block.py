@@ -8,11 +8,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ft.base.events import Event
+from ft.base.events import Event, named
+from ft.faults.verdict import NODE_LOST
 from ft.record import hang
 from ft.record import recoveries as found
 from ft.record.recoveries import PHASES, Recovery
-from ft.show.text import count, seconds, shortened
+from ft.show.text import count, seconds, shortened, spans
 
 _WIDTH, _BAR = 100, 31
 _PHASE_WORDS = {
@@ -76,23 +77,28 @@ def _headline(recovery: Recovery) -> str:
 
 
 def what_failed(recovery: Recovery) -> str:
-    """Return which workers failed and how that was noticed: "worker n0.w3 (logical rank 3, node n0): killed by signal
-    9".
+    """Return which workers failed and how that was noticed, the gravest fault first: "worker n0.w3 (logical rank 3,
+    node n0): SIGKILL", "node n1 (gpu0137) is lost, with logical ranks 2-3".
     """
     if not recovery.detected:
         return recovery.reason or "unknown"
-    parts, seen = [], set()
-    for event in recovery.detected:
-        where = [f"logical rank {event.rank}"] if event.rank is not None else []
-        where += [f"node {event.node}"] if event.node is not None else []
-        who = f"worker {event.worker}" if event.worker is not None else "no particular worker"
-        who += f" ({', '.join(where)})" if where else ""
-        text = f"{who}: {event.detail.get('signal') or 'no signal on record'}"
-        if text not in seen:
-            seen.add(text)
-            parts.append(text)
+    parts = list(dict.fromkeys(_failed(recovery, event) for event in recovery.faults))
     more = f" and {len(parts) - 2} more" if len(parts) > 2 else ""
     return "; ".join(parts[:2]) + more
+
+
+def _failed(recovery: Recovery, event: Event) -> str:
+    node = f"node {named(event.node, recovery.hosts)}"
+    signal = event.detail.get("signal")
+    if signal == NODE_LOST:
+        lost = (each for each in recovery.detected if (each.node, each.detail.get("signal")) == (event.node, signal))
+        held = sorted({each.rank for each in lost if each.rank is not None})
+        return f"{node} is lost" + (f", with logical rank{'s' * (len(held) > 1)} {spans(held)}" if held else "")
+    where = [f"logical rank {event.rank}"] if event.rank is not None else []
+    where += [node] if event.node is not None else []
+    who = f"worker {event.worker}" if event.worker is not None else "no particular worker"
+    who += f" ({', '.join(where)})" if where else ""
+    return f"{who}: {signal or 'no signal on record'}"
 
 
 def what_differs(recovery: Recovery) -> str:
@@ -125,8 +131,7 @@ def _cause(cause: hang.Cause) -> list[str]:
 
 
 def _verdict(recovery: Recovery) -> str:
-    action = str(recovery.detected[0].detail.get("action", "")) if recovery.detected else ""
-    judged = " -> ".join(part for part in (recovery.category, action) if part)
+    judged = " -> ".join(part for part in (recovery.category, recovery.of_gravest("action")) if part)
     return f"{judged}: {recovery.reason}" if judged and recovery.reason else judged or recovery.reason
 
 

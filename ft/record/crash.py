@@ -74,11 +74,12 @@ def read(folder: Path) -> Crash:
     errors = tuple(errors_of(folder, record.events))
     world_size = begun.detail.get("world_size", 0) if begun is not None else 0
     has_finished = run.is_planned_end(record.state)
+    found = None if has_finished else causes.first_cause(errors, world_size if isinstance(world_size, int) else 0)
     return Crash(
         record.state,
         str(stopped.detail.get("message", "")) if stopped is not None else "",
         errors,
-        None if has_finished else causes.first_cause(errors, world_size if isinstance(world_size, int) else 0),
+        replace(found, hosts=events.hosts(record.events)) if found is not None else None,
         bool(record.metrics) or record.first(events.RESUMED) is not None,
     )
 

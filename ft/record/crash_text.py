@@ -1,8 +1,9 @@
 """The first cause of a crash as text, for ``ft diagnose crash`` and for the end of a failed ``ft run``."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ft.base.events import named
 from ft.faults import first_cause as causes
 from ft.faults.first_cause import CrashError, FirstCause, Group
 from ft.show.text import count, shortened, spans
@@ -28,7 +29,10 @@ def as_text(found: FirstCause, told: Collection[str] = ()) -> str:
         told: names of workers whose stack was printed before, so that it is not printed again.
     """
     first = found.cause.first
-    lines = [f"first cause: {_head(first)}", f"  {found.cause.kind} on {_where(found.cause)}{_when(first)}"]
+    lines = [
+        f"first cause: {_head(first)}",
+        f"  {found.cause.kind} on {_where(found.cause, found.hosts)}{_when(first)}",
+    ]
     if first.planned:
         lines.append(f"  it is the planned fault {first.planned} (--inject, --scenario)")
     if found.cause.kind in causes.CONSEQUENCES:
@@ -57,14 +61,16 @@ def _head(error: CrashError) -> str:
     return "\n".join([shortened(lines[0], _WIDTH), *(f"  {line.rstrip()}" for line in lines[1:8])]) if lines else ""
 
 
-def _where(group: Group) -> str:
+def _where(group: Group, hosts: Mapping[str, str]) -> str:
     """Return on which ranks a group of errors was, with the worker if there was only one."""
     first, number = group.first, len(group.errors)
     if group.ranks and number == 1:
-        return f"logical rank {first.rank} ({first.worker}" + (f" on {first.node})" if first.node else ")")
+        return f"logical rank {first.rank} ({first.worker}" + (
+            f" on {named(first.node, hosts)})" if first.node else ")"
+        )
     if group.ranks:
         return f"{ranks(group.ranks)}; below it is that of {first.worker}" if first.trace else ranks(group.ranks)
-    return first.worker or f"node {first.node}"
+    return first.worker or f"node {named(first.node, hosts)}"
 
 
 def _when(error: CrashError) -> str:
@@ -104,16 +110,16 @@ def ranks(numbers: Sequence[int]) -> str:
 def as_values(found: FirstCause) -> dict[str, Any]:
     """Return the first cause as JSON values."""
     return {
-        "first_cause": {**_group_values(found.cause), "trace": found.cause.first.trace},
+        "first_cause": {**_group_values(found.cause, found.hosts), "trace": found.cause.first.trace},
         "advice": _advice(found.cause.first, found.cause.kind),
         "earlier_attempts": found.earlier,
         "quiet_ranks": list(found.quiet),
-        "other_causes": [_group_values(group) for group in found.others],
-        "consequences": [_group_values(group) for group in found.consequences],
+        "other_causes": [_group_values(group, found.hosts) for group in found.others],
+        "consequences": [_group_values(group, found.hosts) for group in found.consequences],
     }
 
 
-def _group_values(group: Group) -> dict[str, Any]:
+def _group_values(group: Group, hosts: Mapping[str, str]) -> dict[str, Any]:
     first = group.first
     return {
         "class": group.kind,
@@ -122,6 +128,7 @@ def _group_values(group: Group) -> dict[str, Any]:
         "ranks": group.ranks,
         "workers": [error.worker for error in group.errors],
         "node": first.node,
+        "host": hosts.get(first.node, ""),
         "epoch": first.epoch,
         "step": first.step,
         "when": first.when,

@@ -1,6 +1,7 @@
 """The cause of the hang from which a run has recovered, from the look that it took shortly before."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ def cause(run: Path, history: Sequence[events.Event], recovery: Recovery) -> Cau
     if number is None:
         return None
     try:
-        look = looks.read(run, number)
+        look = replace(looks.read(run, number), hosts=events.hosts(history))
     except (UserError, OSError):  # what the run tells of itself must not depend on a file that cannot be read
         return None
     found = over_time([look])

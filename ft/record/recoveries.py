@@ -16,12 +16,13 @@ The phases follow each other in this order (DEADPOOL, figures 10 and 11, breaks 
 A failure during a recovery prolongs that recovery: both count as one recovery with several attempts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft.base import events
 from ft.base.events import Event, elapsed
+from ft.faults import verdict
 from ft.faults.kinds import HARMLESS, UNNOTICED
 from ft.faults.table import NAMES, rows_of
 
@@ -74,9 +75,10 @@ class Recovery:
         deferred: number of process groups that are rebuilt on first use, None where unknown.
         sources: logical rank -> where its state came from, such as a peer's memory.
         attempts: number of epochs that were opened until training continued, at least 1.
-        reason: why training was interrupted, from the first event that has a reason or a message.
+        reason: why training was interrupted, from the gravest fault, or the first event that has a reason or a message.
         stages: the ``stage_rebuilt`` events of the last attempt: pipeline stages recomputed from their neighbours.
         differing: the ``step_differs`` events: ranks on which a step that was done again differs from its first try.
+        hosts: node -> host name, for the nodes of the run.
     """
 
     number: int
@@ -101,14 +103,33 @@ class Recovery:
     reason: str = ""
     stages: list[Event] = field(default_factory=list)
     differing: list[Event] = field(default_factory=list)
+    hosts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def faults(self) -> list[Event]:
+        """Return the detected faults, the gravest first."""
+        return _by_gravity(self.detected)
 
     @property
     def category(self) -> str:
-        return str(self.detected[0].detail.get("category", "")) if self.detected else ""
+        return self.of_gravest("category")
 
     @property
     def signal(self) -> str:
-        return str(self.detected[0].detail.get("signal", "")) if self.detected else ""
+        return self.of_gravest("signal")
+
+    @property
+    def headline(self) -> str:
+        """Return the reason, with the worker at fault and its node: "n1.w3 on n1 (gpu0137): killed by SIGKILL"."""
+        gravest = self.faults[0] if self.detected else None
+        if gravest is None or gravest.worker is None or self.signal == verdict.NODE_LOST:
+            return self.reason
+        node = f" on {events.named(gravest.node, self.hosts)}" if len(self.hosts) > 1 else ""
+        return f"{gravest.worker}{node}: {self.reason}"
+
+    def of_gravest(self, key: str) -> str:
+        """Return a detail of the gravest fault, "" where it is unknown."""
+        return str(self.faults[0].detail.get(key, "")) if self.detected else ""
 
     @property
     def is_over(self) -> bool:
@@ -135,7 +156,8 @@ def recoveries(history: Sequence[Event]) -> list[Recovery]:
     if reader.current is not None:
         found.append(_recovery(len(found) + 1, reader.end()))
     differing = [event for event in history if event.name == events.STEP_DIFFERS]  # they come after a recovery's end
-    return [replace(each, differing=[e for e in differing if e.epoch == each.epoch]) for each in found]
+    hosts = events.hosts(history)
+    return [replace(each, differing=[e for e in differing if e.epoch == each.epoch], hosts=hosts) for each in found]
 
 
 def seats_of(event: Event) -> dict[int, str]:
@@ -326,11 +348,23 @@ def _outcome(read: _Open, ended: Event | None, seats: list[SeatChange]) -> str:
 
 
 def _reason(read: _Open) -> str:
-    for event in (*read.detected, read.first(events.EPOCH_CLOSED), read.restarted, read.last(events.STOPPED)):
+    for event in (
+        *_by_gravity(read.detected),
+        read.first(events.EPOCH_CLOSED),
+        read.restarted,
+        read.last(events.STOPPED),
+    ):
         text = event is not None and (event.detail.get("reason") or event.detail.get("message"))
         if text:
             return str(text)
     return ""
+
+
+def _by_gravity(detected: Sequence[Event]) -> list[Event]:
+    def gravity(event: Event) -> tuple[int, int]:
+        return verdict.gravity(str(event.detail.get("action", "")), str(event.detail.get("signal", "")))
+
+    return sorted(detected, key=gravity, reverse=True)
 
 
 def _changes(before: dict[int, str], after: dict[int, str]) -> list[SeatChange]:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -9,7 +10,9 @@ import pytest
 from ft_runs import ROOT, Finished, Running, flags, leftovers
 from harness import started
 
+from ft.observe.report.status import status
 from ft.platform.network import free_port
+from ft.record.run import load
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
@@ -44,6 +47,7 @@ def test_a_standby_node_takes_a_lost_nodes_place(lost, corpus, reference, tmp_pa
         "n2",
     }
     assert done.losses == reference(4, LAYOUT, STEPS)
+    assert_named(f"n{lost}", done, stays.output())
 
 
 @pytest.mark.long
@@ -66,6 +70,16 @@ def test_a_node_that_was_lost_comes_back_as_a_standby_and_takes_the_next_ones_pl
     assert not leftovers(first.folder) and not done.named("restarted")
     assert {seat.split(".")[0] for seat in done.named("epoch_opened")[-1].detail["seats"].values()} == {"n2", "n1-2"}
     assert done.losses == reference(4, LAYOUT, steps)
+
+
+def assert_named(lost: str, done: Finished, at_terminal: str) -> None:
+    """Assert that terminal and status name the lost node with its host, and blame no rank that waited for a verdict."""
+    named = f"node {lost} ({socket.gethostname()}) is lost"
+    fault = next(line for line in at_terminal.splitlines() if line.startswith("   fault "))
+    assert fault.split(maxsplit=1)[1].startswith(f"{named}, with logical ranks "), done.explain()
+    assert "busy: rank" not in at_terminal, done.explain()
+    found = status(load(done.folder), time.time())
+    assert found.last.headline.startswith(named) and [one.node for one in found.lost] == [lost], done.explain()
 
 
 def ready_on(node: str, run: Running) -> int:

@@ -219,6 +219,14 @@ def test_a_node_is_lost_with_all_its_workers():
     assert "nothing was heard of its agent" in world.reasons
 
 
+def test_a_lost_node_is_named_with_its_host():
+    world = World(world_size=4, nodes=2, standbys=2).run()
+    for node, host in (("n0", "gpu0136"), ("n1", "gpu0137")):
+        world.state.agents[node].machine = host
+    orders = world.wait(LIMITS.agent_lost_s + 1, beats=["n0"])
+    assert "node n1 (gpu0137) is lost: nothing was heard of its agent" in only(orders, m.Close).reason
+
+
 def test_a_lost_node_s_ranks_go_where_fewest_are_at_work():
     world = World(world_size=4, nodes=2, standbys=2, standby_nodes=1).run()
     orders = world.wait(LIMITS.agent_lost_s + 1, beats=["n0", "n2"])

@@ -128,6 +128,17 @@ def test_a_hang_and_a_lost_node_come_from_the_events(run, capsys):
     assert [one["class"] for one in found["other_causes"]] == ["hang"]
 
 
+def test_nodes_are_named_with_their_hosts(run, capsys):
+    for rank, node in enumerate(("n0", "n1")):
+        run.join(0.5, node, f"gpu{rank}")
+    run.exits(10.0, 2, -11, STOP)
+    run.stop(10.0)
+    _, found = diagnose(run, capsys)
+    assert (found["first_cause"]["node"], found["first_cause"]["host"]) == ("n0", "gpu0")
+    assert cli.main(["diagnose", "crash", str(run.folder)]) == 1
+    assert "(n0.w2 on n0 (gpu0))" in capsys.readouterr().out
+
+
 def test_a_traceback_that_the_program_has_survived_is_no_cause(run, capsys):
     run.log(0, USERS + "step 3 goes on\n")
     run.exits(10.0, 2, -11, STOP)

@@ -28,6 +28,7 @@ from ft.faults.hang.program import departure, missing_end
 from ft.faults.hang.series import over_time
 from ft.lab.simulate.hangs.campaign import case, count
 from ft.lab.simulate.hangs.program import Layout
+from ft.observe.diagnose.hang import as_text
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "all": (0, 1, 2)}
 
@@ -57,6 +58,39 @@ def test_who_has_not_started_a_collective_is_waited_for():
     assert [(wait.ranks, wait.on) for wait in whole.waiting] == [([0], (1,))]
 
 
+def stands(*frames):
+    return (Thread("MainThread", frames, trains=True),)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        ("/lib/threading.py:331 wait", "ft/worker/session.py:128 wait_closed", "ft/worker/protocol.py:202 suspect"),
+        ("/checkout/ft/worker/orders.py:58 next", "ft/worker/session.py:125 next_order"),
+        ("threading.py:355 wait", "threading.py:451 wait_for", "ft/state/snapshot/store.py:171 wait"),
+    ],
+)
+def test_a_rank_that_waits_for_the_control_plane_or_for_who_takes_its_snapshot_is_not_at_fault(frames):
+    ranks = rank(0, op("tp")), rank(1, threads=stands(*frames)), rank(2)
+    found, whole = causes(*ranks)
+    assert found == [] and whole.waiting
+    said = as_text(Look({one.rank: one for one in ranks}, GROUPS), whole)
+    assert "no rank is at fault: rank 1 waits for the control plane" in said
+    assert causes(ranks[0], replace(ranks[1], process=STOPPED), rank(2))[0] == [(1, "stopped")]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        ("threading.py:331 wait", "user.py:3 lock", "ft/worker/protocol.py:150 train"),
+        ("ft/state/snapshot/copier.py:80 copy", "ft/state/snapshot/store.py:120 take"),
+        ("threading.py:331 wait",),
+    ],
+)
+def test_a_rank_that_stands_elsewhere_is_at_fault_whatever_has_called_it(frames):
+    assert causes(rank(0, op("tp")), rank(1, threads=stands(*frames)), rank(2))[0] == [(1, "busy")]
+
+
 def test_the_one_at_the_end_of_a_chain_is_at_fault_and_all_others_are_delayed():
     # 1 waits for 0 in tp, 0 waits for 2 in dp, 2 is in nothing
     found, whole = causes(rank(0, op("dp")), rank(1, op("tp")), rank(2))
@@ -80,6 +114,11 @@ def test_a_node_of_which_all_processes_are_dead_is_one_cause():
     assert "node n1 is lost" in whole.causes[0].where and "No process of node n1" in whole.causes[0].evidence[0]
     alive = Rank(2, "n1.w2", "n1", counts={"dp": 1}, operations=(op("dp", done=True),))
     assert not causes(rank(0, op("tp")), lost[0], alive)[1].causes[0].together
+    look = Look({one.rank: one for one in (rank(0, op("tp"), op("dp")), *lost)}, GROUPS)
+    look = replace(look, hosts={"n0": "gpu0", "n1": "gpu1"})
+    named = diagnose(look)
+    assert named.causes[0].where == "nowhere: node n1 (gpu1) is lost"
+    assert "cause 1: dead: ranks 1-2 (n1 (gpu1))" in as_text(look, named)
 
 
 def test_a_process_that_runs_without_answering_is_busy():

@@ -10,6 +10,7 @@ from hsdp_runs import Run, eventful
 from test_report_files import report
 
 from ft import cli
+from ft.base import events
 from ft.observe.report import presence
 from ft.platform import election, processes
 from ft.systems.hsdp import commits
@@ -114,6 +115,22 @@ def test_status_of_a_run_under_way(tmp_path, capsys):
         ["1", "online", "32", "33", "100"],
         ["2", "rebuilding", "30", "31", "120"],
     ]
+
+
+def test_status_names_the_hosts_of_replicas(tmp_path, capsys):
+    run = small(tmp_path)
+    told = {key: {} for key in ("interfaces", "about", "paths")} | {"host": "10.0.0.1", "clock": 0.0}
+    for replica, node, host in ((0, "n0", "gpu0"), (0, "n1", "gpu1"), (1, "n0", "gpu2"), (1, "n0-2", "gpu3")):
+        run.own(replica, events.AGENT_JOINED, node=node, machine=host, **told)
+    run.close()
+    assert cli.main(["status", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index("") + 1 :]
+    assert [
+        line.rstrip().endswith(end) for line, end in zip(table[2:], ("gpu0, gpu1", " gpu3", " -"), strict=True)
+    ] == [True] * 3
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    assert [one["hosts"] for one in json.loads(capsys.readouterr().out)["replicas"]] == [["gpu0", "gpu1"], ["gpu3"], []]
 
 
 def test_status_as_json_and_watching_to_the_end(tmp_path, capsys):

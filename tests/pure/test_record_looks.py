@@ -2,10 +2,12 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 from histories import History, write
 
+from ft import cli
 from ft.base import events
 from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Operation, Rank, Thread
@@ -20,10 +22,10 @@ SEATS = {"0": "n0.w0", "1": "n0.w1", "2": "n1.w0"}
 RANK = Rank(0, "n0.w0", "n0", counts={"dp": 3}, operations=(Operation("dp", "all_reduce", 3, sizes=("float32[4]",)),))
 
 
-def part(run, node, *ranks, number=1, wall=1000.0):
+def part(run, node, *ranks, number=1, wall=1000.0, seats=SEATS):
     path = looks.path(run, number, node)
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = {"number": number, "why": "a stall", "wall": wall, "node": node, "seats": SEATS}
+    values = {"number": number, "why": "a stall", "wall": wall, "node": node, "seats": seats}
     path.write_text(json.dumps({**values, "groups": {"dp": [0, 1]}, "ranks": to_json(list(ranks))}))
 
 
@@ -96,6 +98,20 @@ def test_a_recovery_from_a_hang_tells_its_cause(tmp_path):
     said = recovery_block(hung(), tmp_path)
     assert "cause     busy: rank 1\n             user code (train.py:9 sleep)\n" in said
     assert f"ft diagnose hang {tmp_path} --look 1" in said and "dead" not in said
+
+
+def test_the_cause_names_the_host_of_a_lost_node(tmp_path, capsys):
+    seats = {"0": "n0.w0", "1": "n1.w0", "2": "n1.w1"}
+    part(tmp_path, "n0", replace(RANK, counts={"dp": 3}), seats=seats)
+    history = History()
+    history.events = hung()
+    for number, node in enumerate(("n0", "n1")):
+        history.join(0.1, node, f"gpu{number}")
+    assert "No process of node n1 (gpu1) is known to live." in recovery_block(history.events, tmp_path)
+    assert cli.main(["diagnose", "hang", str(write(tmp_path, history)), "--stored"]) == 1
+    assert "(n1 (gpu1))" in capsys.readouterr().out
+    assert cli.main(["diagnose", "hang", str(tmp_path), "--stored", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["causes"][0]["host"] == "gpu1"
 
 
 @pytest.mark.parametrize("when", [{"looked": 4.5, "at": 60.0}, {"epoch": 3}])

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from histories import History
+from histories import START, History
 
 from ft.base import events
+from ft.faults import verdict
 from ft.observe.report.goodput import goodput
 from ft.observe.report.status import last_save, saves
 from ft.record import recoveries as kinds
@@ -213,6 +214,53 @@ def test_a_lost_node_is_traced_to_the_kill_of_the_node():
     history.open(6.1, r2="n0.w8")
     history.repair(6.2, 7)
     assert only(history).phases["detect"] == pytest.approx(1.0)
+
+
+def two_nodes() -> History:
+    """A survivor reports a broken connection before the loss of node n1, which broke it, is seen."""
+    history = History()
+    for rank in (2, 3):
+        history.seats[str(rank)] = f"n1.w{rank - 2}"
+    history.join(0.1, "n0", "gpu0136")
+    history.join(0.2, "n1", "gpu0137")
+    history.detect(5.0, 1, step=20, action="in place", signal="connection")
+    history.close(5.0)
+    history.lose_node(7.7, "n1", 2, 3, named="n1 (gpu0137)")
+    history.open(7.8, r2="n0.w4", r3="n0.w5")
+    history.repair(7.9, 20)
+    return history
+
+
+def test_the_gravest_fault_of_a_recovery_is_named_first_and_nodes_by_their_hosts():
+    recovery = only(two_nodes())
+    assert (recovery.signal, recovery.category) == ("node lost", "host fault")
+    assert recovery.headline == "node n1 (gpu0137) is lost: nothing was heard of its agent for 3.7 s"
+    assert recovery.detected_at == recovery.began.wall == START + 5.0, "phases count from the first fault"
+    lines = recovery_block(two_nodes().events).splitlines()
+    assert lines[1].split(maxsplit=1)[1].startswith("node n1 (gpu0137) is lost, with logical ranks 2-3; worker n0.w1")
+    assert lines[2].split(maxsplit=1)[1].startswith("host fault -> replace: node n1 (gpu0137) is lost: nothing was")
+
+
+def test_a_worker_is_named_with_the_host_of_its_node_in_runs_of_several_nodes():
+    one, two = replaced(), History()
+    for rank, node in enumerate(("n0", "n1")):
+        two.join(0.1, node, f"gpu{rank}")
+    two.replacement(5.0, rank=3, by="n0.w4", step=20)
+    one.join(0.1, "n0", "gpu0")
+    assert "worker n0.w3 (logical rank 3, node n0): SIGKILL" in recovery_block(one.events)
+    assert "worker n0.w3 (logical rank 3, node n0 (gpu0)): SIGKILL" in recovery_block(two.events)
+    assert only(two).headline == "n0.w3 on n0 (gpu0): the process was ended by SIGKILL"
+
+
+def test_faults_are_ranked_by_gravity():
+    ordered = [
+        *(verdict.of_suspicion("16", "closed"), verdict.of_standstill("dp", 9, 8), verdict.of_lateness("idle", 3)),
+        *(verdict.of_stall("dp", 9, 8), verdict.of_silence(9, "R"), verdict.of_error(["RuntimeError"], "no")),
+        *(verdict.of_exit(-9), verdict.of_lost_agent("n1", "silent"), verdict.of_exit(2)),
+    ]
+    grades = [verdict.gravity(one.action, one.signal) for one in ordered]
+    assert grades == sorted(set(grades))
+    assert verdict.gravity(verdict.RESTART, "exit 1") == verdict.gravity(verdict.REPLACE, "SIGSEGV")
 
 
 def test_a_step_that_some_had_committed_is_redone_and_counted_once():

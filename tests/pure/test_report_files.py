@@ -237,6 +237,51 @@ def test_status_of_a_run_under_way(tmp_path, capsys):
     ]
 
 
+def lost_a_node(folder) -> None:
+    history = History()
+    for rank, node in enumerate(("n0", "n1", "n2")):
+        history.join(0.1, node, f"gpu{rank}")
+    history.seats["3"] = "n1.w0"
+    history.lose_node(5.0, "n1", 3, named="n1 (gpu1)")
+    history.close(5.0)
+    history.open(5.1, r3="n2.w0")
+    history.repair(5.2, 20)
+    history.join(9.0, "n1-2", "gpu1")
+    write(folder, history, steps=21)
+    seats = {"0": {"worker": "n0.w0", "node": "n0"}, "3": {"worker": "n2.w0", "node": "n2"}}
+    nodes = {"n0": "up", "n1": "silent", "n3": "its agent has ended", "n2": "suspect: slow"}
+    control_says(folder, seats=seats, nodes=nodes, updated=START + 125)
+
+
+def test_status_names_hosts_and_lists_lost_nodes(tmp_path, capsys, monkeypatch):
+    lost_a_node(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: START + 125)
+    assert cli.main(["status", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    why = "nothing was heard of its agent for 3.7 s"
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("lost ")] == [
+        f"n1 (gpu1), 2 min 00 s ago: {why}; joined again as n1-2",
+        "n3: its agent has ended",
+    ]
+    assert next(line for line in lines if line.startswith("last")).endswith(f": node n1 (gpu1) is lost: {why}")
+    assert any("n2.w0" in line and "n2 (gpu2)" in line for line in lines)
+    assert cli.main(["status", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [(m["node"], m["host"]) for m in said["members"]] == [("n0", "gpu0"), ("n2", "gpu2"), ("n0", "gpu0")]
+    n1 = {"node": "n1", "host": "gpu1"}
+    assert said["lost"][0] == {**n1, "reason": why, "lost_s_ago": 120.0, "back_as": "n1-2"}
+    assert (said["last_recovery"]["node"], said["last_recovery"]["host"]) == ("n1", "gpu1")
+    assert said["hosts"] == {"n0": "gpu0", "n1": "gpu1", "n2": "gpu2", "n1-2": "gpu1"}
+
+
+def test_the_report_names_hosts_and_lost_nodes(tmp_path, capsys):
+    lost_a_node(tmp_path)
+    said, found = report(tmp_path, capsys)
+    assert "node n1 (gpu1) is lost, with logical rank 3" in said
+    assert "n1 (gpu1): nothing was heard of its agent for 3.7 s; joined again as n1-2" in found.texts
+    assert any(text.startswith("node n1 (gpu1), worker n1.w0") for text in found.texts) and "node n2" in found.texts
+
+
 def test_status_as_json_and_stale(tmp_path, capsys):
     folder = write(tmp_path / "a", History(), steps=21)
     control_says(folder, age_s=100.0)

@@ -1,14 +1,22 @@
 """A worker's protocol with the control plane, on a queue of orders."""
 
 import asyncio
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from ft.base.errors import EpochClosed
+from ft.faults.hang.look import Rank
+from ft.faults.hang.places import is_in_own_wait
 from ft.job.messages import Close, Finish, Open, Repair, Resume, Seat
 from ft.worker import protocol
+from ft.worker.looks import running_threads
 from ft.worker.orders import Orders
 from ft.worker.progress import Progress
+from ft.worker.session import Session
 
 REPAIR = Repair(1, 7, [], [], {})
 
@@ -122,3 +130,30 @@ def test_an_error_that_the_end_of_the_epoch_has_caused_is_not_reported():
 def test_a_suspended_coroutine_is_an_error_outside_of_a_simulation():
     with pytest.raises(RuntimeError, match="outside of a simulation"):
         protocol.run(asyncio.sleep(0))
+
+
+def waits(name):
+    """Return whether a look finds the thread in a wait of this project, as if it was a rank's training thread."""
+    one = next(thread for thread in running_threads() if thread.name == name)
+    return is_in_own_wait(Rank(0, threads=(replace(one, trains=True),)))
+
+
+def test_a_look_knows_who_waits_for_a_verdict_and_who_waits_for_an_order():
+    left, orders = threading.Event(), Orders(lambda order: None)
+    member = SimpleNamespace(_left=left, worker="n0.w0", epoch=1, send=lambda report: None)
+    member.wait_closed = lambda within_s: Session.wait_closed(member, within_s)
+    member.timeouts = SimpleNamespace(verdict_s=60.0)
+    suspects = threading.Thread(target=Session.suspect, args=(member, "dp", OSError()), name="suspects", daemon=True)
+    awaits = threading.Thread(target=orders.next, args=(60.0,), name="awaits", daemon=True)
+    try:
+        for thread in (suspects, awaits):
+            thread.start()
+            until = time.monotonic() + 60.0
+            while not waits(thread.name):
+                assert time.monotonic() < until and thread.is_alive()
+                time.sleep(0.01)
+    finally:
+        left.set()
+        orders.deliver(Finish())
+        suspects.join(60.0)
+        awaits.join(60.0)

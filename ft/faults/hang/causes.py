@@ -13,10 +13,11 @@ from heapq import nsmallest
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+from ft.base.events import named
 from ft.faults.hang import look as looks
 from ft.faults.hang.graph import Form, Graph, Wait, all_fit, fits, form
 from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation
-from ft.faults.hang.places import where
+from ft.faults.hang.places import is_in_own_wait, where
 from ft.faults.hang.who import Who
 from ft.faults.hang.words import call, of_departure, place_of
 from ft.show.text import capitalised
@@ -209,7 +210,7 @@ class Search:
                 kind = UNMATCHED if operation.is_message else MISSING_CALL
                 why = f"{who} has left the training loop and will not start it any more"
                 yield _cause(rank, kind, operation, where(said), why)
-            else:
+            elif not is_in_own_wait(said):
                 yield _cause(rank, BUSY, operation, where(said), f"{who} is in no communication")
 
     def _circles(self) -> Iterator[Cause]:
@@ -375,7 +376,8 @@ class Search:
         for rank, said in self.look.ranks.items():
             place = self.look.places.get(rank)
             if said.node:
-                nodes[f"node {said.node}" + (f" of replica {place.replica}" if place else "")].append(rank)
+                node = f"node {named(said.node, self.look.hosts)}"
+                nodes[node + (f" of replica {place.replica}" if place else "")].append(rank)
         for rank, place in self.look.places.items():
             if not self.look.is_elsewhere(rank):
                 replicas[f"replica {place.replica}"].append(rank)

@@ -213,6 +213,7 @@ class Look:
         takers: replicas that have taken the look by themselves because a limit passed, so that the others were asked.
             Empty if a person has asked all of them.
         unasked: replicas that were not asked, or are just being started, so that nothing is known of their ranks.
+        hosts: node -> host name, for the nodes of a run without replicas; empty where unknown.
     """
 
     ranks: Mapping[int, Rank]
@@ -224,6 +225,7 @@ class Look:
     home: int | None = None
     takers: frozenset[int] = frozenset()
     unasked: frozenset[int] = frozenset()
+    hosts: Mapping[str, str] = field(default_factory=dict)
 
     def is_elsewhere(self, rank: int) -> bool:
         """Return whether nothing is known of a rank because it was not asked."""

@@ -22,6 +22,10 @@ _RULES: tuple[tuple[str, str], ...] = (
 )
 """(place, pattern of a call): the first call from the inside that matches a rule says the place."""
 
+_STANDARD = re.compile(r"(^|/)(threading|queue)\.py:")
+_OWN_WAITS = re.compile(r"(^|/)ft/(worker/(orders|protocol|session)|state/snapshot/store)\.py:")
+"""Calls in which a rank waits for the control plane or for a peer's answer to a snapshot."""
+
 _OF_THE_SYSTEM: tuple[tuple[str, str], ...] = (
     (STORAGE, r"^D\b|nfs|rpc_wait|io_schedule|jbd2|ext4|xfs|fuse|lustre|cl_sync|wait_on_page|blkdev"),
     (LOCK, r"futex|flock|posix_lock|fcntl"),
@@ -39,6 +43,15 @@ def place(thread: Thread | None) -> str:
             if re.search(pattern, frame):
                 return found
     return next((found for found, pattern in _OF_THE_SYSTEM if re.search(pattern, thread.kernel)), USER)
+
+
+def is_in_own_wait(rank: Rank) -> bool:
+    """Return whether a rank stands in a wait of this project: for an order or a verdict of the control plane, or for
+    the peers that take its snapshot. It goes on once another process has acted, so it is not at fault.
+    """
+    frames = rank.training.frames if rank.training is not None else ()
+    inner = next((frame for frame in frames if not _STANDARD.search(frame)), "")
+    return _OWN_WAITS.search(inner) is not None
 
 
 def where(rank: Rank) -> str:

@@ -5,6 +5,7 @@ pool, a process that has imported everything. The control plane is one process f
 recoveries. What a failure of the control plane means for this node's workers is passed to the agent as an event.
 """
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ class ControlPlaneUpkeep:
             self._console.complain(f"{why} ({processes.describe(self._control_supervisor.sidecar.pid)}): it is killed")
             self.try_start()
         elif what == succession.CLAIM and self.try_start():
-            self._console.say(f"{why}; {self._node} takes over, training goes on")
+            self._console.say(f"{why}; {self._node} ({socket.gethostname()}) takes over, training goes on")
             self._recoveries.adopt(self._control_supervisor.events)
         elif what == succession.FENCE:
             self._obey(Fenced(why))

@@ -113,14 +113,15 @@ def lose_agent(state: State, now: float, agent: Agent, why: str, out: Decisions)
     state.spawning.pop(agent.node, None)
     here = [w for w in state.workers.values() if w.node == agent.node]
     kills = (m.Kill(w.name, why) for w in here)
-    out.add(f"node {agent.node} is lost with {len(here)} worker(s): {why}", m.GivenUp(agent.node, why), *kills)
+    node = f"node {state.named(agent)}"
+    out.add(f"{node} is lost with {len(here)} worker(s): {why}", m.GivenUp(agent.node, why), *kills)
     if state.phase == GATHERING and agent.places and not state.attached:
-        ends.stop(state, now, 1, f"node {agent.node} was lost before training began: {why}", out)
+        ends.stop(state, now, 1, f"{node} was lost before training began: {why}", out)
         return
     if state.phase == GATHERING and agent.places and not here:
-        ends.restart(state, now, f"node {agent.node} was lost before its workers had started: {why}", out)
+        ends.restart(state, now, f"{node} was lost before its workers had started: {why}", out)
         return
-    found = verdict.of_lost_agent(agent.node, why)
+    found = verdict.of_lost_agent(state.named(agent), why)
     react(state, now, [Fault(worker, found, dead=True) for worker in here], out)
 
 

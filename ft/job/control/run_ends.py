@@ -66,7 +66,7 @@ def descend(state: State, now: float, found: ladder.Decision, out: Decisions) ->
 def agent_left(state: State, now: float, agent: Agent, signum: int, out: Decisions) -> None:
     """Handle an agent that received a termination signal: its workers end on purpose, and the run ends with them."""
     agent.gone = f"ended by {signal_name(signum)}"
-    message = f"the agent of {agent.node} was told to end by {signal_name(signum)}"
+    message = f"the agent of {state.named(agent)} was told to end by {signal_name(signum)}"
     seated = state.seated()
     if seated and all(w.done or w.left for w in seated):
         _finish_as(state, now, f"{message}, all workers are done", out)

@@ -7,6 +7,7 @@ in host memory; a peer copy is the copy of it that a data-parallel neighbour hol
 
 from dataclasses import dataclass, field
 
+from ft.base import events
 from ft.faults.health import Finding
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Beat, GroupReport, Repair, WorkerDone, WorkerReleased, WorkerRepaired
@@ -413,6 +414,10 @@ class State:
         """
         everyone = self.options.counts_standby_nodes
         return len({agent.node_rank for agent in self.agents.values() if everyone or agent.seats})
+
+    def named(self, agent: Agent) -> str:
+        """Return the name of an agent's node for people, such as "n1 (gpu0137)"."""
+        return events.named(agent.node, {one.node: one.machine for one in self.agents.values() if one.machine})
 
     def seated(self) -> list[Worker]:
         """Return the workers that have a seat, ordered by logical rank."""

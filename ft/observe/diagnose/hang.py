@@ -5,9 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from ft.base.events import named
 from ft.faults.hang.causes import Cause, Diagnosis
 from ft.faults.hang.graph import ELSEWHERE
 from ft.faults.hang.look import FETCH, SERVER, Look, Thread
+from ft.faults.hang.places import is_in_own_wait
 from ft.faults.hang.who import THE_SERVER, Who
 from ft.show.text import count, spans, table
 
@@ -18,14 +20,14 @@ def as_values(look: Look, found: Diagnosis) -> dict[str, Any]:
     """Return the diagnosis as JSON values.
 
     Returns:
-        ``causes``, the most certain first, each with ``rank`` (logical), ``worker``, ``node``, ``kind``, ``group``,
-        ``operation``, ``sequence``, ``where``, ``evidence``, ``together`` (all ranks at fault, if a whole node or
-        replica is) and ``delayed`` (the ranks that wait for it, directly or not); ``further``: the number of causes
-        that are left out, because there are very many; ``waiting``: who waits for whom, each with ``ranks``, ``on``
-        (each of the ranks waits for all of these but itself), ``group``, ``operation``, ``sequence`` and ``why``;
-        ``threads``: the stacks of the ranks at fault. Of a run of replicas, causes also have ``replica``; the lists of
-        ranks have objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train on; and the keys of
-        ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
+        ``causes``, the most certain first, each with ``rank`` (logical), ``worker``, ``node``, ``host``, ``kind``,
+        ``group``, ``operation``, ``sequence``, ``where``, ``evidence``, ``together`` (all ranks at fault, if a whole
+        node or replica is) and ``delayed`` (the ranks that wait for it, directly or not); ``further``: the number of
+        causes that are left out, because there are very many; ``waiting``: who waits for whom, each with ``ranks``,
+        ``on`` (each of the ranks waits for all of these but itself), ``group``, ``operation``, ``sequence`` and
+        ``why``; ``threads``: the stacks of the ranks at fault. Of a run of replicas, causes also have ``replica``; the
+        lists of ranks have objects with ``replica`` and ``rank``; ``moving`` lists the replicas that train on; and the
+        keys of ``threads`` are "replica/rank". The quorum server has neither replica nor rank.
     """
     causes = [_cause(look, cause) for cause in found.causes]
     waiting = [
@@ -72,6 +74,7 @@ def _cause(look: Look, cause: Cause) -> dict[str, Any]:
         **_place(look, cause.rank),
         "worker": said.worker if said is not None else "",
         "node": said.node if said is not None else "",
+        "host": look.hosts.get(said.node, "") if said is not None else "",
         "kind": cause.kind,
         "group": cause.group,
         "operation": cause.operation,
@@ -127,6 +130,9 @@ def _why_none(look: Look, found: Diagnosis) -> str:
     fetches = [(rank, one.peer) for rank, said in look.ranks.items() for one in said.pending if one.name == FETCH]
     if fetches:
         return f"{Who(look).listed({rank if peer is None else peer for rank, peer in fetches})} fetch their state"
+    for waited_for in sorted({rank for wait in found.waiting for rank in wait.on}):
+        if waited_for in look.ranks and is_in_own_wait(look.ranks[waited_for]):
+            return f"{Who(look).one(waited_for)} waits for the control plane, or for the peers that take its snapshot"
     return "nobody waits" if not found.waiting else "the cause is not known"
 
 
@@ -134,7 +140,8 @@ def _text_of(look: Look, number: int, cause: Cause) -> list[str]:
     said = look.ranks.get(cause.rank)
     who = Who(look).title(cause.guilty)
     if said is not None and said.worker:
-        who += f" ({said.node})" if cause.together else f" ({said.worker} on {said.node})"
+        node = named(said.node, look.hosts)
+        who += f" ({node})" if cause.together else f" ({said.worker} on {node})"
     lines = [f"cause {number}: {cause.kind}: {who}"]
     lines += [f"  it is    {cause.where}"]
     lines += [f"  because  {sentence}" for sentence in cause.evidence]

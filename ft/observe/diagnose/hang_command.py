@@ -2,11 +2,14 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ft.base import events
 from ft.base.errors import UserError
 from ft.observe.diagnose.looking import looks_of
+from ft.record.run import EVENTS
 
 if TYPE_CHECKING:
     from ft.faults.hang.look import Look
@@ -60,7 +63,11 @@ def run(given: argparse.Namespace) -> int:
         taken = [_traces(given.traces)]
     else:
         asks = given.look is None and not given.stored
-        taken = looks_of(given.run, given.look, given.looks if asks else 0, given.every)
+        hosts = events.hosts(events.read(given.run / EVENTS))
+        taken = [
+            replace(look, hosts=hosts)
+            for look in looks_of(given.run, given.look, given.looks if asks else 0, given.every)
+        ]
     look, found = taken[-1], over_time(taken)
     if given.picture is not None:
         from ft.observe.diagnose.hang_picture import save

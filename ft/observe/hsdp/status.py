@@ -4,16 +4,20 @@ A replica is a full copy of the model with its own workers. A quorum is the set 
 at a step.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ft.base import events
 from ft.observe.hsdp.lanes import lanes
 from ft.observe.hsdp.lineage import Step, lineage
-from ft.observe.hsdp.record import NOTHING, Record
+from ft.observe.hsdp.record import NOTHING, Record, ReplicaRecord
 from ft.observe.hsdp.stalls import find
 from ft.observe.report.status import STALE_S, last_save, shown, state_facts
 from ft.record.run import is_planned_end
 from ft.show.text import seconds, table
+
+_MOST_HOSTS = 4
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Member:
         quorum: number of the quorum in which it committed that step, or None.
         position: its position in its stream of data samples, or None.
         age: seconds since it last committed a step, None before its first commit.
+        hosts: host names of its nodes.
     """
 
     replica: int
@@ -35,6 +40,7 @@ class Member:
     quorum: int | None
     position: int | None
     age: float | None
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,9 @@ def as_text(found: Status, folder: str) -> str:
         for m in found.members
     ]
     head = ("replica", "state", "step", "quorum", "samples taken", "last step ago")
+    if len({host for member in found.members for host in member.hosts}) > 1:
+        head = (*head, "hosts")
+        rows = [(*row, _few(member.hosts)) for row, member in zip(rows, found.members, strict=True)]
     return "\n".join([*(f"{name:<10} {value}" for name, value in facts), "", table(head, rows, right=(2, 3, 4, 5))])
 
 
@@ -138,6 +147,17 @@ def as_values(found: Status) -> dict[str, Any]:
     }
 
 
+def _few(hosts: Sequence[str]) -> str:
+    more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
+    return ", ".join(hosts[:_MOST_HOSTS]) + more or "-"
+
+
+def _hosts(own: ReplicaRecord) -> tuple[str, ...]:
+    """Return the host names of the nodes of a replica; an agent that joins again is called n1-2."""
+    latest = {node.partition("-")[0]: host for node, host in events.hosts(own.events).items()}
+    return tuple(dict.fromkeys(latest.values()))
+
+
 def _member(record: Record, number: int, states: dict[int, str], last: Step | None, now: float) -> Member:
     own = record.replicas.get(number)
     latest = max(own.commits, key=lambda commit: (commit.quorum, commit.step), default=None) if own else None
@@ -149,4 +169,5 @@ def _member(record: Record, number: int, states: dict[int, str], last: Step | No
         quorum=latest.quorum if latest else None,
         position=last.commit.positions.get(number, 0) if last else None,
         age=max(0.0, now - latest.wall) if latest else None,
+        hosts=_hosts(own) if own is not None else (),
     )

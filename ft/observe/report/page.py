@@ -5,6 +5,7 @@ import shlex
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ft.base import events
 from ft.base.events import Event
@@ -14,7 +15,7 @@ from ft.observe.report.corruption_panel import card, panel
 from ft.observe.report.goodput import Goodput
 from ft.observe.report.lanes import origin
 from ft.observe.report.loss_curve import loss_svg
-from ft.observe.report.status import health, saves
+from ft.observe.report.status import health, lost_nodes, lost_sentence, saves
 from ft.record import step_times
 from ft.record.block import seat_changes, what_differs, what_failed
 from ft.record.recoveries import PHASES, Recovery
@@ -178,10 +179,14 @@ def _run_table(run: Run) -> str:
         else:
             rows.append((key.replace("_", " "), str(value)))
     rows.append(("decisions in the journal", str(run.decisions)))
+    hosts = events.hosts(run.events)
+    rows += [(f"node {node}", host) for node, host in hosts.items()]
+    end = run.events[-1].wall if run.events else 0.0
+    rows += [("lost", lost_sentence(replace(lost, age=None), hosts)) for lost in lost_nodes(run, end)]
     for event in run.events:
         if event.name == events.DEVICE_UNUSABLE:
             which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")
-            rows.append((f"device {which} of {event.node}", f"not used any more: {reason}"))
+            rows.append((f"device {which} of {events.named(event.node, hosts)}", f"not used any more: {reason}"))
     rows += [("saved", text) for text in saves(run.events)]
     rows += [("health", text) for text in health(run)]
     return (
@@ -192,12 +197,15 @@ def _run_table(run: Run) -> str:
 def _events(history: Sequence[Event]) -> str:
     if not history:
         return "<p>No events.</p>"
-    zero = origin(history)
+    zero, hosts = origin(history), events.hosts(history)
     shown = history[:_MOST_EVENTS]
     rows = []
     for event in shown:
         names = ("node", "worker", "rank", "epoch", "step")
-        about = ", ".join(f"{n} {v}" for n in names if (v := getattr(event, n)) is not None)
+        places = {name: value for name in names if (value := getattr(event, name)) is not None}
+        if event.node is not None:
+            places["node"] = events.named(event.node, hosts)
+        about = ", ".join(f"{name} {value}" for name, value in places.items())
         detail = shortened(json.dumps(event.detail, ensure_ascii=False), 400) if event.detail else ""
         rows.append((f"{event.wall - zero:+.3f} s", event.name, about, detail))
     left = len(history) - len(shown)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft.base import events
-from ft.base.events import Event
+from ft.base.events import Event, named
+from ft.base.events import hosts as hosts_of
 from ft.faults.verdict import STRAGGLER
 
 HEAD = ("rank", "worker", "found after step", "own work in a step", "the others", "mostly", "then")
@@ -12,10 +13,11 @@ HEAD = ("rank", "worker", "found after step", "own work in a step", "the others"
 
 def rows(history: Sequence[Event]) -> list[tuple[str, ...]]:
     """Return the rows of a table with one row for each straggler that was found."""
+    hosts = hosts_of(history)
     return [
         (
             str(event.rank),
-            f"{event.worker} on {event.node}",
+            f"{event.worker} on {named(event.node, hosts)}",
             str(event.step),
             f"{_ms(event.detail.get('own_s'))} ({_times(event.detail.get('ratio'))})",
             _ms(event.detail.get("usual_s")),

@@ -5,12 +5,13 @@ grid) or is a standby (a warm worker without a rank). An epoch is a version of t
 snapshot is a copy of a rank's state in host memory; peers hold copies of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ft.base import events
 from ft.base.events import Event
+from ft.faults.verdict import NODE_LOST
 from ft.observe.report import slow_ranks
 from ft.record import missing as records
 from ft.record.recoveries import UNDER_WAY, Recovery, recoveries
@@ -34,6 +35,7 @@ class Member:
         rank: its logical rank, None for a standby.
         worker: its name.
         node: name of its node.
+        host: host name of its node, "" where unknown.
         state: what the worker is doing, as text.
         step: the last step that it reported, None where unknown.
         lag: steps between the committed step and its newest snapshot, None where unknown.
@@ -45,6 +47,26 @@ class Member:
     state: str
     step: int | None
     lag: int | None
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A node that the run has lost.
+
+    Attributes:
+        node: its name.
+        host: its host name, "" where unknown.
+        why: why it counts as lost.
+        age: seconds since it was lost, None where unknown.
+        back: name under which an agent of the same node has joined again, "" if none has.
+    """
+
+    node: str
+    host: str
+    why: str
+    age: float | None = None
+    back: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +92,8 @@ class Status:
         limits: the timeouts of the run that are not the defaults, in seconds by name.
         slow: sentences about the ranks that are persistently slower than others with the same work.
         health: what nodes have found about themselves, as sentences, the oldest first.
+        hosts: node -> host name, for all nodes that have joined.
+        lost: the nodes that were lost, in the order of their losses.
         saves: the last save of a checkpoint, and its age; "" before the first.
     """
 
@@ -91,6 +115,8 @@ class Status:
     limits: dict[str, float] = field(default_factory=dict)
     slow: list[str] = field(default_factory=list)
     health: list[str] = field(default_factory=list)
+    hosts: dict[str, str] = field(default_factory=dict)
+    lost: list[Lost] = field(default_factory=list)
     saves: str = ""
 
     @property
@@ -112,7 +138,8 @@ def status(run: Run, now: float, gone: str = "") -> Status:
     updated = _number(stored.get("updated")) or (run.events[-1].wall if run.events else None)
     epoch = next((event.epoch for event in reversed(run.events) if event.epoch is not None), None)
     protected = stored.get("protected")
-    step = records.last_step(run)
+    step, hosts = records.last_step(run), events.hosts(run.events)
+    members = [replace(one, host=hosts.get(one.node, "")) for one in _members(stored)]
     if protected is False and run.metrics:  # the control plane gets no reports of such a run's steps
         step = max(step or 0, run.metrics[-1]["step"])
     return Status(
@@ -123,7 +150,7 @@ def status(run: Run, now: float, gone: str = "") -> Status:
         restarts=_whole(stored.get("restarts")),
         age=None if updated is None else max(0.0, now - updated),
         ended=ended,
-        members=_at_the_end(_members(stored), run.state, step) if ended else _members(stored),
+        members=_at_the_end(members, run.state, step) if ended else members,
         last=found[-1] if found else None,
         recovered=sum(r.is_over for r in found),
         protected=protected if isinstance(protected, bool) else None,
@@ -134,8 +161,40 @@ def status(run: Run, now: float, gone: str = "") -> Status:
         limits=stored["limits"] if isinstance(stored.get("limits"), dict) else {},
         slow=slow_ranks.sentences(stored.get("stragglers")),
         health=health(run),
+        hosts=hosts,
+        lost=lost_nodes(run, now),
         saves=last_save(run.events, now),
     )
+
+
+def lost_nodes(run: Run, now: float) -> list[Lost]:
+    """Return the nodes that the run has lost, in the order of their losses. ``now``: seconds since 1970."""
+    hosts, found = events.hosts(run.events), {}
+    for event in run.events:
+        node = event.node or ""
+        if event.name == events.FAULT_DETECTED and event.detail.get("signal") == NODE_LOST and node not in found:
+            found[node] = Lost(node, hosts.get(node, ""), _why_lost(event), max(0.0, now - event.wall))
+        elif event.name == events.AGENT_JOINED:  # an agent that joins again is called n1-2
+            same = [lost for lost in found.values() if lost.node.partition("-")[0] == node.partition("-")[0]]
+            found |= {lost.node: replace(lost, back=node) for lost in same if not lost.back}
+    nodes = run.status.get("nodes")
+    if run.state == "not ended" and isinstance(nodes, dict):  # a node without workers has no event of its loss
+        gone = {name: str(why) for name, why in nodes.items() if why != "up" and not str(why).startswith("suspect:")}
+        found |= {name: Lost(name, hosts.get(name, ""), why) for name, why in gone.items() if name not in found}
+    return list(found.values())
+
+
+def _why_lost(event: Event) -> str:
+    """Return the reason without the words "node n1 (gpu0137) is lost", with which it begins."""
+    return str(event.detail.get("reason", "")).partition(" is lost: ")[2]
+
+
+def lost_sentence(lost: Lost, hosts: Mapping[str, str]) -> str:
+    """Return text such as "n1 (gpu0137), 2 min ago: nothing was heard of its agent for 3.7 s"."""
+    when = "" if lost.age is None else f", {seconds(lost.age)} ago"
+    why = f": {lost.why}" if lost.why else ""
+    back = f"; joined again as {lost.back}" if lost.back else ""
+    return f"{events.named(lost.node, hosts)}{when}{why}{back}"
 
 
 def last_save(history: Sequence[Event], now: float, when: str = "ago") -> str:
@@ -160,11 +219,11 @@ def last_save(history: Sequence[Event], now: float, when: str = "ago") -> str:
 
 def health(run: Run) -> list[str]:
     """Return what nodes have found about themselves, as sentences, the oldest first."""
-    found = []
+    found, hosts = [], events.hosts(run.events)
     for event in run.events:
         if event.name == events.HEALTH_FOUND:
             said = event.detail
-            device = f"{event.node} {said.get('device') or ''}".rstrip()
+            device = f"{events.named(event.node, hosts)} {said.get('device') or ''}".rstrip()
             found.append(f"{device}: {said.get('action', '?')}: {shortened(str(said.get('reason', '')), 160)}")
     return found
 
@@ -186,6 +245,7 @@ def as_text(found: Status, folder: str) -> str:
         ("recovered", str(found.recovered)),
         ("last", _last(found.last)),
     ]
+    facts += [("lost", lost_sentence(lost, found.hosts)) for lost in found.lost]
     facts += [("saved", found.saves)] if found.saves else []
     if found.limits:
         facts.append(("limits", ", ".join(f"{name} = {value:g} s" for name, value in found.limits.items())))
@@ -196,7 +256,10 @@ def as_text(found: Status, folder: str) -> str:
     facts += [("records", text) for text in found.lacking]
     lines = [f"{name:<10} {value}" for name, value in facts]
     if found.members:
-        rows = [(_rank(m), m.worker, m.node or "-", m.state or "-", shown(m.step), shown(m.lag)) for m in found.members]
+        rows = [
+            (_rank(m), m.worker, events.named(m.node or "-", found.hosts), m.state or "-", shown(m.step), shown(m.lag))
+            for m in found.members
+        ]
         lines += ["", table(("rank", "worker", "node", "state", "step", "lag"), rows, right=(4, 5))]
     return "\n".join(lines)
 
@@ -221,6 +284,11 @@ def as_values(found: Status) -> dict[str, Any]:
         "limits": found.limits,
         "stragglers": found.slow,
         "health": found.health,
+        "hosts": found.hosts,
+        "lost": [
+            {"node": one.node, "host": one.host, "reason": one.why, "lost_s_ago": one.age, "back_as": one.back}
+            for one in found.lost
+        ],
         "saves": found.saves,
         "last_recovery": None
         if last is None
@@ -228,6 +296,9 @@ def as_values(found: Status) -> dict[str, Any]:
             "number": last.number,
             "outcome": last.outcome,
             "reason": last.reason,
+            "worker": last.faults[0].worker if last.faults else None,
+            "node": last.faults[0].node if last.faults else None,
+            "host": last.hosts.get(last.faults[0].node or "", "") if last.faults else "",
             "total_s": last.total,
             "phases_s": last.phases,
             "step": last.step,
@@ -300,7 +371,7 @@ def _lag(lag: int) -> str:
 def _last(recovery: Recovery | None) -> str:
     if recovery is None:
         return "no recovery"
-    reason = f": {recovery.reason}" if recovery.reason else ""
+    reason = f": {recovery.headline}" if recovery.headline else ""
     took = "" if recovery.outcome == UNDER_WAY else f" in {seconds(recovery.total)}"
     return f"recovery {recovery.number}, {recovery.outcome}{took}{reason}"
 
