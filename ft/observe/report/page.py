@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+from ft import faults
 from ft.base import events
 from ft.base.events import Event
 from ft.observe.report import actions, hangs, heat_map, rebuilds, slow_ranks
@@ -182,6 +183,8 @@ def _run_table(run: Run) -> str:
         if event.name == events.DEVICE_UNUSABLE:
             which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")
             rows.append((f"device {which} of {event.node}", f"not used any more: {reason}"))
+    missed = faults.missed(run.folder)
+    rows += [("faults", missed)] if missed else []
     rows += [("health", text) for text in health(run)]
     return (
         "<table>" + "".join(f"<tr><th>{safe(k)}</th><td><code>{safe(v)}</code></td></tr>" for k, v in rows) + "</table>"
