@@ -164,6 +164,11 @@ def _add_fault_tolerance_flags(group) -> None:
         "repeated; ft faults lists the kinds",
     )
     flag(
+        "inject-strict",
+        action="store_true",
+        help="end with exit code 76, instead of 0, if a fault of --inject or --scenario was not injected",
+    )
+    flag(
         "scenario",
         metavar="FILE",
         help="file with a list of faults and a seed: YAML, TOML or JSON; ft faults shows an example",

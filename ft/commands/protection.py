@@ -8,11 +8,12 @@ trainer, ``pretrain_gpt.py``, the trainer's flags decide. Any other script enabl
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ft import faults as inject
 from ft.base import files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import Problem
@@ -162,6 +163,21 @@ def has_joined(nodes: int) -> str:
 
 def _where(nodes: int) -> str:
     return "" if nodes > 1 else "; all copies are on this host, so only a checkpoint survives the loss of this host"
+
+
+def judge_faults(code: int, folder: Path, is_strict: bool, tell: Callable[[str], None]) -> int:
+    """Tell which planned faults of a run that has ended were not injected, and return the exit code of ``ft run``.
+
+    Args:
+        code: exit code of the run.
+        folder: directory of the run.
+        is_strict: whether a run that ends with code 0 shall have another code if faults were not injected.
+        tell: prints a message.
+    """
+    missed = inject.missed(folder)
+    if missed:
+        tell(missed)
+    return inject.NOT_INJECTED if missed and is_strict and code == 0 else code
 
 
 def _never_act(flags: Sequence[str]) -> list[Problem]:

@@ -48,8 +48,8 @@ _RESTARTS = 1000
 def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     """Run the launcher of this node, and end the process with the run's exit code.
 
-    Exit codes: 0 if the run has finished, 2 for bad input, 128+N after signal N, others as the failure that ended the
-    last replica.
+    Exit codes: 0 if the run has finished, 2 for bad input, 76 if it has finished, but --inject-strict asks for faults
+    that were not injected, 128+N after signal N, others as the failure that ended the last replica.
 
     Args:
         given: the parsed command line.
@@ -82,6 +82,8 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     if stand_in is not None:
         stand_in.begin()
     code = Launcher(supervisor, whole.run_dir, members, host, console, asked.count, asked.min_count, stand_in).run()
+    own = whole.run_dir if asked.only is None else setups[0].folder
+    code = protection.judge_faults(code, own, given.inject_strict, console.say)
     is_first_lost = asked.only is None and host.first_is_lost()
     allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
     console.close()

@@ -55,8 +55,8 @@ def add_parser(subparsers) -> None:
 def main(given: argparse.Namespace) -> NoReturn:
     """Run the agent of this node, and end the process with the run's exit code.
 
-    Exit codes: 0 if all workers have finished, 2 for bad input, 128+N after signal N, others as the failure that ended
-    the run.
+    Exit codes: 0 if all workers have finished, 2 for bad input, 76 if they have finished, but --inject-strict asks for
+    faults that were not injected, 128+N after signal N, others as the failure that ended the run.
 
     Raises:
         UserError: the flags cannot work; nothing has been started.
@@ -71,6 +71,7 @@ def main(given: argparse.Namespace) -> NoReturn:
     code = carry_out(options, faults, _announcement(options, faults, protected), joined=joined)
     if protected.by == protection.UNKNOWN and code == 0 and read_status(options.run_dir).get("protected") is False:
         console.say("no worker called ft.attach or ft.protect, so nothing protected this run")
+    code = protection.judge_faults(code, options.run_dir, given.inject_strict, console.say)
     is_first_lost = allocation.lost_first_node(read_status(options.run_dir))
     allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
     console.close()

@@ -5,6 +5,7 @@ of one node; a recovery opens a new epoch, a new version of the map logical rank
 full copy of the model with its own workers; a replica that was restarted fetches its state from healthy ones.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json, files
+from ft.base import bounded_json, events, files
 from ft.base.errors import UserError
 from ft.faults.flip import Flip
 
@@ -39,6 +40,7 @@ which the restarted and the healthy replicas all pass:
 """
 
 PHASES = STEP_PHASES + RECOVERY_PHASES
+_MOST_NAMED = 10
 
 ERRORS = ("recoverable", "timeout", "software", "node", "user")
 """Exceptions that a worker can raise. recoverable: RecoverableError; timeout: TimeoutError; software: RuntimeError;
@@ -118,6 +120,9 @@ _NOTHING = object()
 _DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number", "kind")}
 
 
+NOT_INJECTED = 76
+"""Exit code of ``ft run --inject-strict`` if a run ends well, but not all planned faults were injected."""
+
 FILE = "FT_FAULTS"
 """Name of the environment variable that tells a worker the path of the file of planned faults, written by ``write``.
 
@@ -171,3 +176,36 @@ def planned(environment: Mapping[str, str] = os.environ) -> list[Fault]:
 def _fault(values: dict[str, Any]) -> Fault:
     fault = Fault(**values)
     return fault if fault.flip is None else replace(fault, flip=Flip(**fault.flip))
+
+
+def left(faults: Sequence[Fault], folder: Path) -> list[Fault]:
+    """Return the faults that were not injected yet, according to the events of the run, or replica, in ``folder``."""
+    done = _injected(folder)
+    return [fault for fault in faults if fault.number not in done]
+
+
+def missed(run_dir: Path) -> str:
+    """Return one sentence about the planned faults of a run that were not injected, "" if there are none.
+
+    Args:
+        run_dir: directory of a run or of one replica. The agents have left their files of planned faults in it.
+    """
+    names, count = [], 0
+    for folder in (run_dir, *sorted(run_dir.glob("replica-*"))):
+        where = "" if folder == run_dir else f" of {folder.name}"
+        in_files: dict[int, Fault] = {}
+        for path in folder.glob("faults.*.json"):
+            with contextlib.suppress(OSError, UserError):
+                in_files |= {fault.number: fault for fault in from_json(files.read_text(path))}
+        # The agents of a replica that has started again have written only the faults that were left then.
+        count += len(in_files.keys() | _injected(folder))
+        names += [f"{fault}{where}" for fault in left(list(in_files.values()), folder)]
+    if not names:
+        return ""
+    more = "; ..." if len(names) > _MOST_NAMED else ""
+    return f"{len(names)} of {count} planned fault(s) did not happen: {'; '.join(names[:_MOST_NAMED])}{more}"
+
+
+def _injected(folder: Path) -> set[int]:
+    happened = events.read(folder / "events.jsonl")
+    return {event.detail.get("number", 0) for event in happened if event.name == events.FAULT_INJECTED}

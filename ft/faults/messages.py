@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ft.base import events
+
 _REPORT_DELAY_S = 0.3
 """Delay of a report, in seconds."""
 
@@ -55,6 +57,8 @@ def _damaged(pieces: list) -> list:
 class Reports:
     """Filter for the reports of a worker during a number of seconds; thread-safe.
 
+    The report that a fault is injected passes unchanged: it is the record that keeps the fault from happening again.
+
     Args:
         kind: kind of the fault, which ends in "reports".
         seconds: duration of the fault in seconds.
@@ -69,6 +73,8 @@ class Reports:
 
     def __call__(self, report: Any) -> list[Any]:
         """Return what to send instead of ``report``."""
+        if getattr(report, "event", None) == events.FAULT_INJECTED:
+            return [report]
         if self._clock() < self._until:
             if self._how == "lose":
                 return []

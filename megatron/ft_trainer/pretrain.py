@@ -79,7 +79,8 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     protections = protections or Protections()
     is_given_state = protections.is_given_state
     seed_everything(options)
-    if not is_given_state:  # which has the random generators' states, too
+    # Its random draws come before those of the weights. A state that is given has the random generators' states, too.
+    if protections.draws_weights:
         config, gated = transformer_config(options, layout), options.core.swiglu
         compile_fused_functions(config, options.data.seq_length, options.training.micro_batch_size, gated=gated)
     tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))

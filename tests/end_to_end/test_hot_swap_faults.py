@@ -13,6 +13,7 @@ from ft_runs import ROOT, Running, flags, ft_run
 
 from ft.base.errors import ENDED_EARLY, NOT_SAVED
 from ft.cli import main as cli
+from ft.faults import NOT_INJECTED
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 
@@ -33,6 +34,18 @@ def test_a_hung_worker_is_killed_and_replaced(corpus, reference, tmp_path):
     assert actions(done) == ["replace", "replace"], done.explain()
     assert all("stopped" in event.detail["reason"] for event in done.named("fault_detected"))
     assert done.losses == reference(4, LAYOUT, 16)
+
+
+def test_a_fault_whose_workers_reports_are_lost_happens_once_and_strictly_all_have_to_happen(
+    corpus, reference, tmp_path
+):
+    faults = "lose-reports@step=6:rank=1,kill@step=6:rank=1:phase=backward,kill@step=6:rank=0:phase=assemble"
+    done = run(corpus, tmp_path, faults, options="--inject-strict")
+    assert [event.detail["number"] for event in done.named("fault_injected")] == [1, 2], done.explain()
+    assert actions(done) == ["replace"], done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+    missed = "1 of 3 planned fault(s) did not happen: kill of rank 0 at step 6 (assemble)"  # nobody takes over rank 0
+    assert done.code == NOT_INJECTED and missed in done.output, done.explain()
 
 
 def test_an_inner_rank_of_the_trees_is_killed_and_then_hangs(corpus, reference, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from control_world import World, only
 from fault_bundles import BUNDLES, ELSEWHERE
 
+from ft.base import events
 from ft.cli import main
 from ft.faults import Fault, keys, parse, read_scenario, schedule
 from ft.faults.acts import ACTS, IN_TRAINING
@@ -128,6 +129,12 @@ def test_reports_on_their_way_and_afterwards():
         found = [disturb(number) for number in (1, 2, 3)]
         now = 1.5
         assert [*found, disturb(4)] == expected
+
+
+@pytest.mark.parametrize("kind", ["lose-reports", "duplicate-reports", "reorder-reports", "delay-reports"])
+def test_the_report_that_a_fault_is_injected_passes_every_fault_of_reports(kind):
+    disturb, injected = Reports(kind, 1.0, clock=lambda: 0.0), m.Observed(events.FAULT_INJECTED, {"number": 2})
+    assert disturb(injected) == [injected]
 
 
 def test_a_fault_in_a_recovery_waits_for_one_and_reaches_whoever_has_just_joined():

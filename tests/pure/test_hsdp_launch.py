@@ -243,7 +243,7 @@ def test_a_new_agent_is_given_only_the_faults_that_have_not_happened(tmp_path):
     found = planned("kill@replica=0:step=1:rank=0", "kill@replica=0:step=2:rank=0")[0]
     with events.EventLog(tmp_path / "events.jsonl") as log:
         log.write(events.now(events.FAULT_INJECTED, node="n0", number=1, kind="kill"))
-    assert [fault.number for fault in faults.left(found, tmp_path)] == [2]
+    assert [fault.number for fault in inject.left(found, tmp_path)] == [2]
 
 
 # --- who is started again --------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from itertools import pairwise
 import pytest
 from hsdp_runs import SEQ, Run, eventful
 
+from ft import faults
 from ft.observe.hsdp.effective import asynchronous, synchronous
 from ft.observe.hsdp.lanes import CATCHING_UP, OFFLINE, ONLINE, REBUILDING
 from ft.observe.hsdp.lineage import lineage
+from ft.observe.hsdp.page import page
 from ft.observe.hsdp.record import load
 from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART
 from ft.observe.hsdp.story import tell
@@ -53,6 +55,9 @@ def test_a_run_without_faults(tmp_path):
     assert story.losses.points[0] == (12 * SEQ, 6.0)
     assert story.losses.points[-1][0] == 240 * SEQ
     assert story.record.state == "finished"
+    faults.write(tmp_path / "replica-1" / "faults.n0.json", [faults.Fault(1, "kill", step=3, rank=0)])
+    missed = "1 of 1 planned fault(s) did not happen: kill of rank 0 at step 3 of replica-1"
+    assert ("faults", missed) in facts(story) and missed in page(story, b"")
 
 
 def killed_and_back(folder) -> Run:

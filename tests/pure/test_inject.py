@@ -7,11 +7,15 @@ from itertools import pairwise
 import pytest
 
 from ft import faults as inject
+from ft.base import events
 from ft.base.errors import UserError
+from ft.commands.protection import judge_faults
+from ft.commands.report import write_report
 from ft.faults import Fault, from_json, parse, read_scenario, schedule, to_json, write
 from ft.faults.distributions import Distribution, parse_duration
 from ft.faults.schedule import MOST_OF_A_DISTRIBUTION
 from ft.faults.table import NAMES
+from ft.record.run import load
 
 NODES = ["n0", "n1", "n2"]
 
@@ -280,3 +284,39 @@ def test_no_faults_in_the_environment():
 def test_faults_in_words():
     assert str(Fault(1, "kill", step=20, rank=3, phase="backward")) == "kill of rank 3 at step 20 (backward)"
     assert str(Fault(2, "partition", time=3.0, node="n1")) == "partition of node n1 at 3.0 s"
+
+
+# --- what has not happened --------------------------------------------------------------------------------------------
+
+
+def leave(folder, faults: list[Fault], *injected: int) -> None:
+    """Leave the files of a run in ``folder``: what was planned, and the numbers of the faults that were injected."""
+    folder.mkdir(exist_ok=True)
+    write(folder / "faults.n0.json", faults)
+    with events.EventLog(folder / "events.jsonl") as log:
+        log.write(events.now(events.RUN_STARTED, command=[], world_size=4))
+        for number in injected:
+            log.write(events.now(events.FAULT_INJECTED, node="n0", number=number, kind="kill"))
+
+
+def test_faults_that_have_not_happened_are_named_in_the_report_and_strictly_they_are_an_exit_code(tmp_path):
+    leave(tmp_path, planned("kill@step=5:rank=1,hang@step=9:rank=2:phase=evaluate"), 1)
+    sentence = "1 of 2 planned fault(s) did not happen: hang of rank 2 at step 9 (evaluate)"
+    told: list[str] = []
+    codes = [judge_faults(code, tmp_path, strict, told.append) for code, strict in ((0, False), (0, True), (1, True))]
+    assert codes == [0, inject.NOT_INJECTED, 1] and told == [sentence] * 3
+    text, problem = write_report(load(tmp_path))
+    assert f"faults     {sentence}" in text and sentence in (tmp_path / "report.html").read_text() and not problem
+
+    leave(tmp_path, planned("kill@step=5:rank=1,hang@step=9:rank=2:phase=evaluate"), 2)
+    assert judge_faults(0, tmp_path, True, told.append) == 0 and len(told) == 3
+
+
+def test_faults_of_replicas_that_have_not_happened_are_named_with_their_replica(tmp_path):
+    first, second = planned("kill@step=5:rank=1,hang@step=9:rank=0")
+    leave(tmp_path / "replica-0", [first], 1)
+    leave(tmp_path / "replica-1", [second])
+    assert inject.missed(tmp_path) == ("1 of 2 planned fault(s) did not happen: hang of rank 0 at step 9 of replica-1")
+    leave(tmp_path / "replica-0", [])  # a replica that has started again gets only the faults that are left
+    assert inject.missed(tmp_path).startswith("1 of 2")
+    assert inject.missed(tmp_path / "replica-0") == "" and inject.missed(tmp_path / "nowhere") == ""

@@ -4,11 +4,9 @@ hit.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 from ft import faults as inject
-from ft.base import events
 from ft.base.errors import UserError
 from ft.faults.faults import OF_CONTROL, OF_NODE, Fault
 from ft.faults.spec import FaultSpec
@@ -58,10 +56,3 @@ def _of_one(spec: FaultSpec, replicas: int, shape: Part, seed: int) -> list[tupl
     rng = Random(f"{seed}/replica")
     faults = inject.schedule([one], shape.world_size, nodes, seed)
     return [(spec.replica if isinstance(spec.replica, int) else rng.randrange(replicas), f) for f in faults]
-
-
-def left(faults: Sequence[Fault], folder: Path) -> list[Fault]:
-    """Return the faults that have not happened yet, according to the events of the replica in ``folder``."""
-    happened = events.read(folder / "events.jsonl")
-    done = {event.detail.get("number") for event in happened if event.name == events.FAULT_INJECTED}
-    return [fault for fault in faults if fault.number not in done]

@@ -14,7 +14,7 @@ from pathlib import Path
 from ft import faults as inject
 from ft.base import events
 from ft.job.agent.options import RunOptions
-from ft.job.replicas import faults, policy, replica
+from ft.job.replicas import policy, replica
 from ft.job.replicas.places import Part
 from ft.platform import election, processes
 from ft.platform.supervisor import Supervisor
@@ -118,7 +118,7 @@ class Member:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         life = next_life(self.setup.folder, self.setup.part.node_rank)
         options = replace(self.setup.options, life=life, max_restarts=life + self.setup.options.max_restarts)
-        left = faults.left(self.setup.faults, self.setup.folder)
+        left = inject.left(self.setup.faults, self.setup.folder)
         self._order.write_text(replica.pack(options, left, began(self.setup.folder)))
         environment = {**self.setup.environment, "FT_HSDP_LIFE": str(life or int(self.setup.is_late))}
         self.process = self.supervisor.start(

@@ -3,6 +3,7 @@
 import json
 import time
 
+from ft import faults
 from ft.observe.hsdp import colours, text
 from ft.observe.hsdp.effective import (
     PAPER_BETWEEN_S,
@@ -89,14 +90,16 @@ def _wide(content: str) -> str:
 
 
 def _incidents(story: Story) -> str:
+    missed = faults.missed(story.record.folder)
+    planned = f"<p>{safe(missed)}</p>" if missed else ""
     if not story.incidents:
-        return "<p>All replicas were in every step.</p>"
+        return f"<p>All replicas were in every step.</p>{planned}"
     note = (
         "<p><small>Stall: duration of the steps of the incident in excess of the median of normal steps around it. "
         "Away: time from the replica's last step before the incident to the beginning of its first step after "
         "it.</small></p>"
     )
-    return _wide(table(text.INCIDENT_HEAD, text.incident_rows(story))) + note
+    return _wide(table(text.INCIDENT_HEAD, text.incident_rows(story))) + note + planned
 
 
 def _effective(story: Story) -> str:

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from ft import faults
 from ft.observe.hsdp.effective import Effective
 from ft.observe.hsdp.lanes import STATES
 from ft.observe.hsdp.stacks import has_stacks, stacks_line, wipe_outs_line
@@ -58,7 +59,9 @@ def facts(story: Story) -> list[tuple[str, str]]:
         found.insert(
             -1, ("restarts", f"{len(restarts)} of all replicas, {seconds(sum(one.stall_s for one in restarts))} in all")
         )
-    return found + [("saved", text) for text in saves([event for _, event in story.record.history])]
+    missed = faults.missed(story.record.folder)
+    found += [("saved", text) for text in saves([event for _, event in story.record.history])]
+    return found + ([("faults", missed)] if missed else [])
 
 
 def steps_line(story: Story) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ft import faults
 from ft.base import events
 from ft.base.events import Event
 from ft.observe.report import actions, hangs, heat_map, rebuilds, slow_ranks
@@ -188,6 +189,8 @@ def _run_table(run: Run) -> str:
             which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")
             rows.append((f"device {which} of {events.named(event.node, hosts)}", f"not used any more: {reason}"))
     rows += [("saved", text) for text in saves(run.events)]
+    missed = faults.missed(run.folder)
+    rows += [("faults", missed)] if missed else []
     rows += [("health", text) for text in health(run)]
     return (
         "<table>" + "".join(f"<tr><th>{safe(k)}</th><td><code>{safe(v)}</code></td></tr>" for k, v in rows) + "</table>"

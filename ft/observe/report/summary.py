@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ft import faults
 from ft.observe.report import rebuilds
 from ft.observe.report.actions import actions
 from ft.observe.report.actions import text_table as text_table_of_actions
@@ -38,6 +39,8 @@ def summary(run: Run, found: Sequence[Recovery], times: Goodput, files: Sequence
     checked = corruption(run.events)
     facts += [] if checked is None else [("DMR", summary_of(checked))]
     facts += [("saved", text) for text in saves(run.events)]
+    missed = faults.missed(run.folder)
+    facts += [("faults", missed)] if missed else []
     facts += [("records", text) for text in records.lacking(run)]
     lines = [f"{name:<10} {value}" for name, value in facts]
     if found:
