@@ -43,12 +43,6 @@ def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:
             "and these gradients are not in it when the optimizer reads them",
             "use --accumulate-allreduce-grads-in-fp32, or drop --ft-hsdp-replicas",
         )
-    if options.logging.metrics_file is not None:
-        yield (
-            "--metrics-file does not go with replicas: all of them would write to this one file, each over the lines "
-            "of the others",
-            "drop it: each replica writes metrics.jsonl in its own folder in --run-dir",
-        )
     whole = replicas * training.micro_batch_size * grid.dp
     if training.global_batch_size % whole:
         yield (

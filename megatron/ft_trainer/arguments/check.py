@@ -79,6 +79,9 @@ def examine(
     )
     found = [problem for one in checks for problem in one(options, grid)]
     found += problems_of_protections(options, grid, replicas, {})
+    if replicas and options.logging.metrics_file is not None:
+        problem = "--metrics-file does not go with replicas: all of them would write to this one file"
+        found.append((problem, "drop it: each replica writes metrics.jsonl in its own folder in --run-dir"))
     here = {GPU: has_te if has_gpu is None else has_gpu, TE: has_te}
     wanted = needs(options, grid)
     if not assumes_machine:
