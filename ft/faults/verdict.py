@@ -191,15 +191,17 @@ def of_stall(where: str, seconds: float, limit_s: float) -> Verdict:
     return Verdict(HOST, REPLACE, reason, "stall", key="stall", in_vain=True)
 
 
-def of_standstill(group: str, seconds: float, limit_s: float) -> Verdict:
+def of_standstill(group: str, seconds: float, limit_s: float, cause: str = "") -> Verdict:
     """Classify a standstill in which every worker waits in a communication operation.
 
     Args:
         group: name of the process group in which this worker waits.
         seconds: time for which it has waited.
         limit_s: the limit of this time, in seconds.
+        cause: the cause, for people; "": unknown.
     """
     reason = f"all workers wait, this one in {group} for {seconds:.1f} s (limit {limit_s:.1f} s)"
+    reason += f"; {cause}" if cause else ""
     return Verdict(TRANSIENT, RETRY, reason, "standstill", key="connection", in_vain=True)
 
 

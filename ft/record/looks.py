@@ -6,7 +6,7 @@ run; the launcher that keeps the quorum server adds what the operating system sa
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,24 @@ def read(run: Path, number: int) -> Look:
     Raises:
         UserError: the look does not exist, or a file of it cannot be read.
     """
-    look, replica = _read(run, number), _replica(run)
+    return _of_replica(run, _read(run, number))
+
+
+def of_parts(run: Path, said: Iterable[Mapping[str, Any]]) -> Look:
+    """Return the look that the nodes' parts, as they are stored, make up; see :func:`read`.
+
+    Args:
+        run: folder of the run.
+        said: JSON values of the parts, at least one.
+
+    Raises:
+        UserError: a part is not one.
+    """
+    return _of_replica(run, _united([_part(values, "an answer to a look") for values in said]))
+
+
+def _of_replica(run: Path, look: Look) -> Look:
+    replica = _replica(run)
     if replica is None:
         return look
     return combine({replica: look}, server=_server(run.parent, look.wall), home=replica)
@@ -107,7 +124,10 @@ def _read(run: Path, number: int) -> Look:
     paths = sorted((run / _FOLDER / f"{number:04d}").glob("*.json"))
     if not paths:
         raise UserError(f"{run} has no look {number}", "list the folder looks in it")
-    parts = [_part(path) for path in paths]
+    return _united([_stored(path) for path in paths])
+
+
+def _united(parts: Sequence[_Part]) -> Look:
     newest = max(part.wall for part in parts)
     # A run that has lost its journal counts its looks from 1 again; a node that is gone leaves its old part behind.
     parts = [part for part in parts if newest - part.wall < _TOGETHER_S]
@@ -120,9 +140,8 @@ def _read(run: Path, number: int) -> Look:
     return Look(ranks, groups, newest, parts[0].why, united(part.across for part in parts))
 
 
-def _part(file: Path) -> _Part:
+def _part(values: Mapping[str, Any], source: str) -> _Part:
     try:
-        values = bounded_json.loads(files.read(file))
         return _Part(
             wall=float(values["wall"]),
             why=str(values["why"]),
@@ -131,9 +150,20 @@ def _part(file: Path) -> _Part:
             across={name: from_json(Across, members) for name, members in values.get("across", {}).items()},
             seats={str(int(name)): str(worker) for name, worker in values["seats"].items()},
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, BadMessage) as error:
-        problem = f"{file} cannot be read ({type(error).__name__}: {error})"
-        raise UserError(problem, "choose another look with --look") from error
+    except (ValueError, KeyError, TypeError, AttributeError, BadMessage) as error:
+        raise _unreadable(source, error) from error
+
+
+def _stored(file: Path) -> _Part:
+    try:
+        values = bounded_json.loads(files.read(file))
+    except (OSError, ValueError) as error:
+        raise _unreadable(str(file), error) from error
+    return _part(values, str(file))
+
+
+def _unreadable(source: str, error: Exception) -> UserError:
+    return UserError(f"{source} cannot be read ({type(error).__name__}: {error})", "choose another look with --look")
 
 
 # --- runs of replicas ------------------------------------------------------------------------------------------------

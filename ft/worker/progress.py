@@ -75,7 +75,7 @@ class Progress:
         """Return a context in which heartbeats report the given activity.
 
         Args:
-            doing: kind of activity: "compute", "wait" (for other ranks), "aside" (exempt from hang detection), "idle"
+            doing: kind of activity: "compute", "wait" (for other ranks), "aside" (may take longer than a step), "idle"
                 (no step is under way).
             where: description of the activity.
         """
@@ -115,7 +115,7 @@ class Progress:
             self._times.ends_step(step)
 
     def aside(self, what: str) -> None:
-        """Record that the step continues with ``what``, which may take long and is exempt from hang detection."""
+        """Record that the step continues with ``what``, which may take longer than a step."""
         self._enter("aside", what)
         self.interrupted()
 
@@ -148,10 +148,9 @@ class Progress:
         # an operation has ended since the last heartbeat, so the worker makes progress
         if not _is_same(blocked, self._seen_blocked):
             self._seen_blocked, self._moved_at = blocked, now
-        # an operation that was started before an evaluation or a save is not part of it
-        if blocked is not None and (doing == "compute" or (doing == "aside" and blocked[1] < since)):
+        if doing in ("compute", "aside") and blocked is not None:  # in an evaluation or a save, a wait is a wait, too
             doing, where, since = "wait", *blocked
-        elif doing == "compute":
+        elif doing in ("compute", "aside"):
             since = max(since, self._moved_at)
         return Beat(
             age_s=0.0,

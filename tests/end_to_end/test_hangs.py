@@ -1,11 +1,14 @@
 """Workers that hang or are busy, in real runs: who is replaced, and who is not."""
 
+import signal
+
 import megatron_lm_trees as checkouts
 import pytest
 import replica_runs
-from ft_runs import flags, ft_run
+from ft_runs import Running, flags, ft_run
 from test_megatron_lm import TWO_STAGES, of_run, of_steps
 
+from ft.base.errors import ENDED_EARLY
 from ft.record.recoveries import recoveries
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
@@ -35,6 +38,49 @@ def test_a_hang_on_a_device_is_a_stall_of_the_worker_that_is_not_there(corpus, r
     assert (recovery.outcome, recovery.signal) == ("replaced", "stall"), done.explain()
     assert [event.rank for event in done.named("fault_detected")] == [1], done.explain()
     assert done.losses == reference(4, LAYOUT, 12)
+
+
+TP = "--use-distributed-optimizer --tensor-model-parallel-size 2"
+OUT_OF_STEP = "--inject out-of-step@step=6:rank=1:phase=optimizer"
+"""Ranks 1 and 3 hang in the optimizer step; ranks 0 and 2 go on, and wait for them in a collective of what follows."""
+
+
+@pytest.mark.parametrize("what", ["evaluate", "save"])
+def test_a_mismatch_that_others_meet_in_an_evaluation_or_a_save_is_recovered_in_place(
+    corpus, reference, quick, tmp_path, what
+):
+    follows = "--eval-iters 2 --eval-interval 6" if what == "evaluate" else f"--save {tmp_path}/ck --save-interval 6"
+    done = ft_run(tmp_path / "run", flags(corpus, f"{TP} {follows}", 12), options=f"{quick} {OUT_OF_STEP}")
+    assert done.code == 0, done.explain()
+    (recovery,) = recoveries(done.events)
+    assert (recovery.outcome, recovery.signal, recovery.seats) == ("in place", "standstill", []), done.explain()
+    (fault,) = done.named("fault_detected")
+    assert fault.rank == 1 and "mismatch: rank 1" in fault.detail["reason"], fault
+    assert done.losses == reference(4, TP, 12)
+
+
+def test_sigterm_while_all_wait_ends_the_run_with_a_checkpoint(corpus, reference, quick, tmp_path):
+    train = flags(corpus, f"{TP} --save {tmp_path}/ck --save-interval 6", 500)
+    run = Running(tmp_path / "run", "pretrain_gpt.py", train, options=f"{quick} {OUT_OF_STEP}")
+    run.wait_for(lambda: run.step() >= 5)
+    run.process.send_signal(signal.SIGTERM)
+    done = run.wait()
+    assert done.code == ENDED_EARLY, done.explain()
+    (recovery,) = recoveries(done.events)
+    assert (recovery.outcome, recovery.signal) == ("in place", "standstill"), done.explain()
+    assert len(done.losses) < 500 and done.named("saved")[-1].step == len(done.losses), done.explain()
+
+
+def test_sigterm_to_a_run_that_gets_nowhere_ends_it_and_says_that_nothing_is_saved(corpus, tmp_path):
+    (tmp_path / "limits.yaml").write_text("stall_s: 2\ncollective_s: 4\nexit_s: 5\n")
+    options = f"--limits {tmp_path}/limits.yaml --inject stall@step=6:rank=0,stall@step=6:rank=1"
+    run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, "", 12), nproc=2, standby=0, options=options)
+    run.wait_for(lambda: run.step() >= 5)
+    run.process.send_signal(signal.SIGTERM)
+    done = run.wait()
+    assert done.code == 128 + signal.SIGTERM, done.explain()
+    assert "Nothing more could be saved. The last committed step is 5" in done.output, done.explain()
+    assert [event.detail["code"] for event in done.named("stopped")] == [128 + signal.SIGTERM], done.explain()
 
 
 @pytest.mark.long

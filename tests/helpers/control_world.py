@@ -166,8 +166,13 @@ class World:
             for rank, name in self.state.seats.items():
                 if self.node_of[name] == node:
                     beat = m.Beat(0.0, self.state.epoch, step, "compute", 0.05, f"step {step + 1}", 0.1, 0)
-                    here[name] = replace(beat, **changes.get("all", {}), **changes.get(f"r{rank}", {}))
+                    here[name] = replace(beat, **{**changes.get("all", {}), **changes.get(f"r{rank}", {})})
             self.say(m.AgentBeat(node, here))
+
+    def looked(self, *causes, waiting=()):
+        """Say what the last look shows: (ranks, kind) of each cause, and who waits; return the orders that follow."""
+        causes = [m.HangCause(list(ranks), kind, f"{kind}, as the look shows") for ranks, kind in causes]
+        return self.say(m.HangJudged(self.state.looks, causes, list(waiting))) + self.wait(0.3)
 
     def exit(self, name, code=-9, attached=True):
         return self.say(m.WorkerExited(name, self.node_of[name], code, attached))

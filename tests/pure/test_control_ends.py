@@ -183,6 +183,45 @@ def test_a_signal_ends_the_run_with_its_code():
     assert world.exit("n0.w0", -15) == []
 
 
+def test_a_run_that_was_told_to_end_and_gets_nowhere_is_ended_with_a_sentence():
+    world = World().run()
+    world.beat(all={"since_s": 500.0})
+    world.say(m.EndWanted("n0", 15))
+    assert world.wait(LIMITS.exit_s) == [], "three steps of 0.1 s belong to the limit"
+    notice, stop = world.wait(1.0)
+    assert stop == m.Stop(143, "SIGTERM has told n0 to end the run, and it stands still")
+    assert "no worker has gotten anywhere for 6" in notice.message and "last committed step is 5" in notice.message
+
+
+def test_a_run_that_was_told_to_end_may_save_for_as_long_as_any_save_may_take():
+    world = World().run()
+    world.say(m.EndWanted("n0", 15))
+    idle, saves = {"doing": "idle", "where": "done", "since_s": 200.0}, {"doing": "aside", "where": "save"}
+    world.beat(all=idle, r1={**saves, "since_s": 200.0})
+    assert "Stop" not in kinds(world.wait(LIMITS.exit_s + 10.0))
+    world.beat(all=idle, r1={"since_s": 0.0})
+    assert "Stop" not in kinds(world.wait(1.0)), "it has saved, and ends"
+    world.beat(all=idle, r1={**saves, "since_s": LIMITS.start_s + 1.0})
+    assert only(world.wait(1.0), m.Stop).code == 143
+
+
+def test_a_run_that_is_told_to_end_in_a_recovery_recovers_first():
+    world = World(standbys=2).run()
+    world.kill(2)
+    world.release()
+    world.say(m.EndWanted("n0", 15))
+    world.beat(all={"doing": "idle", "where": "recovery", "since_s": 500.0})
+    assert world.wait(LIMITS.exit_s + 10.0) == [], "a worker may assemble itself for longer"
+    orders = world.recover() + world.wait(1.0)
+    assert "Resume" in kinds(orders) and "Stop" not in kinds(orders)
+
+
+def test_a_run_that_was_not_told_to_end_is_not_ended_by_that_limit():
+    world = World().run()
+    world.beat(all={"since_s": 500.0})
+    assert world.wait(LIMITS.exit_s + 10.0) == []
+
+
 def test_a_signal_to_a_standby_nodes_agent_leaves_the_others_alone():
     world = World(world_size=4, nodes=2, standbys=0, standby_nodes=1).run()
     assert not {"Stop", "Close"} & {type(order).__name__ for order in world.say(m.AgentLeaving("n2", 15))}

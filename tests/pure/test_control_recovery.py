@@ -4,6 +4,7 @@ import pytest
 from control_world import LIMITS, World, kinds, only, opened
 
 from ft.job import messages as m
+from ft.job.control.history import MOST_RETRIES
 from ft.job.control.state import CLOSED, ENDED, GATHERING, OPENED, RUNNING
 
 
@@ -275,7 +276,7 @@ def test_a_stall_is_a_hang_when_others_wait():
     waits = {"doing": "wait", "where": "pair0", "since_s": 12.0}
     hung = {"since_s": 11.0}
     world.beat(all={}, r0=waits, r1=hung)
-    orders = world.wait(0.3)
+    orders = world.wait(0.3) + world.looked(((1,), "busy"), waiting=(0,))
     assert kinds(orders) == ["Look", "Kill", "Close", "Open"] and orders[1].worker == "n0.w1"
     assert "while others wait for it (limit 10.3 s)" in world.reasons
 
@@ -295,9 +296,65 @@ def test_the_first_step_may_take_long():
 def test_when_all_wait_for_long_everybody_starts_over_in_place():
     world = World().run()
     world.beat(all={"doing": "wait", "where": "world", "since_s": 16.0})
-    orders = world.wait(0.3)
+    orders = world.wait(0.3) + world.looked(((2,), "mismatch"), waiting=range(4))
     assert kinds(orders) == ["Look", "Close", "Open"] and orders[2].joiners == []
     assert "everybody keeps the seat" in world.reasons
+    (fault,) = world.events("fault_detected")
+    assert fault["rank"] == 2 and "mismatch, as the look shows" in fault["reason"]
+
+
+def test_a_rank_that_starts_the_same_wrong_operation_again_and_again_is_replaced_and_none_that_waits_for_it():
+    world = World().run()
+    for attempt in range(3):
+        world.beat(step=5 + attempt, all={"doing": "wait", "where": "world", "since_s": 16.0})
+        orders = world.wait(0.3) + world.looked(((2,), "mismatch"), waiting=range(4))
+        killed = [order.worker for order in orders if isinstance(order, m.Kill)]
+        assert killed == (["n0.w2"] if attempt == 2 else [])
+        world.recover(step=5 + attempt)
+
+
+def test_a_verdict_on_a_hang_waits_for_the_look_and_only_so_long():
+    world = World().run()
+    world.beat(all={}, r0={"doing": "wait", "where": "pair0", "since_s": 12.0}, r1={"since_s": 11.0})
+    assert kinds(world.wait(LIMITS.look_s)) == ["Look"]
+    assert kinds(world.wait(0.3)) == ["Kill", "Close", "Open"]
+
+
+@pytest.mark.parametrize("doing", ["compute", "aside", "idle"])
+def test_who_only_waits_by_the_look_is_not_killed_whatever_its_heartbeats_say(doing):
+    world = World().run()
+    world.beat(all={"doing": "wait", "since_s": LIMITS.start_s}, r1={"doing": doing, "since_s": LIMITS.start_s + 1.0})
+    world.wait(0.3)
+    orders = world.looked(((3,), "missing-call"), waiting=(0, 1, 2, 3))
+    assert kinds(orders) == ["Close", "Open"] and orders[1].joiners == []
+    assert world.events("fault_detected")[0]["rank"] == 3
+
+
+def test_ranks_that_wait_for_one_that_saves_for_long_wait_on():
+    world = World().run()
+    saves = {"doing": "aside", "where": "save", "since_s": LIMITS.start_s - 40.0}
+    idle = {"doing": "idle", "where": "between", "since_s": LIMITS.start_s + 1.0}
+    world.beat(all={"doing": "wait", "where": "checkpoint", "since_s": 200.0}, r2=saves, r1=idle)
+    world.wait(0.3)
+    assert world.looked(((2,), "busy"), waiting=(0, 1, 3)) == [], "rank 2 works, and has a limit of its own"
+    world.beat(all={"doing": "wait", "where": "checkpoint", "since_s": 200.0}, r2=saves)
+    assert kinds(world.wait(30.0)) == []
+    world.beat(all={"doing": "wait", "where": "checkpoint"}, r2={**saves, "since_s": LIMITS.start_s + 1.0})
+    orders = world.wait(0.3) + world.looked(((2,), "busy"), waiting=(0, 1, 3))
+    assert [order.worker for order in orders if isinstance(order, m.Kill)] == ["n0.w2"]
+
+
+def test_a_rank_and_the_only_holder_of_its_copy_are_not_killed_in_one_verdict():
+    world = World(standbys=2).run()
+    world.say(m.Observed("layout", {"copies": {"0": [1], "1": [0], "2": [3], "3": [2]}}))
+    hung = {"doing": "compute", "since_s": 30.0}
+    world.beat(all={"doing": "wait", "since_s": 30.0}, r0=hung, r1=hung)
+    world.wait(0.3)
+    orders = world.looked(((0,), "busy"), ((1,), "busy"), waiting=(2, 3))
+    assert kinds(orders) == ["Close", "Open"] and orders[1].joiners == []
+    world.release(1, 2, 3)
+    late = world.wait(LIMITS.drain_s + 1.0)
+    assert [order.worker for order in late if isinstance(order, m.Kill)] == ["n0.w0"], "who does not leave is replaced"
 
 
 def test_a_lost_connection_waits_for_the_death_behind_it():
@@ -458,6 +515,28 @@ def test_a_survivor_that_does_not_leave_is_replaced():
     orders = world.wait(LIMITS.drain_s + 1)
     assert kinds(orders) == ["Look", "Kill", "Close", "Open"]
     assert orders[1] == m.Kill("n0.w3", orders[1].reason) and "it has not left the closed epoch" in orders[1].reason
+
+
+def test_a_survivor_and_the_only_holder_of_its_copy_that_are_late_to_leave_get_more_time_and_are_replaced_in_the_end():
+    world = World(standbys=2).run()
+    world.say(m.Observed("layout", {"copies": {"0": [1], "1": [0], "2": [3], "3": [2]}}))
+    world.kill(2)
+    for _ in range(MOST_RETRIES):
+        world.release(2, 3)
+        world.arrive()
+        assert kinds(world.wait(LIMITS.drain_s + 1)) == ["Look", "Close", "Open"], "both copies would be lost"
+    world.release(2, 3)
+    assert [order.worker for order in world.wait(LIMITS.drain_s + 1) if isinstance(order, m.Kill)] == ["n0.w0", "n0.w1"]
+
+
+def test_joiners_have_no_state_that_a_verdict_could_lose():
+    world = World(standbys=3).run()
+    world.say(m.Observed("layout", {"copies": {"0": [3], "1": [2], "2": [1], "3": [0]}}))
+    world.exit(world.worker(1))
+    world.exit(world.worker(2))
+    world.release()
+    late = world.wait(LIMITS.assemble_s + 1)
+    assert [order.worker for order in late if isinstance(order, m.Kill)] == ["n0.w4", "n0.w5"]
 
 
 def test_a_joiner_that_does_not_assemble_is_replaced():

@@ -24,7 +24,7 @@ def test_the_last_worker_hangs_when_all_others_are_done():
         world.say(m.WorkerDone(world.worker(rank), 0, 5))
     done = {"doing": "idle", "where": "done"}
     world.beat(r0=done, r1=done, r2=done, r3={"doing": "compute", "since_s": LIMITS.stall_s + 1.0})
-    orders = world.wait(1.0)
+    orders = world.wait(1.0) + world.looked(((3,), "busy"), waiting=(0, 1, 2))
     assert kinds(orders)[:4] == ["Look", "Kill", "Close", "Open"] and orders[1].worker == "n0.w3"
 
 

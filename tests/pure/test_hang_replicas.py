@@ -24,6 +24,7 @@ from ft.faults.hang.look import (
 )
 from ft.faults.hang.replicas import combine
 from ft.faults.hang.series import over_time
+from ft.job.control.answers import judge
 from ft.job.replicas.looks import Company, begun
 from ft.observe.diagnose.hang import as_text, as_values
 from ft.observe.diagnose.hang_picture import png
@@ -103,6 +104,14 @@ def test_a_blocked_rank_of_one_replica_is_the_cause_for_all_others():
     assert "Replica 1 rank 0 waits for it in all_reduce number 5 of group replica 1/DP/3." in text
     assert "delayed  replicas 0, 2 ranks 0-1, replica 1 rank 0" in text
     assert "replicas 0, 2 rank 0  all_reduce number 3 of group RING/8/0 " in text
+
+
+def test_the_control_plane_of_a_replica_hears_of_its_own_ranks_only():
+    stuck = replica(said(0, dp(), counts={f"RING/{LAST}/0": 2}), said(1, threads=BLOCKED, counts={DP: 4}))
+    own = judge(4, combine({1: stuck}, home=1))
+    assert [(one.ranks, one.kind) for one in own.causes] == [([1], "busy")] and own.waiting == [0]
+    elsewhere = judge(5, combine({1: in_the_ring()}, home=1))
+    assert (elsewhere.causes, elsewhere.waiting) == ([], [0, 1]), "they wait for other replicas"
 
 
 def test_others_that_wait_in_the_quorum_wait_for_the_rank_behind_the_leader():

@@ -52,13 +52,19 @@ def test_operations_that_end_show_that_the_worker_makes_progress(training):
     assert beat.at_step_s == pytest.approx(4.0)
 
 
-def test_an_operation_from_before_an_evaluation_is_no_part_of_it(training):
+@pytest.mark.parametrize("what", ["evaluate", "save"])
+def test_a_wait_in_an_evaluation_or_a_save_is_a_wait_and_work_there_is_not(training, what):
     training.started = training.now
     training.now += 1.0
-    training.progress.aside("evaluate")
-    assert training.after(9.0).doing == "wait"
-    training.started = training.now
-    assert training.after(9.0).doing == "aside"
+    training.progress.aside(what)
+    assert training.after(9.0).doing == "wait", "the operation is from before"
+    training.started, training.host = None, ("checkpoint", training.now)
+    beat = training.after(16.0)
+    assert (beat.doing, beat.where, beat.since_s) == ("wait", "checkpoint", 16.0)
+    training.host = None
+    beat = training.after(0.5)
+    assert (beat.doing, beat.where, beat.since_s) == ("aside", what, 0.0), "its work counts from the last wait on"
+    assert training.after(200.0).since_s == 200.0
     with training.progress.at("aside", "the other replicas"):
         training.started = training.now - 0.5
         assert training.after(20.0).doing == "wait", "the replica's own devices hang, not the other replicas"

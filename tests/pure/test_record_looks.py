@@ -2,9 +2,11 @@
 
 import json
 import threading
+import time
 from dataclasses import replace
 
 import pytest
+from control_world import World
 from histories import History, write
 
 from ft import cli
@@ -13,7 +15,8 @@ from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Operation, Rank, Thread
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.looks import Looks
-from ft.job.messages import Look, Looked
+from ft.job.control.answers import Answers
+from ft.job.messages import Look, Looked, LookTaken
 from ft.net.codec import to_json
 from ft.record import block, looks
 from ft.record.block import recovery_block
@@ -69,6 +72,43 @@ def test_an_agent_stores_the_answers_and_what_the_system_says_of_who_does_not_an
     found = looks.read(tmp_path, 1)
     assert found.ranks[0] == RANK
     assert (found.ranks[1].process, found.ranks[1].answers) == (DEAD, False), "it has no process yet"
+
+
+def found_by(answers):
+    deadline = time.monotonic() + 30.0
+    while not (found := list(answers.found())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def test_the_control_plane_finds_the_cause_in_the_answers_of_all_nodes(tmp_path):
+    state, posted, answers = World(nodes=2).run().state, [], Answers(tmp_path)
+    threads = (Thread("MainThread", ("a.py:1 a",) * 50, trains=True), Thread("another", ("b.py:1 b",)))
+    state.looks = 1
+    for node, other in (("n0", "n1"), ("n1", "n0")):
+        kept = Looks(tmp_path, node, posted.append)
+        kept.begins(Look(1, "a stall", SEATS), {worker: None for worker in SEATS.values() if node in worker})
+        kept.heard(Looked("n0.w0", 1, to_json(replace(RANK, threads=threads)), {"dp": [0, 1]}))
+        kept.close()
+        assert not list(answers.found()), f"{other} has not answered"
+        answers.take(state, posted[-1])
+    (found,) = found_by(answers)
+    assert [(one.ranks, one.kind) for one in found.causes] == [([1], "dead")] and found.waiting == [0]
+    sent = [thread for taken in posted for rank in taken.said["ranks"] for thread in rank["threads"]]
+    assert {(thread["name"], *thread["frames"]) for thread in sent} == {("MainThread", *["a.py:1 a"] * 8)}
+
+
+def test_answers_to_an_earlier_look_and_answers_that_make_no_sense_are_no_evidence(tmp_path, capfd):
+    state, answers = World().run().state, Answers(tmp_path)
+    state.looks = 2
+    answers.take(state, LookTaken("n0", 1, {}))
+    answers.take(state, LookTaken("n0", 2, {"wall": 1, "why": "", "ranks": [3], "groups": {}, "seats": {}}))
+    for search in [thread for thread in threading.enumerate() if thread.name == "ft-hang"]:
+        search.join(30.0)
+    said = capfd.readouterr().out
+    assert "look 2 is no evidence" in said and "look 1" not in said
+    assert not list(answers.found())
 
 
 def test_nothing_is_stored_where_no_rank_is(tmp_path):

@@ -32,6 +32,7 @@ from ft.job.messages import (
     AgentBeat,
     AgentLeaving,
     Close,
+    EndWanted,
     Finish,
     GivenUp,
     Kill,
@@ -325,6 +326,7 @@ class Agent:
         self._signum = signum
         name = signal.Signals(signum).name
         self._console.say(f"{name}: workers are told to save and end; a second signal kills them")
+        self._uplink.post(EndWanted(self._node, signum))
         self._workforce.terminate(self._rank_holders())
 
     def _leave_after_grace(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Stores what the workers of this node are doing when a run hangs (order ``Look``).
+"""Stores what the workers of this node are doing when a run hangs (order ``Look``), and tells the control plane.
 
 Each worker answers on a thread of its own. Of a worker that does not answer, because it is stopped or holds the
 interpreter lock, the operating system says what its threads do; and if its lock is held, it still writes their Python
@@ -8,7 +8,7 @@ calls (:mod:`ft.platform.stacks`).
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from ft.base import files
 from ft.faults.hang import stacks as calls
 from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread, united
-from ft.job.messages import Look, Looked
+from ft.job.messages import Look, Looked, LookTaken
 from ft.net.codec import to_json
 from ft.platform import connections, processes, stacks
 from ft.platform.stacks import Handler
@@ -25,6 +25,8 @@ from ft.record import looks as record
 _WAIT_S = 0.6
 """Seconds for the answers; a process that runs answers within a few milliseconds."""
 _STORE_S = 1.0
+_CALLS = 8
+"""Number of innermost calls of a training thread that the control plane gets."""
 
 
 @dataclass
@@ -54,10 +56,11 @@ class Looks:
     Args:
         folder: folder of the run.
         node: name of this node's agent.
+        post: function that sends a report to the control plane.
     """
 
-    def __init__(self, folder: Path, node: str):
-        self._folder, self._node = folder, node
+    def __init__(self, folder: Path, node: str, post: Callable[[LookTaken], None] = lambda report: None):
+        self._folder, self._node, self._post = folder, node, post
         self._open: _Open | None = None
         self._writer: threading.Thread | None = None
 
@@ -98,10 +101,16 @@ class Looks:
             self.finish()
 
     def finish(self) -> None:
-        """Store the look with the answers that there are."""
+        """Store the look with the answers that there are, and send it to the control plane.
+
+        Of the stacks, only the innermost calls of training threads are sent: the search for the cause needs no others.
+        """
         look, self._open = self._open, None
         if look is None or not look.silent:
             return
+        said = self._values(look)
+        said["ranks"] = [{**rank, "threads": _innermost(rank.get("threads", ()))} for rank in said["ranks"]]
+        self._post(LookTaken(self._node, look.order.number, said))
         _add_stacks(look)
         path = record.path(self._folder, look.order.number, self._node)
         # Not in the agent's own thread: the storage may be what hangs.
@@ -124,6 +133,10 @@ class Looks:
         values = {"number": order.number, "why": order.why, "wall": look.wall, "node": self._node}
         values |= {"seats": order.seats, "groups": to_json(groups), "across": to_json(across)}
         return {**values, "ranks": [*said, *silent]}
+
+
+def _innermost(threads: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**one, "frames": list(one.get("frames", ()))[:_CALLS]} for one in threads if one.get("trains")]
 
 
 def _add_stacks(look: _Open) -> None:

@@ -109,7 +109,7 @@ class Workforce:
         self._remains: list[int] = []
         self._step_times: list[StepTimes] = []
         self.workers: dict[str, Worker] = {}
-        self.looks = Looks(Path(place.run_dir), place.node)
+        self.looks = Looks(Path(place.run_dir), place.node, post)
         self.is_guarded = False
         """Whether a worker of this agent has ever committed a step in an epoch: then the first snapshots of all workers
         have reached their peers, because no worker commits a step before.
@@ -120,7 +120,7 @@ class Workforce:
     def settle(self, place: environment.NodeContext) -> None:
         """Use the values of ``place`` in the environments of workers that are started from now on."""
         self._place = place
-        self.looks = Looks(Path(place.run_dir), place.node)
+        self.looks = Looks(Path(place.run_dir), place.node, self._post)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control import absence, arrivals, deadlines, epochs, eviction, failures, looks, start_checks
+from ft.job.control import absence, arrivals, deadlines, epochs, eviction, failures, looks, run_ends, start_checks
 from ft.job.control.decision import Decision, Decisions
 from ft.job.control.state import ENDED, State
 
@@ -49,6 +49,7 @@ _HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.AgentJoined: arrivals.agent_joined,
     m.AgentBeat: arrivals.agent_beat,
     m.AgentLeaving: arrivals.agent_leaving,
+    m.EndWanted: run_ends.told_to_end,
     m.WorkerStarted: arrivals.worker_started,
     m.WorkerReady: arrivals.worker_ready,
     m.WorkerReleased: arrivals.worker_released,
@@ -61,6 +62,8 @@ _HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.PaceJudged: eviction.pace_judged,
     m.MasterChosen: arrivals.master_chosen,
     m.LookWanted: looks.wanted,
+    m.LookTaken: looks.taken,
+    m.HangJudged: looks.judged,
     m.PeerUnreached: start_checks.peer_unreached,
     m.NodeRefused: start_checks.node_refused,
     m.ControlBack: absence.control_back,

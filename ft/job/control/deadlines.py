@@ -16,7 +16,7 @@ from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import Fault, lose_agent, react
 from ft.job.control.history import MOST_RETRIES, WINDOW_S
-from ft.job.control.liveness import View
+from ft.job.control.liveness import Culprit, View
 from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, OPENED, REPAIRING, RESUMING, RUNNING, State, Worker
 from ft.job.control.timeouts import Timeouts
 
@@ -26,7 +26,7 @@ _JUST_AFTER_S = 0.001
 
 def judge(state: State, now: float, out: Decisions) -> None:
     """React to the first kind of deadline that has passed; leave the state as it is if none has."""
-    for check in (_agents, _start, _spawned, _devices, _phase, _suspicions, _stalls, _left):
+    for check in (_agents, _told, _start, _spawned, _devices, _phase, _suspicions, _stalls, _left):
         before = len(out)
         check(state, now, out)
         if len(out) > before:
@@ -52,6 +52,15 @@ def _agents(state: State, now: float, out: Decisions) -> None:
     if lost:
         node, seconds = lost[0]
         lose_agent(state, now, state.agents[node], f"nothing was heard of its agent for {seconds:.1f} s", out)
+
+
+def _told(state: State, now: float, out: Decisions) -> None:
+    """End a run that was told to end if its workers get nowhere. A recovery has limits of its own."""
+    if state.told_at is None or state.phase not in (RUNNING, RESUMING):
+        return
+    quiet_s = min(now - max(state.told_at, state.since), liveness.quiet_s(_views(state, now), state.options.timeouts))
+    if quiet_s > state.limits().exit_s:
+        ends.give_up(state, now, quiet_s, out)
 
 
 def _start(state: State, now: float, out: Decisions) -> None:
@@ -168,33 +177,63 @@ def _retries(state: State, now: float, worker: Worker) -> int:
 def _stalls(state: State, now: float, out: Decisions) -> None:
     """React to workers that make no progress although they send heartbeats.
 
-    Workers that do not communicate while others wait for them are at fault (a stall). If all workers wait in
-    communication, no worker can be named (a standstill); one fault then stands for all, and every worker retries.
+    Workers that do not communicate while others wait for them are at fault (a stall), unless a look shows that they
+    wait, too. If all workers wait in communication (a standstill), every worker retries: what they wait for can go on
+    in place, and a worker that hangs does not leave the closed epoch, and is replaced for that.
     """
-    if state.phase not in (RUNNING, RESUMING):
+    views, timeouts = _views(state, now), state.options.timeouts
+    if state.phase not in (RUNNING, RESUMING) or not _have_all_begun(state, views):
         return
-    views = {}
-    for worker in state.seated():
-        beat = state.beat(worker)
-        if worker.left:
-            continue
-        if beat is None or beat.epoch != state.epoch:
-            return
-        views[worker.name] = View(beat, now - state.agents[worker.node].heard_at, worker.done)
-    timeouts = state.options.timeouts
-    culprits = liveness.stalled(views, timeouts)
-    faults = [Fault(state.workers[c.worker], verdict.of_stall(c.where, c.since_s, c.limit_s)) for c in culprits] or [
-        Fault(state.workers[c.worker], verdict.of_standstill(c.where, c.since_s, c.limit_s))
-        for c in liveness.at_a_standstill(views, timeouts)[:1]
-    ]
-    if faults:
-        looks.order(state, now, faults[0].verdict.reason, out)
-        react(state, now, faults, out)
-    elif late := liveness.endless(views, timeouts):
-        workers, limit_s = [state.workers[c.worker] for c in late], max(c.limit_s for c in late)
-        _late(state, now, workers, "its step has not ended", limit_s, out, together=True)
-    else:
+    stalled, waiting = liveness.stalled(views, timeouts), liveness.at_a_standstill(views, timeouts)
+    endless = [] if stalled or waiting else liveness.endless(views, timeouts)
+    if not (culprits := stalled or waiting or endless):
         _look_ahead(state, now, views, timeouts, out)
+        return
+    one = culprits[0]
+    looks.order(state, now, f"{one.worker} in {one.where} for {one.since_s:.1f} s (limit {one.limit_s:.1f} s)", out)
+    if looks.is_awaited(state, now):
+        return
+    found = looks.finding(state)
+    guilty = [c for c in stalled or endless if not looks.waits(found, state.workers[c.worker].rank)]
+    workers = [state.workers[c.worker] for c in guilty]
+    if guilty and stalled:
+        verdicts = [verdict.of_stall(c.where, c.since_s, c.limit_s) for c in guilty]
+        react(state, now, [Fault(*both) for both in zip(workers, verdicts, strict=True)], out)
+    elif guilty:
+        _late(state, now, workers, "its step has not ended", max(c.limit_s for c in guilty), out, together=True)
+    elif waiting or not _is_at_work(state, views):
+        _all_wait(state, now, views, culprits, out)
+
+
+def _views(state: State, now: float) -> dict[str, View]:
+    """Return what the heartbeats of the workers say that have seats and have not left."""
+    return {
+        worker.name: View(beat, now - state.agents[worker.node].heard_at, worker.done)
+        for worker in state.seated()
+        if not worker.left and (beat := state.beat(worker)) is not None
+    }
+
+
+def _have_all_begun(state: State, views: dict[str, View]) -> bool:
+    """Return whether all workers have sent heartbeats of the present epoch, in which training is under way."""
+    is_complete = all(worker.name in views for worker in state.seated() if not worker.left)
+    return is_complete and all(view.beat.epoch == state.epoch for view in views.values())
+
+
+def _is_at_work(state: State, views: dict[str, View]) -> bool:
+    """Return whether a worker is at work by the look and by its heartbeats: it has a limit of its own."""
+    named = [views.get(state.seats.get(rank, "")) for rank in looks.at_work(looks.finding(state))]
+    return any(view is not None and not view.waits(state.options.timeouts) for view in named)
+
+
+def _all_wait(state: State, now: float, views: dict[str, View], culprits: list[Culprit], out: Decisions) -> None:
+    """Let all workers try again in place, because they all wait; the fault is that of the rank that the look names."""
+    found = looks.finding(state)
+    causes = found.causes if found is not None else []
+    named = [(state.seats[rank], cause.why) for cause in causes for rank in cause.ranks if rank in state.seats]
+    name, why = next((one for one in named if one[0] in views), (culprits[0].worker, ""))
+    said = verdict.of_standstill(views[name].beat.where, views[name].since_s, culprits[0].limit_s, why)
+    react(state, now, [Fault(state.workers[name], said)], out)
 
 
 def _look_ahead(state: State, now: float, views: dict[str, View], timeouts: Timeouts, out: Decisions) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ft.base import events
 from ft.faults import verdict
-from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, Verdict
+from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, TRANSIENT, Verdict
 from ft.job import messages as m
 from ft.job.control import devices, epochs, health, history, looks
 from ft.job.control import run_ends as ends
@@ -131,7 +131,7 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
     ``step`` is the last committed step that the failed worker reported, or None if it reported none.
     """
     at = state.newest_step() if step is None else step
-    judged = [_judge(state, now, fault, at) for fault in faults]
+    judged = [_judge(state, now, fault, at) for fault in _spared(state, faults)]
     for fault in judged:  # after all verdicts: simultaneous failures must not count as repeated ones
         if fault.worker.rank is not None or state.phase == GATHERING:
             history.record(state.history, now, _rank_of(fault.worker), at, fault.verdict)
@@ -202,6 +202,20 @@ def _standby_exit(state: State, now: float, worker: Worker, code: int, out: Deci
 
 
 # --- the parts of a reaction -----------------------------------------------------------------------------------------
+
+
+def _spared(state: State, faults: list[Fault]) -> list[Fault]:
+    """Return the faults with verdicts that do not kill a worker together with all holders of the copy of its state.
+
+    Such workers try again in place (RETRY): one that is only late can still hand its state on. If they do so in vain,
+    the history of their failures replaces them.
+    """
+    doomed = {f.worker.rank for f in faults if f.verdict.action == REPLACE and not f.dead and not f.worker.empty}
+    holders = (state.copies.get(rank) for rank in doomed)
+    if len(doomed) < 2 or not any(ranks and doomed.issuperset(ranks) for ranks in holders):
+        return faults
+    again = {"category": TRANSIENT, "action": RETRY}
+    return [replace(f, verdict=replace(f.verdict, **again)) if f.worker.rank in doomed else f for f in faults]
 
 
 def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:

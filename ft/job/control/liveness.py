@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Beat
+from ft.job.messages import ASIDE, Beat
 
 _BEATS = 10
 """Number of heartbeats of which at least one arrives from a worker whose Python threads run."""
@@ -117,6 +117,19 @@ def endless(views: Mapping[str, View], timeouts: Timeouts) -> list[Culprit]:
         if at_step_s > limit:
             found.append(Culprit(worker, view.beat.where, at_step_s, limit))
     return found
+
+
+def quiet_s(views: Mapping[str, View], timeouts: Timeouts) -> float:
+    """Return for how many seconds no worker has gotten anywhere: none has ended an operation or begun a step.
+
+    A worker that works on an evaluation or a save gets somewhere for ``start_s`` seconds.
+    """
+
+    def of(view: View) -> float:
+        works = view.beat.doing == "aside" and view.beat.where in ASIDE and view.since_s <= timeouts.start_s
+        return 0.0 if works else view.since_s
+
+    return min(map(of, views.values()), default=0.0)
 
 
 def lost_agents(now: float, heard_at: Mapping[str, float], timeouts: Timeouts) -> list[tuple[str, float]]:

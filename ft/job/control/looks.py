@@ -1,13 +1,18 @@
 """Orders a look at all workers when a run seems to hang: what each is doing, for the search for the cause.
 
 A look is ordered shortly before a time limit passes, because the recovery that follows ends the hanging operations and
-kills the workers at fault. So it delays no recovery. The answers are stored by the agents; no decision depends on them.
+kills the workers at fault. So it delays a recovery by little. What follows from the answers
+(``ft.job.control.answers``) keeps workers from being killed that only wait for others.
 """
 
 from ft.base import events
+from ft.faults.hang.causes import BUSY, DEAD_, STOPPED_
 from ft.job import messages as m
 from ft.job.control.decision import Decisions
 from ft.job.control.state import State
+
+AT_WORK = (BUSY, DEAD_, STOPPED_)
+"""Kinds of causes whose ranks are in no operation. Ranks of all other causes wait, too, and can go on in place."""
 
 LEAD_S = 0.5
 """Seconds before the end of a time limit at which the look is ordered. The answers take some milliseconds."""
@@ -41,3 +46,41 @@ def wanted(state: State, now: float, report: m.LookWanted, out: Decisions) -> No
         order(state, now, report.why, out, asked=True)
     else:
         out.add("ignored: a look is wanted, and no worker holds a logical rank")
+
+
+# --- what follows from a look ----------------------------------------------------------------------------------------
+
+
+def taken(state: State, now: float, report: m.LookTaken, out: Decisions) -> None:
+    """Record that a node has answered a look; ``ft.job.control.answers`` has its answer."""
+    out.add(f"{report.node} has answered look {report.number}")
+
+
+def judged(state: State, now: float, report: m.HangJudged, out: Decisions) -> None:
+    """Store what a look says of a hang."""
+    state.judged = report
+    out.add(f"look {report.number}: " + (report.causes[0].why if report.causes else "nobody is at fault"))
+
+
+def is_awaited(state: State, now: float) -> bool:
+    """Return whether what the last look says is not known yet, and worth waiting for."""
+    is_open = state.looked_in == state.epoch and now - state.looked_at <= state.options.timeouts.look_s
+    return is_open and finding(state) is None
+
+
+def finding(state: State) -> m.HangJudged | None:
+    """Return what the last look at the present epoch says of a hang, None if nothing is known."""
+    found = state.judged
+    is_last = found is not None and found.number == state.looks and state.looked_in == state.epoch
+    return found if is_last else None
+
+
+def waits(found: m.HangJudged | None, rank: int | None) -> bool:
+    """Return whether a rank only waits for others, by what a look says."""
+    return found is not None and rank in found.waiting and rank not in at_work(found)
+
+
+def at_work(found: m.HangJudged | None) -> set[int]:
+    """Return the ranks that others wait for and that wait for nobody, by what a look says."""
+    causes = [] if found is None else found.causes
+    return {rank for cause in causes if cause.kind in AT_WORK for rank in cause.ranks}

@@ -74,6 +74,25 @@ def agent_left(state: State, now: float, agent: Agent, signum: int, out: Decisio
     stop(state, now, 128 + signum, message, out)
 
 
+def told_to_end(state: State, now: float, report: m.EndWanted, out: Decisions) -> None:
+    """Record that an agent was told to end the run: its workers save and end, as long as they get anywhere."""
+    out.add(f"the agent of {report.node} was told to end the run by {signal_name(report.signum)}")
+    if state.told_at is None:
+        state.told_at, state.told_by = now, (report.node, report.signum)
+
+
+def give_up(state: State, now: float, quiet_s: float, out: Decisions) -> None:
+    """End a run that was told to end and stands still; ``quiet_s``: since when, in seconds."""
+    node, signum = state.told_by
+    told = f"{signal_name(signum)} has told {node} to end the run, and it stands still"
+    message = (
+        f"{told}: no worker has gotten anywhere for {quiet_s:.0f} s, so all are killed. Nothing more could be saved. "
+        f"The last committed step is {state.newest_step()}; complete checkpoints stay"
+    )
+    out.add(message, m.Notice(message))
+    stop(state, now, 128 + signum, told, out)
+
+
 def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisions) -> None:
     """Handle the exit of a worker whose script takes no part in recoveries: the run follows torchrun's rules."""
     if code in (ENDED_EARLY, NOT_SAVED):

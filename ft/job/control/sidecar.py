@@ -18,6 +18,7 @@ from ft.base import bounded_json, events, files, token
 from ft.base.errors import UserError
 from ft.job.control import channel as channels
 from ft.job.control import status
+from ft.job.control.answers import Answers
 from ft.job.control.channel import ControlChannel, Posted
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.decision import Note
@@ -25,7 +26,7 @@ from ft.job.control.isolation import PartitionDetector
 from ft.job.control.journal import Journal, Memory, lives, recall
 from ft.job.control.pace import PaceBook
 from ft.job.control.state import ENDED, Options, State
-from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookWanted, StepTimes
+from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, LookWanted, StepTimes
 from ft.net.codec import BadMessage, from_json
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
@@ -55,7 +56,7 @@ class Sidecar:
     def __init__(self, folder: Path, channel: ControlChannel, begins: Options | Memory, standing: LeaseRecord):
         self._folder, self._channel, self._standing = folder, channel, standing
         self._events = events.EventLog(folder / "events.jsonl")
-        self._paces = PaceBook(folder / STEP_TIMES)
+        self._paces, self._answers = PaceBook(folder / STEP_TIMES), Answers(folder)
         self._due = self._status_at = self._renewed_at = 0.0
         self._taken: dict[str, int] = {}
         self._absences = 0
@@ -95,14 +96,16 @@ class Sidecar:
                 self._take_back()
             if posted is not None and isinstance(posted.report, AgentLeaving):
                 self._left.add(posted.node)
+            for judged in self._answers.found():
+                self._take(Posted(self._standing.node, 0, judged))
             if posted is None and (self._now() < self._due or self._partition.yields):
                 continue
             if posted is None or not posted.number or posted.number > self._taken.get(posted.node, 0):
                 posted, times = _without_times(posted)
-                self._take(posted)
+                self._take(self._without_answer(posted))
                 # Times of steps are many, and matter only together: the journal gets what follows from them.
-                for judged in self._paces.take(self._state, times, time.time()):
-                    self._take(Posted(self._standing.node, 0, judged))
+                for pace in self._paces.take(self._state, times, time.time()):
+                    self._take(Posted(self._standing.node, 0, pace))
         self._journal.close()
         self._events.close()
         self._paces.close()
@@ -123,6 +126,13 @@ class Sidecar:
     def _take_back(self, damaged: int = 0) -> None:
         """Report to the decision function that this control plane has taken over, or that its channel works again."""
         self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node, damaged)))
+
+    def _without_answer(self, posted: Posted | None) -> Posted | None:
+        """Return the message without a node's answer to a look, and keep that answer."""
+        if posted is None or not isinstance(posted.report, LookTaken):
+            return posted
+        self._answers.take(self._state, posted.report)
+        return replace(posted, report=replace(posted.report, said={}))
 
     def _now(self) -> float:
         return time.monotonic() + self._ahead

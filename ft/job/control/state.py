@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ft.base import events
 from ft.faults.health import Finding
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Beat, GroupReport, Repair, WorkerDone, WorkerReleased, WorkerRepaired
+from ft.job.messages import Beat, GroupReport, HangJudged, Repair, WorkerDone, WorkerReleased, WorkerRepaired
 
 GATHERING, CLOSED, OPENED = "gathering", "closed", "opened"
 REPAIRING, RESUMING, RUNNING, ENDED = "repairing", "resuming", "running", "ended"
@@ -354,10 +354,13 @@ class State:
         looked_at: time of the last one.
         looked_in: the epoch in which it was taken.
         look_why: why it was taken, "" if somebody has asked for it.
+        judged: what a look says of a hang, the last one of which that is known.
         stragglers: logical rank -> its worker, if that is persistently slower than others with the same work.
         evict_factor: a straggler is replaced if its own work takes this many times as long as that of the others; None:
             stragglers keep their seats.
         evicted_at: step at which a straggler was last replaced, or None.
+        told_at: time at which an agent was told to end the run by a signal, None if none was.
+        told_by: that agent's node and the number of the signal.
     """
 
     options: Options
@@ -399,9 +402,12 @@ class State:
     looked_at: float = -1e9
     looked_in: int = -2
     look_why: str = ""
+    judged: HangJudged | None = None
     stragglers: dict[int, Straggler] = field(default_factory=dict)
     evict_factor: float | None = None
     evicted_at: int | None = None
+    told_at: float | None = None
+    told_by: tuple[str, int] = ("", 0)
 
     @classmethod
     def begin(cls, options: Options) -> "State":

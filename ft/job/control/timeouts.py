@@ -46,6 +46,7 @@ class Timeouts:
         start_s: replaces stall_s until a worker's first step has ended: compilation, caches, first allocations.
         collective_s: if all workers wait in communication operations for so long, a connection is at fault, not a slow
             worker; + 3 steps.
+        look_s: so long a verdict on a hang waits for a look, in which all workers say what they wait for.
         endless_s: a worker whose step has not ended after so long counts as hung, also if no other worker waits for it.
             Evaluations and checkpoint saves do not count; + 10 steps, and + start_s until a worker's first step has
             ended.
@@ -58,6 +59,9 @@ class Timeouts:
         ready_s: limit for a started worker to connect: imports, on a machine that is busy with training.
         device_s: limit for the process of a lost worker to end and to free its device (GPU). After that the device
             counts as unusable.
+        exit_s: after SIGTERM or SIGINT, so long all workers may get nowhere: none ends an operation, begins a step, or
+            works on an evaluation or a save (for start_s at most). Then they are killed; + 3 steps, and + start_s until
+            a worker's first step has ended.
         leave_s: after a worker has exited with code 0, so long the others may continue before the exit counts as a
             loss.
         join_s: limit for all agents to join and all workers to connect at the start.
@@ -81,6 +85,7 @@ class Timeouts:
     stall_s: float = 10.0
     start_s: float = 300.0
     collective_s: float = 15.0
+    look_s: float = 3.0
     endless_s: float = 600.0
     drain_s: float = 20.0
     verdict_s: float = 40.0
@@ -88,6 +93,7 @@ class Timeouts:
     assemble_s: float = 120.0
     ready_s: float = 180.0
     device_s: float = 30.0
+    exit_s: float = 60.0
     leave_s: float = 15.0
     join_s: float = 600.0
 
@@ -104,13 +110,14 @@ class Timeouts:
         """Return the timeouts with three or ten step times added to each one that a long step may delay.
 
         ``step_s`` is the step time in seconds, or None before a step has ended; then start_s replaces stall_s and
-        collective_s, and is added to endless_s.
+        collective_s, and is added to endless_s and exit_s.
         """
         if step_s is None:
-            endless_s = self.endless_s + self.start_s
-            return replace(self, stall_s=self.start_s, collective_s=self.start_s, endless_s=endless_s)
+            endless_s, exit_s = self.endless_s + self.start_s, self.exit_s + self.start_s
+            return replace(self, stall_s=self.start_s, collective_s=self.start_s, endless_s=endless_s, exit_s=exit_s)
         slack = 3.0 * step_s
-        grown = {name: getattr(self, name) + slack for name in ("stall_s", "collective_s", "drain_s", "verdict_s")}
+        names = ("stall_s", "collective_s", "drain_s", "verdict_s", "exit_s")
+        grown = {name: getattr(self, name) + slack for name in names}
         return replace(self, **grown, endless_s=self.endless_s + 10.0 * step_s)
 
     def changed(self) -> dict[str, float]:
@@ -154,10 +161,13 @@ _LADDER = (
     ("stuck_s", "away_s"),
     ("mute_s", "join_s"),
     ("stall_s", "collective_s"),
+    ("agent_beat_s", "look_s"),
+    ("look_s", "agent_lost_s"),
     ("agent_lost_s", "drain_s"),
     ("collective_s", "drain_s"),
     ("suspicion_s", "verdict_s"),
     ("collective_s", "verdict_s"),
+    ("collective_s", "exit_s"),
     ("drain_s", "repair_s"),
     ("drain_s", "assemble_s"),
     ("assemble_s", "join_s"),

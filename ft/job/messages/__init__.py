@@ -34,7 +34,11 @@ from ft.job.messages.reports import (
     AgentLeaving,
     ControlBack,
     DeviceReleased,
+    EndWanted,
+    HangCause,
+    HangJudged,
     Looked,
+    LookTaken,
     LookWanted,
     MasterChosen,
     NodeRefused,
@@ -53,10 +57,11 @@ from ft.job.messages.reports import (
     WorkerStarted,
     WorkerSuspects,
 )
-from ft.job.messages.values import ELSEWHERE, Beat, GroupReport, Holdings, Neighbours, Seat, Source, StepTimes
+from ft.job.messages.values import ASIDE, ELSEWHERE, Beat, GroupReport, Holdings, Neighbours, Seat, Source, StepTimes
 from ft.net.codec import BadMessage, from_json, to_json
 
 __all__ = [
+    "ASIDE",
     "ELSEWHERE",
     "ORDERS",
     "REPORTS",
@@ -68,12 +73,16 @@ __all__ = [
     "Close",
     "ControlBack",
     "DeviceReleased",
+    "EndWanted",
     "Finish",
     "GivenUp",
     "GroupReport",
+    "HangCause",
+    "HangJudged",
     "Holdings",
     "Kill",
     "Look",
+    "LookTaken",
     "LookWanted",
     "Looked",
     "Master",
@@ -115,7 +124,8 @@ __all__ = [
 REPORTS = (
     *(AgentJoined, AgentBeat, AgentLeaving, WorkerStarted, WorkerReady, WorkerExited, WorkerSilent, WorkerFailed),
     *(WorkerSuspects, WorkerReleased, WorkerArrived, WorkerRepaired, WorkerResumed, WorkerDone, Observed, Beat),
-    *(DeviceReleased, MasterChosen, ControlBack, Looked, LookWanted, StepTimes, PaceJudged, PeerUnreached, NodeRefused),
+    *(DeviceReleased, MasterChosen, ControlBack, Looked, LookTaken, LookWanted, HangJudged, StepTimes, PaceJudged),
+    *(PeerUnreached, NodeRefused, EndWanted),
 )
 ORDERS = (Close, Open, Repair, Resume, Look, Kill, Spawn, Restart, GivenUp, Master, Reach, Notice, Finish, Stop)
 _KINDS = {kind.__name__: kind for kind in (*REPORTS, *ORDERS)}

@@ -106,6 +106,14 @@ class AgentLeaving:
 
 
 @dataclass(frozen=True)
+class EndWanted:
+    """The agent of ``node`` has received signal ``signum`` and has told its workers to save and end."""
+
+    node: str
+    signum: int
+
+
+@dataclass(frozen=True)
 class WorkerStarted:
     """The agent has started a worker process.
 
@@ -322,7 +330,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Looked:
-    """What a worker does at the moment of a look. Its agent keeps this report and does not pass it on.
+    """What a worker does at the moment of a look, for its agent, which stores it and passes it on in a ``LookTaken``.
 
     Attributes:
         worker: name of the worker.
@@ -337,6 +345,42 @@ class Looked:
     said: dict[str, Any]
     groups: dict[str, Numbers]
     across: dict[str, Across] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LookTaken:
+    """What the workers of ``node`` do at the moment of look ``number``.
+
+    ``said`` is the node's part of the look as it is stored (``ft.record.looks``), without the stacks of threads.
+    """
+
+    node: str
+    number: int
+    said: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HangCause:
+    """A cause of a hang: the logical ranks at fault, its kind (``ft.faults.hang.causes.KINDS``), and why, as text."""
+
+    ranks: list[int]
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class HangJudged:
+    """Report of the control plane to itself: what look ``number`` says of a hang.
+
+    Attributes:
+        number: number of the look.
+        causes: the causes, the most certain first.
+        waiting: logical ranks that wait for others.
+    """
+
+    number: int
+    causes: list[HangCause] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,10 @@ class Neighbours:
         return [rank for rank in (self.previous, self.following) if rank is not None]
 
 
+ASIDE = ("evaluate", "save")
+"""Places of a worker that works on something that may take longer than a step (``Beat.where``)."""
+
+
 @dataclass(frozen=True)
 class Beat:
     """The heartbeat of a worker: what it is doing.
@@ -112,7 +116,8 @@ class Beat:
         epoch: epoch that the worker is in.
         step: its last committed step.
         doing: "compute", "wait" (for a communication operation, which may be unfinished on the device while the host
-            goes on), "aside" (evaluation or checkpoint save) or "idle" (a standby, or a worker that waits for orders).
+            goes on), "aside" (it works on an evaluation or a checkpoint save, or waits for other replicas) or "idle" (a
+            standby, or a worker that waits for orders).
         since_s: how long it has been doing this, in seconds.
         where: name of the operation or place, for people.
         step_s: median step time in seconds, or None before a step has ended.

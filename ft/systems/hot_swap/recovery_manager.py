@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ft.base import events
 from ft.base.errors import FallbackError
 from ft.faults.worker import Injector
-from ft.job.messages import ELSEWHERE, GroupReport, Holdings, Neighbours, Repair, Source
+from ft.job.messages import ASIDE, ELSEWHERE, GroupReport, Holdings, Neighbours, Repair, Source
 from ft.protection.contract import Layer
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
@@ -27,9 +27,6 @@ from ft.systems.hot_swap.step_copy import StepCopy
 from ft.worker import protocol
 from ft.worker.session import Session
 from megatron import patches
-
-_ASIDE = ("evaluate", "save")
-"""Phases that may take long, and are therefore exempt from hang detection."""
 
 
 class RecoveryManager(Layer, Operations):
@@ -112,7 +109,7 @@ class RecoveryManager(Layer, Operations):
 
     def at(self, phase: str) -> None:
         """Inject the faults that are planned at this point of the step; without such faults the call costs no time."""
-        if phase in _ASIDE:
+        if phase in ASIDE:
             self.session.progress.aside(phase)
         self.inject(phase)
 

@@ -16,7 +16,7 @@ import torch
 
 from ft.base.errors import UserError
 from ft.faults.worker import Injector
-from ft.job.messages import WorkerResumed
+from ft.job.messages import ASIDE, WorkerResumed
 from ft.job.quorum import MendNotice, QuorumClient
 from ft.protection.contract import Layer, StepUndone, Update
 from ft.systems.hsdp import lr
@@ -205,7 +205,7 @@ class ReplicaManager(Layer):
 
         Evaluating and saving are not part of a step, so peers are notified to wait longer for this replica.
         """
-        if phase in ("evaluate", "save"):
+        if phase in ASIDE:
             self.session.progress.aside(phase)
             self._steps.goes_aside()
         if self.is_inside:

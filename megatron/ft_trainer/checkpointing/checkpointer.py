@@ -118,6 +118,11 @@ class Checkpointer:
         self._under_way = Progress(started)
         return self._advance(blocking=not self._options.async_save)
 
+    @property
+    def is_saving(self) -> bool:
+        """Return whether a save is in progress."""
+        return self._under_way is not None
+
     def maybe_finalize(self, blocking: bool = False) -> None:
         """Advance a save in progress. Call this method after every step.
 
@@ -126,7 +131,7 @@ class Checkpointer:
         Args:
             blocking: whether to wait for the end of the save.
         """
-        if self._under_way is not None:
+        if self.is_saving:
             self._advance(blocking)
 
     def unsaved(self, step: int) -> str:
