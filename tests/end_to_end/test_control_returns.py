@@ -42,12 +42,12 @@ def stall(world, rank=1, step=5):
     """``rank`` computes while its neighbour waits for it; returns the orders."""
     waits = {"doing": "wait", "where": "pair0", "since_s": 12.0}
     world.beat(step, **{f"r{rank ^ 1}": waits, f"r{rank}": {"since_s": 11.0}})
-    return world.wait(0.3)
+    return world.wait(0.3) + world.looked(((rank,), "busy"), waiting=(rank ^ 1,))
 
 
 def stand_still(world, step=5):
     world.beat(step, all={"doing": "wait", "where": "world", "since_s": 16.0})
-    return world.wait(0.3)
+    return world.wait(0.3) + world.looked()
 
 
 def recovery(*faults):
