@@ -9,7 +9,7 @@ from fault_bundles import BUNDLES
 from ft_runs import ROOT, flags, ft_run
 from test_hot_swap_nodes import Node
 
-from ft.base.errors import ENDED_EARLY
+from ft.base.errors import ENDED_EARLY, NOT_SAVED
 from ft.faults.kinds import HARMLESS, IN_PLACE, REPLACED, RESTARTED, UNNOTICED
 from ft.faults.table import TABLE
 from ft.faults.verdict import of_error
@@ -54,7 +54,7 @@ def check(row, recovery, done) -> None:
 def test_what_a_full_disk_leads_to_is_said(corpus, tmp_path):
     saving = f"{LAYOUT} --save {tmp_path}/save --save-interval 4"
     done = ft_run(tmp_path / "run", flags(corpus, saving, 12), options="--inject disk-full@step=6:rank=2:for=300s")
-    assert done.code == 0, done.explain()
+    assert done.code == NOT_SAVED, done.explain()
     assert "FAILED: rank 2: " in done.output and "too big" in done.output, done.explain()
     assert sorted(path.name for path in (tmp_path / "save").glob("iter_*")) == ["iter_0000004"]
 

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from ft_runs import flags, ft_run
 
+from ft.base.errors import NOT_SAVED
 from ft.faults.faults import RECOVERY_PHASES
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
@@ -93,7 +94,7 @@ def test_the_disk_is_full_when_the_checkpoint_is_needed(corpus, reference, tmp_p
         kept = sorted(path.name for path in (disk / "save").glob("iter_*"))
     finally:
         subprocess.run(["umount", "-l", disk], check=False)
-    assert done.code == 0 and len(done.named("restarted")) == 1, done.explain()
+    assert done.code == NOT_SAVED and len(done.named("restarted")) == 1, done.explain()
     assert "the disk is too full" in done.output and kept, done.explain()
     assert f"going on after step {int(kept[-1].removeprefix('iter_'))}" in done.output, done.explain()
     assert done.losses == reference(4, LAYOUT, 24)
