@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ft.base import bounded_json, files
+from ft.platform.standstill import OwnPauses
 
 CONTROL, QUORUM = "control.json", "quorum.json"
 """Names of lease files: CONTROL of the control plane's lease and, in the launchers' own folder, of the lease of the
@@ -186,7 +187,8 @@ class LeaseKeeper:
         self._folder, self._period_s, self._mine = folder, period_s, mine
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._changed_at: float | None = None
-        self._serves_since = 0.0
+        self._serves_since = self._looked_at = 0.0
+        self._pauses = OwnPauses(period_s)
         self.has_looked = False
         self.seen: LeaseRecord | None = None
         self.lost = False
@@ -209,19 +211,24 @@ class LeaseKeeper:
         with self._lock:
             renew(self._folder, record)
             self._mine, self.seen, self.lost, self._changed_at = record, record, False, time.monotonic()
+            self._looked_at = self._changed_at
 
     def drop(self) -> None:
         """Stop renewing the lease."""
         with self._lock:
             self._mine, self.lost, self._changed_at = None, False, time.monotonic()
+            self._looked_at = self._changed_at
 
     def age(self, now: float) -> float | None:
-        """Return the seconds since the lease was last seen to change, or since the first look; None before that look.
+        """Return for how many seconds the lease was watched without a change; None before the first look.
+
+        Time in which the thread did not look does not count.
 
         Args:
             now: monotonic time, in seconds.
         """
-        return None if self._changed_at is None else now - self._changed_at
+        watched = min(now, self._looked_at + self._period_s)
+        return None if self._changed_at is None else max(0.0, watched - self._changed_at)
 
     def serving(self, now: float) -> float | None:
         """Return the seconds since the leader of the newest term was first seen to accept connections.
@@ -242,6 +249,10 @@ class LeaseKeeper:
 
     def _look(self) -> None:
         found, last, now = read(self._folder), self.seen, time.monotonic()
+        if (paused_s := self._pauses.look(now)) and self._changed_at is not None:
+            self._changed_at += paused_s
+            self._serves_since += paused_s
+        self._looked_at = now
         if self._changed_at is None or (found is not None and found != last):
             if last is None or found is None or found.term != last.term or not last.where:
                 self._serves_since = now

@@ -1,8 +1,12 @@
 """Workers that hang or are busy, in real runs: who is replaced, and who is not."""
 
+import contextlib
+import random
 import signal
+import time
 
 import megatron_lm_trees as checkouts
+import psutil
 import pytest
 import replica_runs
 from ft_runs import Running, flags, ft_run
@@ -28,6 +32,44 @@ def test_who_holds_the_interpreter_lock_for_seconds_is_not_replaced(corpus, refe
     assert done.code == 0 and done.named("fault_injected"), done.explain()
     assert not done.named("fault_detected"), done.explain()
     assert done.losses == reference(4, LAYOUT, 12)
+
+
+def pause(run, seconds, whom=lambda process: True):
+    """Stop processes of the run for ``seconds`` and let them go on, in random order, as ``scontrol suspend`` does."""
+    chosen = [process for process in of_the_run(run) if whom(process)]
+    assert chosen
+    for signum, wait_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
+        random.shuffle(chosen)
+        for process in chosen:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was replaced meanwhile
+                process.send_signal(signum)
+        time.sleep(wait_s)
+
+
+def of_the_run(run):
+    root = psutil.Process(run.process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+@pytest.mark.parametrize("who", ["all", "the agent", "the control plane"])
+def test_a_pause_costs_nothing_but_its_time(corpus, reference, tmp_path, who):
+    run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60))
+    run.wait_for(lambda: run.step() >= 5)
+    whom = {
+        "all": lambda process: True,
+        "the agent": lambda process: process.pid == run.process.pid,
+        "the control plane": lambda process: process.name() == "ft-control",
+    }
+    try:
+        pause(run, 24.0 if who == "all" else 16.0, whom[who])
+        done = run.wait()
+    finally:
+        run.stop()
+    assert done.code == 0, done.explain()
+    assert not recoveries(done.events) and not done.named("fault_detected"), done.explain()
+    assert not done.named("worker_lost") and not done.named("node_lost"), done.explain()
+    assert bool(done.named("control_back")) == (who == "the control plane"), done.explain()
+    assert done.losses == reference(4, LAYOUT, 60)
 
 
 def test_a_hang_on_a_device_is_a_stall_of_the_worker_that_is_not_there(corpus, reference, quick, tmp_path):

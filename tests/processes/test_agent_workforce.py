@@ -1,5 +1,6 @@
 """The workers of one agent, where the order of what is heard decides."""
 
+import os
 import select
 import socket
 import subprocess
@@ -70,6 +71,25 @@ def test_a_run_is_guarded_once_a_worker_has_committed_a_step_of_an_epoch(tmp_pat
         assert not workforce.is_guarded, "the first snapshots may be on their way"
     workforce._take(worker, encode(replace(beat, step=8)))
     assert workforce.is_guarded
+
+
+def test_pauses_of_the_agent_are_no_silence_of_its_workers_and_no_time_in_their_activity(tmp_path):
+    workforce, _, posted, worker = begin(tmp_path)
+    worker.attached, worker.channel, worker.pid = True, object(), os.getpid()
+    worker.beat, worker.beat_at = Beat(age_s=0.0, epoch=0, step=7, doing="compute", since_s=0.5, at_step_s=2.0), 99.95
+    posted.clear()
+    assert workforce.judge(100.0) == workforce.judge(160.0) == [] and posted == []
+    assert workforce.beats(160.0)[worker.name].age_s == 0.05
+    beat = replace(worker.beat, since_s=60.6, at_step_s=62.1)  # sent after the pause
+    worker.beat, worker.beat_at = beat, 160.05
+    workforce.judge(160.1)
+    heard = workforce.beats(160.1)[worker.name]
+    assert (heard.age_s, heard.since_s, heard.at_step_s) == (0.05, 0.6, 2.1)
+    for tenth in range(1602, 1910):
+        found = workforce.judge(tenth / 10)
+        if found:
+            break
+    assert found[0].silent_s > 30.0, "it is silent afterwards"
 
 
 def test_a_run_that_ends_before_the_next_heartbeat_was_guarded(tmp_path):

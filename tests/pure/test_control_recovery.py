@@ -649,3 +649,43 @@ def test_without_hot_swap_every_failure_restarts():
     world = World(hot_swap=False, standbys=0).run()
     assert kinds(world.kill(2)) == ["Restart"]
     assert "hot-swap is off" in world.reasons
+
+
+WAITS = {"doing": "wait", "where": "pair0"}
+
+
+def test_a_pause_of_the_control_plane_counts_for_no_limit():
+    """It goes on before the agents do, one of which takes 3 s longer than the other: a job that was suspended."""
+    world = World(nodes=2, standbys=1).run()
+    world.beat(5, r0=WAITS | {"since_s": 0.1})
+    world.now += 24.0
+    assert world.say(m.ControlBack(0, "n0", paused_s=24.0)) == []
+    assert world.wait(3.0, beats=["n1"]) == [] and world.wait(9.0) == []
+    assert world.events("control_back") == [], "it is the same control plane"
+    world.beat(5, r0=WAITS | {"since_s": 11.0}, r1={"since_s": 11.0})
+    assert only(world.wait(0.3), m.Look), "a hang is a hang afterwards, too"
+
+
+def test_nobody_is_judged_while_no_agent_is_heard():
+    world = World(standbys=1).run()
+    world.beat(5, all=WAITS | {"where": "world", "since_s": 0.1})
+    assert world.wait(60.0, beats=False) == []
+    assert world.wait(10.0) == []
+    world.beat(5, all=WAITS | {"where": "world", "since_s": 16.0})
+    assert only(world.wait(0.3), m.Look)
+
+
+def test_a_recovery_is_not_late_because_no_agent_was_heard():
+    world = World(standbys=1).run()
+    world.kill(1)
+    assert world.wait(60.0, beats=False) == [] and world.wait(1.0) == []
+    world.recover()
+    assert world.state.phase == "running" and not world.events("restart")
+
+
+def test_a_worker_is_not_judged_while_its_agent_is_silent():
+    """Its agent was stopped, and it may have gone on."""
+    world = World(nodes=2, standbys=1).run()
+    world.beat(5, r0=WAITS | {"since_s": 7.7}, r1={"since_s": 7.7})
+    assert world.wait(3.0, beats=["n1"]) == []
+    assert "nothing was heard of its agent" in only(world.wait(2.0, beats=["n1"]), m.Close).reason

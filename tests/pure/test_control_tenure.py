@@ -236,3 +236,22 @@ def test_a_node_that_starts_before_the_control_plane_waits_for_it_and_one_that_h
     assert early.look(began + 60.0, began)[0] == WAIT
     early.close()
     late.close()
+
+
+def test_time_in_which_nobody_looked_at_a_lease_does_not_make_it_old(tmp_path, monkeypatch):
+    """Whoever was stopped together with the leader must not take over from it."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    election.renew(tmp_path, LeaseRecord(0, 0, "tcp://n0:1", "n0", 1))
+    keeper = LeaseKeeper(tmp_path, 0.25)
+
+    def looks(*times):
+        for now[0] in times:
+            keeper._look()
+
+    looks(100.0, 100.25)
+    assert keeper.age(124.25) < 0.6, "its event loop may go on before its thread looks"
+    looks(124.25)
+    assert keeper.age(124.25) == 0.25 and keeper.serving(124.25) == 0.25
+    looks(*(124.25 + 0.25 * i for i in range(1, 9)))
+    assert keeper.age(126.25) == 2.25, "nobody renews it"

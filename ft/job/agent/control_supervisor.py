@@ -102,7 +102,7 @@ class ControlPlaneSupervisor:
         """Return whether the control plane has died so often that its journal may be the cause."""
         return len(self._deaths) > _MOST_DEATHS and time.monotonic() - self._deaths[0] < _WINDOW_S
 
-    def look(self, now: float, contact_at: float) -> tuple[str, str]:
+    def look(self, now: float, contact_at: float, paused_s: float = 0.0) -> tuple[str, str]:
         """Return the (action, reason) of ``succession.decide``: whether this agent waits, takes over or fences its
         workers.
 
@@ -112,9 +112,10 @@ class ControlPlaneSupervisor:
             now: monotonic time, in seconds.
             contact_at: monotonic time at which the control plane last answered; before its first answer, the time at
                 which this agent started to connect.
+            paused_s: seconds since then for which this agent was paused itself; they do not count.
         """
         self._began_at = contact_at if self._began_at is None else self._began_at
-        silent_s = now - contact_at
+        silent_s = now - contact_at - paused_s
         if silent_s < self._timeouts.quorum_s:
             self._end_watch()
             self._idle_starts = 0

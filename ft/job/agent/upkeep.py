@@ -20,8 +20,11 @@ from ft.job.agent.pool import WarmPool
 from ft.job.agent.uplink import Refused, Uplink
 from ft.job.agent.workforce import Workforce
 from ft.platform import processes
+from ft.platform.standstill import OwnPauses
 from ft.platform.supervisor import Supervisor
 
+_LOOK_S = 0.1
+"""Longest time between two looks at the control plane that the agent intends, in seconds."""
 _RETRY_S = 1.0
 """Pause in seconds before the start of a control plane is tried again that was not possible."""
 
@@ -131,6 +134,7 @@ class ControlPlaneUpkeep:
         self._life, self._node = 0, ""
         self._is_over = self._is_held_up = False
         self._retry_at = 0.0
+        self._pauses = OwnPauses(_LOOK_S)
         control_supervisor.sidecar.on_exit = self._ended
 
     @property
@@ -170,8 +174,10 @@ class ControlPlaneUpkeep:
         """If the control plane does not answer, wait, take over or fence. ``now``: monotonic time in seconds."""
         if self._is_over:
             return
-        self._uplink.check_contact(now)
-        what, why = self._control_supervisor.look(now, self._uplink.contact_at)
+        self._pauses.look(now)
+        self._uplink.check_contact(now, self._pauses)
+        contact_at = self._uplink.contact_at
+        what, why = self._control_supervisor.look(now, contact_at, self._pauses.since(contact_at))
         if what == succession.RENEW:
             self._console.complain(f"{why} ({processes.describe(self._control_supervisor.sidecar.pid)}): it is killed")
             self.try_start()

@@ -27,6 +27,7 @@ from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentJoined
 from ft.net.backoff import Backoff
 from ft.platform import election
+from ft.platform.standstill import OwnPauses
 
 _RECORD_S = 2.0
 _LOOK_S = 0.05
@@ -122,14 +123,18 @@ class Uplink:
             found.append(self._came.popleft())
         return found
 
-    def check_contact(self, now: float) -> None:
+    def check_contact(self, now: float, pauses: OwnPauses) -> None:
         """Close the present connection if the control plane has not answered over this connection for ``contact_s``
         seconds.
 
         A host that loses power closes no connection. Without this check, the agent would wait on the dead connection
         for ever and would not connect to a control plane that has taken over on another host.
+
+        Args:
+            now: monotonic time, in seconds.
+            pauses: pauses of this agent, which do not count.
         """
-        if self._session.is_stuck(now):
+        if self._session.is_stuck(now, pauses):
             self._session.break_off()
 
     def close(self) -> None:
@@ -172,9 +177,9 @@ class _Session:
         if self._linked or not isinstance(report, AgentBeat):
             self.reports.put(report)
 
-    def is_stuck(self, now: float) -> bool:
-        quiet = now - max(self.contact_at, self._channel_since)
-        return self._channel is not None and quiet > self._timeouts.contact_s
+    def is_stuck(self, now: float, pauses: OwnPauses) -> bool:
+        since = max(self.contact_at, self._channel_since)
+        return self._channel is not None and now - since - pauses.since(since) > self._timeouts.contact_s
 
     def end(self) -> None:
         self._ended = True

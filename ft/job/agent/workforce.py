@@ -36,10 +36,12 @@ from ft.job.messages import (
 from ft.net.channel import Channel
 from ft.platform import processes
 from ft.platform.stacks import Handler
-from ft.platform.standstill import Standstill
+from ft.platform.standstill import OwnPauses, Standstill
 
 _STACK_S = 0.05
 _ANSWER_S, _TICK_S = 0.2, 0.005
+_JUDGE_S = 0.1
+"""Longest time between two calls of ``Workforce.judge`` that the agent intends, in seconds."""
 
 
 @dataclass
@@ -108,6 +110,7 @@ class Workforce:
         self._early: dict[int, int] = {}
         self._remains: list[int] = []
         self._step_times: list[StepTimes] = []
+        self._pauses = OwnPauses(_JUDGE_S)
         self.workers: dict[str, Worker] = {}
         self.looks = Looks(Path(place.run_dir), place.node, post)
         self.is_guarded = False
@@ -313,15 +316,27 @@ class Workforce:
         return taken
 
     def beats(self, now: float) -> dict[str, Beat]:
-        """Return the last heartbeat of each worker, with its present age."""
-        heard = [worker for worker in self.workers.values() if worker.beat is not None]
-        return {w.name: replace(w.beat, age_s=round(now - w.beat_at, 3)) for w in heard}
+        """Return the last heartbeat of each worker, with its present age.
+
+        Pauses of this agent do not count: whatever paused it may have paused its workers, too.
+        """
+        return {w.name: self._aged(w.beat, w.beat_at, now) for w in self.workers.values() if w.beat is not None}
+
+    def _aged(self, beat: Beat, at: float, now: float) -> Beat:
+        def between(begin: float, end: float) -> float:
+            """Return for how many seconds between two times this agent was not paused."""
+            return round(max(0.0, end - begin - self._pauses.since(begin) + self._pauses.since(end)), 3)
+
+        since_s, at_step_s = between(at - beat.since_s, at), between(at - beat.at_step_s, at)
+        return replace(beat, age_s=between(at, now), since_s=since_s, at_step_s=at_step_s)
 
     def judge(self, now: float) -> list[Silence]:
         """Report each worker that has just become silent (no heartbeats) to the control plane; return these workers."""
+        self._pauses.look(now)
         attached = [w for w in self.workers.values() if w.attached and w.channel is not None and not w.doomed]
-        quiet = [w for w in attached if now - w.beat_at > self._timeouts.stopped_s]
-        watches = {w.name: Watch(w.beat_at, processes.state(w.pid)) for w in quiet if w.pid is not None}
+        beats = {w.name: w.beat_at + self._pauses.since(w.beat_at) for w in attached}
+        quiet = [w for w in attached if now - beats[w.name] > self._timeouts.stopped_s]
+        watches = {w.name: Watch(beats[w.name], processes.state(w.pid)) for w in quiet if w.pid is not None}
         found = silent(now, watches, self._timeouts) + (self._mute(now) if attached else [])
         new = [s for s in found if not self.workers[s.worker].reported_silent]
         for silence in new:

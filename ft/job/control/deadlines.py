@@ -11,7 +11,7 @@ from dataclasses import replace
 from ft.faults import verdict
 from ft.faults.verdict import RETRY
 from ft.job import messages as m
-from ft.job.control import devices, epochs, liveness, looks, start_checks
+from ft.job.control import absence, devices, epochs, liveness, looks, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import Fault, lose_agent, react
@@ -25,7 +25,12 @@ _JUST_AFTER_S = 0.001
 
 
 def judge(state: State, now: float, out: Decisions) -> None:
-    """React to the first kind of deadline that has passed; leave the state as it is if none has."""
+    """React to the first kind of deadline that has passed; leave the state as it is if none has.
+
+    While no agent is heard, nothing is judged: whatever is overdue may have happened, and cannot be reported.
+    """
+    if absence.silence_of_all(state, now):
+        return
     for check in (_agents, _told, _start, _spawned, _devices, _phase, _suspicions, _stalls, _left):
         before = len(out)
         check(state, now, out)
@@ -179,8 +184,12 @@ def _stalls(state: State, now: float, out: Decisions) -> None:
 
     Workers that do not communicate while others wait for them are at fault (a stall), unless a look shows that they
     wait, too. If all workers wait in communication (a standstill), every worker retries: what they wait for can go on
-    in place, and a worker that hangs does not leave the closed epoch, and is replaced for that.
+    in place, and a worker that hangs does not leave the closed epoch, and is replaced for that. A worker is not judged
+    while its agent is silent: its progress cannot be reported.
     """
+    contact_s = state.options.timeouts.contact_s
+    if any(devices.is_silent(state.agents[worker.node], now, contact_s) for worker in state.seated()):
+        return
     views, timeouts = _views(state, now), state.options.timeouts
     if state.phase not in (RUNNING, RESUMING) or not _have_all_begun(state, views):
         return

@@ -92,7 +92,7 @@ def heard(agent: Agent, now: float, contact_s: float) -> None:
         now: present time in seconds.
         contact_s: time without a heartbeat in seconds from which on an agent counts as silent.
     """
-    if _is_silent(agent, now, contact_s):
+    if is_silent(agent, now, contact_s):
         silent_s = now - agent.heard_at
         agent.held = {worker: replace(hold, since=hold.since + silent_s) for worker, hold in agent.held.items()}
 
@@ -104,7 +104,7 @@ def overdue(state: State, now: float, out: Decisions) -> None:
     """
     limit_s, contact_s = state.options.timeouts.device_s, state.options.timeouts.contact_s
     for agent in state.agents.values():
-        if _is_silent(agent, now, contact_s):
+        if is_silent(agent, now, contact_s):
             continue
         for worker, held in agent.held.items():
             if now > held.since + limit_s and not held.overdue and not agent.gone:
@@ -114,7 +114,8 @@ def overdue(state: State, now: float, out: Decisions) -> None:
                 out.note(events.DEVICE_UNUSABLE, node=agent.node, device=held.device, reason=reason)
 
 
-def _is_silent(agent: Agent, now: float, contact_s: float) -> bool:
+def is_silent(agent: Agent, now: float, contact_s: float) -> bool:
+    """Return whether nothing was heard of the agent for ``contact_s`` seconds."""
     return now > agent.heard_at + contact_s
 
 

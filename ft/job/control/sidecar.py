@@ -30,6 +30,7 @@ from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, Loo
 from ft.net.codec import BadMessage, from_json
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
+from ft.platform.standstill import OwnPauses
 from ft.record import looks
 from ft.record.step_times import STEP_TIMES
 
@@ -64,6 +65,7 @@ class Sidecar:
         self._ended_at: float | None = None
         options = begins if isinstance(begins, Options) else begins.state.options
         self._partition = PartitionDetector(options.timeouts)
+        self._pauses = OwnPauses(options.timeouts.lease_beat_s)
         if isinstance(begins, Options):
             self._memory, self._state, self._ahead = None, State.begin(begins), 0.0
             self._journal = Journal(folder / "journal.jsonl", begins, standing.term)
@@ -86,11 +88,13 @@ class Sidecar:
         while not self._is_over():
             if election.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
+            self._forgive_own_pause()
             self._renew()
             wait = min(self._due - self._now(), self._state.options.timeouts.lease_beat_s)
             posted = self._channel.receive(wait)
             if election.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
+            self._forgive_own_pause()
             if self._channel.absences != self._absences:
                 self._absences = self._channel.absences
                 self._take_back()
@@ -126,6 +130,12 @@ class Sidecar:
     def _take_back(self, damaged: int = 0) -> None:
         """Report to the decision function that this control plane has taken over, or that its channel works again."""
         self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node, damaged)))
+
+    def _forgive_own_pause(self) -> None:
+        """Report to the decision function if this loop did not run for a while: then it has heard nobody."""
+        if paused_s := self._pauses.look(self._now()):
+            back = ControlBack(self._standing.term, self._standing.node, paused_s=round(paused_s, 3))
+            self._take(Posted(self._standing.node, 0, back))
 
     def _without_answer(self, posted: Posted | None) -> Posted | None:
         """Return the message without a node's answer to a look, and keep that answer."""

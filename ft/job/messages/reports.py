@@ -443,8 +443,10 @@ class ControlBack:
         term: leader-election term of the new control plane.
         node: agent on whose node it runs.
         damaged: number of lines of the journal that could not be read, and were skipped.
+        paused_s: if positive, there was no failover: this control plane was paused itself for so many seconds.
     """
 
     term: int
     node: str
     damaged: int = 0
+    paused_s: float = 0.0

@@ -19,6 +19,7 @@ from ft.job.quorum.wire import Broken, Channel
 from ft.net.backoff import Backoff
 from ft.platform import election
 from ft.platform.election import QUORUM
+from ft.platform.standstill import OwnPauses
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 """First and longest pause between two attempts to connect, in seconds."""
@@ -147,6 +148,7 @@ class Link:
         limits, poller = self._limits, select.poll()
         poller.register(self._wakeup, select.POLLIN)
         heard_at = beat_at = time.monotonic()
+        pauses = OwnPauses(limits.beat_s)
         while True:
             mask = select.POLLIN | (select.POLLOUT if channel.wants_write else 0)
             poller.register(channel, mask)
@@ -156,6 +158,7 @@ class Link:
                     os.eventfd_read(self._wakeup)
             self._send_queued(channel)
             now = time.monotonic()
+            pauses.look(now)
             if ready.get(channel.fileno(), 0) & ~select.POLLOUT:
                 heard_at = self._heard_at = now
                 for body in channel.read():
@@ -168,7 +171,7 @@ class Link:
                 beat_at = now
                 if channel.is_known:
                     channel.send(_BEAT)
-                if now - heard_at > limits.contact_s:
+                if now - heard_at - pauses.since(heard_at) > limits.contact_s:
                     raise Broken("the server does not answer")
                 newer = election.read(self._run_dir, QUORUM)
                 if newer is not None and newer.term > term:

@@ -24,6 +24,7 @@ from ft.job.replicas.member import Member
 from ft.job.replicas.places import Part
 from ft.platform import election, processes
 from ft.platform.election import LeaseKeeper, LeaseRecord
+from ft.platform.standstill import OwnPauses
 from ft.record.run import read_status
 
 _BEAT_S = 0.5
@@ -152,6 +153,7 @@ class Lookout:
         self._leases: dict[int, tuple[LeaseRecord, float]] = {}
         self._controls: dict[int, tuple[LeaseRecord | None, float]] = {}
         self._idle_since: dict[int, float] = {}
+        self._pauses = OwnPauses(_LOOK_S)
         self._closed = threading.Event()
         self.choice: int | None = None
 
@@ -168,6 +170,7 @@ class Lookout:
         Raises:
             OSError: a file cannot be read.
         """
+        self._pauses.look(now)
         ended = marks.read(self._run_dir)
         if ended.finished or any(self._is_used(part) for part in self._mine):
             return None
@@ -183,7 +186,7 @@ class Lookout:
         found, known = election.read(folder_of(self._run_dir, place)), self._leases.get(place)
         if found is not None and (known is None or known[0] != found):
             known = self._leases[place] = found, now
-        return None if known is None else now - known[1]
+        return None if known is None else self._awake_s(known[1], now)
 
     def _idle(self, replica: int, now: float) -> float:
         """Return for how long a replica has not trained: it lacks workers, or its control plane is gone."""
@@ -191,10 +194,16 @@ class Lookout:
         control, known = election.read(folder), self._controls.get(replica)
         if known is None or known[0] != control:
             known = self._controls[replica] = control, now
-        if _trains(read_status(folder)) and now - known[1] < LOST_S:
+        if _trains(read_status(folder)) and self._awake_s(known[1], now) < LOST_S:
             self._idle_since.pop(replica, None)
             return 0.0
-        return now - self._idle_since.setdefault(replica, now)
+        return self._awake_s(self._idle_since.setdefault(replica, now), now)
+
+    def _awake_s(self, at: float, now: float) -> float:
+        """Return for how many seconds since ``at`` this loop was not paused: its launcher is paused together with all
+        others if the job is suspended.
+        """
+        return now - at - self._pauses.since(at)
 
     def _is_used(self, part: Part) -> bool:
         """Return whether workers of this node hold logical ranks of a replica that trains."""
