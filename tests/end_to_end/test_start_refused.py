@@ -15,6 +15,7 @@ from harness import started
 from nodes import Lab, why_not
 
 from ft.base import events
+from ft.base.errors import ENDED_EARLY
 
 LIMIT_S = 30.0
 SCRIPT = "import time\ntime.sleep(1000)\n"
@@ -130,7 +131,7 @@ def test_a_second_run_on_the_folders_of_one_under_way_is_refused_or_joins_it(cor
     first.wait_for(lambda: [event.name for event in events.read(told)].count(events.AGENT_JOINED) == 2)
     first.process.send_signal(signal.SIGTERM)
     done = first.wait()
-    assert done.code == 0 and not done.named(events.RESTARTED), done.explain()
+    assert done.code == ENDED_EARLY and not done.named(events.RESTARTED), done.explain()
     joined.wait()
     afterwards = second("afterwards", tmp_path / "next")
     assert afterwards.wait() == 0, afterwards.text()

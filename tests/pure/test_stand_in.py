@@ -86,7 +86,7 @@ def test_a_replica_whose_control_plane_is_gone_does_not_train(tmp_path):
         run.says(0, "running", ["n0", "n1"], second)
         taken.append(run.lookout.look(float(second)))
     assert taken[4] is None and taken[-1] in (2, 3)
-    marks.put(tmp_path, 0, marks.FINISHED)
+    marks.put(tmp_path, 0, policy.ENDS[0])
     assert run.lookout.look(31.0) is None, "the run is ending"
 
 
