@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ft.base.errors import UserError
-from ft.job.replicas import marks, stand_in
+from ft.job.replicas import marks, policy, stand_in
 from ft.job.replicas.places import parts_of
 from ft.job.replicas.stand_in import IDLE_S, LOST_S, Lookout, Observed, Place, choose
 from ft.platform import election
