@@ -49,6 +49,7 @@ def test_the_state_can_be_derived_from_the_journal(tmp_path):
     world.wait(3)
     world.beat(6, r1={"doing": "wait", "since_s": 12.0}, r2={"since_s": 11.0})
     world.wait(1)
+    world.looked(((2,), "busy"), waiting=(1,))
     world.recover(6)
     world.kill(0)
     world.release(1)

@@ -66,7 +66,9 @@ def agent_beat(state: State, now: float, report: m.AgentBeat, out: Decisions) ->
     agent = state.agents.get(report.node)
     if agent is not None and not agent.gone:
         if silent_s := absence.silence_of_all(state, now):
-            absence.forgive(state, now, silent_s)
+            # Heartbeats are not journalled: they move no timer that the journal has to reproduce.
+            for other in state.agents.values():
+                other.heard_at = min(now, other.heard_at + silent_s)
         devices.heard(agent, now, state.options.timeouts.contact_s)
         agent.heard_at, agent.beats = now, dict(report.workers)
 
