@@ -675,14 +675,6 @@ def test_nobody_is_judged_while_no_agent_is_heard():
     assert only(world.wait(0.3), m.Look)
 
 
-def test_a_recovery_is_not_late_because_no_agent_was_heard():
-    world = World(standbys=1).run()
-    world.kill(1)
-    assert world.wait(60.0, beats=False) == [] and world.wait(1.0) == []
-    world.recover()
-    assert world.state.phase == "running" and not world.events("restart")
-
-
 def test_a_worker_is_not_judged_while_its_agent_is_silent():
     """Its agent was stopped, and it may have gone on."""
     world = World(nodes=2, standbys=1).run()

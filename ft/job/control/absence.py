@@ -1,7 +1,6 @@
 """Handler for the report of a control plane that has taken over, or was paused: it moves the begin of all timers.
 
-Silence of an agent while no control plane was listening is not evidence that this agent has failed. Neither is the
-silence of all agents at once: then they were paused, or the control plane is partitioned.
+Silence of an agent while no control plane was listening is not evidence that this agent has failed.
 """
 
 import math
@@ -10,7 +9,7 @@ from dataclasses import replace
 from ft.base import events
 from ft.job import messages as m
 from ft.job.control.decision import Decisions
-from ft.job.control.state import GATHERING, State
+from ft.job.control.state import State
 
 
 def control_back(state: State, now: float, report: m.ControlBack, out: Decisions) -> None:
@@ -28,18 +27,6 @@ def control_back(state: State, now: float, report: m.ControlBack, out: Decisions
         text = f"{report.damaged} damaged line(s) of the control plane's journal were skipped: what they said is lost"
         out.add(text, m.Notice(text))
     out.note(events.CONTROL_BACK, node=report.node, term=report.term, away=round(away, 3), damaged=report.damaged)
-
-
-def silence_of_all(state: State, now: float) -> float:
-    """Return for how many seconds no agent was heard, 0 if one was heard within ``contact_s``.
-
-    It is 0 at the start, too, whose limit is for those that have not come.
-    """
-    if state.phase == GATHERING:
-        return 0.0
-    heard = [agent.heard_at for agent in state.agents.values() if not agent.gone]
-    silent_s = now - max(heard, default=now)
-    return silent_s if silent_s > state.options.timeouts.contact_s else 0.0
 
 
 def forgive(state: State, now: float, seconds: float = math.inf) -> None:

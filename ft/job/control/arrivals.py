@@ -12,7 +12,7 @@ from typing import Any
 from ft.base import events
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import absence, devices, drift, health, start_checks
+from ft.job.control import devices, drift, health, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
@@ -65,10 +65,6 @@ def agent_beat(state: State, now: float, report: m.AgentBeat, out: Decisions) ->
     """Store the heartbeat of an agent and of its workers."""
     agent = state.agents.get(report.node)
     if agent is not None and not agent.gone:
-        if silent_s := absence.silence_of_all(state, now):
-            # Heartbeats are not journalled: they move no timer that the journal has to reproduce.
-            for other in state.agents.values():
-                other.heard_at = min(now, other.heard_at + silent_s)
         devices.heard(agent, now, state.options.timeouts.contact_s)
         agent.heard_at, agent.beats = now, dict(report.workers)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ft.faults import verdict
 from ft.faults.verdict import RETRY
 from ft.job import messages as m
-from ft.job.control import absence, devices, epochs, liveness, looks, start_checks
+from ft.job.control import devices, epochs, liveness, looks, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import Fault, lose_agent, react
@@ -25,12 +25,7 @@ _JUST_AFTER_S = 0.001
 
 
 def judge(state: State, now: float, out: Decisions) -> None:
-    """React to the first kind of deadline that has passed; leave the state as it is if none has.
-
-    While no agent is heard, nothing is judged: whatever is overdue may have happened, and cannot be reported.
-    """
-    if absence.silence_of_all(state, now):
-        return
+    """React to the first kind of deadline that has passed; leave the state as it is if none has."""
     for check in (_agents, _told, _start, _spawned, _devices, _phase, _suspicions, _stalls, _left):
         before = len(out)
         check(state, now, out)

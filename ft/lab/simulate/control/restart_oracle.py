@@ -98,10 +98,12 @@ def check_alone(cluster: "Cluster", at_worst: str, struck: str, limit: float) ->
         cluster: the simulated cluster.
         at_worst: the strongest reaction allowed.
         struck: description of the fault's target.
-        limit: true time in seconds until which the epoch must be closed, if it is closed.
+        limit: true time in seconds until which the epoch must be closed, if it is closed. A verdict on a hang may wait
+            for a look at all workers, ``look_s`` more.
     """
     if at_worst == ANYTHING:
         return
+    limit += cluster.plane.state.options.timeouts.look_s
     if cluster.checks.first_close > limit:
         cluster.checks.fail(f"{cluster.checks.first_close - limit:.1f} s too late, the epoch is closed for {struck}")
     for order in cluster.plane.log:
