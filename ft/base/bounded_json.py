@@ -12,15 +12,13 @@ from functools import cache
 from typing import Any
 
 MOST_BYTES = 256 << 20
-"""Longest text, in bytes (of a str: characters)."""
+"""Maximum length of a text: in bytes, or in characters if it is a str."""
 MOST_DEPTH = 64
-"""Deepest nesting of lists and objects."""
+"""Maximum depth to which lists and objects may be nested."""
 MOST_VALUES = 1_000_000
-"""Most values in a file that people write."""
+"""Maximum number of values in a file that people write by hand."""
 _LONG = re.compile("[0-9]{21}")
-"""Digits that are no whole number of 64 bits; where a text has none, no number needs to be looked at."""
-
-
+"""Matches whole numbers that need more than 64 bits. A text without a match needs no check of single numbers."""
 _NESTED = (dict, list)
 
 

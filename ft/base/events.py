@@ -269,7 +269,9 @@ def hosts(history: Iterable[Event]) -> dict[str, str]:
 
 
 def named(node: str | None, known: Mapping[str, str]) -> str:
-    """Return the name of a node for people: "n1 (gpu0137)". In a run of one node it is "n0".
+    """Return how a node is called in messages: its name in the run and its host, such as "n1 (gpu0137)".
+
+    In a run of one node, or if the host is unknown, it is the name in the run alone.
 
     Args:
         node: the run's own name of the node.

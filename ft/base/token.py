@@ -17,7 +17,7 @@ VARIABLE = "FT_TOKEN"
 _FILE = "token"
 _PERIOD_S = 0.05
 _LEAST = 16
-"""Fewest characters of a token."""
+"""Minimum number of characters of a token."""
 _MOST_BYTES = 4096
 
 

@@ -25,7 +25,9 @@ STORAGE = "checkpoint storage fault"
 
 CONNECTION, NODE_LOST = "connection", "node lost"
 _NOBODY_DIED = (CONNECTION, "standstill", "slow", "deadline", "stall", "hang")
-"""Observations of a worker that lives, the least grave first. A lost connection often follows from another fault."""
+"""What can be observed of a worker that is alive, the least severe first. A lost connection is often the consequence of
+another fault.
+"""
 _ENDED = re.compile(r"SIG[A-Z]|signal \d|exit \d")
 
 USER_CODE = 2

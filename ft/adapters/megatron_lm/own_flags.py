@@ -1,4 +1,4 @@
-"""The flags that a checkout's own parser knows, read from the checkout's source, which is not imported.
+"""Finds the flags that a checkout's own parser accepts. The checkout's source is read, but not imported.
 
 A flag is a literal in a call of argparse, or the field of a dataclass from which ``ArgumentGroupFactory`` (of
 Megatron-LM's ``argument_utils.py``) makes a flag.

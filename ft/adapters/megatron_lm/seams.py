@@ -165,7 +165,7 @@ def check_tree(root: Path) -> list[Finding]:
 
 
 def problems(tree: Tree, findings: Sequence[Finding] | None = None) -> Iterator[Problem]:
-    """Yield (problem, fix) for each seam that the checkout lacks.
+    """Yield (problem, fix) for each function that the adapter relies on and that the checkout lacks or has changed.
 
     Args:
         tree: the checkout.

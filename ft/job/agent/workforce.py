@@ -324,7 +324,7 @@ class Workforce:
 
     def _aged(self, beat: Beat, at: float, now: float) -> Beat:
         def between(begin: float, end: float) -> float:
-            """Return for how many seconds between two times this agent was not paused."""
+            """Return the seconds from ``begin`` to ``end``, without the pauses of this agent."""
             return round(max(0.0, end - begin - self._pauses.since(begin) + self._pauses.since(end)), 3)
 
         since_s, at_step_s = between(at - beat.since_s, at), between(at - beat.at_step_s, at)

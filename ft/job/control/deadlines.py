@@ -225,7 +225,9 @@ def _have_all_begun(state: State, views: dict[str, View]) -> bool:
 
 
 def _is_at_work(state: State, views: dict[str, View]) -> bool:
-    """Return whether a worker is at work by the look and by its heartbeats: it has a limit of its own."""
+    """Return whether a worker that the look names as busy also computes according to its heartbeats. The limit on the
+    duration of its step then applies to it.
+    """
     named = [views.get(state.seats.get(rank, "")) for rank in looks.at_work(looks.finding(state))]
     return any(view is not None and not view.waits(state.options.timeouts) for view in named)
 
