@@ -70,3 +70,7 @@ class OwnPauses:
     def since(self, at: float) -> float:
         """Return the seconds of all pauses after ``at``."""
         return sum(end - max(begin, at) for begin, end in self._pauses if end > at)
+
+    def between(self, begin: float, end: float) -> float:
+        """Return the seconds from ``begin`` to ``end``, without the pauses."""
+        return max(0.0, end - begin - self.since(begin) + self.since(end))

@@ -115,7 +115,7 @@ class Progress:
             self._times.ends_step(step)
 
     def aside(self, what: str) -> None:
-        """Record that this worker now does ``what``, such as an evaluation, which may take longer than a training step."""
+        """Record that this worker does ``what``, such as an evaluation, which may take longer than a step."""
         self._enter("aside", what)
         self.interrupted()
 

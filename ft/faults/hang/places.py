@@ -46,8 +46,8 @@ def place(thread: Thread | None) -> str:
 
 
 def is_in_own_wait(rank: Rank) -> bool:
-    """Return whether the training thread of a rank waits inside this project's code: for an order or a verdict of the
-    control plane, or for the peers that take its snapshot. Another process has to act first, so the rank is not at fault.
+    """Return whether the training thread of a rank waits inside this project's code: for an order or a verdict of
+    the control plane, or for the peers that take its snapshot. Another process has to act first.
     """
     frames = rank.training.frames if rank.training is not None else ()
     inner = next((frame for frame in frames if not _STANDARD.search(frame)), "")

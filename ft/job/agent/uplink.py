@@ -178,8 +178,8 @@ class _Session:
             self.reports.put(report)
 
     def is_stuck(self, now: float, pauses: OwnPauses) -> bool:
-        since = max(self.contact_at, self._channel_since)
-        return self._channel is not None and now - since - pauses.since(since) > self._timeouts.contact_s
+        quiet_s = pauses.between(max(self.contact_at, self._channel_since), now)
+        return self._channel is not None and quiet_s > self._timeouts.contact_s
 
     def end(self) -> None:
         self._ended = True

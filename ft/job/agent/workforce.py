@@ -323,12 +323,9 @@ class Workforce:
         return {w.name: self._aged(w.beat, w.beat_at, now) for w in self.workers.values() if w.beat is not None}
 
     def _aged(self, beat: Beat, at: float, now: float) -> Beat:
-        def between(begin: float, end: float) -> float:
-            """Return the seconds from ``begin`` to ``end``, without the pauses of this agent."""
-            return round(max(0.0, end - begin - self._pauses.since(begin) + self._pauses.since(end)), 3)
-
-        since_s, at_step_s = between(at - beat.since_s, at), between(at - beat.at_step_s, at)
-        return replace(beat, age_s=between(at, now), since_s=since_s, at_step_s=at_step_s)
+        """Return the heartbeat that came at ``at``, with all its durations without the pauses of this agent."""
+        ends = {"age_s": (at, now), "since_s": (at - beat.since_s, at), "at_step_s": (at - beat.at_step_s, at)}
+        return replace(beat, **{name: round(self._pauses.between(*both), 3) for name, both in ends.items()})
 
     def judge(self, now: float) -> list[Silence]:
         """Report each worker that has just become silent (no heartbeats) to the control plane; return these workers."""

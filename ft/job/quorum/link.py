@@ -171,7 +171,7 @@ class Link:
                 beat_at = now
                 if channel.is_known:
                     channel.send(_BEAT)
-                if now - heard_at - pauses.since(heard_at) > limits.contact_s:
+                if pauses.between(heard_at, now) > limits.contact_s:
                     raise Broken("the server does not answer")
                 newer = election.read(self._run_dir, QUORUM)
                 if newer is not None and newer.term > term:

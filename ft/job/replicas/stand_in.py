@@ -203,7 +203,7 @@ class Lookout:
         """Return for how many seconds since ``at`` this loop was not paused: its launcher is paused together with all
         others if the job is suspended.
         """
-        return now - at - self._pauses.since(at)
+        return self._pauses.between(at, now)
 
     def _is_used(self, part: Part) -> bool:
         """Return whether workers of this node hold logical ranks of a replica that trains."""
