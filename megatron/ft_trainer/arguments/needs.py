@@ -148,7 +148,7 @@ def unmet(found: list[Need], has: Callable[[str], bool]) -> list[Problem]:
 
 
 def is_here(requirement: str) -> bool:
-    """Return whether this machine seems to have a required package or GPU. The answer is found without importing torch."""
+    """Return whether this machine seems to have a required package or GPU, without importing torch."""
     if requirement in (GPU, TE):
         return may_have_gpu() if requirement == GPU else may_have_te()
     return is_installed(requirement)
