@@ -112,7 +112,7 @@ def test_owner_and_only_copy_lost_restarts_from_the_checkpoint(corpus, reference
     done = run(
         corpus,
         tmp_path,
-        "kill@step=7:rank=2:phase=forward,kill@step=7:rank=3:phase=forward",
+        "kill@step=7:rank=2:phase=forward,kill@step=7:rank=3:phase=leave",
         extra=f"--save {tmp_path}/save --save-interval 4",
     )
     assert done.code == 0 and len(done.named("restarted")) == 1, done.explain()
