@@ -20,8 +20,7 @@ from ft.base.errors import Problem
 from ft.commands import checkouts
 from ft.commands.arguments import misplaced
 from ft.faults.faults import Fault
-from ft.faults.kinds import DMR, FILES
-from ft.faults.table import row_of
+from ft.faults.table import DMR, FILES, row_of
 
 if TYPE_CHECKING:
     from ft.job.agent.options import Script

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ft.base import events
 from ft.base.errors import UserError
 from ft.faults.hang.causes import BUSY
+from ft.faults.hang.format import Who
 from ft.faults.hang.series import over_time
-from ft.faults.hang.who import Who
 from ft.record import looks
 from ft.record.recoveries import Recovery
 

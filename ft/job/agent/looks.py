@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import files
-from ft.faults.hang import stacks as calls
+from ft.faults.hang import look as calls
 from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread, united
 from ft.job.messages import Look, Looked, LookTaken
 from ft.net.codec import to_json
@@ -146,7 +146,7 @@ def _add_stacks(look: _Open) -> None:
     texts = stacks.of_processes(asked, lambda text, handler: calls.has_stack_of(handler.thread, text)) if asked else {}
     for worker, text in texts.items():
         pid, handler = asked[worker]
-        threads = calls.read(text, handler.thread, processes.folder(pid))
+        threads = calls.read_stacks(text, handler.thread, processes.folder(pid))
         said = look.silent[worker]
         look.silent[worker] = replace(said, threads=calls.with_kernel(threads, said.threads))
 
