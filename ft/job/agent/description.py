@@ -8,7 +8,7 @@ from typing import Any
 
 from ft.job.agent.options import Cluster, Script
 from ft.job.control.start_checks import MISSING, OUTPUT, THERE
-from ft.platform import ports
+from ft.platform import network
 
 _INPUTS = (
     *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path"),
@@ -25,7 +25,7 @@ def describe(cluster: Cluster, script: Script) -> dict[str, Any]:
 
     return {
         "machine": socket.gethostname(),
-        "interfaces": ports.interfaces(),
+        "interfaces": network.interfaces(),
         "about": {**versions(), "--nnodes": str(cluster.nnodes), "--standby-nodes": str(cluster.standby_nodes)},
         "paths": paths(script.args),
         "clock": time.time(),
