@@ -64,6 +64,7 @@ def equal(script, flags, folder, options, recoveries: int, protections: str = ""
     done = checkouts.protected(script, flags.format(save=folder / "save"), folder / "run", options, protections)
     assert done.returncode == 0, done.stdout[-5000:]
     assert done.stdout.count("-- recovery ") == recoveries, done.stdout[-5000:]
+    assert "differs from its first try" not in done.stdout, done.stdout[-5000:]
     assert of_run(folder / "run") == of_steps(plain)
     assert checkouts.log_lines(done.stdout) == checkouts.log_lines(shown)
     return done.stdout
