@@ -235,7 +235,6 @@ REPLICAS = (
         {"--replicas 12": "--replicas 12 --time 20d --no-sweep"},
         ("98,304 GPUs in 12 replicas", "44", "80"),
     ),
-    Walk("simulate-protocol", "ft simulate hsdp-protocol *", {"1000": "10"}, ("10 histories", "quorums")),
 )
 
 SPARE = (
@@ -475,16 +474,21 @@ PLANS = (
     ),
     Walk(
         "simulate-hangs",
-        "ft simulate hangs *",
+        "python -m tests.simulation hangs *",
         {"--cases 2000 --jobs 2": "--cases 10 --jobs 1"},
         ("rank named", "all "),
     ),
     Walk(
         "simulate-control",
-        "ft simulate control *",
+        "python -m tests.simulation control *",
         {"--seeds 10000 --jobs 2": "--seeds 10 --jobs 2"},
         ("10 histories", "epochs", "histories by outcome"),
-        long=True,
+    ),
+    Walk(
+        "simulate-hsdp-protocol",
+        "python -m tests.simulation hsdp *",
+        {"1000 --plant all": "10 --plant 'does not answer the last member'"},
+        ("found by seed", "does not answer the last member"),
     ),
 )
 
