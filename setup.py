@@ -43,7 +43,7 @@ setup(
     packages=find_namespace_packages(include=["ft", "ft.*", "megatron.ft_trainer*", "megatron.patches*"]),
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["ft = ft.cli:main"]},
-    package_data={"megatron.ft_trainer.arguments": ["*.txt"]},
+    package_data={"megatron.ft_trainer.arguments": ["*.txt"], "ft.show": ["*.html"]},
     ext_modules=[digests],
     install_requires=[
         # The releases that have been run; docs/megatron-compatibility.md says with what.
@@ -58,6 +58,7 @@ setup(
         "psutil",  # imported by dist_checkpointing's writers, not required by it; without it a save hangs
         "tqdm",
         "matplotlib",
+        "jinja2>=3.1",  # the page of ft report
         "tensorboard",
         "pyyaml",  # scenario files of ft run --scenario
     ],

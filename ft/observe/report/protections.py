@@ -1,7 +1,8 @@
-"""List the pipeline stages that were rebuilt from their neighbours, and the effect on the loss.
+"""List what protections did during a run: actions of user-defined ones, and stages that CheckFree rebuilt.
 
-CheckFree replaces the lost parameters of a pipeline stage by a weighted average of the neighbouring stages' parameters,
-so that training continues without a checkpoint.
+A user-defined protection wraps each training step in order to detect or repair failures, and reports its actions as
+events. CheckFree replaces the lost parameters of a pipeline stage by a weighted average of the neighbouring stages'
+parameters, so that training continues without a checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,41 @@ from ft.base.events import Event
 from ft.record.run import Run, number
 from ft.show.text import count, seconds
 
+ACTION_HEAD = ("step", "protection", "what it did")
 _LEVEL_STEPS = 5
 """Number of steps over which the loss before a rebuild is averaged, because the loss varies from batch to batch."""
 
-HEAD = ("step", "stage", "made from", "seconds", "loss before", "after", "jump", "made good")
+REBUILD_HEAD = ("step", "stage", "made from", "seconds", "loss before", "after", "jump", "made good")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action of a protection, which all ranks took together.
+
+    Attributes:
+        step: the step that the action concerns.
+        protection: name of the protection.
+        what: what the protection did, as text that begins with a verb.
+    """
+
+    step: int
+    protection: str
+    what: str
+
+
+def actions(run: Run) -> list[Action]:
+    """Return the actions of a run in the order of steps; an action that several ranks report is listed once."""
+    found = (
+        Action(event.step, str(event.detail["protection"]), str(event.detail["what"]))
+        for event in run.events
+        if event.name == events.PROTECTION_ACTED
+    )
+    return sorted(dict.fromkeys(found), key=lambda action: action.step)
+
+
+def action_rows(found: list[Action]) -> list[tuple[str, ...]]:
+    """Return the rows of a table of actions with the columns ``ACTION_HEAD``."""
+    return [(str(action.step), action.protection, action.what) for action in found]
 
 
 @dataclass(frozen=True)
@@ -61,8 +93,8 @@ def rebuilds(run: Run) -> list[Rebuild]:
     return list(found.values())
 
 
-def rows(found: Sequence[Rebuild]) -> list[tuple[str, ...]]:
-    """Return one table row for each rebuild, with the columns of ``HEAD``."""
+def rebuild_rows(found: Sequence[Rebuild]) -> list[tuple[str, ...]]:
+    """Return one table row for each rebuild, with the columns of ``REBUILD_HEAD``."""
     return [
         (
             str(r.step),

@@ -4,14 +4,14 @@ In SPARe a shard type is one of the N parts of a step's data, and each group (he
 types. The stack of a step is the number of types that each group computes in it. When a group is lost during a step,
 surviving groups compute those of its types that none of them has computed, in the same step; this is a patch compute.
 A wipe-out is a step in which no host of some type was present, so that other groups computed the type.
-``ft.observe.hsdp.text`` prints the summary.
+``ft.observe.report.text`` prints the summary.
 """
 
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from ft.observe.hsdp.lineage import Step
+from ft.observe.report.lineage import Step
 from ft.show.text import count, percent, seconds
 
 

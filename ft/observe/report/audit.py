@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy
 
-from ft.observe.hsdp.lineage import Lineage, Step, before_of
+from ft.observe.report.lineage import Lineage, Step, before_of
 from ft.systems.hsdp.commits import Commit
 from ft.systems.hsdp.samples import SampleAssignment, merged
 

@@ -13,8 +13,7 @@ from itertools import pairwise
 
 from ft.base import events
 from ft.base.events import Event
-from ft.observe.hsdp.lineage import Step
-from ft.observe.hsdp.record import replica_of
+from ft.observe.report.lineage import Step
 
 FAILURE, REJOIN, RESTART = "failure", "rejoin", "full restart"
 _AROUND = 20
@@ -118,6 +117,12 @@ def find(steps: Sequence[Step], server: Sequence[Event]) -> tuple[Pace, list[Inc
         own = [index for index in range(span.first, span.last + 1) if index not in failed]
         found.append(_incident(REJOIN, span, own, steps, pace))
     return pace, sorted(found, key=lambda one: (one.first, one.kind))
+
+
+def replica_of(event: Event) -> int | None:
+    """Return the replica that an event of the quorum server concerns, or None."""
+    number = event.detail.get("replica")
+    return number if isinstance(number, int) and number >= 0 else None
 
 
 def _is_loaded(step: Step) -> bool:
