@@ -536,7 +536,6 @@ TRAINING = (
     ),
     Walk("plot", "python tools/plot_loss.py *", makes=("loss.png",), after=("train",), long=True),
     Walk("patches", "python -m megatron.patches", says=("megatron-core", "supported")),
-    Walk("patches-wheel", "python -m megatron.patches --wheel FILE", not_run="it needs a wheel: test_patches.py"),
 )
 
 REST = (
