@@ -52,6 +52,7 @@ setup(
         # 2.8 and newer. A container's 2.8.0a0+... is older than 2.8 by PEP 440, but not older than this bound; a bound
         # that is a pre-release itself would let pip install pre-releases.
         "torch>=2.7.99",
+        "msgspec>=0.19",
         "numpy",
         "scipy",  # its integer programs place peer copies
         "einops",  # imported by megatron-core's distributed optimizer instances, not required by it

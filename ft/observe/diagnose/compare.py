@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from ft.observe.diagnose.stored import COMMON, Blocks, Piece, Run, Stored, check_alike, common_steps, notes, read
-from ft.systems.dmr.digest.bits import integers
+from ft.systems.dmr.digest.definition import integers
 
 _BLOCK = 1 << 20
 """Elements compared at a time: beyond both tensors, a comparison needs some tens of bytes for each of these elements.

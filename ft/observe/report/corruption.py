@@ -4,7 +4,7 @@ DMR (dual modular redundancy, from the SpareTrain paper) executes each operator 
 second execution happens at once, or as part of activation checkpointing's recomputation, or in a window, that is, a
 time in which the GPU would otherwise be idle. The summary says how many operators were verified in which way, which
 operators mismatched, and what followed (retry of the step, eviction of a node, end of the run). The events are written
-by ``ft.systems.dmr.runtime.witness``. Malformed values in their details are tolerated.
+by ``ft.systems.dmr.runtime.protection``. Malformed values in their details are tolerated.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ WORDS = {
     "unchecked": "unchecked (not reproducible)",
     "opaque": "in whole functions",
 }
-"""Display names of the sets of operators in a verification plan (``ft.systems.dmr.plan.assign.SETS``).
+"""Display names of the sets of operators in a verification plan (``ft.systems.dmr.plan.trace.SETS``).
 
 A plan puts every operator into the set that says when the operator is executed a second time. A unit is the forward or
 backward pass of one microbatch on one pipeline stage.
