@@ -7,6 +7,7 @@ from pathlib import Path
 from ft.base.errors import UserError
 from ft.base.quantities import count
 from ft.commands.check_line import Answer, answer_for
+from ft.commands.protection import choose_trainer
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -36,6 +37,7 @@ def main(given: argparse.Namespace) -> int:
 
     Return 0 if the line is accepted, 2 if it is refused, and 1 if only this machine lacks what it needs.
     """
+    choose_trainer(given)
     answer = answer_for(Path(given.script), given.script_args, _gpus(given))
     print(json.dumps(answer.as_dict()) if given.json else _text(answer))
     return 2 if answer.refused else int(not answer.accepted)
