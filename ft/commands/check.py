@@ -19,7 +19,7 @@ from ft.base.errors import Problem, UserError
 from ft.base.quantities import count
 from ft.commands import checkouts
 from ft.commands.arguments import misplaced
-from ft.commands.protection import TRAINER, is_trainer
+from ft.commands.protection import TRAINER, choose_trainer, is_trainer
 from ft.job.agent.options import Script
 from ft.lab.plan.snapshot.shards import from_flags, shards
 from ft.protection import table
@@ -349,6 +349,7 @@ def main(given: argparse.Namespace) -> int:
 
     Return 0 if the line is accepted, 2 if it is refused, and 1 if only this machine lacks what it needs.
     """
+    choose_trainer(given)
     answer = answer_for(Path(given.script), given.script_args, _gpus(given))
     print(json.dumps(answer.as_dict()) if given.json else _text(answer))
     return 2 if answer.refused else int(not answer.accepted)

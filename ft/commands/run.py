@@ -62,6 +62,7 @@ def main(given: argparse.Namespace) -> NoReturn:
         UserError: the flags cannot work; nothing has been started.
     """
     output.install()
+    protection.choose_trainer(given)
     job = mpirun.take_part(given) if mpirun.wanted(given) else None
     if launch.wanted(given):
         launch.main(given, job)
