@@ -17,8 +17,8 @@ from control_world import World
 from ft.base import events
 from ft.base.errors import UserError
 from ft.job import messages as m
-from ft.job.control import channel as channels
 from ft.job.control import journal
+from ft.job.control.channel import AgentChannel, ControlChannel
 from ft.job.control.journal import Journal, recall
 from ft.job.control.sidecar import parse_options
 from ft.job.control.state import RUNNING
@@ -176,7 +176,7 @@ class Played:
             stderr=self.log,
         )
         where = self.await_file("control.json")["where"]
-        self.channel = channels.connect(where, "n0", TOKEN, LIMIT_S)
+        self.channel = AgentChannel(where, "n0", TOKEN, LIMIT_S)
         self.orders, self.number = Queue(), 0
         threading.Thread(target=follow, args=(self.channel, self.orders), daemon=True).start()
 
@@ -307,7 +307,7 @@ time.sleep(100)
 
 
 def test_a_port_that_is_taken_ends_the_side_car_with_a_message(tmp_path):
-    channel = channels.host("tcp://127.0.0.1:0", "", TOKEN)
+    channel = ControlChannel("tcp://127.0.0.1:0", TOKEN)
     command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(tmp_path)]
     done = subprocess.run(
         [*command, "--where", channel.where, "--options", '{"world_size": 1}'],
