@@ -43,7 +43,7 @@ setup(
     packages=find_namespace_packages(include=["ft", "ft.*", "megatron.ft_trainer*", "megatron.patches*"]),
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["ft = ft.cli:main"]},
-    package_data={"megatron.ft_trainer.arguments": ["*.txt"]},
+    package_data={"megatron.ft_trainer.arguments": ["*.txt"], "ft.show": ["*.html"]},
     ext_modules=[digests],
     install_requires=[
         # The releases that have been run; docs/megatron-compatibility.md says with what.
@@ -52,12 +52,14 @@ setup(
         # 2.8 and newer. A container's 2.8.0a0+... is older than 2.8 by PEP 440, but not older than this bound; a bound
         # that is a pre-release itself would let pip install pre-releases.
         "torch>=2.7.99",
+        "msgspec>=0.19",
         "numpy",
         "scipy",  # its integer programs place peer copies
         "einops",  # imported by megatron-core's distributed optimizer instances, not required by it
         "psutil",  # imported by dist_checkpointing's writers, not required by it; without it a save hangs
         "tqdm",
         "matplotlib",
+        "jinja2>=3.1",  # the page of ft report
         "tensorboard",
         "pyyaml",  # scenario files of ft run --scenario
     ],

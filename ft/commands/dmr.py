@@ -1,13 +1,10 @@
-"""Define the command ``ft dmr`` and its subcommands, which plan, explain, estimate and test double execution.
-
-DMR (dual modular redundancy, from the SpareTrain paper) executes every operator twice and compares the results, in
-order to detect silent data corruption.
-"""
+"""Define the command ``ft dmr`` and its subcommands, which plan, explain, estimate and test double execution."""
 
 from ft.base.subcommands import add_group
 
 _SUBCOMMANDS = (
-    *("ft.systems.dmr.profile.command", "ft.systems.dmr.plan.command", "ft.systems.dmr.plan.explain"),
+    "ft.systems.dmr.profile.command",
+    "ft.systems.dmr.plan.command",
     "ft.lab.estimate.command",
     "ft.lab.reproducibility.command",
 )

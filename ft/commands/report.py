@@ -1,24 +1,22 @@
 """Define the commands ``ft status RUN`` and ``ft report RUN``, which show the current state and the history of a run.
 
-Both read only the files in the run's folder. They accept ordinary runs, and FT-HSDP runs, in which several replicas
-(full copies of the model, each with its own workers) train together.
+Both read only the files in the run's folder, which may be that of one replica or, with FT-HSDP, of several (full copies
+of the model, each with its own workers).
 """
 
 import argparse
 import json
 import sys
 import time
-from typing import Any
 
 from ft.base.errors import UserError
 from ft.base.files import replace_all
-from ft.observe.hsdp import commands as hsdp
-from ft.observe.hsdp.record import is_hsdp
-from ft.observe.report.presence import gone
-from ft.observe.report.status import as_text, as_values, status
-from ft.record.recoveries import recoveries
-from ft.record.run import Run, load
+from ft.observe.report.record import load
+from ft.observe.report.status import as_text, as_values, now
 from ft.show.text import steer
+
+NOT_CLEAN = 1
+"""Exit code of a report of several replicas whose audit does not prove that every sample was trained exactly once."""
 
 _WATCH_S = 1.0
 _CLEAR = "\x1b[H\x1b[2J"
@@ -44,21 +42,21 @@ def run_status(arguments: argparse.Namespace) -> int:
     """Print the state of a run.
 
     Returns:
-        0, or 1 if the run has not ended and no control plane (the process that directs recoveries) is running.
+        0, or 1 if the run has not ended and no process that directs it is running.
 
     Raises:
         UserError: there is no such run.
     """
     try:
         while True:
-            text, values, ended = _now(arguments.folder)
-            text = json.dumps(values) if arguments.json else text
+            found, folder = now(arguments.folder)
+            text = json.dumps(as_values(found)) if arguments.json else as_text(found, folder)
             if arguments.watch and sys.stdout.isatty():
                 steer(sys.stdout, _CLEAR)
             print(text, flush=True)
-            if values["gone"]:
+            if found.gone:
                 return 1
-            if not arguments.watch or ended:
+            if not arguments.watch or found.ended:
                 return 0
             time.sleep(_WATCH_S)
     except KeyboardInterrupt:
@@ -69,51 +67,24 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Write ``timeline.png`` and ``report.html`` into the run's folder, and print their paths and a summary.
 
     Returns:
-        0, or 1 for a run of several replicas if it is not proven that each sample was trained exactly once.
+        0, or ``NOT_CLEAN``.
 
     Raises:
         UserError: there is no such run, or its folder cannot be written; the summary has been printed all the same.
     """
-    if is_hsdp(arguments.folder):
-        text, problem, code = hsdp.write_report(arguments.folder)
-    else:
-        (text, problem), code = write_report(load(arguments.folder)), 0
-    print(text)
-    if problem:
-        raise UserError(problem, "make room there, or make the folder writable")
-    return code
-
-
-def write_report(run: Run) -> tuple[str, str]:
-    """Write ``timeline.png`` and ``report.html`` into the run's folder.
-
-    Returns:
-        (a summary for the terminal, with the paths of the files; why a file could not be written, or "").
-    """
     # Matplotlib takes longer to import than everything else that the command line does.
-    from ft.observe.report.goodput import goodput
     from ft.observe.report.page import page
-    from ft.observe.report.summary import summary
+    from ft.observe.report.text import summary
     from ft.observe.report.timeline import draw
 
-    found = recoveries(run.events)
-    times = goodput(run.metrics, run.events, found)
-    picture = draw(run, found)
-    pages = {run.folder / "timeline.png": picture, run.folder / "report.html": page(run, found, times, picture)}
+    record = load(arguments.folder)
+    picture = draw(record)
+    pages = {record.folder / "timeline.png": picture, record.folder / "report.html": page(record, picture)}
     written, problem = replace_all(pages)
-    return summary(run, found, times, written), problem
-
-
-def _now(folder: str) -> tuple[str, dict[str, Any], bool]:
-    """Return the current status of the run as (text, JSON values, whether the run has ended)."""
-    if is_hsdp(folder):
-        return hsdp.now(folder)
-    run = load(folder)
-    found = status(run, time.time())
-    if not found.ended and (why := gone(run.folder, found.age, found.nodes)):
-        run = load(folder)  # read again: the run may have ended while its lease was watched for renewals
-        found = status(run, time.time(), why)
-    return as_text(found, str(run.folder)), as_values(found), found.ended
+    print(summary(record, written))
+    if problem:
+        raise UserError(problem, "make room there, or make the folder writable")
+    return 0 if record.audit.is_clean else NOT_CLEAN
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """Bit flips in the results of operators and in received messages: which results, which bit, and how often.
 
-The runtime of DMR (``ft.systems.dmr.runtime.falsify``; SpareTrain's double execution of operators) carries a flip out,
-because every operator passes through it. So bit flips can be injected only in runs with DMR.
+The runtime of DMR (``ft.systems.dmr.runtime.injection``) carries a flip out, because every operator passes through it.
+So bit flips can be injected only in runs with DMR.
 """
 
 from collections.abc import Mapping

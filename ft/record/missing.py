@@ -6,7 +6,7 @@ A step is committed when every rank has finished its optimizer update.
 from itertools import pairwise
 
 from ft.base import events
-from ft.record.run import METRICS, Run
+from ft.record.run import METRICS, NOT_ENDED, Run
 
 
 def last_step(run: Run) -> int | None:
@@ -59,7 +59,7 @@ def missing_steps(run: Run, step: int = 0) -> list[range]:
 def expected_step(run: Run, step: int = 0) -> int:
     """Return the last step that the metrics should contain."""
     newest = run.metrics[-1]["step"] if run.metrics else 0
-    ended = last_step(run) if run.state != "not ended" else None
+    ended = last_step(run) if run.state != NOT_ENDED else None
     return max(newest, step, ended or 0)
 
 

@@ -12,7 +12,7 @@ from ft.base.errors import UserError
 from ft.base.events import Event
 
 EVENTS, METRICS, STATUS, JOURNAL = "events.jsonl", "metrics.jsonl", "status.json", "journal.jsonl"
-FINISHED, ENDED_EARLY, NOT_SAVED = "finished", "ended early", ", not saved"
+FINISHED, ENDED_EARLY, NOT_SAVED, NOT_ENDED = "finished", "ended early", ", not saved", "not ended"
 AGENT_LOG = ".agent.log"
 """End of the name of a file in the folder ``logs``, with the exception that has ended the agent of a node."""
 _FIX = "give the folder that was given to ft run as --run-dir"
@@ -56,7 +56,7 @@ class Run:
         stopped, finished = self.last(events.STOPPED), self.last(events.FINISHED)
         if finished is not None:
             return _planned_end(finished)
-        return f"stopped with code {stopped.detail.get('code')}" if stopped is not None else "not ended"
+        return f"stopped with code {stopped.detail.get('code')}" if stopped is not None else NOT_ENDED
 
 
 def is_planned_end(state: str) -> bool:

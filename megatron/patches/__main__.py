@@ -1,8 +1,7 @@
-"""`python -m megatron.patches`: what is patched, where and why, and whether patches and calls fit a megatron-core.
+"""`python -m megatron.patches`: what is replaced in megatron-core and torch, where and why, and whether it fits.
 
-The command checks a release of megatron-core (by default the installed one) against the manifest of patches and
-against this project's calls. It also lists functions of that release that call a collective only once per process and
-that have not been reviewed: after a recovery, a worker that joins later may call the collective alone (``once.py``).
+The command compares the manifest of patches with the megatron-core and torch that it imports. It also lists what is
+replaced on single objects, and the collectives that megatron-core calls only once per process.
 
 Exit status: 0 if everything fits, 1 if something does not, 2 on bad input.
 """
@@ -11,51 +10,34 @@ import argparse
 import json
 import sys
 import textwrap
+import warnings
 from collections import Counter
-from dataclasses import asdict
-from importlib.util import find_spec
-from pathlib import Path
 
 from ft.base.errors import UserError
-from megatron.patches.calls import CallCheck, check_calls
-from megatron.patches.check import Finding, check
 from megatron.patches.instances import SEAMS
-from megatron.patches.manifest import ELSEWHERE, MANIFEST, SUPPORTED_CORE
-from megatron.patches.once import OnceOnly, unknown
-from megatron.patches.sources import CoreSources, OwnSources, archived_core, installed_core
+from megatron.patches.manifest import ELSEWHERE, MANIFEST, ONCE_PER_PROCESS, SUPPORTED_CORE
+from megatron.patches.registry import Finding, check, core_version
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command with `argv` (default: the process's arguments), and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megatron.patches", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--wheel",
-        type=Path,
-        metavar="FILE",
-        help="check against this wheel or source archive instead of the installed core",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     try:
-        core = archived_core(options.wheel) if options.wheel else installed_core()
-        findings = check([*MANIFEST, *ELSEWHERE], core, with_torch=not options.wheel and find_spec("torch") is not None)
-        calls, once = check_calls(OwnSources(), core), unknown(core)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # core tells which packages of kernels it does not find
+            findings = check([*MANIFEST, *ELSEWHERE])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if options.json:
-        print(as_json(findings, calls, once, core))
-    else:
-        print(as_table(findings, core), "", calls_table(calls), once_table(once), sep="\n")
-    return 0 if _all_fits(findings, calls, once) else 1
+    print(as_json(findings) if options.json else as_table(findings))
+    return 0 if all(finding.fits for finding in findings) else 1
 
 
-def as_json(findings: list[Finding], calls: CallCheck, once: list[OnceOnly], core: CoreSources) -> str:
-    """Return one JSON object with the results.
-
-    The object holds the checked release of core, whether everything fits, one entry per patch, one entry per place in
-    this project's sources that does not fit core, and one entry per function whose collectives a worker that joins
-    later might call alone.
+def as_json(findings: list[Finding]) -> str:
+    """Return one JSON object: the version of core, whether everything fits, one entry per patch, and the collectives
+    that core calls once per process, each with the reason why a recovery may.
     """
     patches = [
         {
@@ -72,13 +54,11 @@ def as_json(findings: list[Finding], calls: CallCheck, once: list[OnceOnly], cor
         }
         for finding in findings
     ]
-    fits = _all_fits(findings, calls, once)
-    called = {"checked": calls.calls, "misfits": [asdict(misfit) for misfit in calls.misfits]}
-    summary = {"core": core.version, "origin": core.origin, "fits": fits, "patches": patches, "calls": called}
-    return json.dumps({**summary, "once": [asdict(each) for each in once]}, indent=1)
+    fits = all(finding.fits for finding in findings)
+    return json.dumps({"core": core_version(), "fits": fits, "patches": patches, "once": ONCE_PER_PROCESS}, indent=1)
 
 
-def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> str:
+def as_table(findings: list[Finding], width: int = 120) -> str:
     """Return the table of patches as text: one row for each symbol of core; other symbols are grouped by reason."""
     of_core = [finding for finding in findings if finding.patch.kind == "core"]
     of_others = [finding for finding in findings if finding.patch.kind != "core"]
@@ -92,7 +72,7 @@ def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> st
     def wrapped(text: str) -> list[str]:
         return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
-    lines = [f"megatron-core {core.version} at {core.origin}", f"supported: {SUPPORTED_CORE}", ""]
+    lines = [f"megatron-core {core_version()}", f"supported: {SUPPORTED_CORE}", ""]
     lines.append(row(header, "SYMBOL OF MEGATRON-CORE, AND WHY"))
     for finding in of_core:
         lines += [row(_columns(finding), finding.patch.name), *wrapped(finding.patch.why)]
@@ -108,30 +88,12 @@ def as_table(findings: list[Finding], core: CoreSources, width: int = 120) -> st
     lines += ["", "ATTRIBUTES OF SINGLE OBJECTS, AND WHAT IS WRAPPED AROUND THEM"]
     for attribute, around in SEAMS.items():
         lines += [attribute, *wrapped(around)]
+    lines += ["", "COLLECTIVES THAT MEGATRON-CORE CALLS ONCE PER PROCESS, AND WHY A WORKER MAY JOIN LATER"]
+    for function, why in ONCE_PER_PROCESS.items():
+        lines += [f"megatron.core.{function}", *wrapped(why)]
     counts = Counter(finding.status for finding in findings)
     lines += ["", f"{len(findings)} symbols: " + ", ".join(f"{n} {status}" for status, n in counts.items())]
     return "\n".join(lines)
-
-
-def calls_table(calls: CallCheck) -> str:
-    """Return a table of the places in this project's sources that do not fit core, followed by a line with counts."""
-    lines = ["USES OF MEGATRON-CORE THAT DO NOT FIT IT"] if calls.misfits else []
-    for misfit in calls.misfits:
-        lines += [f"{misfit.file}:{misfit.line}", f"    {misfit.callee}: {misfit.problem}"]
-    return "\n".join([*lines, f"{calls.calls} calls: {len(calls.misfits)} misfits"])
-
-
-def once_table(once: list[OnceOnly]) -> str:
-    """Return a table of the collectives that nobody has reviewed yet, followed by their number."""
-    lines = (
-        ["COLLECTIVES THAT MEGATRON-CORE CALLS ONCE PER PROCESS AND THAT A RECOVERY DOES NOT REPEAT"] if once else []
-    )
-    lines += [f"{each.name}, line {each.line}: depends on {', '.join(each.state)}" for each in once]
-    return "\n".join([*lines, f"collectives called once per process: {len(once)} not reviewed"])
-
-
-def _all_fits(findings: list[Finding], calls: CallCheck, once: list[OnceOnly]) -> bool:
-    return all(finding.fits for finding in findings) and not calls.misfits and not once
 
 
 def _columns(finding: Finding) -> tuple[str, str, str]:

@@ -37,11 +37,12 @@ def apply() -> None:
     shadow_streams()
     shadow_sends()
     shadow_generator()
-    _import_core_eagerly()
+    import_core()
     _patch_core()
 
 
-def _import_core_eagerly() -> None:
+@functools.cache
+def import_core() -> None:
     """Import `megatron.core` with its `torch.compile` decorators off: compiling takes minutes and gains nothing."""
     if "megatron.core" in sys.modules:
         from megatron.core import jit
@@ -55,10 +56,10 @@ def _import_core_eagerly() -> None:
             from megatron.core import jit
         finally:
             torch.compile = compile_
-    replace("megatron.core.jit", "jit_fuser", jit.noop_decorator)
 
 
 def _patch_core() -> None:
+    replace("megatron.core.jit", "jit_fuser", import_module("megatron.core.jit").noop_decorator)
     replace(RANDOM, "_set_cuda_rng_state", _set_generator_state)
     _quiet_generator_fork()
     mappings = import_module(MAPPINGS)

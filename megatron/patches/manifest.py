@@ -112,7 +112,7 @@ _CPU_CORE = (
         "CudaRNGStatesTracker.fork",
         "core warns that the CPU generator's state changed, which is expected here because both generators are the "
         "same",
-        signatures=("(self, name=_MODEL_PARALLEL_RNG_TRACKER_NAME)",),
+        signatures=("(self, name='model-parallel-rng')",),
     ),
     Patch(
         "megatron.core.tensor_parallel.mappings",
@@ -451,3 +451,53 @@ MANIFEST: tuple[Patch, ...] = (
     *(*_CHECKPOINTS, *_CPU_CORE, *_CPU_TORCH),
     *(*_REPLICAS, *_DMR_CORE, *_DMR_TORCH, *_COMPILED_GRAPHS, *_PLAIN_KERNELS, *_CHECKFREE, *_SWAPPED_ENDS),
 )
+
+_SET_UP = "every worker calls it while it builds its model"
+_STEP_STATE = "its state belongs to one step: step_state.abandon_step resets it on all workers"
+_ASKED_AGAIN = "releases.clear_cached_collective_results makes all workers call it again"
+_NOT_STATE = "it depends on arguments and configuration, which are equal on all workers"
+_NOT_USED = "no trainer of this project calls it"
+_BUCKETS = "distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+
+ONCE_PER_PROCESS = {
+    "dist_checkpointing.gpt_checkpoint_interop.retarget_sharded_state_dict_to_gpt_checkpoint": _NOT_STATE,
+    "dist_checkpointing.gpt_checkpoint_interop._retarget": _NOT_STATE,
+    "dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.schedule_async_call": _NOT_USED,
+    "dist_checkpointing.strategies.async_utils.PersistentAsyncCaller._get_process": _NOT_USED,
+    "dist_checkpointing.strategies.fully_parallel.FullyParallelSaveStrategyWrapper.apply_saving_parallelization": (
+        "checkpointing.plan.SavePlanning.forget drops its state on all workers"
+    ),
+    "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper.apply_loading_parallelization": (
+        "its object is created again for each load"
+    ),
+    f"{_BUCKETS}.start_param_sync": _STEP_STATE,
+    f"{_BUCKETS}.finish_param_sync": _STEP_STATE,
+    f"{_BUCKETS}.start_grad_sync": _STEP_STATE,
+    f"{_BUCKETS}.finish_grad_sync": _STEP_STATE,
+    f"{_BUCKETS}.register_grad_ready": _STEP_STATE,
+    "distributed.param_and_grad_buffer._ParamAndGradBuffer.__init__": _SET_UP,
+    "models.T5.t5_model.T5Model.__init__": _SET_UP,
+    "models.bert.bert_model.BertModel.__init__": _SET_UP,
+    "models.gpt.gpt_model.GPTModel.__init__": _SET_UP,
+    "models.hybrid.hybrid_model.HybridModel.__init__": _SET_UP,
+    "models.mamba.mamba_model.MambaModel.__init__": _SET_UP,
+    "models.mimo.comm.colocated_communicator._ColocatedCommunicate.forward": _NOT_STATE,
+    "optimizer.layer_wise_optimizer.LayerWiseDistributedOptimizer.has_grad_norm_group": _ASKED_AGAIN,
+    "optimizer.optimizer.MegatronOptimizer.has_grad_norm_group": _ASKED_AGAIN,
+    "optimizer.optimizer.ChainedOptimizer.has_grad_norm_group": _ASKED_AGAIN,
+    "optimizer.optimizer_cuda_graph.OptimizerCudaGraphWrapper.__call__": (
+        "hot-swap rejects such an optimizer: releases.refuse_captured_update"
+    ),
+    "parallel_state.initialize_model_parallel": _SET_UP,
+    "pipeline_parallel.bridge_communicator.BridgeCommunicator._get_or_create_broadcast_pg": _SET_UP,
+    "pipeline_parallel.bridge_communicator.BridgeCommunicator._get_or_create_bridge_pg": _SET_UP,
+    "rerun_state_machine.RerunStateMachine.should_run_forward_backward": _NOT_USED,
+    "tensor_parallel.mappings._AllToAll.forward": _NOT_STATE,
+}
+"""Functions of core, without ``megatron.core.``, that call a collective only once per process, because they keep its
+result -> why that is harmless.
+
+After a failure, a worker that joins calls the collective for the first time, and the others have its result already:
+the joiner would call it alone, and the job hang. So each such function either runs before a worker joins, or is called
+again by all workers after a recovery.
+"""

@@ -1,8 +1,7 @@
 """Compatibility layer for differences between megatron-core releases: one function for each difference.
 
 All other code is written as if there were a single release. Each function names the release that introduced the
-difference. ``python -m megatron.patches`` checks the calls of functions of megatron-core (core for short) against a
-given release. Of a branch on ``CORE``, it checks only the side that this release would execute.
+difference. Megatron-core is called "core" here.
 """
 
 from pathlib import Path
@@ -70,7 +69,8 @@ def load_strategy(path: Path):
 
 
 def clear_cached_collective_results(optimizer) -> None:
-    """Clear the results of collectives that core runs once per process and then caches (see ``once.py``).
+    """Clear the results of collectives that core runs once per process and then caches
+    (``manifest.ONCE_PER_PROCESS``).
 
     This function is not collective. From 0.19 on, an optimizer determines with an all-reduce whether any rank has
     parameters whose norm is computed separately, and caches the result. After a recovery all ranks have to repeat this

@@ -1,15 +1,10 @@
-"""Collectives that core does once per process: found in its sources, and counted after a recovery, group by group."""
+"""Collectives that core does once per process, counted after a recovery, group by group."""
 
-import ast
 import json
 
 import pytest
-from core_wheels import newest_wheel
 from counted_gpt import COUNTS
 from ft_runs import flags, ft_run
-
-from megatron.patches import once
-from megatron.patches.sources import CoreSources, archived_core, installed_core
 
 ZERO = "--use-distributed-optimizer"
 LAYOUTS = {
@@ -24,38 +19,6 @@ LAYOUTS = {
     "dp4, replicated optimizer": (4, ""),
 }
 ALSO_ELSEWHERE = ("dp2 pp2", "dp4, experts", "dp4, replicated optimizer")
-
-
-@pytest.mark.newest
-def test_every_one_of_the_installed_core_is_known():
-    assert once.unknown(installed_core()) == []
-
-
-def test_every_one_of_the_newest_release_is_known(request, tmp_path):
-    assert once.unknown(archived_core(newest_wheel(request, tmp_path))) == []
-
-
-@pytest.mark.parametrize(
-    ("source", "state"),
-    [
-        (
-            "class A:\n def f(self):\n  if self.answer is None:\n   self.answer = agree()\n"
-            "def agree():\n dist.all_reduce(x)",
-            ("answer",),
-        ),
-        ("def f():\n global seen\n if seen:\n  return\n seen = True\n dist.barrier()", ("seen",)),
-        ("class A:\n def f(self, k):\n  c = self.kept\n  if k not in c:\n   c[k] = dist.new_group([0])", ("c",)),
-        ("@lru_cache(maxsize=None)\ndef f(n):\n return dist.new_group(range(n))", ("lru_cache(maxsize=None)",)),
-        ("def f(x):\n if x.is_cuda:\n  dist.all_reduce(x)", None),
-        ("class A:\n def f(self):\n  self.calls += 1\n  dist.all_reduce(x)", None),
-    ],
-)
-def test_what_counts_as_once(source, state):
-    ast.parse(source)
-    files = {"new.py": source.encode()}
-    found = once.once_only(CoreSources("planted", files.get, lambda: files))
-    assert [each.state for each in found] == ([] if state is None else [state])
-    assert all(each.why is None for each in found)
 
 
 @pytest.mark.parametrize(

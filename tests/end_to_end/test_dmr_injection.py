@@ -17,8 +17,7 @@ from ft.faults.flip import CHECKER, ONCE, PRIMARY, REPEAT, STUCK, Flip
 from ft.systems.dmr.plan import trace
 from ft.systems.dmr.runtime import mode
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
-from ft.systems.dmr.runtime.falsify import Falsifier, bits_of, flip_bit, force_bit
-from ft.systems.dmr.runtime.injection import planned_flips
+from ft.systems.dmr.runtime.injection import Falsifier, bits_of, flip_bit, force_bit, planned_flips
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools" / "experiments"))
 
@@ -201,7 +200,7 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 
 def train_twice(given: str) -> dict:
     """Trains with DMR; what was flipped and found here, and the steps that came out clean after that."""
-    from ft.systems.dmr.runtime import injection, witness
+    from ft.systems.dmr.runtime import injection, protection
     from megatron import patches
     from megatron.patches.manifest import WITH_DMR
 
@@ -212,7 +211,7 @@ def train_twice(given: str) -> dict:
         def tell(self, hit):
             told["hits"].append((self._step(), hit.operator, hit.phase, hit.execution))
 
-    class Witness(witness.FindingReporter):
+    class Witness(protection.FindingReporter):
         def mismatch(self, step, attempt, reports, outcome):
             told["wrong"].append((step, attempt, sorted(reports), outcome.action))
 

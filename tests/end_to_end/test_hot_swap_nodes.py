@@ -10,9 +10,9 @@ import pytest
 from ft_runs import ROOT, Finished, Running, flags, leftovers
 from harness import started
 
+from ft.observe.report.record import load
 from ft.observe.report.status import status
 from ft.platform.network import free_port
-from ft.record.run import load
 
 # Data-parallel peers on different nodes, so that no node holds a state and its only copy.
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
@@ -78,7 +78,7 @@ def assert_named(lost: str, done: Finished, at_terminal: str) -> None:
     fault = next(line for line in at_terminal.splitlines() if line.startswith("   fault "))
     assert fault.split(maxsplit=1)[1].startswith(f"{named}, with logical ranks "), done.explain()
     assert "busy: rank" not in at_terminal, done.explain()
-    found = status(load(done.folder), time.time())
+    found = status(load(done.folder), time.time()).workers
     assert found.last.headline.startswith(named) and [one.node for one in found.lost] == [lost], done.explain()
 
 

@@ -14,8 +14,8 @@ from stored_tensors import Tensors, equal, furthest, tensors_of, weights_of
 
 from ft.base import events
 from ft.base.errors import ENDED_EARLY, NOT_SAVED, UserError
-from ft.observe.hsdp import lineage, record
-from ft.observe.hsdp.status import as_text, status
+from ft.observe.report import lineage, record
+from ft.observe.report.status import as_text, status
 
 DISTRIBUTED = "--use-distributed-optimizer"
 SLOWLY = "slow@replica=0:step=2:rank=0:factor=2:for=300s"

@@ -9,7 +9,7 @@ import replica_runs
 from replica_runs import Done
 
 from ft.base import events
-from ft.observe.hsdp import lineage
+from ft.observe.report import lineage
 
 SLOWLY = "slow@replica=0:step=2:rank=0:factor=6:for=300s"
 """Steps long enough, by sleeping, that a replica is back after a few of them."""

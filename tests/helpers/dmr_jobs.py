@@ -28,8 +28,7 @@ def assemble(flags: str, has_te: bool = False):
 def protection(job, way: str | Path, unstable: Path | None = None):
     """Install DMR on ``job`` and return it. ``way``: "naive", "piggyback", or a plan file. ``unstable``: a file of
     operators that are left unverified."""
-    from ft.systems.dmr.runtime.install import install
-    from ft.systems.dmr.runtime.settings import Settings
+    from ft.systems.dmr.runtime.install import Settings, install
     from megatron.ft_trainer.fingerprint import fingerprint
     from megatron.ft_trainer.position import JobPosition
 
@@ -57,11 +56,9 @@ def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
     The plan is made as if deferring an operator cost nothing: otherwise models this small would defer few operators."""
     import torch.distributed as dist
 
-    from ft.systems.dmr.plan.file import write_plan
+    from ft.systems.dmr.plan.file import read_trace, write_plan
     from ft.systems.dmr.plan.planner import plan
-    from ft.systems.dmr.plan.trace_file import read_trace
-    from ft.systems.dmr.profile.install import install
-    from ft.systems.dmr.profile.session import ITERATIONS
+    from ft.systems.dmr.profile.session import ITERATIONS, install
     from megatron.ft_trainer.fingerprint import fingerprint
 
     trainee, again, path = job.trainee, Again(job), folder / "plan.json"

@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from ft.systems.dmr.plan.schedule import Pipeline, Unit, idle, simulate
+from ft.systems.dmr.plan.predict import idle, simulate
 from ft.systems.dmr.plan.trace import (
     BACKWARD,
     FINGERPRINT,
@@ -19,6 +19,8 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
+from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.units import Unit
 
 PRINT = dict.fromkeys(FINGERPRINT, "x")
 

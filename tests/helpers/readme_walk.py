@@ -235,14 +235,6 @@ REPLICAS = (
         {"--replicas 12": "--replicas 12 --time 20d --no-sweep"},
         ("98,304 GPUs in 12 replicas", "44", "80"),
     ),
-    Walk(
-        "simulate-quorum",
-        "ft simulate quorum *",
-        {"98304": "96", "12": "4 --rounds 5"},
-        ("96 logical ranks in 4 replicas",),
-        long=True,
-    ),
-    Walk("simulate-protocol", "ft simulate hsdp-protocol *", {"1000": "10"}, ("10 histories", "quorums")),
 )
 
 SPARE = (
@@ -474,20 +466,29 @@ PLANS = (
     Walk("plan-snapshot", "ft plan snapshot *", says=("64 nodes, 512 ranks: TP8 x DP16 x PP4", "copies")),
     Walk("plan-disruption", "ft plan disruption *", says=("1,024 GPUs on 128 nodes", "hot-swap")),
     Walk(
-        "simulate-recovery", "ft simulate recovery *", {"8..4096": "8"}, ("Groups to rebuild", "connections"), long=True
+        "bench-connections",
+        "python tools/bench/connections.py *",
+        {"8 64 512 4096": "8"},
+        ('"kind": "least"', '"most_connections"'),
+        long=True,
     ),
     Walk(
         "simulate-hangs",
-        "ft simulate hangs *",
+        "python -m tests.simulation hangs *",
         {"--cases 2000 --jobs 2": "--cases 10 --jobs 1"},
         ("rank named", "all "),
     ),
     Walk(
         "simulate-control",
-        "ft simulate control *",
+        "python -m tests.simulation control *",
         {"--seeds 10000 --jobs 2": "--seeds 10 --jobs 2"},
         ("10 histories", "epochs", "histories by outcome"),
-        long=True,
+    ),
+    Walk(
+        "simulate-hsdp-protocol",
+        "python -m tests.simulation hsdp *",
+        {"1000 --plant all": "10 --plant 'does not answer the last member'"},
+        ("found by seed", "does not answer the last member"),
     ),
 )
 
@@ -535,7 +536,6 @@ TRAINING = (
     ),
     Walk("plot", "python tools/plot_loss.py *", makes=("loss.png",), after=("train",), long=True),
     Walk("patches", "python -m megatron.patches", says=("megatron-core", "supported")),
-    Walk("patches-wheel", "python -m megatron.patches --wheel FILE", not_run="it needs a wheel: test_patches.py"),
 )
 
 REST = (

@@ -11,9 +11,9 @@ import small_runs
 from ft_runs import Finished, Running
 
 from ft.base import events
-from ft.observe.hsdp import record
-from ft.observe.hsdp.audit import Audit, audit
-from ft.observe.hsdp.lineage import Lineage, lineage
+from ft.observe.report import record
+from ft.observe.report.audit import Audit, audit
+from ft.observe.report.lineage import Lineage, lineage
 from ft.systems.hsdp import commits
 from ft.systems.hsdp.commits import Commit
 

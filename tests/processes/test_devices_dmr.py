@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ft.protection.undo import Undo
 from ft.state.snapshot.state import OWNED, REPLICATED
 from ft.systems.dmr.digest import definition, eager
-from ft.systems.dmr.plan.assign import D_INTER, NAIVE
+from ft.systems.dmr.plan.trace import D_INTER, NAIVE
 from ft.systems.dmr.runtime import findings
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine

@@ -4,12 +4,11 @@ whatever is about to change is verified before."""
 import pytest
 import torch
 
-from ft.systems.dmr.plan.assign import D_INTER, NAIVE, PIGGYBACK, UNCHECKED
+from ft.systems.dmr.plan.trace import D_INTER, NAIVE, PIGGYBACK, UNCHECKED
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import Findings
-from ft.systems.dmr.runtime.operators import properties_of
+from ft.systems.dmr.runtime.operators import properties_of, state_before
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.redundant import state_before
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision
 from ft.systems.dmr.runtime.strategy import Segment as Replayed

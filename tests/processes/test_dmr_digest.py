@@ -12,7 +12,7 @@ import torch
 from dmr_tensors import DTYPES, LENGTHS, anything, from_eager
 
 from ft.base.errors import UserError
-from ft.systems.dmr.digest import api, backend, bits, compare, definition, differing, digest, digest_many, native
+from ft.systems.dmr.digest import api, backend, compare, definition, differing, digest, digest_many, native
 
 ROOT = Path(__file__).parent.parent.parent
 VECTORS = [  # digests cross versions and machines: they have to stay what they are
@@ -207,7 +207,7 @@ def test_compare_and_differing_agree_with_the_digest(dtype):
     assert differing(tensor, tensor) == 0
     assert differing(tensor, other) == 2
     assert not torch.equal(digest(tensor, 0), digest(other, 0))
-    assert bits.integers(tensor).numel() == 1001 * (2 if dtype.is_complex else 1)
+    assert definition.integers(tensor).numel() == 1001 * (2 if dtype.is_complex else 1)
 
 
 def test_without_a_compiler_the_installation_goes_on(tmp_path):

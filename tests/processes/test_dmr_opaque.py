@@ -117,7 +117,7 @@ def test_a_function_that_is_defined_within_a_step_is_executed_twice(ranks):
 
 
 def reached() -> tuple[int, int]:
-    from ft.systems.dmr.runtime.reachable import Reachable
+    from ft.systems.dmr.runtime.opaque import Reachable
 
     job = dmr_jobs.assemble(FLAGS)
     dmr_jobs.protection(job, "naive")

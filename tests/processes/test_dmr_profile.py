@@ -11,14 +11,11 @@ import small_runs as runs
 
 from ft.base.errors import UserError
 from ft.cli import main as ft
-from ft.systems.dmr.plan.assign import D_INTER, D_INTRA
-from ft.systems.dmr.plan.file import differences, read_plan
-from ft.systems.dmr.plan.schedule import Pipeline
-from ft.systems.dmr.plan.trace import FINGERPRINT, Place, Trace
-from ft.systems.dmr.plan.trace_file import read_trace, write_trace
-from ft.systems.dmr.profile.assemble import assemble, blocks
-from ft.systems.dmr.profile.costs import ComparisonCosts
-from ft.systems.dmr.profile.events import ExecutedOperator, IterationRecord, Memory, RecordedWait, StageRecord, Timed
+from ft.systems.dmr.plan.file import differences, read_plan, read_trace, write_trace
+from ft.systems.dmr.plan.trace import D_INTER, D_INTRA, FINGERPRINT, Place, Trace
+from ft.systems.dmr.profile.assemble import ComparisonCosts, assemble, blocks
+from ft.systems.dmr.profile.recorder import ExecutedOperator, IterationRecord, Memory, RecordedWait, StageRecord, Timed
+from ft.systems.schedule.megatron import Pipeline
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 LAYOUTS = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ft.base.errors import UserError
-from ft.systems.dmr.runtime import reachable
-from ft.systems.dmr.runtime.reachable import Reachable
+from ft.systems.dmr.runtime import opaque
+from ft.systems.dmr.runtime.opaque import Reachable
 
 
 @dataclass(slots=True)
@@ -89,6 +89,6 @@ def test_what_was_known_before_is_not_listed_again():
 
 
 def test_a_call_that_reaches_too_much_is_refused(monkeypatch):
-    monkeypatch.setattr(reachable, "_MOST", 100)
+    monkeypatch.setattr(opaque, "_MOST", 100)
     with pytest.raises(UserError, match="over 100 objects"):
         Reachable({"args": [[number] for number in range(200)]})

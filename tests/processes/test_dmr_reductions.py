@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from ft.systems.dmr.runtime.collectives import verdicts
 from ft.systems.dmr.runtime.findings import DISPUTED, REDUCTION
-from ft.systems.dmr.runtime.reductions import verdicts
 
 ROWS = 4
 
@@ -17,9 +17,9 @@ def reduced(wrong: dict) -> dict:
     import torch.distributed as dist
 
     from ft.systems.dmr.plan.trace import BACKWARD
+    from ft.systems.dmr.runtime.collectives import Reductions
     from ft.systems.dmr.runtime.cursor import OperatorCall
     from ft.systems.dmr.runtime.findings import Findings
-    from ft.systems.dmr.runtime.reductions import Reductions
 
     gathers, gather = [], dist.all_gather
     dist.all_gather = lambda *args, **kwargs: (gathers.append(args), gather(*args, **kwargs))

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK, UNCHECKED
+from ft.systems.dmr.plan.trace import NAIVE, PIGGYBACK, UNCHECKED
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
 from ft.systems.dmr.runtime.engine import Engine
 from ft.systems.dmr.runtime.findings import AT_ONCE, RECOMPUTATION, Findings
 from ft.systems.dmr.runtime.mode import CHECKER, PRIMARY, DoubleExecution
 from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.strategy import Naive, Piggyback
-from ft.systems.dmr.runtime.unstable import ExcludeUnstable
+from ft.systems.dmr.runtime.strategy import ExcludeUnstable, Naive, Piggyback
 
 
 class Searching(Naive):
@@ -234,7 +233,7 @@ def coverage_of_steps(flags: str) -> tuple:
     import dmr_jobs
 
     from ft.systems.dmr.layer import VerifiedStep
-    from ft.systems.dmr.runtime.unstable import ExcludeUnstable
+    from ft.systems.dmr.runtime.strategy import ExcludeUnstable
 
     job = dmr_jobs.assemble(flags)
     again, verifier = dmr_jobs.Again(job), dmr_jobs.protection(job, "naive")

@@ -4,15 +4,17 @@ import pytest
 import torch
 
 from ft.systems.dmr.digest import same
-from ft.systems.dmr.runtime.operators import is_counted, properties_of, tensors_in
-from ft.systems.dmr.runtime.redundant import (
+from ft.systems.dmr.runtime.operators import (
     check_in_place,
     execute_again,
     expected,
     generator_of,
+    is_counted,
     is_verified_by_inspection,
+    properties_of,
     results,
     state_before,
+    tensors_in,
     written,
 )
 

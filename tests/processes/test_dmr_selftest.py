@@ -13,13 +13,11 @@ from ft.base.errors import UserError
 from ft.lab.reproducibility.cases import Case, cases
 from ft.lab.reproducibility.probe import NOT_TRIED, REFUSED, STABLE, UNSTABLE, Kind, Probe
 from ft.lab.reproducibility.text import Outcome, as_text, as_values
-from ft.systems.dmr.plan.file import read_plan
-from ft.systems.dmr.plan.schedule import Pipeline
-from ft.systems.dmr.plan.trace_file import write_trace
+from ft.systems.dmr.plan.file import read_plan, write_trace
 from ft.systems.dmr.runtime.cursor import Unit
-from ft.systems.dmr.runtime.strategy import SKIPPED, Naive, Piggyback
-from ft.systems.dmr.runtime.unstable import ExcludeUnstable
+from ft.systems.dmr.runtime.strategy import SKIPPED, ExcludeUnstable, Naive, Piggyback
 from ft.systems.dmr.unstable import Unstable, read_unstable, write_unstable
+from ft.systems.schedule.megatron import Pipeline
 
 _library = torch.library.Library("planted", "FRAGMENT")
 _library.define("noise(Tensor x) -> Tensor")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ft.systems.dmr.digest import native
-from ft.systems.dmr.runtime.sums import block_of, block_sums
+from ft.systems.dmr.runtime.collectives import block_of, block_sums
 
 
 def exactly(values: torch.Tensor, pieces: int) -> tuple[list, list]:

@@ -25,6 +25,16 @@ RELEASE_LIMIT_S = 5.0
 OPS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 5, 32, 33, 34, 1024, 1025])
+@pytest.mark.parametrize("fan_out", [1, 2, 32])
+def test_a_tree_reaches_every_node_once(nodes, fan_out):
+    tree = Shape(nodes, fan_out)
+    reached = [child for node in range(nodes) for child in tree.children(node)]
+    assert reached == list(range(1, nodes))
+    assert all(node in tree.children(tree.parent(node)) for node in range(1, nodes)) and tree.parent(0) is None
+    assert Shape(1024).depth == 3 and Shape(1).depth == 0 and Shape(17).depth == 1
+
+
 @pytest.fixture
 def address():
     """host:port of a store that outlives every rank."""

@@ -4,8 +4,10 @@ import contextlib
 import json
 import os
 import random
+import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ import pytest
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
 from ft.job.quorum import FailureNotice, Limits, NoQuorum, QuorumClient, Report, wire
+from ft.job.quorum.connections import Connections
 from ft.platform import election
 from ft.platform.election import QUORUM, SUCCEEDED
 from ft.systems.hsdp.components import Components
@@ -467,3 +470,16 @@ def test_without_a_server_an_answer_fails_in_time(service):
     client.close()
     with pytest.raises(RecoverableError):
         pending.result(LIMIT_S)
+
+
+def test_one_that_hangs_up_before_it_is_taken_in_costs_the_server_nothing_and_those_behind_it_come_in():
+    with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        connections = Connections(selector, "token")
+        hasty = socket.create_connection(listener.getsockname(), timeout=LIMIT_S)
+        hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the close resets it
+        hasty.close()
+        with socket.create_connection(listener.getsockname(), timeout=LIMIT_S) as other:
+            connections.accept(listener)
+            assert len(selector.get_map()) == 1 and other.recv(4) == wire.MAGIC
+        connections.close()

@@ -47,6 +47,7 @@ def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(tmp_pa
     assert not any(name.startswith(("megatron/core", "tests", "tools", "build")) for name in names)
     for needed in (
         "ft/base/errors.py",
+        "ft/show/report.html",
         "pretrain_gpt.py",
         "megatron/patches/cpu.py",
         "megatron/ft_trainer/loop.py",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ft.systems.dmr.runtime.coverage import PARTS, Coverage, missing
+from ft.systems.dmr.runtime.protection import PARTS, Coverage, missing
 
 
 @pytest.mark.parametrize(

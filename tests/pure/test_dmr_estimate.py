@@ -16,9 +16,9 @@ from ft.lab.estimate.models import MODELS
 from ft.lab.estimate.profile import profile
 from ft.lab.estimate.scenario import FIELDS, question, read_file
 from ft.systems.dmr.plan.check import problems
+from ft.systems.dmr.plan.file import read_trace, write_trace
 from ft.systems.dmr.plan.predict import Clock
 from ft.systems.dmr.plan.trace import OPTIMIZER
-from ft.systems.dmr.plan.trace_file import read_trace, write_trace
 
 SCENARIOS = sorted((Path(__file__).parent.parent.parent / "examples" / "dmr").glob("*.toml"))
 SMALL = "--model llama3-8b --gpus 4 --tp 2 --pp 2 --batch 2"

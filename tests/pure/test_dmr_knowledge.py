@@ -2,7 +2,7 @@
 
 import pickle
 
-from ft.systems.dmr.runtime.knowledge import Notes, agree
+from ft.systems.dmr.runtime.opaque import Notes, agree
 
 
 def seen(*, changed=(), forward=(("out",),), again=(("out",),), same=(True,)):

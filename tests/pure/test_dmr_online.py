@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from dmr_traces import pipeline_trace, random_trace
 
-from ft.systems.dmr.plan.assign import D_INTRA, NAIVE
 from ft.systems.dmr.plan.check import problems
+from ft.systems.dmr.plan.online import Entry, Waiting
 from ft.systems.dmr.plan.planner import Options, plan
-from ft.systems.dmr.plan.schedule import Pipeline
-from ft.systems.dmr.plan.trace import Memory, Operator, Place, Tensor, Trace, Window
-from ft.systems.dmr.plan.waiting import Entry, Waiting
+from ft.systems.dmr.plan.trace import D_INTRA, NAIVE, Memory, Operator, Place, Tensor, Trace, Window
+from ft.systems.schedule.megatron import Pipeline
 
 QUEUE = (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0))
 

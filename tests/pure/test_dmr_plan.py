@@ -7,16 +7,17 @@ import pytest
 from dmr_traces import pipeline_trace, random_trace, wider
 
 from ft.base.errors import UserError
-from ft.systems.dmr.plan import attempts
-from ft.systems.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, SETS, UNCHECKED
 from ft.systems.dmr.plan.check import peaks, problems
 from ft.systems.dmr.plan.planner import Options, plan
-from ft.systems.dmr.plan.schedule import Pipeline
-from ft.systems.dmr.plan.summary import loads, reasons
+from ft.systems.dmr.plan.text import loads, reasons
 from ft.systems.dmr.plan.trace import (
-    INTER,
-    INTRA,
+    D_INTER,
+    D_INTRA,
+    NAIVE,
     OPTIMIZER,
+    PIGGYBACK,
+    SETS,
+    UNCHECKED,
     Checking,
     Memory,
     Operator,
@@ -26,6 +27,7 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
+from ft.systems.schedule.megatron import Pipeline
 
 TRACES = 40
 FEWER = 15
@@ -220,26 +222,7 @@ def test_a_budget_that_training_alone_exceeds_is_refused():
         plan(trace, 99.0)
 
 
-def exposed(trace: Trace, budget: float) -> float:
-    return plan(trace, budget).predicted.exposed_us
-
-
-def test_more_memory_never_hurts():
-    for seed in seeds()[:FEWER]:
-        trace, budget = some(seed)
-        more = budget + random.Random(seed).uniform(0, 80)
-        assert exposed(trace, more) <= exposed(trace, budget) + 1e-6, seed
-
-
-def test_a_longer_window_never_hurts():
-    for seed in seeds()[:FEWER]:
-        trace, budget = some(seed)
-        if trace.windows:
-            assert exposed(wider(trace, random.Random(seed)), budget) <= exposed(trace, budget) + 1e-6, seed
-
-
-def test_with_a_known_plan_that_is_exact_for_large_stages_and_run_time_decisions_too(monkeypatch):
-    monkeypatch.setattr(attempts, "SMALL", 0)
+def test_with_a_known_plan_more_memory_and_longer_windows_never_hurt():
     for seed in (883592, *seeds()):  # in the first, rounding parts a tensor's end from that of a window by 1e-13 us
         trace, budget = some(seed, dynamic=seed % 2 == 0)
         less = plan(trace, budget)
@@ -266,23 +249,10 @@ def test_nothing_to_do_is_a_plan_too():
     assert not found.assign and found.predicted.overhead == 0.0
 
 
-def test_the_greedy_planner_hides_nearly_all_that_can_be_hidden(monkeypatch):
-    hidden = {0: 0.0, 100: 0.0}
-    for seed in seeds()[:FEWER]:
-        trace, budget = some(seed)
-        for small in hidden:
-            monkeypatch.setattr(attempts, "SMALL", small)
-            naive, *_, last = plan(trace, budget).phases
-            hidden[small] += naive.exposed_us - last.exposed_us
-    print("of the most that can be hidden:", hidden[0] / hidden[100])
-    assert 0.7 * hidden[100] <= hidden[0] <= hidden[100] + 1e-6
-
-
-def test_the_solver_prints_nothing(capfd):
-    for seed in range(20):
-        plan(*some(seed))
-    assert capfd.readouterr().out == ""
-
-
-def test_all_kinds_of_windows_are_either_between_units_or_inside_them():
-    assert not set(INTER) & set(INTRA)
+def test_the_greedy_planner_hides_nearly_all_that_can_be_hidden():
+    hidden = 0.0
+    for seed in range(60):
+        naive, *_, last = plan(*some(seed)).phases
+        hidden += naive.exposed_us - last.exposed_us
+    # 1746.8 us is the optimum of these traces, which an integer program found.
+    assert 0.98 * 1746.8 <= hidden <= 1746.81

@@ -13,14 +13,20 @@ from dmr_traces import PRINT, pipeline_trace, random_trace
 from ft import cli
 from ft.base.errors import UserError
 from ft.base.quantities import size
-from ft.systems.dmr.plan.file import differences, read_plan, refuse_plan_of_other_run, write_plan
+from ft.systems.dmr.plan.file import (
+    differences,
+    read_plan,
+    read_trace,
+    refuse_plan_of_other_run,
+    write_plan,
+    write_trace,
+)
 from ft.systems.dmr.plan.planner import plan
-from ft.systems.dmr.plan.schedule import Pipeline
-from ft.systems.dmr.plan.sizes import gigabytes
-from ft.systems.dmr.plan.trace_file import read_trace, write_trace
+from ft.systems.dmr.plan.text import gigabytes
+from ft.systems.schedule.megatron import Pipeline
 
 TRACE = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
-BUDGET = "6000"
+BUDGET = "2500"
 
 
 @pytest.fixture(scope="session")

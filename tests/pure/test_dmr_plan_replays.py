@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 from dmr_traces import pipeline_trace
 
-from ft.systems.dmr.plan.agc import Graph
-from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK
 from ft.systems.dmr.plan.check import problems
+from ft.systems.dmr.plan.phases import Graph
 from ft.systems.dmr.plan.planner import Options, plan
 from ft.systems.dmr.plan.predict import Clock
-from ft.systems.dmr.plan.schedule import Pipeline
 from ft.systems.dmr.plan.trace import (
     BACKWARD,
     FORWARD,
+    NAIVE,
+    PIGGYBACK,
     RECOMPUTE,
     Checking,
     Memory,
@@ -26,6 +26,7 @@ from ft.systems.dmr.plan.trace import (
     Window,
     rooms,
 )
+from ft.systems.schedule.megatron import Pipeline
 
 
 def segment_trace(forward: str, recomputed: str, early_stop: bool = False) -> Trace:
@@ -195,7 +196,7 @@ def test_a_profile_of_30_000_operators_is_planned_too(dynamic):
 
 
 def test_segments_of_a_run_come_longest_first_and_none_twice():
-    from ft.systems.dmr.plan.agc import _by_time
+    from ft.systems.dmr.plan.phases import _by_time
 
     seed = random.randrange(10**6)
     print("seed", seed)

@@ -5,11 +5,23 @@ import random
 import pytest
 
 from ft.base.errors import UserError
-from ft.systems.dmr.plan.assign import D_INTER, NAIVE, PIGGYBACK, AgcSegment, Assignment, Plan, Predicted
-from ft.systems.dmr.plan.trace import Memory, Operator, Place, Tensor, Trace, Window
-from ft.systems.dmr.runtime.alignment import OperatorAligner
+from ft.systems.dmr.plan.trace import (
+    D_INTER,
+    NAIVE,
+    PIGGYBACK,
+    AgcSegment,
+    Assignment,
+    Memory,
+    Operator,
+    Place,
+    Plan,
+    Predicted,
+    Tensor,
+    Trace,
+    Window,
+)
 from ft.systems.dmr.runtime.cursor import Unit, operator_id
-from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Planned
+from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, OperatorAligner, Planned
 
 NAMES = ("mm", "add", "relu", "mm", "mul", "sum")
 

@@ -5,8 +5,9 @@ from histories import History, write
 from test_report_files import report
 
 from ft.base import events
-from ft.observe.report.corruption import corruption
-from ft.observe.report.corruption_panel import coverage, panel, summary_of, text_table
+from ft.observe.report.corruption import corruption, coverage, summary_of, text_table
+from ft.observe.report.page import page
+from ft.observe.report.record import load
 
 
 class Watched(History):
@@ -65,13 +66,13 @@ def test_what_dmr_did_is_read_from_the_events():
     assert (first.follows, last.follows, last.attempt) == ("step redone", "rank 3 evicted", "40, attempt 3")
 
 
-def test_a_fall_of_the_coverage_is_shown():
+def test_a_fall_of_the_coverage_is_shown(tmp_path):
     history = eventful()
     history.say(8.0, events.DMR_COVERAGE_FELL, step=60, epoch=history.epoch, before=1.0, now=0.987654)
     found = corruption(history.events)
     assert found.falls == ((60, 1.0, 0.987654),)
     assert "coverage fell from 100.00% to 98.77% in step 60" in summary_of(found)
-    assert "The coverage fell from 100.00% to 98.77% in step 60." in panel(found)
+    assert "The coverage fell from 100.00% to 98.77% in step 60." in page(load(write(tmp_path, history)), b"")
 
 
 def test_the_summary_is_one_line():
@@ -117,17 +118,13 @@ def test_the_report_shows_it(tmp_path, capsys):
 
 def test_the_picture_has_a_mark_for_each_wrong_attempt(tmp_path):
     from ft.observe.report import timeline
-    from ft.record.recoveries import recoveries
-    from ft.record.run import load
     from ft.show import palette
     from ft.show.axes import rows
 
     run = load(write(tmp_path / "a", eventful(), steps=90))
-    found, checked = recoveries(run.events), corruption(run.events)
-    scene = timeline._PictureData(run, found, timeline.rank_intervals(run.events, found), 0.0, 11.0, checked)
     _, (lanes, loss) = rows("", [2.0, 2.0])
-    timeline._draw_lanes(lanes, scene)
-    timeline._draw_loss(loss, scene)
+    timeline._draw_workers(lanes, run)
+    timeline._draw_loss(loss, run)
     marks = [line for line in lanes.lines if line.get_marker() == "D"]
     assert sorted(int(line.get_ydata()[0]) for line in marks) == [1, 2, 3, 3, 3]
     assert [text.get_text() for text in lanes.get_legend().get_texts()] == ["replaced", "mismatch (DMR)"]
@@ -180,5 +177,5 @@ def test_events_are_taken_as_they_come(values, tmp_path, capsys):
         told = {"action": "evict", "reason": None, "ranks": None, "blamed": blamed}
         history.say(2.1, events.DMR_VERDICT, step=3, attempt=values["attempt"], **told)
     found = corruption(history.events)
-    assert text_table(found) and panel(found)
+    assert text_table(found)
     report(write(tmp_path / "a", history, steps=9), capsys)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ft.systems.dmr.runtime.spent import DeviceTime, HostTime, spent_on
+from ft.systems.dmr.runtime.queue import DeviceTime, HostTime, spent_on
 
 
 class Device:

@@ -26,9 +26,9 @@ from ft.faults.hang.look import (
 from ft.faults.hang.places import DATA, KERNEL, LOCK, STORAGE, USER, place
 from ft.faults.hang.program import departure, missing_end
 from ft.faults.hang.series import over_time
-from ft.lab.simulate.hangs.campaign import case, count
-from ft.lab.simulate.hangs.program import Layout
 from ft.observe.diagnose.hang import as_text
+from tests.simulation.hangs.campaign import case, count
+from tests.simulation.hangs.program import Layout
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "all": (0, 1, 2)}
 

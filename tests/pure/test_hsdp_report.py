@@ -9,14 +9,13 @@ import pytest
 from hsdp_runs import SEQ, Run, eventful
 
 from ft import faults
-from ft.observe.hsdp.effective import asynchronous, synchronous
-from ft.observe.hsdp.lanes import CATCHING_UP, OFFLINE, ONLINE, REBUILDING
-from ft.observe.hsdp.lineage import lineage
-from ft.observe.hsdp.page import page
-from ft.observe.hsdp.record import load
-from ft.observe.hsdp.stalls import FAILURE, REJOIN, RESTART
-from ft.observe.hsdp.story import tell
-from ft.observe.hsdp.text import facts
+from ft.observe.report.goodput import asynchronous, synchronous
+from ft.observe.report.lanes import CATCHING_UP, OFFLINE, ONLINE, REBUILDING
+from ft.observe.report.lineage import lineage
+from ft.observe.report.page import page
+from ft.observe.report.record import load
+from ft.observe.report.stalls import FAILURE, REJOIN, RESTART
+from ft.observe.report.text import facts
 from ft.systems.hsdp import commits
 
 SEEDS = range(25)
@@ -24,7 +23,7 @@ SEEDS = range(25)
 
 def told(run: Run):
     run.close()
-    return tell(load(run.folder))
+    return load(run.folder)
 
 
 def rewrite(run: Run, replica: int, change) -> None:
@@ -54,7 +53,7 @@ def test_a_run_without_faults(tmp_path):
     assert story.losses.over == "tokens"
     assert story.losses.points[0] == (12 * SEQ, 6.0)
     assert story.losses.points[-1][0] == 240 * SEQ
-    assert story.record.state == "finished"
+    assert story.state == "finished"
     faults.write(tmp_path / "replica-1" / "faults.n0.json", [faults.Fault(1, "kill", step=3, rank=0)])
     missed = "1 of 1 planned fault(s) did not happen: kill of rank 0 at step 3 of replica-1"
     assert ("faults", missed) in facts(story) and missed in page(story, b"")
@@ -194,10 +193,10 @@ def test_whatever_happens_every_sample_is_found_once(seed, tmp_path):
     assert len(set(samples)) == len(samples) == story.audit.trained, f"seed {seed}"
     assert story.audit.waiting == max(samples) + 1 - len(samples)
     assert sum(len(s.by) for s in (*story.steps, *story.lineage.superseded)) == sum(
-        len(one.commits) for one in story.record.replicas.values()
+        len(one.commits) for one in story.replicas.values()
     )
     assert 0 < story.effective.measured <= 1
-    for replica in range(story.record.count):
+    for replica in range(story.count):
         own = [lane for lane in story.lanes if lane.replica == replica]
         assert all(a.end <= b.begin and (a.end, a.state) != (b.begin, b.state) for a, b in pairwise(own)), (
             f"seed {seed}"
@@ -322,7 +321,7 @@ def test_a_replica_without_a_folder_is_known_from_the_others(tmp_path):
     (tmp_path / "replica-1").rmdir()
     story = told(run)
     assert story.audit.is_clean
-    assert story.record.count == 3
+    assert story.count == 3
     assert story.audit.replicas[1] == 80
     assert {lane.state for lane in story.lanes if lane.replica == 1} >= {ONLINE, OFFLINE, CATCHING_UP}
 

@@ -11,7 +11,7 @@ from test_report_files import report
 
 from ft import cli
 from ft.base import events
-from ft.observe.report import presence
+from ft.observe.report import status
 from ft.platform import election, processes
 from ft.systems.hsdp import commits
 
@@ -43,6 +43,32 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     assert "1 quorum failed" in text
     assert f"wrote      {tmp_path / 'report.html'}" in said
     assert page.tags.count("svg") == 1
+
+
+def test_what_happened_inside_the_replicas_is_reported_and_hostile_text_is_only_text(tmp_path, capsys):
+    """Recoveries, mismatches, rebuilt stages and actions of each replica, with markup in every text of the files."""
+    run, hostile = small(tmp_path), "</td><script>alert(1)</script><img src=http://evil>"
+    place = {"node": hostile, "worker": hostile, "rank": 0, "epoch": 0, "step": 3}
+    gravity = {"category": hostile, "action": "replace", "signal": hostile, "reason": hostile}
+    run.own(1, events.FAULT_DETECTED, **place, **gravity)
+    run.own(1, events.EPOCH_CLOSED, epoch=0, reason=hostile)
+    run.own(1, events.EPOCH_OPENED, epoch=1, seats={"0": hostile}, joiners=[0], fresh=False)
+    run.own(1, events.RESUMED, epoch=1, step=3)
+    run.own(0, events.DMR_COVERED, rank=0, epoch=0, step=1, strategy=hostile, counts={hostile: 3})
+    values = {"operator": hostile, "phase": hostile, "host": hostile, "device": hostile, "how": hostile}
+    told = {"layer": 1, "microbatch": 0, "elements": 1, "of": 2, "attempt": 1, "note": "", "chunk": 0, "index": 0}
+    run.own(0, events.DMR_MISMATCH, rank=0, epoch=0, step=3, **values, **told)
+    run.own(0, events.STAGE_REBUILT, epoch=0, step=3, stage=1, strategy=hostile, weights=[1.0], seconds=0.1)
+    run.own(2, events.PROTECTION_ACTED, rank=0, step=4, protection=hostile, what=hostile)
+    run.server(events.REPLICA_OFFLINE, replica=1, reason=hostile)
+    run.finish()
+    said, page = report(tmp_path, capsys)
+    assert "recovered  1 of 1 interruptions inside replicas" in said and "DMR        replica 0: " in said
+    assert page.tags.count("img") == 1, "the timeline"
+    text = " ".join(page.texts)
+    for words in ("Recoveries", "Operators executed twice (DMR)", "Other protections", "rebuilt from their neighbours"):
+        assert words in text, words
+    assert text.count(hostile) > 10
 
 
 def test_a_replicas_own_folder_is_reported_as_ever(tmp_path, capsys):
@@ -148,7 +174,7 @@ def test_status_as_json_and_watching_to_the_end(tmp_path, capsys):
 
 
 def test_status_ends_with_1_where_the_launcher_is_dead(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(presence, "_SUCCESSION_S", 0.1)
+    monkeypatch.setattr(status, "_SUCCESSION_S", 0.1)
     run = small(tmp_path)
     run.close()
     (tmp_path / "launchers").mkdir()

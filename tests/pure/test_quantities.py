@@ -86,7 +86,6 @@ def test_ticks_of_an_axis_can_be_told_apart(shares, shown):
         ("plan policy --pp 1000000", "1 to 1024"),
         ("plan policy --blocks 0", "--blocks 0"),
         ("plan schedule --pp 1000000 --microbatches 1000000", "100,000"),
-        ("simulate recovery --ranks 8 --lost 8", "0 to 7"),
         ("simulate hsdp --gpus 1", "1 GPUs are in one replica"),
         ("simulate hsdp --gpus 1009", "1009 GPUs are in one replica"),
         ("simulate hsdp --mtbf 18m --mtbf-gpu 3d", "give one of them"),

@@ -7,7 +7,7 @@ from histories import START, History
 
 from ft.base import events
 from ft.faults import verdict
-from ft.observe.report.goodput import goodput
+from ft.observe.report.goodput import effective_of_one, goodput, synchronous
 from ft.observe.report.status import last_save, saves
 from ft.record import recoveries as kinds
 from ft.record.block import recovery_block, what_differs
@@ -342,6 +342,20 @@ def test_goodput():
     assert times.share == pytest.approx(0.9)
     assert times.step == pytest.approx(0.1)
     assert times.lost == {1: pytest.approx(0.4)}
+
+
+def test_the_effective_time_of_one_replica_that_waits_for_its_recoveries():
+    history = replaced()
+    history.finish(11.0, 90)
+    found = recoveries(history.events)
+    effective = effective_of_one(goodput(steps(90), history.events, found), found)
+    assert effective.measured == pytest.approx(90 * 0.1 / 10.0)
+    assert (effective.failures, effective.between_s) == (1, pytest.approx(10.0))
+    assert effective.stall_s == effective.repair_s == pytest.approx(0.4)
+    assert effective.formula == pytest.approx(synchronous(10.0, 0.4)) == pytest.approx(0.96)
+    assert effective_of_one(goodput([], [], []), []).measured is None
+    undisturbed = effective_of_one(goodput(steps(10), [], []), [])
+    assert (undisturbed.measured, undisturbed.formula) == (pytest.approx(1.0), None)
 
 
 def test_goodput_of_next_to_nothing():

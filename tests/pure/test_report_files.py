@@ -11,7 +11,7 @@ from histories import START, History, write
 
 from ft import cli
 from ft.base import events
-from ft.observe.report import presence
+from ft.observe.report import status
 from ft.observe.report.lanes import rank_intervals
 from ft.platform import election, processes
 from ft.record.recoveries import recoveries
@@ -84,6 +84,7 @@ def test_the_report_tells_the_whole_story(tmp_path, capsys):
     text = " ".join(page.texts)
     for words in (
         *("interruptions", "recovered", "goodput", "median recovery", "steps redone", "66.7 %"),
+        *("Effective training time", "formula, stall 1.10 s, away 1.10 s, 1 replica, a failure every 5.00 s"),
         *("worker n0.w3 (logical rank 3, node n0): SIGKILL", "rank 3: n0.w3 -> n0.w4", "9 of 54", "release 70 ms"),
         *("replaced", "in place", "restart", "every worker was restarted", "2 faults injected"),
         *("pretrain_gpt.py", "<b>&", "<script>alert(1)</script>", "epoch_opened", "finished"),
@@ -370,13 +371,13 @@ def test_status_ends_with_1_where_the_launcher_is_dead(extra, tmp_path, capsys):
 
 
 def test_who_has_the_lease_elsewhere_is_gone_after_a_while_without_a_renewal(tmp_path, monkeypatch):
-    monkeypatch.setattr(presence, "_SUCCESSION_S", 0.1)
+    monkeypatch.setattr(status, "_SUCCESSION_S", 0.1)
     elsewhere = "another-boot 7 99"
     election.renew(tmp_path, election.LeaseRecord(0, 0, "", "n0", 1, launcher=elsewhere))
-    assert presence.gone(tmp_path, 10.0, 2) == "", "another one may be taking over"
-    assert "no process renews the lease" in presence.gone(tmp_path, presence.GONE_S + 1, 2)
-    assert "no process renews the lease" in presence.gone(tmp_path, None, 2, is_steady=True)
-    assert presence.gone(tmp_path / "nowhere", 1000.0, 1) == "", "no lease was ever taken"
+    assert status.gone(tmp_path, 10.0, 2) == "", "another one may be taking over"
+    assert "no process renews the lease" in status.gone(tmp_path, status.GONE_S + 1, 2)
+    assert "no process renews the lease" in status.gone(tmp_path, None, 2, is_steady=True)
+    assert status.gone(tmp_path / "nowhere", 1000.0, 1) == "", "no lease was ever taken"
 
 
 def test_watching_ends_with_the_run(tmp_path, capsys):

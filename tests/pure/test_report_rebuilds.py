@@ -5,7 +5,7 @@ from pathlib import Path
 from histories import History
 
 from ft.base import events
-from ft.observe.report.rebuilds import HEAD, rebuilds, rows
+from ft.observe.report.protections import REBUILD_HEAD, rebuild_rows, rebuilds
 from ft.record.block import recovery_block
 from ft.record.run import Run
 
@@ -24,16 +24,16 @@ def test_the_jump_is_against_the_mean_of_the_last_steps_and_is_made_good_below_i
     (made,) = rebuilds(run_of(losses, (6, 1)))
     assert (made.before, made.after, made.good_after) == (4.0, 5.0, 4)
     assert made.jump == 1.0
-    (row,) = rows([made])
+    (row,) = rebuild_rows([made])
     assert row == ("6", "1", "weighted (25 % + 75 %)", "40 ms", "4.000", "5.000", "+1.000", "after 4 steps")
-    assert len(row) == len(HEAD)
+    assert len(row) == len(REBUILD_HEAD)
 
 
 def test_a_loss_that_is_not_made_good_and_a_run_without_losses():
     (made,) = rebuilds(run_of([4.0, 5.0, 4.5], (1, 2)))
-    assert (made.jump, made.good_after) == (1.0, None) and rows([made])[0][-1] == "not yet"
+    assert (made.jump, made.good_after) == (1.0, None) and rebuild_rows([made])[0][-1] == "not yet"
     (made,) = rebuilds(run_of([], (1, 2)))
-    assert made.jump is None and rows([made])[0][4:7] == ("-", "-", "-")
+    assert made.jump is None and rebuild_rows([made])[0][4:7] == ("-", "-", "-")
 
 
 def test_a_rebuild_that_was_begun_again_counts_once_and_two_stages_count_twice():

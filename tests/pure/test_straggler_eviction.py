@@ -17,7 +17,7 @@ from ft.job.control.journal import Journal, recall
 from ft.job.control.pace import PaceBook
 from ft.job.control.state import RUNNING
 from ft.job.control.stragglers import WINDOW
-from ft.observe.report import heat_map, slow_ranks
+from ft.observe.report import ranks
 from ft.record import step_times
 from ft.show import palette
 from ft.systems.hot_swap import flags
@@ -194,7 +194,7 @@ def test_the_file_stays_small_and_the_report_shows_it(tmp_path):
     assert 100 < len(spans) < 500 and spans[-1].last == WARM_UP + 3000 * BLOCK
     assert spans[9].own_ms[2] == pytest.approx(130.1, abs=0.1) and spans[9].step_ms == [130.0] * 4
     assert spans[9].waits == {"tensor model parallel group": [30.0, 30.0, 0.0, 30.0]}
-    shown = heat_map.panel(spans)
+    shown = ranks.panel(spans)
     assert shown.count("<rect") <= 4 * 120 and "rank 2, steps" in shown and "1.30 times" in shown
     assert "tensor model parallel group 30.0" in shown
 
@@ -205,7 +205,7 @@ def test_damaged_lines_are_skipped(tmp_path):
     lines = [json.dumps(good), "{", json.dumps({**good, "steps": []}), "[]", json.dumps({"wall": 1})]
     (tmp_path / step_times.STEP_TIMES).write_text("\n".join(lines))
     assert len(step_times.read(tmp_path)) == 1
-    assert "rank 0" in heat_map.panel(step_times.read(tmp_path))
+    assert "rank 0" in ranks.panel(step_times.read(tmp_path))
 
 
 def test_the_report_tells_what_became_of_a_straggler():
@@ -215,10 +215,10 @@ def test_the_report_tells_what_became_of_a_straggler():
     detail = {"ratio": 1.2, "own_s": 0.12, "usual_s": 0.1, "cause": DATA, "steps": 40}
     history = [event("straggler_found", 50, **detail), event("straggler_gone", 90, ratio=1.0)]
     history += [event("straggler_found", 130, **detail), event("fault_detected", 140, category=STRAGGLER)]
-    (first, second) = slow_ranks.rows(history)
+    (first, second) = ranks.slow_rows(history)
     assert first[:2] == ("2", "n0.w2 on n0") and "120.0 ms" in first[3] and first[-1].endswith("after step 90")
     assert second[-1] == "replaced after step 140"
-    (said,) = slow_ranks.sentences({"2": {"worker": "n0.w2", "ratio": 1.2, "cause": DATA, "step": 50}})
+    (said,) = ranks.sentences({"2": {"worker": "n0.w2", "ratio": 1.2, "cause": DATA, "step": 50}})
     assert said.startswith("rank 2 (n0.w2): its own work takes 1.20 times")
 
 
@@ -234,9 +234,9 @@ def test_the_flag_needs_a_factor_above_one_and_hot_swap(hot_swap, factor, proble
 
 def test_the_slower_a_rank_is_the_darker_its_cells_are():
     def brightness(ratio: float) -> int:
-        return sum(bytes.fromhex(heat_map._colour(ratio).removeprefix("#")))
+        return sum(bytes.fromhex(ranks._colour(ratio).removeprefix("#")))
 
     shades = [brightness(ratio) for ratio in (1.04, 1.1, 1.2, 1.35, 1.5)]
     assert shades == sorted(shades, reverse=True) and len(set(shades)) == len(shades)
-    assert heat_map._colour(1.5) == heat_map._colour(9.0) == palette.FAULT
-    assert heat_map._colour(1.0) == heat_map._colour(0.7) == palette.FAINT
+    assert ranks._colour(1.5) == ranks._colour(9.0) == palette.FAULT
+    assert ranks._colour(1.0) == ranks._colour(0.7) == palette.FAINT

@@ -76,7 +76,7 @@ def _budget(asked: str, profile: Path) -> str:
     if not asked.startswith("+"):
         return asked
     from ft.base.quantities import size
-    from ft.systems.dmr.plan.trace_file import read_trace
+    from ft.systems.dmr.plan.file import read_trace
 
     trace = read_trace(profile)
     return f"{max(map(trace.memory.peak, trace.stages)) + size(asked[1:]):.0f}"
@@ -142,8 +142,7 @@ def protections(arguments: argparse.Namespace, job) -> dict:
     """Return side -> (the layer that executes operators twice, its engine)."""
     from ft.protection.stack import Stack
     from ft.systems.dmr.layer import InterceptedStep
-    from ft.systems.dmr.runtime.install import install
-    from ft.systems.dmr.runtime.settings import Settings
+    from ft.systems.dmr.runtime.install import Settings, install
     from megatron.ft_trainer.fingerprint import fingerprint
     from megatron.ft_trainer.position import JobPosition
     from megatron.ft_trainer.trainer import JobTrainer
@@ -274,8 +273,8 @@ def take_side(job, side) -> None:
 
 def peaks(job, sides: dict) -> dict[str, int]:
     """Return side -> the most bytes in use during a step: lasting tensors, and allocations beyond these."""
-    from ft.systems.dmr.profile.install import lasting
-    from ft.systems.dmr.profile.storages import Storages
+    from ft.systems.dmr.profile.recorder import Storages
+    from ft.systems.dmr.profile.session import lasting
     from megatron.ft_trainer.step import train_step
 
     found = {}

@@ -32,8 +32,8 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from ft.base import events  # noqa: E402
-from ft.observe.hsdp import record, story  # noqa: E402
-from ft.observe.hsdp.stalls import FAILURE, REJOIN  # noqa: E402
+from ft.observe.report import record  # noqa: E402
+from ft.observe.report.stalls import FAILURE, REJOIN  # noqa: E402
 from ft.systems.hsdp import commits  # noqa: E402
 
 START_S, RETURN_S, END_S = 90.0, 60.0, 30.0
@@ -169,13 +169,12 @@ class Run:
 
 def result(arguments: argparse.Namespace, folder: Path, faults: list[Fault]) -> dict:
     """Return medians over all faults but the first."""
-    read = record.load(folder)
-    report = story.tell(read)
+    report = record.load(folder)
     counted = faults[1:]
     ends = [*(fault.at for fault in counted[1:]), float("inf")]
     failures = [incident(report, FAILURE, fault, end) for fault, end in zip(counted, ends, strict=True)]
     rejoins = [incident(report, REJOIN, fault, end) for fault, end in zip(counted, ends, strict=True)]
-    returns = [moments(read, fault, end) for fault, end in zip(counted, ends, strict=True)]
+    returns = [moments(report, fault, end) for fault, end in zip(counted, ends, strict=True)]
     normal = statistics.median(one.normal_s for one in failures)
     stalls = [one.stall_s for one in failures]
     phases = {name: each for way in returns for name in way for each in [[w[name] for w in returns if name in w]]}
@@ -198,7 +197,7 @@ def result(arguments: argparse.Namespace, folder: Path, faults: list[Fault]) -> 
     }
 
 
-def incident(report: story.Story, kind: str, fault: Fault, end: float):
+def incident(report: record.Record, kind: str, fault: Fault, end: float):
     """Return the report's incident for the failure, or for the return."""
     found = [one for one in report.of_kind(kind) if fault.replica in one.replicas and fault.at - 1.0 < one.end < end]
     if not found:
@@ -206,7 +205,7 @@ def incident(report: story.Story, kind: str, fault: Fault, end: float):
     return found[0]
 
 
-def calm_ratio(report: story.Story, count: int) -> float:
+def calm_ratio(report: record.Record, count: int) -> float:
     """Return the noise: the median ratio of the longest of ``count`` undisturbed steps in a row to a normal step."""
     disturbed = {number for one in report.incidents for number in range(one.first - 1, one.last + 2)}
     ratios = [took / normal for took, normal in zip(report.pace.took, report.pace.normal, strict=True)]

@@ -60,7 +60,7 @@ def one_flip(tell, number: int, seed: int, indices: bool):
     """Return a falsifier of the ``number``-th result of an iteration; without ``indices``, of the first floating-point
     result from there on. Windows of varying length make the order of results differ between iterations."""
     from ft.faults.flip import Flip
-    from ft.systems.dmr.runtime.falsify import Falsifier
+    from ft.systems.dmr.runtime.injection import Falsifier
 
     class Exact(Falsifier):
         seen, armed, in_window = -1, False, False

@@ -91,7 +91,7 @@ def injector(indices: bool):
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from ft.systems.dmr.runtime.falsify import bits_of, flip_bit
+    from ft.systems.dmr.runtime.injection import bits_of, flip_bit
 
     class Injector(TorchDispatchMode):
         """``count``: number of tensors that were written since ``arm``; ``hit``: what was flipped."""

@@ -1,6 +1,6 @@
 """Compares ft diagnose hang --traces with torch's own torchfrtrace, on the same dumps of the flight recorder.
 
-The dumps are those that ranks with NCCL would write: simulated hangs (ft simulate hangs) in the format of torch's
+The dumps are those that ranks with NCCL would write: simulated hangs (tests/simulation/hangs) in the format of torch's
 flight recorder, one pickle per rank. A rank that is stopped or dead writes none. Each tool is asked for the rank at
 fault; torchfrtrace names ranks that are missing from an operation, and ranks whose operations do not match.
 
@@ -18,11 +18,11 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from ft.faults.hang.causes import diagnose
-from ft.lab.simulate.hangs.campaign import choose
-from ft.lab.simulate.hangs.faults import STEP
-from ft.lab.simulate.hangs.machine import Machine
 from ft.observe.diagnose.flight_recorder import read
 from ft.show.text import table
+from tests.simulation.hangs.campaign import choose
+from tests.simulation.hangs.faults import STEP
+from tests.simulation.hangs.machine import Machine
 
 VERSION = "2.10"
 _NAMES = {"all_gather": "_all_gather_base", "reduce_scatter": "_reduce_scatter_base"}

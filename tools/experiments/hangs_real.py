@@ -3,11 +3,11 @@
     python tools/experiments/hangs_real.py --seeds 0..99 --into FOLDER       one file a case; those that are there stay
     python tools/experiments/hangs_real.py --report --into FOLDER            the table of all cases in the folder
 
-Each case is a run of 4 or 8 workers that carry out the communication of Megatron's steps (``ft simulate hangs``) with
-real process groups over gloo, and one fault. For a hang, the look is read that the run takes by itself before a time
-limit passes; for a slow rank or connection, looks are asked for as ft diagnose hang --looks does. A killed worker is
-named by the run at once, as its first fault. For a slow connection each rank is a host of its own, behind a router that
-delays the packets of one of them (``tests/helpers/nodes``; it needs root).
+Each case is a run of 4 or 8 workers that carry out the communication of Megatron's steps (``tests/simulation/hangs``)
+with real process groups over gloo, and one fault. For a hang, the look is read that the run takes by itself before a
+time limit passes; for a slow rank or connection, looks are asked for as ft diagnose hang --looks does. A killed worker
+is named by the run at once, as its first fault. For a slow connection each rank is a host of its own, behind a router
+that delays the packets of one of them (``tests/helpers/nodes``; it needs root).
 
 Also counted are the ranks of which the run decides to replace the worker ("blamed"). These workers have no system that
 would let the others go on: once a worker is replaced they end with an error, which is not counted.
@@ -32,13 +32,13 @@ from ft.base import events
 from ft.faults import verdict
 from ft.faults.hang.causes import DEAD_, Diagnosis
 from ft.faults.hang.series import over_time
-from ft.lab.simulate.hangs.campaign import Case, Chosen, choose, count, judge
-from ft.lab.simulate.hangs.commands import as_text
-from ft.lab.simulate.hangs.faults import KINDS, STEP
-from ft.lab.simulate.hangs.program import Layout
 from ft.observe.diagnose.looking import ask
 from ft.record import looks
 from ft.record.run import load
+from tests.simulation.hangs.campaign import Case, Chosen, choose, count, judge
+from tests.simulation.hangs.commands import as_text
+from tests.simulation.hangs.faults import KINDS, STEP
+from tests.simulation.hangs.program import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tools/experiments/results/hangs_real.txt"

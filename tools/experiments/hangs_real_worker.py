@@ -1,7 +1,7 @@
 """The worker of hangs_real.py: carries out the program of a layout with real process groups, and its fault.
 
-The programs are those of ``ft simulate hangs``; every operation is started from the line that the program names, by a
-function that is compiled with this file name and line.
+The programs are those of ``tests/simulation/hangs``; every operation is started from the line that the program names,
+by a function that is compiled with this file name and line.
 """
 
 import ctypes
@@ -19,9 +19,9 @@ import torch.distributed as dist
 import ft
 from ft.faults.hang.look import DEAD, RECV, SEND, STOPPED
 from ft.job.messages import WorkerResumed
-from ft.lab.simulate.hangs.faults import STEP
-from ft.lab.simulate.hangs.program import Call
 from ft.state.groups import history
+from tests.simulation.hangs.faults import STEP
+from tests.simulation.hangs.program import Call
 
 COMPUTE_S = 0.004
 LINK_S = 0.2

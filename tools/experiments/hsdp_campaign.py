@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).paren
 
 from fault_campaign import corpus, read  # noqa: E402
 
-from ft.observe.hsdp.lineage import lineage  # noqa: E402
+from ft.observe.report.lineage import lineage  # noqa: E402
 
 REPLICAS, RANKS = 3, 2
 LAYOUT = "--use-distributed-optimizer"
@@ -270,8 +270,8 @@ def _has_begun_again(done, replica: int, before: float) -> bool:
 def what_came(done, planned: list[Planned], server_kills: list[float]) -> list[dict]:
     """Return for each planned fault that occurred: its kind, whether its replicas were left out for a while, how much
     longer than normal the step took in which it occurred, and the seconds until the last of its replicas was back."""
-    from ft.observe.hsdp.record import load
-    from ft.observe.hsdp.stalls import find
+    from ft.observe.report.record import load
+    from ft.observe.report.stalls import find
 
     steps = done.proof.lineage.steps
     pace, _ = find(steps, load(done.folder).events)

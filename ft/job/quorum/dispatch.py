@@ -3,8 +3,8 @@
 The quorum server decides which replicas (full copies of the model) take part in a training step: the quorum. The leader
 of a replica is its rank that talks to the server; a life is one world of a replica's worker processes; a term is the
 number of a server. The dispatch knows the connections by their :class:`Peer` only. Its methods are generators that
-yield the I/O to do (:data:`Act`), in order; :func:`carry_out` runs them. The server process and the simulated server of
-``ft simulate hsdp-protocol`` both drive this class.
+yield the I/O to do (:data:`Act`), in order; :func:`carry_out` runs them. The server process and the simulated server
+(``tests/simulation/hsdp``) both drive this class.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping

@@ -11,8 +11,8 @@ from ft.lab.estimate.clusters import Cluster
 from ft.lab.estimate.layout import Layout
 from ft.lab.estimate.profile import profile
 from ft.lab.estimate.scenario import Question
-from ft.systems.dmr.plan.assign import Plan
 from ft.systems.dmr.plan.planner import Options, plan
+from ft.systems.dmr.plan.trace import Plan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from ft.lab.estimate.answer import cluster_of, estimate
 from ft.lab.estimate.profile import profile
 from ft.lab.estimate.scenario import FIELDS, question, read_file, read_flags
 from ft.lab.estimate.text import as_text, as_values
-from ft.systems.dmr.plan.trace_file import write_trace
+from ft.systems.dmr.plan.file import write_trace
 
 _DESCRIPTION = """\
 Estimate what DMR will cost on a cluster that need not exist. The iteration is computed from published model shapes,

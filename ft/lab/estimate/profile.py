@@ -15,7 +15,7 @@ from ft.lab.estimate.layout import Layout
 from ft.lab.estimate.memory import over_units, stage_memory, stage_parameters
 from ft.lab.estimate.models import Model
 from ft.lab.estimate.stage import MICRO, PartWork, PlacedStep, part_work
-from ft.systems.dmr.plan.schedule import Pipeline, Timeline, Unit, idle, simulate
+from ft.systems.dmr.plan.predict import Timeline, idle, simulate
 from ft.systems.dmr.plan.trace import (
     OPTIMIZER,
     Checking,
@@ -27,6 +27,8 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
+from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.units import Unit
 
 
 def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:

@@ -13,9 +13,8 @@ from ft.lab.estimate.answer import Estimate
 from ft.lab.estimate.clusters import Cluster
 from ft.lab.estimate.scenario import Question
 from ft.show.text import left_out, percent, seconds, table
-from ft.systems.dmr.plan.assign import SETS
-from ft.systems.dmr.plan.sizes import gigabytes
-from ft.systems.dmr.plan.summary import reasons
+from ft.systems.dmr.plan.text import gigabytes, reasons
+from ft.systems.dmr.plan.trace import SETS
 
 LEFT_OUT = left_out(
     "the host: launches, Python, and what this runtime spends for each operator", "noise", "failures and mismatches"

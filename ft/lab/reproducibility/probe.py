@@ -3,7 +3,7 @@
 The self-test of DMR (dual modular redundancy: each operator is executed twice and compared) uses this to find operators
 that are not reproducible. Repetition happens at the moment of the call, when the inputs exist with their strides and
 aliases; nothing is recorded for later. Random operators draw again from the same state of the generator, and operators
-that write in place are computed on copies (``ft.systems.dmr.runtime.redundant``), as DMR does at run time.
+that write in place are computed on copies (``ft.systems.dmr.runtime.operators``), as DMR does at run time.
 """
 
 import contextlib
@@ -15,8 +15,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft.systems.dmr.digest import compare, differing
-from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in
-from ft.systems.dmr.runtime.redundant import check_in_place, execute_again, state_before, written
+from ft.systems.dmr.runtime.operators import (
+    OperatorProperties,
+    check_in_place,
+    execute_again,
+    is_counted,
+    properties_of,
+    state_before,
+    tensors_in,
+    written,
+)
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
 """Outcomes for an operator that was not reproducible and is executed again with torch's deterministic algorithms.

@@ -3,13 +3,8 @@
 import importlib.util
 
 _SIMULATIONS = (
-    "ft.lab.simulate.control.commands",
-    "ft.lab.simulate.recovery.commands",
     "ft.lab.simulate.hsdp.commands",
-    "ft.lab.simulate.quorum.commands",
-    "ft.lab.simulate.hsdp_protocol.commands",
     "ft.lab.simulate.churn.commands",
-    "ft.lab.simulate.hangs.commands",
 )
 
 

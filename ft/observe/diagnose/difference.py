@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from ft.systems.dmr.digest.bits import integers
+from ft.systems.dmr.digest.definition import integers
 
 _BLOCK = 1 << 20
 """Elements compared at a time: beyond both tensors, a comparison needs some tens of bytes for each of these elements.

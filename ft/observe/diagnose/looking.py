@@ -8,7 +8,7 @@ from typing import Any
 from ft.base.errors import UserError
 from ft.faults.hang.look import Look
 from ft.record import looks
-from ft.record.run import load, read_status
+from ft.record.run import NOT_ENDED, load, read_status
 
 _PATIENCE_S = 5.0
 """Seconds for which an answer is awaited."""
@@ -87,7 +87,7 @@ def _of_replicas(
 
 def _is_live(folder: Path) -> bool:
     try:
-        return load(folder).state == "not ended"
+        return load(folder).state == NOT_ENDED
     except UserError:  # the folder has no events; a look may have been stored
         return False
 

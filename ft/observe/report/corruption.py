@@ -4,7 +4,7 @@ DMR (dual modular redundancy, from the SpareTrain paper) executes each operator 
 second execution happens at once, or as part of activation checkpointing's recomputation, or in a window, that is, a
 time in which the GPU would otherwise be idle. The summary says how many operators were verified in which way, which
 operators mismatched, and what followed (retry of the step, eviction of a node, end of the run). The events are written
-by ``ft.systems.dmr.runtime.witness``. Malformed values in their details are tolerated.
+by ``ft.systems.dmr.runtime.protection``. Malformed values in their details are tolerated.
 """
 
 from collections import Counter
@@ -14,6 +14,7 @@ from typing import Any
 
 from ft.base import events
 from ft.base.events import Event
+from ft.show.text import count, table
 
 WORDS = {
     "naive": "at once",
@@ -23,7 +24,7 @@ WORDS = {
     "unchecked": "unchecked (not reproducible)",
     "opaque": "in whole functions",
 }
-"""Display names of the sets of operators in a verification plan (``ft.systems.dmr.plan.assign.SETS``).
+"""Display names of the sets of operators in a verification plan (``ft.systems.dmr.plan.trace.SETS``).
 
 A plan puts every operator into the set that says when the operator is executed a second time. A unit is the forward or
 backward pass of one microbatch on one pipeline stage.
@@ -43,6 +44,8 @@ happened.
 """
 
 _RETRY, _EVICT, _GIVE_UP = "retry", "evict", "give up"
+_MOST_LINES = 8
+HEAD = ("step", "where", "operator", "phase", "layer", "microbatch", "compared", "elements", "then")
 
 
 @dataclass(frozen=True)
@@ -182,3 +185,67 @@ def _answer(event: Event) -> str:
 def _ranks(event: Event) -> list[int]:
     blamed = event.detail.get("blamed")
     return [rank for rank in blamed if isinstance(rank, int)] if isinstance(blamed, list) else []
+
+
+def summary_of(found: Corruption) -> str:
+    """Return one line such as "piggyback: 3 mismatches, 1 attempt redone; operators: 120 at once, ..."."""
+    what = [count(len(found.mismatches), "mismatch").replace("mismatchs", "mismatches")]
+    what += [f"{count(found.redone, 'attempt')} redone"] if found.redone else []
+    if found.evicted:
+        what.append(f"{'ranks' if len(found.evicted) > 1 else 'rank'} {', '.join(map(str, found.evicted))} evicted")
+    what += ["given up"] if found.gave_up else []
+    what += [fall_text(fall) for fall in found.falls]
+    operators = f"; operators: {coverage(found)}" if found.covered else ""
+    return f"{found.strategy or 'no coverage recorded'}: {', '.join(what)}{operators}"
+
+
+def fall_text(fall: tuple[int, float, float]) -> str:
+    """Return text such as "coverage fell from 100.00% to 98.00% in step 60"."""
+    step, before, now = fall
+    return f"coverage fell from {before:.2%} to {now:.2%} in step {step}"
+
+
+def coverage(found: Corruption) -> str:
+    """Return how many operators were verified when: "120 at once, 80 with the recomputation".
+
+    A set of the verification plan without a display name is shown by its own name.
+    """
+    words = {**WORDS, **BESIDE}
+    return ", ".join(f"{number} {words.get(name, name)}" for name, number in found.covered.items())
+
+
+def text_table(found: Corruption) -> str:
+    """Return a table of the first mismatches, or "" where there are none."""
+    if not found.mismatches:
+        return ""
+    shown = found.mismatches[:_MOST_LINES]
+    left = len(found.mismatches) - len(shown)
+    lines = table(HEAD, [_row(one) for one in shown], right=(5,))
+    return lines + (f"\nand {left} more, in report.html" if left else "")
+
+
+def card(found: Sequence[Corruption]) -> tuple[str, str, str]:
+    """Return the number of mismatches in all replicas for the head of the report, as (name, value, note)."""
+    wrong, clean = sum(len(one.mismatches) for one in found), sum(one.clean for one in found)
+    steps = count(sum(len(one.steps) for one in found), "step")
+    note = f"in {steps}, {clean} of them clean in the end" if wrong else str(found[0].strategy or "")
+    return "mismatches (DMR)", str(wrong), note
+
+
+def rows(found: Corruption) -> list[Sequence[str]]:
+    """Return a row with the columns of ``HEAD`` for each mismatch."""
+    return [_row(one) for one in found.mismatches]
+
+
+def _row(one: Mismatch) -> Sequence[str]:
+    return (
+        one.attempt,
+        one.where,
+        one.said("operator"),
+        one.said("phase"),
+        one.layer,
+        one.said("microbatch"),
+        one.said("how"),
+        one.elements,
+        one.follows,
+    )

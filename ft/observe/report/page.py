@@ -1,120 +1,186 @@
-"""Build ``report.html``, a self-contained page about one run: recoveries, goodput, loss, timeline, and all events."""
+"""Build ``report.html``, a self-contained page about one run, from panels.
 
+A panel is a section of the page. Each is a function of the run's record; it returns None where the run has nothing to
+show in it. Panels about one replica are repeated for each replica of a run of several.
+"""
+
+import base64
 import json
 import shlex
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
 
 from ft import faults
 from ft.base import events
+from ft.base.errors import UserError
 from ft.base.events import Event
-from ft.observe.report import actions, hangs, heat_map, rebuilds, slow_ranks
-from ft.observe.report.corruption import Corruption, corruption
-from ft.observe.report.corruption_panel import card, panel
-from ft.observe.report.goodput import Goodput
-from ft.observe.report.lanes import origin
-from ft.observe.report.loss_curve import loss_svg
+from ft.faults.hang.look import Look
+from ft.faults.hang.series import over_time
+from ft.observe.diagnose.hang import as_text
+from ft.observe.diagnose.hang_picture import png
+from ft.observe.report import corruption, protections, ranks, text
+from ft.observe.report.goodput import (
+    PAPER_BETWEEN_S,
+    PAPER_REPAIR_S,
+    PAPER_REPLICAS,
+    PAPER_STALL_S,
+    asynchronous,
+    synchronous,
+)
+from ft.observe.report.record import Losses, Record, Replica
+from ft.observe.report.stalls import FAILURE, REJOIN
 from ft.observe.report.status import health, lost_nodes, lost_sentence, saves
-from ft.record import step_times
+from ft.record import looks, step_times
 from ft.record.block import seat_changes, what_differs, what_failed
 from ft.record.recoveries import PHASES, Recovery
-from ft.record.run import Run
+from ft.record.run import EVENTS
 from ft.show import palette
-from ft.show.html import cards, document, header, picture, safe, section, table
-from ft.show.text import percent, seconds, shortened
+from ft.show.html import html, joined
+from ft.show.text import count, percent, seconds, shortened
 
-_MOST_EVENTS = 5000
+_MOST_EVENTS, _MOST_HANGS, _MOST_MISMATCHES, _MOST_POINTS = 5000, 5, 200, 2000
+_WIDTH, _HEIGHT = 1180, 330
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 38
+
+Card = tuple[str, str, str]
+"""A headline figure: its name, its value, and a note."""
 
 
-def page(run: Run, found: Sequence[Recovery], times: Goodput, timeline: bytes) -> str:
+@dataclass(frozen=True)
+class Panel:
+    """A section of the page.
+
+    Attributes:
+        title: its heading.
+        content: its HTML.
+    """
+
+    title: str
+    content: Markup
+
+
+def page(record: Record, timeline: bytes) -> str:
     """Return the report as HTML text.
 
     Args:
-        run: the run's folder as read.
-        found: the recoveries of the run.
-        times: where the run's time went.
+        record: the run's record.
         timeline: the picture of ``ft.observe.report.timeline`` as PNG.
     """
-    name, checked, acted = run.folder.resolve().name, corruption(run.events), actions.actions(run)
-    hung = hangs.panel(run.folder)
-    sections = [
-        header(name, _subtitle(run)),
-        _headlines(run, found, times, checked),
-        section("Recoveries", _recoveries(found, times)),
-        *([] if checked is None else [section("Operators executed twice (DMR)", panel(checked))]),
-        *([section("Other protections", table(actions.HEAD, actions.rows(acted)))] if acted else []),
-        *([section("Hangs", hung)] if hung else []),
-        section("Loss", loss_svg(run.metrics, found) + _rebuilds(run)),
-        section(
-            "Timeline", picture(timeline, "which worker held which logical rank when, phases of the recoveries, loss")
-        ),
-        section("Where the time went", _time_table(times)),
-        *_step_times(run),
-        section("Run", _run_table(run)),
-        section("Events", _events(run.events)),
-    ]
-    return document(name, sections)
+    panels = [make(record) for make in (*_PANELS, partial(_timeline, timeline), *_PANELS_BELOW)]
+    name = record.folder.resolve().name
+    return html("document", name, _subtitle(record), _cards(record), [panel for panel in panels if panel is not None])
 
 
-def _subtitle(run: Run) -> str:
-    parts = [run.state]
-    if run.events:
-        parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.events[0].wall)))
-        parts.append(f"{seconds(run.events[-1].wall - run.events[0].wall)} from the first event to the last")
+def _subtitle(record: Record) -> str:
+    parts = [record.state, *([f"{record.count} replicas"] if record.has_quorum else [])]
+    history = record.history
+    if record.has_quorum and record.zero:
+        parts.append(_date(record.zero))
+    elif history:
+        parts.append(_date(history[0][1].wall))
+        parts.append(f"{seconds(history[-1][1].wall - history[0][1].wall)} from the first event to the last")
     return ", ".join(parts)
 
 
-def _headlines(run: Run, found: Sequence[Recovery], times: Goodput, checked: Corruption | None) -> str:
+def _date(wall: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall))
+
+
+def _cards(record: Record) -> list[Card]:
+    found = _quorum_cards(record) if record.has_quorum else []
+    found += _recovery_cards(record) if record.recoveries or not record.has_quorum else []
+    checked = [one for _, one in record.corruptions]
+    return found + ([corruption.card(checked)] if checked else [])
+
+
+def _quorum_cards(record: Record) -> list[Card]:
+    audit, failures, rejoins = record.audit, record.of_kind(FAILURE), record.of_kind(REJOIN)
+    wrong = audit.duplicates + audit.gaps + audit.unaccounted
+    rebuilt = sum(len(one.away_s) for one in rejoins)
+    return [
+        ("samples trained twice or lost", str(wrong), f"of {audit.trained}"),
+        ("effective", percent(record.effective.measured), f"{len(record.steps)} steps"),
+        ("failures", str(len(failures)), f"{rebuilt} replicas rejoined"),
+        ("stall per failure", _mean([one.stall_s for one in failures]), "mean, of the others"),
+        ("stall per rejoin", _mean([one.stall_s for one in rejoins]), "mean, of the others"),
+    ]
+
+
+def _recovery_cards(record: Record) -> list[Card]:
+    found = [recovery for _, recovery in record.recoveries]
     totals = [r.total for r in found if r.is_over and r.total is not None]
     redone = [r.steps_redone for r in found if r.steps_redone is not None]
-    injected = sum(event.name == events.FAULT_INJECTED for event in run.events)
-    figures = [
+    injected = sum(event.name == events.FAULT_INJECTED for _, event in record.history)
+    names = dict.fromkeys(r.outcome for r in found)
+    outcomes = ", ".join(f"{sum(r.outcome == name for r in found)} {name}" for name in names)
+    cards = [
         ("interruptions", str(len(found)), f"{injected} faults injected"),
-        ("recovered", str(sum(r.is_over for r in found)), _outcomes(found)),
-        ("goodput", percent(times.share), f"{times.steps} steps, {seconds(times.step)} each"),
+        ("recovered", str(sum(r.is_over for r in found)), outcomes or "nothing to recover from"),
         ("median recovery", seconds(statistics.median(totals)) if totals else "-", "from the fault to the next step"),
         ("steps redone", str(sum(redone)) if redone else "0", f"most at once: {max(redone, default=0)}"),
     ]
-    return cards(figures if checked is None else [*figures, card(checked)])
+    if not record.has_quorum:
+        times, effective = record.only.goodput, record.effective.measured
+        cards.insert(2, ("goodput", percent(times.share), f"{times.steps} steps, {seconds(times.step)} each"))
+        cards.append(("effective", percent(effective), "as FT-HSDP defines it"))
+    return cards
 
 
-def _outcomes(found: Sequence[Recovery]) -> str:
-    names = dict.fromkeys(r.outcome for r in found)
-    return ", ".join(f"{sum(r.outcome == name for r in found)} {name}" for name in names) or "nothing to recover from"
+def _mean(values: Sequence[float]) -> str:
+    return seconds(sum(values) / len(values)) if values else "-"
 
 
-def _recoveries(found: Sequence[Recovery], times: Goodput) -> str:
-    if not found:
-        return "<p>Nothing interrupted this run.</p>"
-    longest = max((sum(r.phases.values()) for r in found), default=0.0)
-    used = [name for name in PHASES if any(name in r.phases for r in found)]
-    key = "".join(f'<span><i style="background:{palette.PHASE[name]}"></i>{name}</span>' for name in used)
-    rows = "".join(_recovery_row(r, longest) for r in found)
-    columns = ("#", "what happened", "outcome", "step", "groups", "phases", "total")
-    head = f"<tr>{''.join(f'<th>{name}</th>' for name in columns)}</tr>"
-    table = f'<div class="wide"><table class="recoveries"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
-    lost = f"<p>Lost to recoveries: {seconds(times.recovering)} of {seconds(times.wall)}.</p>"
-    return f'<p class="key">{key}</p>{table}{lost}'
+def _samples(record: Record) -> Panel | None:
+    if not record.has_quorum:
+        return None
+    how = (
+        "The audit compares the samples that healthy replicas read in the surviving steps with the samples before the "
+        "last positions. A duplicate was trained twice. A gap counts as consumed but was never trained."
+    )
+    wrong = text.problems(record)
+    parts = [html("strong", text.audit_line(record)), html("small", how)]
+    return Panel("Samples", joined(*parts, *([html("bullets", wrong)] if wrong else [])))
 
 
-def _recovery_row(recovery: Recovery, longest: float) -> str:
+def _recoveries(record: Record) -> Panel | None:
+    if not record.recoveries:
+        return None if record.has_quorum else Panel("Recoveries", html("p", "Nothing interrupted this run."))
+    found = [recovery for _, recovery in record.recoveries]
+    longest = max(sum(r.phases.values()) for r in found)
+    used = [(palette.PHASE[name], name) for name in PHASES if any(name in r.phases for r in found)]
+    head = ("#", "what happened", "outcome", "step", "groups", "phases", "total")
+    rows = [_recovery_row(r, longest) for r in found]
+    if record.has_quorum:
+        head = ("replica", *head)
+        rows = [(str(number), *row) for (number, _), row in zip(record.recoveries, rows, strict=True)]
+    parts = [html("key", used), html("wide", html("table", head, rows, "recoveries"))]
+    if not record.has_quorum:
+        times = record.only.goodput
+        parts.append(html("p", f"Lost to recoveries: {seconds(times.recovering)} of {seconds(times.wall)}."))
+    return Panel("Recoveries", joined(*parts))
+
+
+def _recovery_row(recovery: Recovery, longest: float) -> Sequence[str]:
     injected = "; ".join(_injected(event) for event in recovery.injected)
-    story = [f"<b>{safe(what_failed(recovery))}</b>"]
-    if injected:
-        story.append(f"injected: {safe(injected)}")
     verdict = " - ".join(part for part in (recovery.category, recovery.reason) if part)
-    story += [safe(text) for text in (verdict, seat_changes(recovery), what_differs(recovery)) if text]
-    redone = "" if recovery.steps_redone is None else f"<br><small>{recovery.steps_redone} redone</small>"
-    groups = "-" if recovery.groups is None else f"{recovery.rebuilt} of {recovery.groups}"
-    attempts = f"<br><small>{recovery.attempts} epochs</small>" if recovery.attempts > 1 else ""
-    colour = palette.OUTCOME[recovery.outcome]
+    story = [f"injected: {injected}" if injected else "", verdict, seat_changes(recovery), what_differs(recovery)]
+    redone = "" if recovery.steps_redone is None else f"{recovery.steps_redone} redone"
+    attempts = f"{recovery.attempts} epochs" if recovery.attempts > 1 else ""
     return (
-        f"<tr><td>{recovery.number}</td><td>{'<br>'.join(story)}</td>"
-        f'<td><span class="tag" style="background:{colour}">{safe(recovery.outcome)}</span>{attempts}</td>'
-        f"<td>{'-' if recovery.step is None else recovery.step}{redone}</td><td>{safe(groups)}</td>"
-        f"<td>{_phase_bar(recovery, longest)}</td><td>{safe(seconds(recovery.total))}</td></tr>"
+        str(recovery.number),
+        html("story", what_failed(recovery), [line for line in story if line]),
+        html("tag", palette.OUTCOME[recovery.outcome], recovery.outcome, attempts),
+        html("noted", "-" if recovery.step is None else recovery.step, redone),
+        "-" if recovery.groups is None else f"{recovery.rebuilt} of {recovery.groups}",
+        _phase_bar(recovery, longest),
+        seconds(recovery.total),
     )
 
 
@@ -128,26 +194,176 @@ def _phase_bar(recovery: Recovery, longest: float) -> str:
     """Return a bar whose length is relative to the longest recovery, and the phases as text."""
     if not recovery.phases or longest <= 0:
         return "-"
-    parts = "".join(_phase_part(name, took, took / longest) for name, took in recovery.phases.items())
-    words = ", ".join(f"{name} {seconds(took)}" for name, took in recovery.phases.items())
-    return f'<div class="bar">{parts}</div><small>{safe(words)}</small>'
+    words = [f"{name} {seconds(took)}" for name, took in recovery.phases.items()]
+    shares = [(took / longest, palette.PHASE[name]) for name, took in recovery.phases.items()]
+    return html("bar", [(title, *share) for title, share in zip(words, shares, strict=True)], ", ".join(words))
 
 
-def _phase_part(name: str, took: float, share: float) -> str:
-    style = f"width:{100 * share:.3f}%;background:{palette.PHASE[name]}"
-    return f'<i title="{name} {seconds(took)}" style="{style}"></i>'
+def _incidents(record: Record) -> Panel | None:
+    if not record.has_quorum:
+        return None
+    note = (
+        "Stall: duration of the steps of the incident in excess of the median of normal steps around it. Away: time "
+        "from the replica's last step before the incident to the beginning of its first step after it."
+    )
+    missed = faults.missed(record.folder)
+    parts = [html("p", "All replicas were in every step.")]
+    if record.incidents:
+        parts = [html("wide", html("table", text.INCIDENT_HEAD, text.incident_rows(record))), html("small", note)]
+    return Panel("Failures and rejoins", joined(*parts, *([html("p", missed)] if missed else [])))
 
 
-def _rebuilds(run: Run) -> str:
-    """Return the table of rebuilt stages, or "" where no stage was rebuilt."""
-    made = rebuilds.rebuilds(run)
+def _replicas(record: Record) -> Panel | None:
+    if not record.has_quorum:
+        return None
+    return Panel("Replicas", html("wide", html("table", text.REPLICA_HEAD, text.replica_rows(record))))
+
+
+def _of_each(title: str, record: Record, make: Callable[[Replica], Markup | None]) -> Panel | None:
+    """Return a panel with a part for each replica for which ``make`` returns one; None if it returns none."""
+    made = [(number, part) for number, one in record.replicas.items() if (part := make(one)) is not None]
+    if record.has_quorum:
+        made = [(number, joined(html("strong", f"Replica {number}"), part)) for number, part in made]
+    return Panel(title, joined(*(part for _, part in made))) if made else None
+
+
+def _corruption(record: Record) -> Panel | None:
+    return _of_each("Operators executed twice (DMR)", record, _corruption_of)
+
+
+def _corruption_of(replica: Replica) -> Markup | None:
+    """Return how operators were verified, and a table of the first mismatches."""
+    found = replica.corruption
+    if found is None:
+        return None
+    of = f"operators of a step, {count(found.ranks, 'rank')} together"
+    lines = [f"{found.strategy}; {of}: {corruption.coverage(found)}."]
+    if not found.covered:
+        lines = ["How operators were verified is not on record."]
+    lines += [f"The {corruption.fall_text(fall)}." for fall in found.falls]
+    if not found.mismatches:
+        lines.append("Both executions of every operator gave the same result.")
+        return joined(*(html("p", line) for line in lines))
+    rows = corruption.rows(found)
+    parts = [html("wide", html("table", corruption.HEAD, rows[:_MOST_MISMATCHES]))]
+    left = len(rows) - _MOST_MISMATCHES
+    parts += [html("p", f"{left} more mismatches are in events.jsonl.")] if left > 0 else []
+    return joined(*(html("p", line) for line in lines), *parts)
+
+
+def _actions(record: Record) -> Panel | None:
+    return _of_each("Other protections", record, _actions_of)
+
+
+def _actions_of(replica: Replica) -> Markup | None:
+    acted = protections.actions(replica)
+    return html("table", protections.ACTION_HEAD, protections.action_rows(acted)) if acted else None
+
+
+def _hangs(record: Record) -> Panel | None:
+    """Return the newest stack dumps in which a rank was at fault, with a picture of who waits for whom.
+
+    Of a run of replicas, those of the same moment are one.
+    """
+    parts: list[Markup] = []
+    hosts = events.hosts(events.read(record.folder / EVENTS))
+    for number, read in reversed(_stored(record.folder)):
+        if len(parts) == _MOST_HANGS:
+            break
+        try:
+            look = replace(read(), hosts=hosts)
+        except UserError as error:
+            parts.append(html("p", error))
+            continue
+        found = over_time([look])
+        if found.causes:
+            drawn = _picture(png(look, found), "who waits for whom, back to the ranks at fault")
+            parts.append(joined(drawn, html("details", f"look {number}", html("pre", as_text(look, found)))))
+    return Panel("Hangs", joined(*parts)) if parts else None
+
+
+def _stored(run: Path) -> list[tuple[int, Callable[[], Look]]]:
+    """Return (number, function that reads it) of each look, the oldest first."""
+    if looks.folders(run):
+        moments = enumerate(looks.moments(run), 1)
+        return [(number, partial(looks.read_together, run, moment.numbers)) for number, moment in moments]
+    return [(number, partial(looks.read, run, number)) for number in looks.numbers(run)]
+
+
+def _picture(content: bytes, alt: str) -> Markup:
+    return html("picture", base64.b64encode(content).decode(), alt)
+
+
+def _loss(record: Record) -> Panel:
+    where = "." if record.has_quorum else " (metrics.jsonl)."
+    curve = loss_curve(record.losses) if record.losses.points else html("p", f"The run has recorded no losses{where}")
+    rebuilt = _of_each("", record, _rebuilds_of)
+    return Panel("Loss", joined(curve, *([rebuilt.content] if rebuilt is not None else [])))
+
+
+def _rebuilds_of(replica: Replica) -> Markup | None:
+    made = protections.rebuilds(replica)
     if not made:
-        return ""
-    title = "<p>Pipeline stages that were rebuilt from their neighbours (CheckFree), and the effect on the loss:</p>"
-    return title + table(rebuilds.HEAD, rebuilds.rows(made))
+        return None
+    title = "Pipeline stages that were rebuilt from their neighbours (CheckFree), and the effect on the loss:"
+    return joined(html("p", title), html("table", protections.REBUILD_HEAD, protections.rebuild_rows(made)))
 
 
-def _time_table(times: Goodput) -> str:
+def loss_curve(losses: Losses) -> Markup:
+    """Return the loss as SVG, with a vertical line at each mark; there has to be a point."""
+    points = losses.points
+    points = [*points[: -1 : max(1, len(points) // _MOST_POINTS)], points[-1]]
+    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
+    ticks = [float(t) for t in MaxNLocator(5).tick_values(min(p[1] for p in points), max(p[1] for p in points))]
+    low, high = ticks[0], ticks[-1]
+
+    def x(at: float) -> float:
+        return _LEFT + (at - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(loss: float) -> float:
+        return _HEIGHT - _BOTTOM - (loss - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    below = [at for at in MaxNLocator(10, integer=True).tick_values(first, last) if first <= at <= last]
+    box = {"width": _WIDTH, "height": _HEIGHT, "left": _LEFT, "top": _TOP}
+    return html(
+        "curve",
+        box={**box, "right": _WIDTH - _RIGHT, "bottom": _HEIGHT - _BOTTOM},
+        across=[(y(tick), f"{tick:g}") for tick in ticks],
+        below=[(x(at), _short(at)) for at in below],
+        over=losses.over,
+        marks=[(x(mark.at), mark) for mark in losses.marks if first <= mark.at <= last],
+        line=" ".join(f"{x(at):.1f},{y(loss):.1f}" for at, loss in points),
+        dot=(x(first), y(points[0][1])) if len(points) == 1 else None,
+        title=f"loss from {losses.over} {first} to {points[-1][0]}",
+        colours=palette,
+    )
+
+
+def _short(value: float) -> str:
+    """Return a short form of a number, such as "20000", "250k", "1.5M" or "30B"."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e5, "k")):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):g}{unit}"
+    return f"{value:g}"
+
+
+def _superseded(record: Record) -> Panel | None:
+    if not record.has_quorum:
+        return None
+    lines = text.superseded(record)
+    content = html("bullets", lines) if lines else html("p", "Every committed step is in the surviving state.")
+    return Panel("Steps that did not survive", content)
+
+
+def _timeline(content: bytes, record: Record) -> Panel:
+    alt = "which worker held which logical rank when, phases of the recoveries, loss"
+    return Panel("Timeline", _picture(content, "replicas over time, time of steps, loss" if record.has_quorum else alt))
+
+
+def _goodput(record: Record) -> Panel | None:
+    if record.has_quorum:
+        return None
+    times = record.only.goodput
     rows = [
         ("steps that counted", times.productive),
         ("recoveries", times.recovering),
@@ -157,63 +373,111 @@ def _time_table(times: Goodput) -> str:
     body = [(name, seconds(took), percent(min(1.0, took / whole)) if whole > 0 else "-") for name, took in rows]
     body.append(("from the first epoch to the end", seconds(times.wall), ""))
     body.append(("before that: processes, imports, assembly", seconds(times.startup), ""))
-    return table(("", "time", "share"), body)
+    return Panel("Where the time went", html("table", ("", "time", "share"), body))
 
 
-def _step_times(run: Run) -> list[str]:
-    """Return the section about the parts of the steps, none where no worker has reported them."""
-    spans, slow = step_times.read(run.folder), slow_ranks.rows(run.events)
+def _effective(record: Record) -> Panel:
+    found = record.effective
+    measured = "measured: normal time of the steps x share of healthy replicas, divided by the total time"
+    rows = [(measured, percent(found.measured))]
+    if found.formula is not None:
+        of = count(record.count, "replica")
+        means = f"stall {seconds(found.stall_s)}, away {seconds(found.repair_s)}, {of}"
+        rows += [
+            (f"formula, {means}, a failure every {seconds(found.between_s)} as measured", percent(found.formula)),
+            (f"formula, {means}, a failure every 18 min", percent(found.paper_rate)),
+            ("all wait for the repair, a failure every 18 min", percent(found.waiting)),
+        ]
+    papers = asynchronous(PAPER_BETWEEN_S, PAPER_REPAIR_S, PAPER_STALL_S, PAPER_REPLICAS)
+    rows += [
+        ("the paper: stall 3 min, away 10 min, 12 replicas, a failure every 18 min", percent(papers)),
+        ("the paper: all wait for the repair", percent(synchronous(PAPER_BETWEEN_S, PAPER_REPAIR_S))),
+    ]
+    return Panel("Effective training time", html("table", ("", "effective"), rows))
+
+
+def _step_times(record: Record) -> Panel | None:
+    return _of_each("Ranks: own work and waiting", record, _step_times_of)
+
+
+def _step_times_of(replica: Replica) -> Markup | None:
+    """Return the parts of the steps of each rank, None where no worker has reported them."""
+    spans, slow = step_times.read(replica.folder), ranks.slow_rows(replica.events)
     if not spans:
-        return []
-    named = table(slow_ranks.HEAD, slow) if slow else "<p>No rank was persistently slower than others.</p>"
-    return [section("Ranks: own work and waiting", named + heat_map.panel(spans))]
+        return None
+    named = html("p", "No rank was persistently slower than others.")
+    return joined(html("table", ranks.SLOW_HEAD, slow) if slow else named, ranks.panel(spans))
 
 
-def _run_table(run: Run) -> str:
-    started = run.first(events.RUN_STARTED)
-    rows = [("folder", str(run.folder)), ("state", run.state)]
-    for key, value in (started.detail if started is not None else {}).items():
+def _run(record: Record) -> Panel:
+    started = [event for _, event in record.history if event.name == events.RUN_STARTED]
+    rows = [("folder", str(record.folder)), ("state", record.state)]
+    for key, value in (started[0].detail if started else {}).items():
         if key == "command" and isinstance(value, list):
             value = shlex.join(str(word) for word in value)
         if isinstance(value, dict):
             rows += [(f"{key}: {name}", str(each)) for name, each in value.items()]
         else:
             rows.append((key.replace("_", " "), str(value)))
-    rows.append(("decisions in the journal", str(run.decisions)))
-    hosts = events.hosts(run.events)
-    rows += [(f"node {node}", host) for node, host in hosts.items()]
-    end = run.events[-1].wall if run.events else 0.0
-    rows += [("lost", lost_sentence(replace(lost, age=None), hosts)) for lost in lost_nodes(run, end)]
-    for event in run.events:
+    for number, replica in record.replicas.items():
+        of = f"replica {number}: " if record.has_quorum else ""
+        rows += [(f"{of}{name}", value) for name, value in _run_facts(replica)]
+    rows += [("saved", said) for said in saves([event for _, event in record.history])]
+    missed = faults.missed(record.folder)
+    return Panel("Run", html("facts", rows + ([("faults", missed)] if missed else [])))
+
+
+def _run_facts(replica: Replica) -> Iterator[tuple[str, str]]:
+    yield "decisions in the journal", str(replica.decisions)
+    hosts = events.hosts(replica.events)
+    yield from ((f"node {node}", host) for node, host in hosts.items())
+    end = replica.events[-1].wall if replica.events else 0.0
+    yield from (("lost", lost_sentence(replace(lost, age=None), hosts)) for lost in lost_nodes(replica, end))
+    for event in replica.events:
         if event.name == events.DEVICE_UNUSABLE:
             which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")
-            rows.append((f"device {which} of {events.named(event.node, hosts)}", f"not used any more: {reason}"))
-    rows += [("saved", text) for text in saves(run.events)]
-    missed = faults.missed(run.folder)
-    rows += [("faults", missed)] if missed else []
-    rows += [("health", text) for text in health(run)]
-    return (
-        "<table>" + "".join(f"<tr><th>{safe(k)}</th><td><code>{safe(v)}</code></td></tr>" for k, v in rows) + "</table>"
-    )
+            yield f"device {which} of {events.named(event.node, hosts)}", f"not used any more: {reason}"
+    yield from (("health", said) for said in health(replica))
 
 
-def _events(history: Sequence[Event]) -> str:
+def _events(record: Record) -> Panel:
+    history = record.history
     if not history:
-        return "<p>No events.</p>"
-    zero, hosts = origin(history), events.hosts(history)
-    shown = history[:_MOST_EVENTS]
+        return Panel("Events", html("p", "No events."))
+    hosts = {number: events.hosts(one.events) for number, one in record.replicas.items()}
     rows = []
-    for event in shown:
+    for replica, event in history[:_MOST_EVENTS]:
         names = ("node", "worker", "rank", "epoch", "step")
         places = {name: value for name in names if (value := getattr(event, name)) is not None}
         if event.node is not None:
-            places["node"] = events.named(event.node, hosts)
+            places["node"] = events.named(event.node, hosts.get(replica, {}))
         about = ", ".join(f"{name} {value}" for name, value in places.items())
         detail = shortened(json.dumps(event.detail, ensure_ascii=False), 400) if event.detail else ""
-        rows.append((f"{event.wall - zero:+.3f} s", event.name, about, detail))
-    left = len(history) - len(shown)
-    note = f"<p>{left} more events are in events.jsonl.</p>" if left else ""
-    shown_rows = table(("since the first epoch", "event", "about", "detail"), rows)
-    return (
-        f'<details><summary>{len(history)} events</summary><div class="wide events">{shown_rows}</div>{note}</details>'
-    )
+        by = ["quorum server" if replica is None else f"replica {replica}"] if record.has_quorum else []
+        rows.append((f"{event.wall - record.zero:+.3f} s", *by, event.name, about, detail))
+    since = ("since the beginning", "by") if record.has_quorum else ("since the first epoch",)
+    content = html("wide", html("table", (*since, "event", "about", "detail"), rows), "events")
+    left = len(history) - len(rows)
+    files = "the files events.jsonl" if record.has_quorum else "events.jsonl"
+    note = [html("p", f"{left} more events are in {files}.")] if left else []
+    return Panel("Events", html("details", f"{len(history)} events", joined(content, *note)))
+
+
+_PANELS: tuple[Callable[[Record], Panel | None], ...] = (
+    _samples,
+    _recoveries,
+    _incidents,
+    _replicas,
+    _corruption,
+    _actions,
+    _hangs,
+    _loss,
+    _superseded,
+)
+_PANELS_BELOW: tuple[Callable[[Record], Panel | None], ...] = (
+    _goodput,
+    _effective,
+    _step_times,
+    _run,
+    _events,
+)

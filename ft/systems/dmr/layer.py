@@ -10,11 +10,11 @@ from ft.base.errors import UserError
 from ft.protection.contract import Layer, Protection, Trainer, Update
 from ft.protection.undo import SharedCopy
 from ft.systems.dmr.digest import digest, digest_many
-from ft.systems.dmr.profile import install as profiler
+from ft.systems.dmr.profile import session as profiler
 from ft.systems.dmr.profile.session import ITERATIONS, Profiling
 from ft.systems.dmr.runtime import install as runtime
+from ft.systems.dmr.runtime.install import Settings
 from ft.systems.dmr.runtime.protection import IterationVerifier
-from ft.systems.dmr.runtime.settings import Settings
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_DMR
 

@@ -36,6 +36,7 @@ class HotSwap(Protection):
             estimated=None if inside is None else inside.estimated,
             without_state=None if inside is None else inside.position.without_state,
             rebuilder=next((layer.rebuilder for layer in inner if isinstance(layer, RebuildsStages)), None),
+            compares=inside is None,  # with replicas, a step that is done again may have others' gradients
         )
         for layer in inner:
             layer.gets_copy(manager.step_copy())

@@ -8,7 +8,8 @@ to VI-F). This module does no I/O. A recovery has four parts:
 
 An epoch that is closed in between sends the worker back to the start of this list.
 
-The methods are coroutines, so that ``ft simulate control`` can run this same code (:mod:`ft.worker.protocol`).
+The methods are coroutines, so that the simulation (``tests/simulation/control``) can run this same code
+(:mod:`ft.worker.protocol`).
 """
 
 from dataclasses import replace

@@ -3,7 +3,7 @@
 The file is ``RUN_DIR/replica-K/commits.jsonl``. A step is done by a quorum, the set of replicas that take part in it:
 healthy members contribute gradients, and members that are behind fetch the state meanwhile. All members write the same
 facts about the step, except for measurements of the writer, such as ``at``: the position at which its data loader
-really was. The report of a run (``ft.observe.hsdp``) uses these lines to prove which samples were trained.
+really was. The report of a run (``ft.observe.report``) uses these lines to prove which samples were trained.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Interfaces between FT-HSDP's protocol and the rank that it runs on, and what its two threads tell each other.
 
 A replica is a full copy of the model on its own ranks; the quorum of a step is the set of replicas that take part in
-it. :mod:`ft.systems.hsdp.rank` implements the interfaces on a real rank, ``ft simulate hsdp-protocol`` on a simulated
-one.
+it. :mod:`ft.systems.hsdp.rank` implements the interfaces on a real rank, ``tests/simulation/hsdp`` on a simulated one.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,8 @@ A replica is a full copy of the model on its own ranks; the quorum of a step is 
 it. A rank has two threads. The training thread runs :class:`Steps`. The agreement thread runs :class:`Membership`,
 which gets everything that it has to know of the training thread with each question, so that no field is written by
 both. What they do to the outside is behind the interfaces of :mod:`ft.systems.hsdp.ports`. On a real rank, all methods
-block, so that :func:`ft.worker.protocol.run` gets the result of a coroutine at once; ``ft simulate hsdp-protocol``
-suspends the coroutines in virtual time.
+block, so that :func:`ft.worker.protocol.run` gets the result of a coroutine at once; the simulation
+(``tests/simulation/hsdp``) suspends the coroutines in virtual time.
 """
 
 from collections.abc import Awaitable, Callable

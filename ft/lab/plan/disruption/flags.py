@@ -110,7 +110,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rebuild",
         type=duration(0.0),
         metavar="TIME",
-        help="time to rebuild the process groups: see ft simulate recovery",
+        help="time to rebuild the process groups: tools/bench/rebuild.py measures it",
     )
     group.add_argument(
         "--restore", type=duration(0.0), metavar="TIME", help="time to restore the state, up to the first new step"

@@ -4,7 +4,6 @@ DMR (dual modular redundancy, SpareTrain) executes operators twice and compares 
 accelerators, and wherever the first result is not kept until the second execution.
 """
 
-from ft.systems.dmr.digest.api import backend, digest, digest_many, writer
-from ft.systems.dmr.digest.comparison import compare, differing, same
+from ft.systems.dmr.digest.api import backend, compare, differing, digest, digest_many, same, writer
 
 __all__ = ["backend", "compare", "differing", "digest", "digest_many", "same", "writer"]

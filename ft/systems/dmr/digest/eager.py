@@ -6,7 +6,7 @@ DMR (SpareTrain) compares tensors by this 128-bit hash, which ``ft.systems.dmr.d
 
 import torch
 
-from ft.systems.dmr.digest import bits, definition
+from ft.systems.dmr.digest import definition
 from ft.systems.dmr.digest.definition import WORDS
 
 # Number of blocks that are processed at once. On a CPU, the blocks widened to 64 bits should fit into the cache. On a
@@ -18,7 +18,7 @@ _DEVICE_BLOCKS = 512
 def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
     """Write the digest of ``tensor`` into ``out``, int64 [2] on the same device."""
     keys = definition.keys(seed, tensor.device)
-    words = bits.words(tensor)
+    words = definition.words(tensor)
     level = 0
     while words.numel() > WORDS:
         words = _level(words, keys[level]).reshape(-1).view(torch.int32)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ft.systems.dmr.digest import bits, definition
+from ft.systems.dmr.digest import definition
 from ft.systems.dmr.digest.definition import WORDS
 
 WARPS = 8
@@ -33,7 +33,7 @@ def digest(tensor: torch.Tensor, seed: int, out: torch.Tensor) -> None:
     """
     halves = _halves(seed, tensor.device)
     head = definition.head(tensor.dtype, tensor.shape, seed)
-    words = bits.words(tensor)
+    words = definition.words(tensor)
     level = 0
     while words.numel() > WORDS:
         numbers = torch.empty(2 * triton.cdiv(words.numel(), WORDS), dtype=torch.int64, device=words.device)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ft.systems.dmr.digest import bits, definition
+from ft.systems.dmr.digest import definition
 
 NAME = "_native"
 _FAILURES = {1: "no memory for the numbers of its blocks", 2: "it is longer than 16 TiB"}
@@ -75,7 +75,7 @@ def digest(
         MemoryError: the library could not allocate memory, or the tensor is longer than 16 TiB.
     """
     using = using or library()
-    memory = bits.laid_out(tensor)
+    memory = definition.laid_out(tensor)
     _table, address = _keys(seed)
     failed = using.ft_digest(
         memory.data_ptr(),

@@ -1,7 +1,5 @@
-"""Implement the command ``ft dmr plan``: make a DMR plan from a profile and a memory budget.
-
-DMR (dual modular redundancy, SpareTrain) verifies operators by executing them a second time. The plan says when each
-operator of a run is verified.
+"""Implement the commands ``ft dmr plan`` (make a plan from a profile and a memory budget) and ``ft dmr explain`` (print
+how a plan file verifies operators, what that costs, and why).
 """
 
 import argparse
@@ -12,12 +10,11 @@ from pathlib import Path
 
 from ft.base.errors import UserError
 from ft.base.quantities import argument, size
-from ft.systems.dmr.plan.attempts import PHASES
-from ft.systems.dmr.plan.file import read_plan, write_plan
-from ft.systems.dmr.plan.planner import Options, plan
+from ft.show.text import table
+from ft.systems.dmr.plan.file import read_plan, read_trace, write_plan
+from ft.systems.dmr.plan.planner import PHASES, Options, plan
 from ft.systems.dmr.plan.text import as_text, as_values
-from ft.systems.dmr.plan.trace import INTER, INTRA, Trace
-from ft.systems.dmr.plan.trace_file import read_trace
+from ft.systems.dmr.plan.trace import INTER, INTRA, Plan, Trace
 from ft.systems.dmr.unstable import read_unstable
 
 _DESCRIPTION = """\
@@ -28,7 +25,12 @@ memory budget."""
 
 
 def add_parser(subparsers) -> None:
-    """Add the subcommand ``plan`` to ``subparsers``, the argparse subparsers of ``ft dmr``."""
+    """Add ``plan`` and ``explain`` to ``subparsers``, the argparse subparsers of ``ft dmr``."""
+    _add_plan(subparsers)
+    _add_explain(subparsers)
+
+
+def _add_plan(subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="plan from a profile when each operator is verified",
@@ -52,11 +54,11 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--known", action="append", default=[], metavar="PLAN", help=known)
     unstable = "file of ft dmr selftest --out with operators that are not reproducible; they are not verified"
     parser.add_argument("--unstable", metavar="FILE", help=unstable)
-    add_answer_flags(parser)
-    parser.set_defaults(main=run)
+    _add_answer_flags(parser)
+    parser.set_defaults(main=run_plan)
 
 
-def add_answer_flags(parser: argparse.ArgumentParser) -> None:
+def _add_answer_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--plot`` and ``--json``."""
     parser.add_argument(
         "--plot", metavar="FILE", help="write a picture of windows and memory over time to this file, as PNG"
@@ -64,7 +66,7 @@ def add_answer_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-def run(given: argparse.Namespace) -> int:
+def run_plan(given: argparse.Namespace) -> int:
     """Make the plan, write it to the file that is given, print it, and return the exit code.
 
     Raises:
@@ -84,7 +86,7 @@ def run(given: argparse.Namespace) -> int:
     found = plan(trace, budget, Options(given.phases, kinds), known)
     if given.out is not None:
         write_plan(Path(given.out), found)
-    answer(found, given)
+    _answer(found, given)
     return 0
 
 
@@ -97,7 +99,7 @@ def without_checking(trace: Trace, operators: Collection[str]) -> Trace:
     return replace(trace, ops=tuple(ops))
 
 
-def answer(found, given: argparse.Namespace) -> None:
+def _answer(found, given: argparse.Namespace) -> None:
     """Print a plan in the requested format, and draw it if requested.
 
     Raises:
@@ -112,3 +114,56 @@ def answer(found, given: argparse.Namespace) -> None:
             draw(found, Path(given.plot))
         except (OSError, ValueError) as error:
             raise UserError(f"the picture cannot be written: {error}", "give --plot a path ending in .png") from error
+
+
+_MOST = 40
+"""Maximum number of operators that are listed one by one, the longest first."""
+
+
+def _add_explain(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "explain",
+        help="explain how a plan verifies operators, what this costs, and why",
+        description="Read a plan, check that it can be followed, and print how it verifies operators and what this "
+        "costs.",
+    )
+    parser.add_argument("plan", metavar="PLAN", help="plan that ft dmr plan --out has written")
+    parser.add_argument(
+        "--operators", metavar="TEXT", help="list the operators whose name or id contains TEXT, the longest first"
+    )
+    _add_answer_flags(parser)
+    parser.set_defaults(main=run_explain)
+
+
+def run_explain(given: argparse.Namespace) -> int:
+    """Print the explanation, and return the exit code.
+
+    Raises:
+        UserError: the plan cannot be read or followed, no operator matches, or the picture cannot be written.
+    """
+    found = read_plan(Path(given.plan))
+    if given.operators is not None:
+        print(listed(found, given.operators))
+        return 0
+    _answer(found, given)
+    return 0
+
+
+def listed(plan: Plan, text: str) -> str:
+    """Return a table of the operators whose name or id contains ``text``, at most _MOST, the longest first.
+
+    Raises:
+        UserError: no operator matches.
+    """
+    ops = [op for op in plan.trace.ops if text in op.name or text in op.id]
+    if not ops:
+        raise UserError(f"the plan has no operator named like {text!r}", "remove --operators to list all operators")
+    ops.sort(key=lambda op: (-op.t_us, op.start_us))
+    rows = []
+    for op in ops[:_MOST]:
+        how, place = plan.assign[op.id], op.place
+        where = (str(place.stage), str(place.microbatch), str(place.layer), place.phase)
+        rows.append((op.id, op.name, *where, f"{op.t_us:.1f}", how.set, how.agc_segment or how.window or "-"))
+    head = ("operator", "name", "stage", "microbatch", "layer", "phase", "us", "set", "window or segment")
+    more = [f"and {len(ops) - _MOST} more"] if len(ops) > _MOST else []
+    return "\n".join([table(head, rows, (2, 3, 4, 6)), *more])

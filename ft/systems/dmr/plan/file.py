@@ -1,51 +1,364 @@
-"""Read and write the plan files of DMR: a trace, how each of its operators is verified, and the predicted costs.
+"""Read, check and write the trace and plan files of DMR: one JSON object with times in microseconds and sizes in bytes.
 
-DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time. A trace lists the
-operators of one iteration. A plan file is a trace file (JSON, ``ft.systems.dmr.plan.trace_file``) with these additions:
+The fields of a trace file:
 
-- ``assign``: operator id -> ``set``, the way of verification (``ft.systems.dmr.plan.assign.SETS``). Operators in the
+- ``version``, and ``fingerprint`` with the properties of the run (FINGERPRINT).
+- ``ops``: each has ``id``, ``name``, ``phase``, ``t0_us`` and ``t_us``, and optionally ``stage``, ``microbatch``,
+  ``layer``, ``chunk``, ``in_ids``, ``out_ids``, ``mutates``, ``rng``, ``deterministic``, ``compare_us``, ``defer_us``,
+  ``ac_segment``, ``is_segment_last`` and ``comm_tail`` (``Operator``, ``Checking``, ``Segment``).
+- ``tensors``: each has ``id``, ``bytes``, and ``free_us`` unless it outlives the iteration.
+- ``windows``: each has ``id``, ``t0_us``, ``dur_us`` and ``kind``, and optionally ``stage`` and ``dynamic``.
+- ``memory``: ``budget``, and ``timeline`` with ``stage``, ``t_us`` and ``live`` (bytes in use from then on) for each
+  change.
+- ``schedule``: the fields of ``Pipeline``, or null. ``early_stop``: as in ``Trace``.
+
+A plan file is a trace file with these additions:
+
+- ``assign``: operator id -> ``set``, the way of verification (``ft.systems.dmr.plan.trace.SETS``). Operators in the
   sets D_inter and D_intra, whose second execution is deferred to an idle time (a window), also have ``window`` and, if
   they are executed again as part of a sequence of operators (an AGC segment), ``agc_segment``.
 - ``agc_segments``: the fields of ``AgcSegment``, for each segment.
 - ``predicted`` and ``phases``: the fields of ``Predicted``, for the whole plan and after each phase of planning.
 """
 
-from collections.abc import Mapping
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
+from msgspec import Meta, Struct, ValidationError, convert, structs
+
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from ft.systems.dmr.plan.assign import SETS, AgcSegment, Assignment, Plan, Predicted
 from ft.systems.dmr.plan.check import problems
-from ft.systems.dmr.plan.fields import Fields, read_object, write_object
-from ft.systems.dmr.plan.trace import FINGERPRINT
-from ft.systems.dmr.plan.trace_file import VERSION, from_values, refuse_twice, to_values
+from ft.systems.dmr.plan.trace import (
+    FINGERPRINT,
+    INTER,
+    INTRA,
+    PHASES,
+    SETS,
+    AgcSegment,
+    Assignment,
+    Checking,
+    Memory,
+    Operator,
+    Place,
+    Plan,
+    Predicted,
+    Segment,
+    Tensor,
+    Trace,
+    Window,
+)
+from ft.systems.schedule.megatron import Pipeline
 
-FIX = "plan again: ft dmr plan PROFILE --memory-budget SIZE --out FILE"
-_PREDICTED = ("t_none", "t_naive", "t_plan", "exposed_us", "peak_bytes")
+VERSION = 2
+"""Version of the file format. Files of other versions are refused."""
+MOST_UNITS = 10_000_000
+"""Number of forward passes of one iteration, over all stages, above which a schedule is refused as a mistake."""
+
+_PROFILE_AGAIN = "profile again: ft dmr profile --out FILE"
+_PLAN_AGAIN = "plan again: ft dmr plan PROFILE --memory-budget SIZE --out FILE"
+
+_T = TypeVar("_T")
+_Amount = Annotated[float, Meta(ge=0, le=1e300)]
+_Count = Annotated[int, Meta(ge=0)]
+_Positive = Annotated[int, Meta(ge=1)]
+_CHOICES = {"phase": PHASES, "kind": INTER + INTRA, "set": SETS}
 
 
-def write_plan(path: Path, plan: Plan) -> None:
-    """Write a plan to a file.
+class _Operator(Struct):
+    id: str
+    name: str
+    phase: Literal[PHASES]
+    t0_us: _Amount
+    t_us: _Amount
+    stage: _Count = 0
+    microbatch: _Count = 0
+    layer: _Count = 0
+    chunk: _Count = 0
+    in_ids: tuple[str, ...] = ()
+    out_ids: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
+    rng: bool = False
+    deterministic: bool = True
+    compare_us: _Amount = 0.0
+    defer_us: _Amount = 0.0
+    ac_segment: str | None = None
+    is_segment_last: bool = False
+    comm_tail: bool = False
+
+    def operator(self) -> Operator:
+        place = Place(self.stage, self.microbatch, self.layer, self.phase, self.chunk)
+        segment = None
+        if self.ac_segment is not None:
+            segment = Segment(self.ac_segment, self.is_segment_last, self.comm_tail)
+        checking = Checking(self.compare_us, self.mutates, self.rng, self.deterministic, segment, self.defer_us)
+        return Operator(self.id, self.name, place, self.t0_us, self.t_us, self.in_ids, self.out_ids, checking)
+
+
+class _Tensor(Struct):
+    id: str
+    bytes: _Amount
+    free_us: _Amount | None = None
+
+
+class _Window(Struct):
+    id: str
+    t0_us: _Amount
+    dur_us: _Amount
+    kind: Literal[INTER + INTRA]
+    stage: _Count = 0
+    dynamic: bool = False
+
+
+class _Level(Struct):
+    t_us: _Amount
+    live: _Amount
+    stage: _Count = 0
+
+
+class _Memory(Struct):
+    timeline: list[_Level] = []
+    budget: _Amount | None = None
+
+
+class _Pipeline(Struct):
+    stages: _Positive
+    microbatches: _Positive
+    chunks: _Positive = 1
+    comm_us: _Amount = 0.0
+    blocking: bool = True
+    group: _Count = 0
+
+
+class _Trace(Struct):
+    fingerprint: dict[str, Any]
+    ops: list[_Operator]
+    tensors: list[_Tensor]
+    windows: list[_Window]
+    memory: _Memory
+    schedule: _Pipeline | None = None
+    early_stop: bool = False
+
+
+class _Assignment(Struct):
+    set: Literal[SETS]
+    window: str | None = None
+    agc_segment: str | None = None
+
+
+class _AgcSegment(Struct):
+    id: str
+    ops: tuple[str, ...]
+    window: str
+    keeps: tuple[str, ...]
+    load_us: _Amount
+    regenerated_us: _Amount = 0.0
+
+
+class _Predicted(Struct):
+    t_none: _Amount
+    t_naive: _Amount
+    t_plan: _Amount
+    exposed_us: _Amount
+    peak_bytes: _Amount
+
+
+class _Plan(Struct):
+    assign: dict[str, Any]
+    predicted: _Predicted
+    agc_segments: list[_AgcSegment] = []
+    phases: list[_Predicted] = []
+
+
+class _File:
+    """The JSON object of a file, which users may have edited. A field that is null counts as absent.
+
+    Args:
+        path: a JSON file.
+        fix: what the user can do if the file cannot be used.
+
+    Attributes:
+        values: the object.
+
+    Raises:
+        UserError: the file cannot be read, is truncated, is not a JSON object, or has another version.
+    """
+
+    def __init__(self, path: Path, fix: str):
+        self._path, self._fix = path, fix
+        try:
+            self.values = bounded_json.loads(files.read_text(path), object_pairs_hook=_once)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}", fix) from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is no text: {error}", fix) from error
+        except json.JSONDecodeError as error:
+            where = f"line {error.lineno}, column {error.colno}"
+            raise UserError(f"{path} is not JSON, or is truncated: {error.msg} at {where}", fix) from error
+        except ValueError as error:
+            raise UserError(f"{path} cannot be understood: {error}", fix) from error
+        if not isinstance(self.values, dict):
+            raise self.error("is not a JSON object")
+        if "version" not in self.values:
+            raise self.error("has no 'version'")
+        if self.values["version"] != VERSION:
+            raise self.error(f"has version {self.values['version']}, but this version of the program reads {VERSION}")
+
+    def error(self, problem: str, place: str = "") -> UserError:
+        """Return the error to raise: the problem, preceded by the file and the place in it ("prof.json: ops[3]")."""
+        return UserError(f"{self._path}{place and f': {place}'} {problem}", self._fix)
+
+    def convert(self, kind: type[_T], values: Any = None, place: str = "") -> _T:
+        """Return the values at ``place``, by default all values of the file, as ``kind``.
+
+        Raises:
+            UserError: a value is missing, or is not what ``kind`` allows; the message names it.
+        """
+        values = self.values if values is None else values
+        try:
+            return convert(values, kind)
+        except ValidationError as error:
+            raise self._refused(str(error), values, place) from error
+
+    def _refused(self, problem: str, values: Any, place: str) -> UserError:
+        """Return the error for a message of msgspec such as "Expected `float`, got `str` - at `$.ops[3].t_us`"."""
+        said, _, path = problem.rstrip("`").partition(" - at `$.")
+        here = ": ".join(part for part in (place, path.replace(".", ": ")) if part)
+        if missing := re.search(r"missing required field `(\w+)", said):
+            return self.error(f"has no {missing[1]!r}", here)
+        if said.startswith("Expected `object`"):
+            return self.error("is not a JSON object", here)
+        for step in re.findall(r"\w+", path):
+            values = values[int(step) if isinstance(values, list) else step]
+        place, _, name = here.rpartition(": ")
+        if said.startswith("Invalid enum"):
+            said = f"which is none of {', '.join(_CHOICES[name])}"
+        return self.error(f"has {name} = {values!r}: {said}", place)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object from its pairs, without fields that are null; refuse duplicate names, of which Python's reader
+    would keep only the last."""
+    if len(dict(pairs)) < len(pairs):
+        twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+        raise ValueError(f"an object has {twice!r} twice")
+    return {name: value for name, value in pairs if value is not None}
+
+
+def read_trace(path: Path) -> Trace:
+    """Return the trace in a file.
+
+    Raises:
+        UserError: the file cannot be read, is truncated, has another version, or describes an impossible trace: a
+            field is missing or of another type, an id occurs twice, an operator names an unknown tensor, two operators
+            write the same tensor, operators need each other's results in a cycle, or the stage, microbatch or chunk of
+            an operator is not in the schedule.
+    """
+    return _trace(_File(path, _PROFILE_AGAIN))
+
+
+def _trace(file: _File) -> Trace:
+    found = file.convert(_Trace)
+    tensors = [Tensor(one.id, one.bytes, one.free_us) for one in found.tensors]
+    windows = [Window(one.id, one.stage, one.t0_us, one.dur_us, one.kind, one.dynamic) for one in found.windows]
+    trace = Trace(
+        fingerprint=_fingerprint(found.fingerprint, file),
+        ops=tuple(sorted((op.operator() for op in found.ops), key=lambda op: (op.place.stage, op.start_us))),
+        tensors={tensor.id: tensor for tensor in tensors},
+        windows=tuple(sorted(windows, key=lambda one: (one.stage, one.start_us))),
+        memory=_memory(found.memory),
+        pipeline=_pipeline(found.schedule, file) if found.schedule is not None else None,
+        early_stop=found.early_stop,
+    )
+    _refuse_twice("tensor", (tensor.id for tensor in tensors), file)
+    _refuse_inconsistent(trace, file)
+    return trace
+
+
+def _fingerprint(found: dict[str, Any], file: _File) -> dict[str, Any]:
+    for name in FINGERPRINT:
+        if name not in found:
+            raise file.error(f"has no {name!r}", "fingerprint")
+    for name, value in found.items():
+        if not isinstance(value, str | int | float | bool):
+            raise file.error(f"has {name} = {value!r}, which is neither a text nor a number", "fingerprint")
+    return found
+
+
+def _memory(found: _Memory) -> Memory:
+    timeline: dict[int, list[tuple[float, float]]] = {}
+    for each in found.timeline:
+        timeline.setdefault(each.stage, []).append((each.t_us, each.live))
+    return Memory({stage: tuple(sorted(points)) for stage, points in timeline.items()}, found.budget)
+
+
+def _pipeline(found: _Pipeline, file: _File) -> Pipeline:
+    pipeline = Pipeline(found.stages, found.microbatches, found.chunks, found.comm_us, found.blocking, found.group)
+    if pipeline.stages * pipeline.microbatches * pipeline.chunks > MOST_UNITS:
+        raise file.error(f"has more than {MOST_UNITS} forwards: {pipeline}", "schedule")
+    return pipeline
+
+
+def _refuse_inconsistent(trace: Trace, file: _File) -> None:
+    _refuse_twice("operator", (op.id for op in trace.ops), file)
+    _refuse_twice("window", (window.id for window in trace.windows), file)
+    producer: dict[str, str] = {}
+    for op in trace.ops:
+        unknown = [each for each in (*op.tensors, *op.checking.mutates) if each not in trace.tensors]
+        if unknown:
+            raise file.error(f"has an operator {op.id!r} that uses a tensor {unknown[0]!r} it does not list")
+        for each in op.out_ids:
+            if each in producer:
+                raise file.error(f"has two operators that write tensor {each!r}: {producer[each]!r} and {op.id!r}")
+            producer[each] = op.id
+    waits = {op.id: {producer[each] for each in op.in_ids if each in producer} - {op.id} for op in trace.ops}
+    try:
+        TopologicalSorter(waits).prepare()
+    except CycleError as error:
+        circle = " <- ".join(map(str, error.args[1]))
+        raise file.error(f"has a cycle: operators need each other's results: {circle}") from error
+    if trace.pipeline is not None:
+        _fits(trace, trace.pipeline, file)
+
+
+def _fits(trace: Trace, pipeline: Pipeline, file: _File) -> None:
+    for op in trace.ops:
+        place = op.place
+        if place.phase == PHASES[-1] and place.stage < pipeline.stages:
+            continue
+        here = (place.stage, place.microbatch, place.chunk)
+        if any(is_ >= of for is_, of in zip(here, _shape(pipeline), strict=True)):
+            said = f"{pipeline.stages} stages, {pipeline.microbatches} microbatches, {pipeline.chunks} chunks"
+            where = f"stage {here[0]}, microbatch {here[1]}, chunk {here[2]} (from 0)"
+            raise file.error(f"has an operator {op.id!r} on {where}, outside its schedule of {said}")
+
+
+def _shape(pipeline: Pipeline) -> tuple[int, int, int]:
+    return pipeline.stages, pipeline.microbatches, pipeline.chunks
+
+
+def _refuse_twice(what: str, ids: Iterable[str], file: _File) -> None:
+    seen: set[str] = set()
+    for each in ids:
+        if each in seen:
+            raise file.error(f"lists {what} {each!r} twice")
+        seen.add(each)
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a trace to a file.
 
     Raises:
         UserError: the file cannot be written.
     """
-    values = {
-        "version": VERSION,
-        **to_values(plan.trace),
-        "assign": {name: _assignment_values(how) for name, how in plan.assign.items()},
-        "agc_segments": [vars(segment) for segment in plan.segments.values()],
-        "predicted": vars(plan.predicted),
-        "phases": [vars(each) for each in plan.phases],
-    }
-    write_object(path, values)
-
-
-def _assignment_values(how: Assignment) -> dict[str, str]:
-    values = {"set": how.set, "window": how.window, "agc_segment": how.agc_segment}
-    return {name: value for name, value in values.items() if value is not None}
+    _write(path, {"version": VERSION, **_trace_values(trace)})
 
 
 def read_plan(path: Path) -> Plan:
@@ -56,47 +369,117 @@ def read_plan(path: Path) -> Plan:
             cannot be followed: operators are unassigned or unknown, windows or memory are overrun, or
             ``ft.systems.dmr.plan.check`` finds another problem.
     """
-    found = read_object(path, VERSION, FIX)
-    if "assign" not in found.values:
+    file = _File(path, _PLAN_AGAIN)
+    if "assign" not in file.values:
         raise UserError(f"{path} is a profile, not a plan: it assigns no operators", f"plan it: ft dmr plan {path} ...")
-    trace = from_values(found)
-    assign = found.object("assign")
-    segments = [_segment(each) for each in found.objects("agc_segments", [])]
-    refuse_twice("AGC segment", [segment.id for segment in segments], found)
+    trace, found = _trace(file), file.convert(_Plan)
+    assign = {name: file.convert(_Assignment, how, f"assign: {name}") for name, how in found.assign.items()}
+    segments = [AgcSegment(**structs.asdict(segment)) for segment in found.agc_segments]
+    _refuse_twice("AGC segment", (segment.id for segment in segments), file)
     plan = Plan(
         trace=trace,
-        assign={name: _assignment(assign.object(name)) for name in assign.values},
+        assign={name: Assignment(how.set, how.window, how.agc_segment) for name, how in assign.items()},
         segments={segment.id: segment for segment in segments},
-        predicted=_predicted(found.object("predicted")),
-        phases=tuple(map(_predicted, found.objects("phases", []))),
+        predicted=Predicted(**structs.asdict(found.predicted)),
+        phases=tuple(Predicted(**structs.asdict(phase)) for phase in found.phases),
     )
     wrong = list(islice(problems(plan), 4))
     if wrong:
         more = "; and more" if len(wrong) > 3 else ""
-        raise found.error("cannot be followed: " + "; ".join(wrong[:3]) + more)
+        raise file.error("cannot be followed: " + "; ".join(wrong[:3]) + more)
     return plan
 
 
-def _assignment(found: Fields) -> Assignment:
-    name = found.text("set")
-    if name not in SETS:
-        raise found.error(f"has set = {name!r}, which is none of {', '.join(SETS)}")
-    return Assignment(name, found.text("window", None), found.text("agc_segment", None))
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write a plan to a file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    values = {
+        "version": VERSION,
+        **_trace_values(plan.trace),
+        "assign": {name: _assignment_values(how) for name, how in plan.assign.items()},
+        "agc_segments": [vars(segment) for segment in plan.segments.values()],
+        "predicted": vars(plan.predicted),
+        "phases": [vars(each) for each in plan.phases],
+    }
+    _write(path, values)
 
 
-def _segment(found: Fields) -> AgcSegment:
-    return AgcSegment(
-        id=found.text("id"),
-        ops=found.texts("ops"),
-        window=found.text("window"),
-        keeps=found.texts("keeps"),
-        load_us=found.amount("load_us"),
-        regenerated_us=found.amount("regenerated_us", 0.0),
-    )
+def _assignment_values(how: Assignment) -> dict[str, str]:
+    values = {"set": how.set, "window": how.window, "agc_segment": how.agc_segment}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _predicted(found: Fields) -> Predicted:
-    return Predicted(*(found.amount(name) for name in _PREDICTED))
+def _trace_values(trace: Trace) -> dict[str, Any]:
+    """Return the trace as JSON values."""
+    pipeline = trace.pipeline
+    return {
+        "fingerprint": dict(trace.fingerprint),
+        "ops": [_operator_values(op) for op in trace.ops],
+        "tensors": [_without({"id": one.id, "bytes": one.bytes, "free_us": one.free_us}) for one in _listed(trace)],
+        "windows": [_window_values(window) for window in trace.windows],
+        "memory": {
+            "budget": trace.memory.budget,
+            "timeline": [
+                {"stage": stage, "t_us": at, "live": live}
+                for stage, points in sorted(trace.memory.timeline.items())
+                for at, live in points
+            ],
+        },
+        "schedule": None if pipeline is None else vars(pipeline),
+        "early_stop": trace.early_stop,
+    }
+
+
+def _listed(trace: Trace) -> list[Tensor]:
+    return [
+        tensor if tensor.free_us is None or math.isfinite(tensor.free_us) else Tensor(tensor.id, tensor.bytes)
+        for tensor in trace.tensors.values()
+    ]
+
+
+def _operator_values(op: Operator) -> dict[str, Any]:
+    """Return one operator as JSON values; defaults are left out."""
+    segment, checking = op.checking.segment, op.checking
+    required = {"id": op.id, "name": op.name, "phase": op.place.phase, "t0_us": op.start_us, "t_us": op.t_us}
+    place = {name: getattr(op.place, name) for name in ("stage", "microbatch", "layer", "chunk")}
+    optional = {
+        "in_ids": list(op.in_ids),
+        "out_ids": list(op.out_ids),
+        "compare_us": checking.compare_us,
+        "defer_us": checking.defer_us,
+        "mutates": list(checking.mutates),
+        "rng": checking.rng,
+        "ac_segment": segment and segment.name,
+        "is_segment_last": segment is not None and segment.last,
+        "comm_tail": segment is not None and segment.comm_tail,
+    }
+    given = {name: value for name, value in optional.items() if value}
+    return {**required, **place, **given, **({} if checking.deterministic else {"deterministic": False})}
+
+
+def _window_values(window: Window) -> dict[str, Any]:
+    """Return one window as JSON values."""
+    times = {"t0_us": window.start_us, "dur_us": window.dur_us}
+    return {"id": window.id, "stage": window.stage, **times, "kind": window.kind, "dynamic": window.dynamic}
+
+
+def _without(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    """Write ``values`` as JSON to ``path`` atomically: a crash leaves no incomplete file there.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        files.replace(path, json.dumps(values, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}", "choose another path") from error
 
 
 def differences(planned: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:

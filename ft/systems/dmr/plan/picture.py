@@ -13,10 +13,9 @@ from matplotlib.patches import Patch
 from ft.show import axes as look
 from ft.show import palette
 from ft.show.text import percent
-from ft.systems.dmr.plan.assign import Plan
 from ft.systems.dmr.plan.check import memory_over_time
-from ft.systems.dmr.plan.summary import loads
-from ft.systems.dmr.plan.trace import BACKWARD, FORWARD, INTER, RECOMPUTE, Operator
+from ft.systems.dmr.plan.text import loads
+from ft.systems.dmr.plan.trace import BACKWARD, FORWARD, INTER, RECOMPUTE, Operator, Plan
 
 _WORK = {FORWARD: "#8fb3d9", RECOMPUTE: "#c3d3e4", BACKWARD: "#4f7fb0"}
 # Operators outside of all units: gradient reduction, optimizer step.

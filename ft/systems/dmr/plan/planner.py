@@ -1,19 +1,79 @@
 """The DMR planner: a pure function from a trace, a memory budget and options to a plan.
 
-DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time. The plan says for each
-operator of the trace when that happens: with activation recomputation (phase 1 of the planner), in a *window*, a time
-in which its stage communicates or is idle (phases 2 and 3), or immediately (naive).
+The plan says for each operator of the trace when it is executed a second time: with activation recomputation (phase 1),
+in a window, a time in which its stage communicates or is idle (phases 2 and 3, ``ft.systems.dmr.plan.phases``), or
+immediately (naive). Several plans are made, because no single order of choices is the best for every iteration, and the
+best is returned.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ft.base.errors import UserError
-from ft.systems.dmr.plan.assign import AgcSegment, Assignment, Plan, Predicted
-from ft.systems.dmr.plan.attempts import PHASES, Part, attempts
 from ft.systems.dmr.plan.check import peaks, problems
+from ft.systems.dmr.plan.draft import Draft
+from ft.systems.dmr.plan.online import serve
+from ft.systems.dmr.plan.phases import InnerActivations, coarse, fine, piggyback
 from ft.systems.dmr.plan.predict import Clock, everything_at_once
-from ft.systems.dmr.plan.trace import INTER, INTRA, Trace
+from ft.systems.dmr.plan.trace import INTER, INTRA, AgcSegment, Assignment, Plan, Predicted, Trace
+
+PHASES = 3
+"""Number of planning phases."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a plan that belongs to one stage (or to all stages).
+
+    Attributes:
+        assign: operator id -> how the operator is verified.
+        segments: AGC segments, by id.
+        peak: peak memory, in bytes.
+    """
+
+    assign: Mapping[str, Assignment]
+    segments: Mapping[str, AgcSegment]
+    peak: float
+
+
+def attempts(trace: Trace, budget: float, phases: int, kinds: Sequence[str]) -> Iterator[tuple[int, list[Part]]]:
+    """Yield several plans, each as (number of planning phases that it uses, a part for each stage).
+
+    One plan keeps the activations inside AGC segments that come from a recomputation. Another plan regenerates them,
+    which is better where memory and not time is scarce. A third plan leaves out phase 2, because single operators may
+    fill windows better.
+
+    Args:
+        trace: the iteration.
+        budget: memory that each stage may use, in bytes.
+        phases: highest number of planning phases, 1 to 3.
+        kinds: kinds of windows that may be used.
+    """
+    for number, inner in ((1, None), (2, InnerActivations.KEPT), (2, InnerActivations.REGENERATED)):
+        if number > phases:
+            return
+        drafts = _begun(trace, budget, kinds)
+        if inner is not None:
+            for draft in drafts:
+                coarse(draft, inner)
+        yield number, _parts(drafts)
+        if phases == PHASES:
+            for draft in drafts:
+                # Windows of unknown length (dynamic ones) can only be filled by decisions at run time (``serve``
+                # simulates them). The run-time planner then fills all windows, the others too.
+                (serve if any(window.dynamic for window in draft.windows) else fine)(draft)
+            yield PHASES, _parts(drafts)
+
+
+def _begun(trace: Trace, budget: float, kinds: Sequence[str]) -> list[Draft]:
+    drafts = [Draft(trace, stage, budget, kinds) for stage in trace.stages]
+    for draft in drafts:
+        piggyback(draft)
+    return drafts
+
+
+def _parts(drafts: list[Draft]) -> list[Part]:
+    return [Part(draft.completed(), dict(draft.segments), draft.holdings.peak) for draft in drafts]
 
 
 @dataclass(frozen=True)
@@ -41,7 +101,7 @@ def plan(trace: Trace, budget: float, options: Options | None = None, known: Seq
         known: earlier plans of the same operators, for example for less memory or shorter windows. With all phases, the
             new plan is never worse than an earlier plan that can still be followed and uses only windows of these
             kinds. (Without earlier plans, more memory may give a plan that hides up to one operator less, because
-            stages of more than about 100 operators are planned greedily.)
+            stages are planned greedily.)
 
     Raises:
         UserError: training without DMR needs more than the budget.

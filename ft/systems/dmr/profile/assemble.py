@@ -1,20 +1,23 @@
-"""Assemble a DMR profile: make one trace from the records of all pipeline stages by simulating the pipeline schedule.
+"""Make a trace for the DMR planner from the recordings of all ranks, and measure what verifications cost.
 
-DMR (dual modular redundancy, SpareTrain) executes operators a second time, if possible in *windows*, times in which a
-stage communicates or is idle. A trace lists the operators, windows and memory use of one iteration.
-
-Clocks of different stages are not compared, and measured waits for other stages are not used as idle times, because a
-stage also waits while the profiler of another stage is writing its record. In the trace, each unit (the forward or
-backward pass of one microbatch through one model chunk) takes as long as its stage has measured. The idle time between
-units is that of the simulated schedule (``ft.systems.dmr.plan.schedule``). The duration of a message is a low quantile
-of the measured waits.
+The trace is made by simulating the pipeline schedule. Clocks of different stages are not compared, and measured waits
+for other stages are not used as idle times, because a stage also waits while the profiler of another stage is writing
+its record. In the trace, each unit (the forward or backward pass of one microbatch through one model chunk) takes as
+long as its stage has measured. The idle time between units is that of the simulated schedule
+(``ft.systems.dmr.plan.predict``). The duration of a message is a low quantile of the measured waits. The costs of
+verifications are measured once per profile, on the device of the run.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from ft.base.errors import UserError
-from ft.systems.dmr.plan.schedule import Pipeline, Timeline, Unit, idle, orders, simulate
+from ft.systems.dmr.digest import same, writer
+from ft.systems.dmr.plan.predict import Timeline, idle, simulate
 from ft.systems.dmr.plan.trace import (
     BACKWARD,
     IN_UNITS,
@@ -28,9 +31,83 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
-from ft.systems.dmr.profile.costs import ComparisonCosts
-from ft.systems.dmr.profile.events import P2P, Event, ExecutedOperator, RecordedWait, StageRecord, Timed
-from ft.systems.dmr.runtime.cursor import operator_id
+from ft.systems.dmr.profile.recorder import P2P, Event, ExecutedOperator, RecordedWait, StageRecord, Timed
+from ft.systems.dmr.runtime.cursor import OperatorCall, operator_id
+from ft.systems.dmr.runtime.findings import Findings
+from ft.systems.dmr.runtime.operators import properties_of
+from ft.systems.dmr.runtime.queue import Replay, entry, verify
+from ft.systems.schedule.megatron import Pipeline, orders
+from ft.systems.schedule.units import Unit
+
+_REPEATS = 20
+_LARGE = 1 << 22
+
+
+@dataclass(frozen=True)
+class ComparisonCosts:
+    """Costs of verifying an operator, without its second execution.
+
+    Attributes:
+        fixed_us: cost of comparing results of any size, in microseconds.
+        us_per_byte: additional cost of comparing results, in microseconds per byte.
+        defer_us: cost of recording an operator for a deferred verification, in microseconds.
+    """
+
+    fixed_us: float
+    us_per_byte: float
+    defer_us: float = 0.0
+
+    def us(self, count: int) -> float:
+        """Return the duration of comparing ``count`` bytes, in microseconds."""
+        return self.fixed_us + count * self.us_per_byte
+
+
+def measure(device: torch.device) -> ComparisonCosts:
+    """Return the costs on ``device``, each a median of several measurements. ``fixed_us`` and ``defer_us`` are measured
+    with a small operator, ``us_per_byte`` with a large tensor, as two digests (on a CPU, one comparison)."""
+    findings = Findings(device, 0)
+    small, large = torch.ones(16, device=device), torch.ones(_LARGE // 4, device=device)
+    func = torch.ops.aten.add.Tensor
+    at, kind = OperatorCall("add.Tensor", "forward", 0, 0, 0, 0), properties_of(func)
+
+    waiting = entry(at, kind, (func, (small, small), {}), func(small, small), None, 0)
+    alone = _median_us(lambda: func(small, small), device)
+    fixed = max(_median_us(lambda: verify(waiting, findings), device) - alone, 0.0)
+    replay = Replay(findings, _REPEATS + 1, 0)
+    aside = _median_us(lambda: replay.record(at, kind, (func, (small, small), {}), small, None), device)
+    findings.restart()
+    return ComparisonCosts(fixed, _median_us(_comparison(large), device) / _LARGE, aside)
+
+
+def _comparison(tensor: torch.Tensor) -> Callable[[], object]:
+    if tensor.device.type == "cpu":
+        other = tensor.clone()
+        return lambda: same(tensor, other)
+    write = writer(tensor.device)
+    rows = torch.empty((2, 2), dtype=torch.int64, device=tensor.device).unbind()
+
+    def twice():
+        for row in rows:
+            write(tensor, 0, row)
+
+    return twice
+
+
+def _median_us(work: Callable[[], object], device: torch.device) -> float:
+    took = []
+    for _ in range(_REPEATS):
+        _settle(device)
+        began = time.perf_counter()
+        work()
+        _settle(device)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took) * 1e6
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 _FASTER = 0.25
 """Quantile of the measured waits for messages that is used as the duration of a message for which no stage was late."""

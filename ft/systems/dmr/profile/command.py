@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 from ft.base.errors import UserError
-from ft.systems.dmr.plan.sizes import gigabytes
+from ft.systems.dmr.plan.file import read_trace
+from ft.systems.dmr.plan.text import gigabytes
 from ft.systems.dmr.plan.trace import Trace
-from ft.systems.dmr.plan.trace_file import read_trace
 
 _DESCRIPTION = """\
 Run a training command for a few iterations, and record which operators each pipeline stage executes, how long they

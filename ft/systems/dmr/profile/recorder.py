@@ -1,22 +1,280 @@
-"""The torch dispatch mode of the DMR profiler: record every dispatched operator and every wait for other ranks.
+"""Record one iteration of training for a DMR profile: its operators, tensors, communication and storages, with times.
 
-DMR (dual modular redundancy, SpareTrain) executes operators a second time, if possible in *windows*, times in which the
-rank waits for communication.
+An event is an executed operator or a wait for other ranks, from which the profile derives the windows. The times at
+which training frees a storage are observed, because a verification that is executed later keeps the tensors of an
+operator in memory until then. Durations are without the time of the profiler itself.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ft.systems.dmr.plan.trace import IN_UNITS, Place
-from ft.systems.dmr.profile.events import P2P, Event, ExecutedOperator, IterationRecord, RecordedWait, Timed
-from ft.systems.dmr.profile.stopwatch import Stopwatch
-from ft.systems.dmr.profile.storages import Storages
+from ft.systems.dmr.plan.trace import IN_UNITS, INTER, Place
 from ft.systems.dmr.runtime.cursor import ExecutionCursor
-from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in
-from ft.systems.dmr.runtime.redundant import written
+from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in, written
+
+P2P = INTER[0]
+
+
+@dataclass(slots=True)
+class ExecutedOperator:
+    """An operator that has been executed. Tensors are identified by the number of their storage, so that all views of a
+    storage have the same number.
+
+    Args:
+        name: name of the operator, as in ``ft.systems.dmr.runtime.operators.OperatorProperties``.
+        place: stage, microbatch, layer, phase and chunk.
+        index: number of the operator in its unit (phase, chunk, microbatch), from 0.
+        ins: storages that it read.
+        outs: storages of its results, without storages that existed before.
+        changes: storages that it wrote in place, and storages that a collective writes before the next operator.
+        rng: True if the operator draws from a random generator.
+        segment: number of the activation-checkpointing segment that it belongs to; None if it belongs to none.
+    """
+
+    name: str
+    place: Place
+    index: int
+    ins: tuple[int, ...] = ()
+    outs: tuple[int, ...] = ()
+    changes: list[int] = field(default_factory=list)
+    rng: bool = False
+    segment: int | None = None
+
+    @property
+    def unit(self) -> tuple[str, int, int]:
+        return self.place.phase, self.place.chunk, self.place.microbatch
+
+    @property
+    def key(self) -> tuple:
+        """Return the key of the event, which is the same in every iteration."""
+        return (*self.unit, self.index, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWait:
+    """A wait for other ranks.
+
+    Attributes:
+        kind: kind of the window, one of ``INTER`` and ``INTRA`` in ``ft.systems.dmr.plan.trace``.
+        number: number of the wait among the waits of this kind in the iteration, from 0.
+        dynamic: True if the duration differs in every iteration.
+    """
+
+    kind: str
+    number: int
+    dynamic: bool = False
+
+    @property
+    def key(self) -> tuple:
+        """Return the key of the event, which is the same in every iteration."""
+        return self.kind, self.number
+
+
+Event = ExecutedOperator | RecordedWait
+
+
+@dataclass(slots=True)
+class Memory:
+    """One storage: the block of memory that a tensor and its views share.
+
+    Attributes:
+        bytes: its size in bytes.
+        freed: number of the first event that began after the storage was freed; None if it outlived the iteration.
+    """
+
+    bytes: int
+    freed: int | None = None
+
+
+@dataclass
+class IterationRecord:
+    """The full record of an iteration on one rank.
+
+    Attributes:
+        events: the events, in order.
+        memory: the storages, by number.
+        live: bytes in use after each event.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The times of one event.
+
+    Attributes:
+        gap_us: time between the previous event and this one, in microseconds.
+        us: duration of the event, in microseconds.
+    """
+
+    gap_us: float
+    us: float
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """The record of one pipeline stage, from which the profile is assembled.
+
+    Attributes:
+        stage: number of the stage.
+        notes: the full record of an iteration.
+        times: the times of ``notes.events``, in order.
+    """
+
+    stage: int
+    notes: IterationRecord
+    times: tuple[Timed, ...]
+
+
+class Stopwatch(Protocol):
+    """Measures the durations of the events (operators and waits) of one iteration. Time between ``pause`` and ``go``
+    does not count."""
+
+    def restart(self) -> None:
+        """Begin an iteration: forget all events, and start counting time."""
+
+    def pause(self) -> None: ...
+
+    def go(self) -> None: ...
+
+    def begin(self) -> None:
+        """Begin an event, and start counting time."""
+
+    def end(self) -> None:
+        """End the event, and stop counting time."""
+
+    def times(self) -> list[Timed]:
+        """Return the times of all events, in order."""
+
+
+class HostStopwatch:
+    """Stopwatch by the host's clock, for CPUs, on which an operator has been computed when its call returns."""
+
+    def restart(self) -> None:
+        self._counted, self._events, self._last = 0.0, [], 0.0
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        self._counted += time.perf_counter() - self._since
+
+    def go(self) -> None:
+        self._since = time.perf_counter()
+
+    def begin(self) -> None:
+        self._began = self._counted
+        self._since = time.perf_counter()
+
+    def end(self) -> None:
+        self.pause()
+        self._events.append((self._began - self._last, self._counted - self._began))
+        self._last = self._counted
+
+    def times(self) -> list[Timed]:
+        return [Timed(gap * 1e6, own * 1e6) for gap, own in self._events]
+
+
+class DeviceStopwatch:
+    """Stopwatch by CUDA events on the current stream. The time between two operators counts as zero, because it is time
+    of the host, which runs ahead of a busy device."""
+
+    def restart(self) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def pause(self) -> None:
+        pass
+
+    def go(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        self._began = torch.cuda.Event(enable_timing=True)
+        self._began.record()
+
+    def end(self) -> None:
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        self._events.append((self._began, ended))
+
+    def times(self) -> list[Timed]:
+        torch.cuda.synchronize()
+        return [Timed(0.0, began.elapsed_time(ended) * 1e3) for began, ended in self._events]
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """Return the stopwatch for operators of a device."""
+    return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
+class Storages:
+    """The storages of one iteration.
+
+    Args:
+        state: tensors that exist before the iteration and outlive it.
+        in_use: returns the bytes in use on the device; None to add up the storages that were numbered.
+
+    Attributes:
+        memory: size of each storage and when it was freed, by number.
+    """
+
+    def __init__(self, state: Iterable[torch.Tensor], in_use: Callable[[], int] | None = None):
+        self.memory: list[Memory] = []
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._lasting: dict[int, int] = {}
+        self._state = {storage._cdata: storage.nbytes() for storage in map(_storage, state) if storage is not None}
+        self._in_use, self._bytes = in_use, sum(self._state.values())
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the storage of ``tensor``; None if it has none."""
+        storage = _storage(tensor)
+        if storage is None:
+            return None
+        key = storage._cdata
+        if key in self._live:
+            return self._live[key][1]
+        if key in self._lasting:
+            return self._lasting[key]
+        number = len(self.memory)
+        self.memory.append(Memory(storage.nbytes()))
+        if key in self._state:
+            self._lasting[key] = number
+        else:
+            # The weak reference prevents the address, which is the key, from being reused for another storage.
+            self._live[key] = StorageWeakRef(storage), number
+            self._bytes += storage.nbytes()
+        return number
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Return whether the storage of ``tensor`` already has a number."""
+        storage = _storage(tensor)
+        return storage is not None and (storage._cdata in self._live or storage._cdata in self._lasting)
+
+    def sweep(self, event: int) -> None:
+        """Record which storages have been freed since the last call. ``event``: number of the event that begins now."""
+        gone = [key for key, (reference, _) in self._live.items() if reference.expired()]
+        for key in gone:
+            _, number = self._live.pop(key)
+            self.memory[number].freed = event
+            self._bytes -= self.memory[number].bytes
+
+    def in_use(self) -> int:
+        """Return the bytes in use now."""
+        return self._bytes if self._in_use is None else self._in_use()
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # sparse tensors, for example, have none
+        return None
 
 
 class Recorder(TorchDispatchMode):

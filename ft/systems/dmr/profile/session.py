@@ -1,11 +1,12 @@
-"""Run the DMR profiler: warm-up iterations, one iteration that is recorded in full, timed iterations, and the profile.
+"""Profile a training run for DMR: what is attached to the trainer for one iteration, and the session that writes the
+profile.
 
-The profile lists the operators of an iteration, their durations, idle times and memory use. The planner of DMR (dual
-modular redundancy, SpareTrain) reads it to decide when each operator is executed a second time.
+The engine follows the iteration as the DMR engine does, but verifies nothing. There are warm-up iterations, one
+iteration that is recorded in full, timed iterations, and then the profile.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,13 +14,74 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ft.systems.dmr.plan.schedule import Pipeline
-from ft.systems.dmr.plan.trace_file import write_trace
-from ft.systems.dmr.profile.assemble import assemble
-from ft.systems.dmr.profile.costs import measure
-from ft.systems.dmr.profile.engine import ProfilingEngine
-from ft.systems.dmr.profile.events import StageRecord, Timed
-from ft.systems.dmr.profile.recorder import Recorder
+from ft.systems.dmr.plan.file import write_trace
+from ft.systems.dmr.plan.trace import INTRA
+from ft.systems.dmr.profile.assemble import assemble, measure
+from ft.systems.dmr.profile.recorder import Recorder, StageRecord, Storages, Timed, stopwatch
+from ft.systems.dmr.runtime.cursor import ExecutionCursor
+from ft.systems.dmr.runtime.engine import Engine
+from ft.systems.dmr.runtime.findings import Findings
+from ft.systems.dmr.runtime.functions import functions_of_core
+from ft.systems.dmr.runtime.opaque import OpaqueCalls
+from ft.systems.dmr.runtime.queue import Queue
+from ft.systems.dmr.unstable import read_unstable
+from ft.systems.schedule.megatron import Pipeline
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.patches import double_execution
+
+EP = INTRA[1]
+
+
+class ProfilingEngine(Engine):
+    """An ``Engine`` that records operators and waits, and compares nothing.
+
+    Args:
+        course: the position of this rank in the iteration.
+        recorder: the torch dispatch mode that records operators and waits.
+        device: the device of the run.
+    """
+
+    def __init__(self, course: ExecutionCursor, recorder: Recorder, device: torch.device):
+        findings = Findings(device, 0)
+        super().__init__(course, findings, Queue(findings), recorder, _NoMessages())
+        self._recorder = recorder
+
+    def window(self, kind: str) -> None:
+        """Begin to record a wait, see ``megatron.patches.double_execution.Listener``."""
+        if self.is_active:
+            self._recorder.waits(kind)
+
+    def waited(self) -> None:
+        """End the recording of a wait, see ``Listener``."""
+        if self.is_active:
+            self._recorder.waited()
+
+    def dynamic_window(self, is_over: Callable[[], bool]) -> None:
+        """Begin to record a wait whose duration differs in every iteration, see ``Listener``."""
+        if self.is_active:
+            self._recorder.waits(EP, dynamic=True)
+
+    def communicates(self, *_: Any, **__: Any) -> None:
+        """Do nothing: a profile does not need the results of collectives. See ``Listener``."""
+
+    def completed(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Do nothing: a profile does not need the results of collectives. See ``Listener``."""
+
+
+class _NoMessages:
+    """Replacement of ``ft.systems.dmr.runtime.collectives.Messages`` that computes no digests."""
+
+    def restart(self, microbatches: int) -> None: ...
+
+    def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
+
+    def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None: ...
+
 
 Result = TypeVar("Result")
 WARM_UP, TIMED = 2, 5
@@ -37,7 +99,7 @@ class Target:
         pipeline: schedule of the run.
         budget: memory of a device in bytes; None if unknown.
         writes: True if this rank contributes the record of its pipeline stage.
-        unstable: names of operators that are not reproducible (``ft.systems.dmr.runtime.unstable``).
+        unstable: names of operators that are not reproducible (``ft.systems.dmr.runtime.strategy``).
     """
 
     path: Path
@@ -130,3 +192,70 @@ def _median(times: Sequence[Timed]) -> Timed:
 def device_memory(device: torch.device) -> float | None:
     """Return the memory of a device in bytes; None on a CPU, whose memory is shared with other processes."""
     return float(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+
+
+def install(
+    path: Path,
+    chunks: Sequence,
+    optimizer: Any,
+    microbatches: int,
+    *,
+    fingerprint: Mapping[str, Any],
+    unstable: Path | None = None,
+    end: Callable[[str], None],
+) -> Profiling:
+    """Install the profiler, after model and optimizer are built. Call it on all ranks, with ``WITH_DMR`` patches.
+
+    Args:
+        path: file that rank 0 writes.
+        chunks: ``DistributedDataParallel`` model chunks.
+        optimizer: megatron-core's optimizer.
+        microbatches: microbatches of an iteration, on each rank.
+        fingerprint: of the run (``ft.systems.dmr.plan.trace.FINGERPRINT``).
+        unstable: a file of ``ft dmr selftest``, or None.
+        end: as in ``Profiling``.
+
+    Raises:
+        UserError: the file ``unstable`` cannot be read.
+    """
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    device = next(chunks[0].parameters()).device
+    in_use = torch.cuda.memory_allocated if device.type == "cuda" else None
+    course = ExecutionCursor()
+    recorder = Recorder(course, stage, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
+    engine = ProfilingEngine(course, recorder, device)
+    engine.watch_layers(chunks, TransformerLayer)
+    engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))
+    left_out = frozenset() if unstable is None else frozenset(read_unstable(unstable).operators)
+    target = Target(
+        path, fingerprint, _pipeline(chunks, microbatches), device_memory(device), _reports_for_stage(), left_out
+    )
+    profiling = Profiling(engine, recorder, stage, target, end)
+    double_execution.listen(engine)
+    return profiling
+
+
+def _pipeline(chunks: Sequence, microbatches: int) -> Pipeline:
+    config, stages = chunks[0].config, parallel_state.get_pipeline_model_parallel_world_size()
+    group = 0 if len(chunks) == 1 else config.microbatch_group_size_per_vp_stage or 0
+    return Pipeline(stages, microbatches, len(chunks), blocking=not config.overlap_p2p_comm, group=group)
+
+
+def _reports_for_stage() -> bool:
+    """Return whether this rank reports for its stage: the first data-parallel and tensor-parallel rank does."""
+    data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and data == 0
+
+
+def lasting(chunks: Sequence, optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that stay in memory between iterations: parameters, gradients and optimizer state."""
+    for chunk in chunks:
+        yield from chunk.module.buffers()
+        for parameter in chunk.parameters():
+            yield parameter
+            yield from (grad for grad in (getattr(parameter, "main_grad", None), parameter.grad) if grad is not None)
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in each.param_groups:
+            yield from group["params"]
+        for values in each.state.values() if hasattr(each, "state") else ():
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))

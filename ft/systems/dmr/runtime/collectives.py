@@ -1,27 +1,225 @@
-"""Verify the results of collectives: each rank must receive what the others sent, even if the library computes wrongly.
+"""Verify what ranks exchange: the results of collectives, even if the library computes wrongly, and the messages of the
+pipeline.
 
-DMR (dual modular redundancy, SpareTrain) executes operators twice, which is impossible for a collective of one rank
-alone. Instead:
+A collective of one rank alone cannot be executed twice. Instead:
 
-- all-reduce: all members have the same result (:mod:`reductions`), and it is the sum of their parts (:mod:`sums`).
-- reduce-scatter: each piece is the sum of the parts (:mod:`sums`).
+- all-reduce: all members have the same result (:class:`Reductions`), and it is the sum of their parts.
+- reduce-scatter: each piece is the sum of the parts.
 - all-gather: all members have the same result, and each one's own piece is what it has put in.
 - all-to-all: the digest of each piece is the one that its sender has computed.
 
 Only digests and sums of blocks are exchanged, once at the end of an iteration.
+
+A library adds the parts of several ranks in an order that nobody knows, so its result cannot be computed again bit for
+bit. But the sum of a block of elements of the result must equal the sum of that block over all ranks' parts, up to
+rounding: in whatever order n numbers are added, rounding changes their sum by at most (n - 1) u / (1 - (n - 1) u) times
+the sum of their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2; u: unit roundoff). An
+error is found for certain if it changes the sum of a block by more than twice 2 (n + 1) u times the sum of magnitudes
+of the block; a smaller one may not be seen. With numbers of like magnitude on 8 ranks, that is a change of one element
+by two thousandths of it in fp32, and by 18 times its magnitude in bf16, such as a flip of an upper bit of an exponent.
+
+A stage computes the digest of what it receives and of what it sends. All digests of an iteration are exchanged together
+at its end, because an additional message for each digest would cost more than computing it. With P stages, model chunk
+c of stage s is number c * P + s in the order in which a microbatch passes through the chunks (its global stage). In
+CheckFree+ microbatches have other orders (routes).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ft.systems.dmr.runtime.cursor import OperatorCall
-from ft.systems.dmr.runtime.findings import MESSAGE, Findings
-from ft.systems.dmr.runtime.reductions import Reductions
-from ft.systems.dmr.runtime.sums import Sums, block_sums
+from ft.systems.dmr.digest import native, writer
+from ft.systems.dmr.plan.trace import BACKWARD, FORWARD
+from ft.systems.dmr.runtime.cursor import NO_LAYER, OperatorCall
+from ft.systems.dmr.runtime.findings import DISPUTED, MESSAGE, REDUCTION, SUM, Findings, Mismatch, Rows
+
+_BLOCKS = {4: 1024, 2: 128}
+"""Size of an element in bytes -> elements of a block. With smaller blocks smaller errors are found, and more is
+exchanged: 16 bytes for each."""
+_FP64 = 1e-12
+"""Upper bound of the relative rounding error of the block sums themselves."""
+
+
+def block_sums(values: torch.Tensor, pieces: int) -> torch.Tensor:
+    """Return the sums of blocks, and the sums of magnitudes, as fp64 [2, pieces, blocks of a piece].
+
+    Args:
+        values: floating-point numbers, [any shape]; their number is a multiple of ``pieces``.
+        pieces: number of pieces of equal size, each of which begins with a new block.
+    """
+    found = [_sums(blocks) for blocks in _in_blocks(values, pieces)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def _in_blocks(values: torch.Tensor, pieces: int) -> list[torch.Tensor]:
+    """Return views [pieces, blocks, elements] of the whole blocks and, if elements remain, of the shorter last one."""
+    rows, block = values.detach().reshape(pieces, -1), block_of(values)
+    whole = rows.shape[1] // block * block
+    found = [rows[:, :whole].unflatten(1, (-1, block))] if whole else []
+    if whole < rows.shape[1]:
+        found.append(rows[:, None, whole:])
+    return found
+
+
+def block_of(values: torch.Tensor) -> int:
+    """Return the number of elements of a block."""
+    return _BLOCKS.get(values.element_size(), _BLOCKS[4])
+
+
+def _sums(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the sums and the sums of magnitudes, fp64 [2, pieces, blocks], of blocks [pieces, blocks, elements]."""
+    is_single = blocks.dtype.itemsize < 8
+    if is_single and blocks.device.type == "cpu" and native.library() is not None:
+        return native.block_sums(blocks.float())
+    magnitudes = torch.linalg.vector_norm(blocks, 1, -1, dtype=torch.float64)
+    return torch.stack((blocks.sum(-1, dtype=torch.float64), magnitudes))
+
+
+class Sums:
+    """The sums of one rank in one process group and one iteration.
+
+    Args:
+        findings: receives the mismatches.
+        group: the process group.
+    """
+
+    def __init__(self, findings: Findings, group: dist.ProcessGroup):
+        self._findings, self._group = findings, group
+        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._parts: list[torch.Tensor] = []
+        self._results: list[torch.Tensor] = []
+        self._limits: list[tuple[float, float, float, float]] = []
+        self._places: list[OperatorCall] = []
+        self._wrong: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor, result: torch.Tensor, at: OperatorCall, *, is_mean: bool) -> None:
+        """Add a reduction that has ended.
+
+        Args:
+            part: the block sums of what this rank has put in.
+            result: what it got out: all of it, or its piece in a reduce-scatter.
+            at: place of the reduction in the iteration.
+            is_mean: whether the result is the mean of the parts, not their sum.
+        """
+        self._parts.append(part)
+        self._results.append(torch.cat([_sums(blocks)[0].flatten() for blocks in _in_blocks(result, 1)]))
+        numbers = torch.finfo(result.dtype)
+        share = 1.0 / self._size if is_mean else 1.0
+        # eps is 2 u, and a mean is rounded once more; below tiny, rounding is no longer relative
+        self._limits.append(
+            (share, (self._size + 1) * numbers.eps, numbers.tiny * block_of(result) * self._size, numbers.max / 2)
+        )
+        self._places.append(at)
+
+    def compare(self) -> None:
+        """Compare the results with the sums of all ranks' parts, for the flag of ``Findings``. Collective."""
+        mine = torch.cat([part.flatten(1) for part in self._parts], dim=1)
+        dist.all_reduce(mine, group=self._group)
+        expected, first = [], 0
+        for part in self._parts:
+            _, pieces, blocks = part.shape
+            at = first + (self._rank * blocks if pieces > 1 else 0)
+            expected.append(mine[:, at : at + blocks])
+            first += pieces * blocks
+        totals, magnitudes = torch.cat(expected, dim=1)
+        found = torch.cat(self._results)
+        counts = torch.tensor([len(result) for result in self._results])
+        limits = torch.tensor(self._limits, dtype=torch.float64).repeat_interleave(counts, dim=0).to(found.device)
+        share, relative, absolute, most = limits.unbind(1)
+        is_near = (found - totals * share).abs() <= (relative + _FP64) * magnitudes * share + absolute
+        # above, a partial sum may have overflowed, which is no error; what is infinite already is verified elsewhere
+        self._wrong = ~is_near & (magnitudes < most)
+        rows = self._wrong.long()[:, None].expand(-1, 2)
+        self._findings.hint(torch.zeros_like(rows), rows)
+
+    def settle(self) -> None:
+        """Note a mismatch for each reduction with a wrong block. Synchronises with the device."""
+        if self._wrong is None:
+            return
+        wrong = self._wrong.tolist()
+        first = 0
+        for at, result in zip(self._places, self._results, strict=True):
+            bad = sum(wrong[first : first + len(result)])
+            if bad:
+                self._findings.note(Mismatch(at, SUM, note=f"{bad} of {len(result)} blocks"))
+            first += len(result)
+
+
+class Reductions:
+    """Results of one rank in one iteration, by process group.
+
+    Args:
+        findings: receives the mismatches.
+    """
+
+    def __init__(self, findings: Findings):
+        self._findings = findings
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin an iteration."""
+        self._rows: dict[str, tuple[dist.ProcessGroup, Rows, list[OperatorCall]]] = {}
+        self._compared: list[tuple[dist.ProcessGroup, list[OperatorCall], torch.Tensor, torch.Tensor]] = []
+
+    def done(self, group: dist.ProcessGroup, tensor: torch.Tensor, at: OperatorCall) -> None:
+        """Record the result ``tensor`` of a collective in ``group``."""
+        _, rows, places = self._rows.setdefault(group.group_name, (group, self._findings.rows(), []))
+        rows.add(tensor.detach())
+        places.append(at)
+
+    def compare(self) -> None:
+        """Compare the results within each group, for the flag of ``Findings``. All ranks of every group that has
+        results have to call it; the groups are sorted by name so that all ranks have the same order.
+        """
+        for name in sorted(self._rows):
+            group, rows, places = self._rows[name]
+            found = rows.table()
+            both = torch.stack((found, ~found))
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+            largest, smallest = both[0], ~both[1]
+            self._findings.hint(smallest, largest)
+            self._compared.append((group, places, found, (smallest != largest).any(dim=1)))
+
+    def settle(self) -> None:
+        """Note the mismatches that ``compare`` has found. A member whose result differs from that of the majority notes
+        a REDUCTION mismatch; if there is no majority, all members note a DISPUTED mismatch. Collective in every group
+        whose members have different results. Synchronises with the device."""
+        for group, places, found, differs in self._compared:
+            rows = differs.nonzero().flatten()
+            if not len(rows):
+                continue
+            ours = found[rows].contiguous()
+            all_ranks = [torch.empty_like(ours) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(all_ranks, ours, group=group)
+            judged = verdicts(dist.get_rank(group), [each.tolist() for each in all_ranks])
+            for row, how in zip(rows.tolist(), judged, strict=True):
+                if how is not None:
+                    self._findings.note(Mismatch(places[row], how))
+        self._compared = []
+
+
+def verdicts(member: int, results: Sequence[Sequence[Sequence[int]]]) -> list[str | None]:
+    """Return, for each collective, whether the result of ``member`` is right: None if the majority of the group has the
+    same result, REDUCTION if the majority has another result, DISPUTED if there is no majority.
+
+    Args:
+        member: rank of the member in the group.
+        results: ``results[m][i]`` is the digest of the result of collective i on member m.
+    """
+    found: list[str | None] = []
+    for digests in zip(*results, strict=True):
+        counts = Counter(map(tuple, digests))
+        most, count = counts.most_common(1)[0]
+        if 2 * count <= len(digests):
+            found.append(DISPUTED)
+        else:
+            found.append(None if tuple(digests[member]) == most else REDUCTION)
+    return found
+
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL = "all_reduce", "reduce_scatter", "all_gather", "all_to_all"
 
@@ -185,3 +383,110 @@ class Collectives:
         for piece in tensor.detach().split(list(splits)):
             rows.add(piece)
         return rows.table()
+
+
+_SENT_FORWARD, _RECEIVED_FORWARD, _SENT_BACKWARD, _RECEIVED_BACKWARD = range(4)
+
+
+class Messages:
+    """Digests of the messages of one rank in one iteration.
+
+    Args:
+        findings: receives the mismatches.
+        group: process group of the pipeline.
+        chunks: number of model chunks of a rank.
+
+    Attributes:
+        stage: pipeline stage of this rank.
+    """
+
+    def __init__(self, findings: Findings, group: dist.ProcessGroup, chunks: int):
+        self._findings, self._group, self._chunks = findings, group, chunks
+        self.stage, self._stages = dist.get_rank(group), dist.get_world_size(group)
+        self._write = writer(findings.device)
+        self.restart(1)
+
+    def restart(self, microbatches: int) -> None:
+        """Begin an iteration with ``microbatches`` microbatches."""
+        size = (4, self._chunks, max(microbatches, 1), 2)
+        self._table = torch.zeros(size, dtype=torch.int64, device=self._findings.device)
+        self._ways: Sequence[Sequence[int]] = ()
+
+    def follow(self, ways: Sequence[Sequence[int]]) -> None:
+        """Note the routes of the microbatches in this iteration, where stages have one model chunk each.
+
+        Args:
+            ways: for each microbatch, the stages in the order in which it passes them.
+        """
+        self._ways = ways
+
+    def forward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the activations that a chunk has received for a microbatch."""
+        self._put(_RECEIVED_FORWARD, chunk, microbatch, tensors)
+
+    def forward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the activations that a chunk sends for a microbatch."""
+        self._put(_SENT_FORWARD, chunk, microbatch, tensors)
+
+    def backward_begins(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the gradients that a chunk has received for a microbatch."""
+        self._put(_RECEIVED_BACKWARD, chunk, microbatch, tensors)
+
+    def backward_ends(self, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the gradients that a chunk sends for a microbatch."""
+        self._put(_SENT_BACKWARD, chunk, microbatch, tensors)
+
+    def compare(self) -> None:
+        """Compare the messages that this rank received with those that were sent. All ranks of the pipeline call it."""
+        if self._stages == 1:
+            return
+        tables = [torch.empty_like(self._table) for _ in range(self._stages)]
+        dist.all_gather(tables, self._table, group=self._group)
+        for chunk in range(self._chunks):
+            for microbatches, before, after in self._neighbours(chunk):
+                self._compare_with(tables, before, chunk, microbatches, FORWARD)
+                self._compare_with(tables, after, chunk, microbatches, BACKWARD)
+
+    def _neighbours(self, chunk: int) -> Iterator[tuple[list[int], int, int]]:
+        """Yield (microbatches, global stage before, global stage after) of a chunk; -1: there is none."""
+        count, stages = self._table.shape[2], self._stages * self._chunks
+        if not self._ways:
+            here = self.stage + self._stages * chunk
+            yield list(range(count)), here - 1, here + 1 if here + 1 < stages else -1
+            return
+        found: dict[tuple[int, int], list[int]] = {}
+        for number, way in enumerate(self._ways[:count]):
+            at = list(way).index(self.stage)
+            around = (way[at - 1] if at else -1, way[at + 1] if at + 1 < len(way) else -1)
+            found.setdefault(around, []).append(number)
+        for (before, after), microbatches in found.items():
+            yield microbatches, before, after
+
+    def _compare_with(
+        self, tables: list[torch.Tensor], sender: int, chunk: int, microbatches: list[int], phase: str
+    ) -> None:
+        """Compare the messages that ``chunk`` received for ``microbatches`` from global stage ``sender`` in ``phase``.
+
+        Beyond the ends of the pipeline there is no sender (-1), and nothing is compared.
+        """
+        if sender < 0:
+            return
+        if phase == FORWARD:
+            name, sent, received = "recv_forward", _SENT_FORWARD, _RECEIVED_FORWARD
+        else:
+            name, sent, received = "recv_backward", _SENT_BACKWARD, _RECEIVED_BACKWARD
+        expected = tables[sender % self._stages][sent, sender // self._stages][microbatches]
+        found = self._table[received, chunk][microbatches]
+        places = [(OperatorCall(name, phase, chunk, number, NO_LAYER, 0), MESSAGE) for number in microbatches]
+        self._findings.tables(places, expected, found)
+
+    def _put(self, kind: int, chunk: int, microbatch: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Store the digest of a message. The digests of several tensors of one message are combined into one."""
+        if self._stages == 1 or microbatch >= self._table.shape[2]:
+            return
+        row = self._table[kind, chunk, microbatch]
+        for number, tensor in enumerate(tensors):
+            one = row if not number else torch.empty_like(row)
+            self._write(tensor.detach(), self._findings.seed, one)
+            if number:
+                row.mul_(3).add_(one)  # not a plain sum, which would be the same for exchanged tensors

@@ -1,27 +1,67 @@
 """The DMR engine of one rank: follow megatron-core through a training iteration and have every operator verified.
 
-DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results: immediately, with the
-recomputation of activation checkpointing, or later in a *window*, a time in which the rank waits for communication.
-Transfers between pipeline stages and all-reduces are verified by digests of what was sent and received.
+An operator is verified immediately, with the recomputation of activation checkpointing, or later in a window, a time in
+which the rank waits for communication. Transfers between pipeline stages and all-reduces are verified by digests of
+what was sent and received.
+
+The kernels of a compiled graph bypass torch's dispatcher. What the backward pass needs of a forward graph is among the
+graph's results, and the backward pass is a graph of its own. So each call of a graph is an opaque call
+(:class:`ft.systems.dmr.runtime.opaque.OpaqueCalls`), whose results are all that has to be compared.
 """
 
 import contextlib
+import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ft.systems.dmr.runtime import compiled, functions
-from ft.systems.dmr.runtime.collectives import Begun, Collectives
+from ft.systems.dmr.runtime import functions
+from ft.systems.dmr.runtime.collectives import Begun, Collectives, Messages
 from ft.systems.dmr.runtime.cursor import NO_LAYER, ExecutionCursor
 from ft.systems.dmr.runtime.findings import Findings, Mismatch
-from ft.systems.dmr.runtime.messages import Messages
 from ft.systems.dmr.runtime.mode import DoubleExecution
-from ft.systems.dmr.runtime.opaque import OpaqueCalls
+from ft.systems.dmr.runtime.opaque import Executed, OpaqueCalls
 from ft.systems.dmr.runtime.operators import tensors_in
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.segments import RecomputationSteps, Segment
+
+_OPERATOR = re.compile(r"torch\.ops\.\w+\.(\w+)")
+_MOST_NAMED = 4
+_NAME = "name_for_dmr"
+"""Attribute of a graph under which its name is kept."""
+
+
+def call(calls: OpaqueCalls, graph: Any, run: Callable[[list], Any], inputs: list) -> Any:
+    """Execute a compiled graph, and verify what it computes.
+
+    Args:
+        calls: executes and verifies the call.
+        graph: the graph, ``torch._inductor.output_code.CompiledFxGraph``.
+        run: executes it on a list of inputs, which it empties.
+        inputs: the inputs; emptied when the call returns, as without DMR.
+
+    Returns:
+        The results.
+    """
+    given = list(inputs)
+    inputs.clear()
+    executed = calls.call(name_of(graph), lambda: Executed(run(list(given))), lambda: {"inputs": given})
+    return executed.value
+
+
+def name_of(graph: Any) -> str:
+    """Return a name that is equal on all ranks that compute the same: the graph's first operators, and a hash of it."""
+    name = getattr(graph, _NAME, "")
+    if not name:
+        text = getattr(graph, "inductor_post_grad_graph_str", "") or getattr(graph, "source_code", "")
+        operators = list(dict.fromkeys(_OPERATOR.findall(text)))
+        shown = ", ".join(operators[:_MOST_NAMED]) + (", ..." if len(operators) > _MOST_NAMED else "")
+        name = f"compiled graph {hashlib.sha256(text.encode()).hexdigest()[:8]} ({shown})"
+        setattr(graph, _NAME, name)
+    return name
 
 
 class Engine:
@@ -296,7 +336,7 @@ class Engine:
         """Execute a graph that ``torch.compile`` has compiled, see ``megatron.patches.double_execution.Listener``."""
         if self._opaque is None:
             return run(inputs)
-        return compiled.call(self._opaque, graph, run, inputs)
+        return call(self._opaque, graph, run, inputs)
 
     def dynamic_window(self, is_over: Callable[[], bool]) -> None:
         """Execute deferred verifications until ``is_over`` returns True. Called while communication is in flight whose

@@ -1,23 +1,245 @@
-"""Inject planned bit flips on the rank that they are planned for, to test DMR.
+"""Inject planned bit flips into results of operators and received tensors on the rank that they are planned for, to
+test DMR.
 
-DMR (dual modular redundancy, SpareTrain) finds such errors by executing every operator twice. Flips are planned by ``ft
-run --inject`` or by the trainer's flag ``--ft-dmr-inject``.
+Flips are planned by ``ft run --inject`` or by the trainer's flag ``--ft-dmr-inject``. ``ft.faults.flip`` describes
+which flips can be planned: once, repeatedly, or a bit that is stuck at one value.
 """
 
 import os
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from ft import faults as inject
 from ft.base import events
 from ft.base.errors import UserError
 from ft.faults import Fault, parse, schedule
-from ft.faults.flip import BIT_FLIP
-from ft.systems.dmr.runtime.cursor import ExecutionCursor
-from ft.systems.dmr.runtime.falsify import Falsifier, Hit
+from ft.faults.flip import BIT_FLIP, CHECKER, ONCE, STUCK, Flip
+from ft.systems.dmr.runtime.cursor import ExecutionCursor, OperatorCall
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One bit flip that has happened.
+
+    Args:
+        fault: number of the planned fault.
+        operator: name of the operator.
+        phase: phase of the iteration.
+        chunk: number of the model chunk.
+        microbatch: number of the microbatch.
+        layer: number of the layer; 0 outside of all layers.
+        execution: "primary" (first execution) or "checker" (second execution); None in a received tensor.
+        tensor: number of the tensor among the results of the operator.
+        element: number of the element in the tensor.
+        of: number of elements of the tensor.
+        bit: number of the bit, from 0 for the lowest.
+        dtype: data type of the tensor.
+    """
+
+    fault: int
+    operator: str
+    phase: str
+    chunk: int
+    microbatch: int
+    layer: int
+    execution: str | None
+    tensor: int
+    element: int
+    of: int
+    bit: int
+    dtype: str
+
+    def values(self) -> dict[str, Any]:
+        """Return the flip as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        which = f"{self.execution} execution of {self.operator}" if self.execution else f"{self.operator} payload"
+        where = f"layer {self.layer}" if self.layer else "outside the layers"
+        cell = f"bit {self.bit} of element {self.element} of {self.of} ({self.dtype})"
+        return f"{cell}, {which} in the {self.phase} of microbatch {self.microbatch}, {where}"
+
+
+@dataclass
+class _Armed:
+    """An active fault.
+
+    Attributes:
+        number: number of the planned fault.
+        flip: description of the fault.
+        draw: random generator of the fault.
+        seen: number of results so far that the fault may hit.
+        stuck: (relative position in the tensor, number of the bit, value) of a stuck bit; None until they are drawn.
+        pair: (number of the last operator seen, whether its first execution was hit), for a stuck bit.
+    """
+
+    number: int
+    flip: Flip
+    draw: random.Random
+    seen: int = 0
+    stuck: tuple[float, int, int] | None = None
+    pair: tuple[int, bool] = (-1, False)
+
+
+class Falsifier:
+    """The simulated faulty device of one rank (a ``mode.Disturbance``).
+
+    An active fault belongs to this process, because it belongs to the device: a fault that flips one bit once does not
+    hit a repeated iteration again, and a worker that takes over this rank does not have the fault.
+
+    Args:
+        tell: called after each flip.
+    """
+
+    def __init__(self, tell: Callable[[Hit], None]):
+        self._tell = tell
+        self._armed: list[_Armed] = []
+
+    def arm(self, number: int, flip: Flip) -> None:
+        """Activate a fault, so that it may hit results from now on. ``number``: number of the planned fault."""
+        self._armed = [*self._armed, _Armed(number, flip, random.Random(f"{flip.seed}/{number}"))]
+
+    def falsify(
+        self, execution: str | None, operator: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Corrupt results of an operator before they are compared, see ``mode.Disturbance.falsify``."""
+        for one in self._armed:
+            if one.flip.fits(operator, course.unit.phase, execution):
+                self._consider(one, execution, course.at(operator, 0), tensors, course.executed)
+
+    def payload(self, kind: str, course: ExecutionCursor, tensors: Sequence[torch.Tensor]) -> None:
+        """Corrupt tensors that were received from other ranks (the ``wire`` of ``engine.Engine``)."""
+        self.falsify(None, kind, course, tensors)
+
+    def deferred(self, at: OperatorCall, tensors: Sequence[torch.Tensor]) -> None:
+        """Corrupt the results of a deferred second execution. Stuck bits are not applied here: for them, ``falsify``
+        draws at the first execution whether it is hit, and assumes that the second execution follows at once."""
+        for one in self._armed:
+            if one.flip.mode != STUCK and one.flip.fits(at.operator, at.phase, CHECKER):
+                self._consider(one, CHECKER, at, tensors)
+
+    def _consider(
+        self, one: _Armed, execution: str | None, at: OperatorCall, tensors: Sequence[torch.Tensor], executed: int = 0
+    ) -> None:
+        targets = [(number, tensor) for number, tensor in enumerate(tensors) if _has_bits(tensor)]
+        if not targets:
+            return
+        one.seen += 1
+        if one.seen < one.flip.nth:
+            return
+        if one.flip.mode == STUCK:
+            place = _force(one, execution, executed, targets)
+        elif one.draw.random() < one.flip.probability:
+            place = _flip(one, targets)
+        else:
+            return
+        if place is None:
+            return
+        if one.flip.mode == ONCE:
+            self._armed = [other for other in self._armed if other is not one]
+        number, tensor, element, bit = place
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._tell(
+            Hit(
+                fault=one.number,
+                operator=at.operator,
+                phase=at.phase,
+                chunk=at.chunk,
+                microbatch=at.microbatch,
+                layer=at.layer,
+                execution=execution,
+                tensor=number,
+                element=element,
+                of=tensor.numel(),
+                bit=bit,
+                dtype=dtype,
+            )
+        )
+
+
+def bits_of(dtype: torch.dtype) -> int:
+    """Return the number of significant bits of an element."""
+    return 1 if dtype is torch.bool else 8 * dtype.itemsize
+
+
+def word_at(tensor: torch.Tensor, element: int) -> torch.Tensor:
+    """Return a view of the memory of one element as an integer tensor [1]. ``element`` is the number of the element in
+    row-major order."""
+    offset = tensor.storage_offset()
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        element, index = divmod(element, size)
+        offset += index * stride
+    # ``data`` has a separate version counter: as with a real fault, autograd does not notice the change.
+    return tensor.data.as_strided((1,), (1,), offset).view(_INTEGER[tensor.dtype.itemsize])
+
+
+def flip_bit(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """Invert one bit of an element."""
+    word = word_at(tensor, element)
+    word.bitwise_xor_(_mask(word.dtype, bit))
+
+
+def force_bit(tensor: torch.Tensor, element: int, bit: int, value: int) -> bool:
+    """Set a bit to ``value``; return whether that changed it.
+
+    Args:
+        tensor: the tensor, which is changed in place.
+        element: index of the element in the flattened tensor.
+        bit: number of the bit, 0 for the lowest.
+        value: 0 or 1.
+    """
+    word = word_at(tensor, element)
+    mask = _mask(word.dtype, bit)
+    is_set = bool((word & mask).item())
+    if is_set == bool(value):
+        return False
+    word.bitwise_xor_(mask)
+    return True
+
+
+def _mask(dtype: torch.dtype, bit: int) -> int:
+    mask = 1 << bit
+    return mask - (1 << 8 * dtype.itemsize) if dtype.is_signed and bit == 8 * dtype.itemsize - 1 else mask
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.layout is torch.strided and tensor.dtype.itemsize in _INTEGER
+
+
+def _flip(one: _Armed, targets: list[tuple[int, torch.Tensor]]) -> tuple[int, torch.Tensor, int, int]:
+    number, tensor = one.draw.choice(targets)
+    element, most = one.draw.randrange(tensor.numel()), bits_of(tensor.dtype)
+    bit = one.draw.randrange(most) if one.flip.bit is None else min(one.flip.bit, most - 1)
+    flip_bit(tensor, element, bit)
+    return number, tensor, element, bit
+
+
+def _force(
+    one: _Armed, execution: str | None, executed: int, targets: list[tuple[int, torch.Tensor]]
+) -> tuple[int, torch.Tensor, int, int] | None:
+    """Apply a stuck bit and return (number of the tensor, tensor, element, bit). Return None if nothing changed: the
+    other execution of the operator is the one that the fault hits, or the bit already has the value."""
+    number, tensor = targets[0]
+    if one.stuck is None:
+        bit = one.draw.randrange(bits_of(tensor.dtype)) if one.flip.bit is None else one.flip.bit
+        one.stuck = one.draw.random(), bit, one.draw.randrange(2)
+    is_second = execution is not None and one.pair[0] == executed
+    meets = not one.pair[1] if is_second else execution is None or one.draw.random() < 0.5
+    one.pair = (-1, False) if is_second else (executed, meets)
+    if not meets:
+        return None
+    share, bit, value = one.stuck
+    element, bit = int(share * tensor.numel()), min(bit, bits_of(tensor.dtype) - 1)
+    return (number, tensor, element, bit) if force_bit(tensor, element, bit, value) else None
+
 
 if TYPE_CHECKING:
     from ft.worker.session import Session

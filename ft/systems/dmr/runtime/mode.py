@@ -11,21 +11,25 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ft.systems.dmr.plan.assign import NAIVE, PIGGYBACK
+from ft.systems.dmr.plan.trace import NAIVE, PIGGYBACK
 from ft.systems.dmr.runtime.cursor import ExecutionCursor, operator_id
-from ft.systems.dmr.runtime.execution import execute, execute_zeroed
 from ft.systems.dmr.runtime.findings import AT_ONCE, Findings, Rows
-from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in
-from ft.systems.dmr.runtime.queue import Queue
-from ft.systems.dmr.runtime.redundant import (
+from ft.systems.dmr.runtime.operators import (
+    OperatorProperties,
     check_in_place,
+    execute,
     execute_again,
+    execute_zeroed,
     expected,
+    is_counted,
     is_verified_by_inspection,
+    properties_of,
     results,
     state_before,
+    tensors_in,
     written,
 )
+from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.runtime.segments import Segment
 from ft.systems.dmr.runtime.strategy import DEFERRED, SKIPPED, Strategy
 

@@ -1,23 +1,514 @@
-"""Queue of deferred verifications on one rank (D-DMR; SpareTrain, Methods 2 to 4).
+"""Deferred verifications on one rank (D-DMR; SpareTrain, Methods 2 to 4): single operators, AGC segments, and their
+queue.
 
-DMR (dual modular redundancy) verifies an operator by executing it a second time. D-DMR defers that to a *window*, in
-which the rank communicates or is idle. The end of a *dynamic window* is not known when it opens; in such a window the
-oldest verifications are executed. An *AGC segment* (activation-gradient checkpointing) is a sequence of operators that
-is replayed as a whole from the tensors at its boundary. A DMR plan assigns operators and segments to windows.
+A verification is deferred to a window, in which the rank communicates or is idle. The end of a *dynamic window* is not
+known when it opens; in such a window the oldest verifications are executed. A DMR plan assigns operators and segments
+to windows.
+
+Inputs and results of an operator are kept without copying, by separate tensor objects on the same storages: a trainer
+that replaces the ``data`` of a tensor (``deallocate_pipeline_outputs``) does not affect them. Before any of these
+storages is changed in place, the operators that use it are verified.
+
+An AGC segment is a sequence of neighbouring operators that is executed again (replayed) as a whole. Until then only the
+tensors at the boundary of the segment are kept, and digests of the tensors that are produced inside it. The replay
+produces these tensors again, and the results of each operator are compared by their digests.
+
+Second executions are ordered after the first ones where training computes on several CUDA streams: core computes shared
+experts on a stream of their own, and waits for it only after the exchange of tokens, in which deferred operators are
+executed. How much of a window has been used cannot be read from the host's clock on an accelerator, where an operator
+that was launched has not been computed yet, and to ask the device would mean to wait for it.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ft.systems.dmr.plan import waiting as online
-from ft.systems.dmr.runtime.deferred import Cost, Disturb, Entry, Waiting, entry, verify
-from ft.systems.dmr.runtime.findings import Findings
-from ft.systems.dmr.runtime.replay import Replay
-from ft.systems.dmr.runtime.spent import spent_on
+from ft.systems.dmr.plan import online
+from ft.systems.dmr.runtime.cursor import OperatorCall
+from ft.systems.dmr.runtime.findings import WINDOW, Findings, Mismatch
+from ft.systems.dmr.runtime.operators import OperatorProperties, execute_again, results, tensors_in
 from ft.systems.dmr.runtime.strategy import Decision, Segment
+
+
+def current(tensors: Sequence[torch.Tensor]) -> "torch.cuda.Stream | None":
+    """Return the CUDA stream on which an operator with these results or arguments is executed now; None on a CPU."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device)
+
+
+@contextlib.contextmanager
+def joined(streams: "Iterable[torch.cuda.Stream | None]") -> Iterator[None]:
+    """Return a context in which the current stream has waited for ``streams``; at its end they wait for the current
+    one, because torch's allocator gives memory that is freed back to the stream it was allocated on at once.
+    """
+    others = []
+    for stream in streams:
+        if stream is not None and (here := torch.cuda.current_stream(stream.device)) != stream:
+            here.wait_stream(stream)
+            others.append((stream, here))
+    try:
+        yield
+    finally:
+        for stream, here in others:
+            stream.wait_stream(here)
+
+
+_WEIGHT = 0.25
+"""Weight of a new window in the moving average of measured over planned time."""
+_LEAST = 0.01
+"""Least such average: events are too coarse for shorter times."""
+
+
+class Spent(Protocol):
+    """Tells what still fits into a window."""
+
+    def restart(self) -> None:
+        """Begin an iteration."""
+
+    def opens(self, lasts_us: float) -> None:
+        """Note that a window has opened. ``lasts_us``: its expected duration in microseconds; infinite: not known."""
+
+    def room(self) -> float:
+        """Return how long an operator may take, according to the plan, that still fits, in microseconds."""
+
+    def launches(self, us: float) -> None:
+        """Note that an operator is about to be launched, which takes ``us`` microseconds according to the plan."""
+
+    def closes(self) -> None:
+        """Note that no further operator is launched in this window."""
+
+
+class HostTime:
+    """For CPUs, on which an operator has been computed when its call returns: the host's clock counts."""
+
+    def restart(self) -> None: ...
+
+    def opens(self, lasts_us: float) -> None:
+        self._lasts, self._began = lasts_us, time.perf_counter()
+
+    def room(self) -> float:
+        return self._lasts - (time.perf_counter() - self._began) * 1e6
+
+    def launches(self, us: float) -> None: ...
+
+    def closes(self) -> None: ...
+
+
+class DeviceTime:
+    """For accelerators: the planned times of what was launched count, corrected by what earlier windows have taken.
+
+    Events around the operators of each window are read in a later iteration, when the device has passed them. Into a
+    window whose duration is not known nothing is launched.
+
+    Args:
+        event: makes an event that can be timed.
+    """
+
+    def __init__(self, event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True)):
+        self._event = event
+        self._unread: list[tuple[Any, Any, float]] = []
+        self._lasts, self._planned, self._ratio = 0.0, 0.0, 1.0
+        self._began: Any = None
+
+    def restart(self) -> None:
+        passed = [window for window in self._unread if window[1].query()]
+        self._unread = [window for window in self._unread if window not in passed]
+        for began, ended, planned in passed:
+            measured = began.elapsed_time(ended) * 1e3 / planned
+            self._ratio = max(self._ratio + _WEIGHT * (measured - self._ratio), _LEAST)
+
+    def opens(self, lasts_us: float) -> None:
+        self._lasts, self._planned = lasts_us if math.isfinite(lasts_us) else 0.0, 0.0
+
+    def room(self) -> float:
+        return self._lasts / self._ratio - self._planned
+
+    def launches(self, us: float) -> None:
+        if not self._planned:
+            self._began = self._event()
+            self._began.record()
+        self._planned += us
+
+    def closes(self) -> None:
+        if self._planned:
+            ended = self._event()
+            ended.record()
+            self._unread.append((self._began, ended, self._planned))
+
+
+def spent_on(device: torch.device) -> Spent:
+    """Return the counter for operators of a device."""
+    return DeviceTime() if device.type == "cuda" else HostTime()
+
+
+NEVER = 1 << 62
+"""A ``due`` value that is greater than the number of any operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost of a deferred verification.
+
+    Attributes:
+        us: duration, in microseconds.
+        bytes: memory that is kept until the verification and would be free otherwise, in bytes.
+    """
+
+    us: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One operator whose verification is deferred.
+
+    Args:
+        at: identity of the execution: operator and place in the iteration.
+        kind: properties of the operator.
+        func: the operator overload, which is called again.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        outs: its results.
+        versions: version counters of its tensors at the time of its execution.
+        storages: address -> size in bytes of the storages of its tensors.
+        state: state of the random generator before its execution; None if it draws no random numbers.
+        due: number of planned operators that precede its window; negative for a dynamic window, one whose duration
+            differs in every iteration.
+        cost: expected cost of verifying and keeping it.
+        stream: CUDA stream of its execution; None on a CPU.
+    """
+
+    at: OperatorCall
+    kind: OperatorProperties
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    outs: list[torch.Tensor]
+    versions: list[int]
+    storages: dict[int, int]
+    state: torch.Tensor | None
+    due: int
+    cost: Cost
+    stream: "torch.cuda.Stream | None"
+
+
+def entry(
+    at: OperatorCall,
+    kind: OperatorProperties,
+    call: tuple[Any, Sequence[Any], dict[str, Any]],
+    out: Any,
+    state: torch.Tensor | None,
+    due: int,
+    cost: Cost = Cost(),
+) -> Entry:
+    """Return the entry of an operator that has just been executed. The operator must not write in place.
+
+    Args:
+        at: identity of the execution.
+        kind: properties of the operator.
+        call: function, positional arguments and keyword arguments.
+        out: the result.
+        state: state of the random generator before the execution; None if it draws no random numbers.
+        due: see ``Entry``.
+        cost: see ``Entry``.
+    """
+    func, args, kwargs = call
+    kept_args, kept_kwargs = _handles(args), _handles(kwargs)
+    outs = [tensor.detach() for tensor in tensors_in(out)]
+    kept = tensors_in((kept_args, kept_kwargs, outs))
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
+    versions = [tensor._version for tensor in kept]
+    stream = current(kept)
+    return Entry(at, kind, func, kept_args, kept_kwargs, outs, versions, storages, state, due, cost, stream)
+
+
+def _handles(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, tuple | list):
+        return type(value)(_handles(each) for each in value)
+    if isinstance(value, dict):
+        return {name: _handles(each) for name, each in value.items()}
+    return value
+
+
+class Waiting:
+    """The deferred entries, in order of execution.
+
+    Args:
+        verify: executes the operator of an entry again and compares the results.
+        lasting: addresses of storages that are never freed (parameters); these do not count as kept memory.
+
+    Attributes:
+        nbytes: memory that the entries keep now, in bytes.
+    """
+
+    def __init__(self, verify: Callable[[Entry], None], lasting: Collection[int] = ()):
+        self._verify, self._lasting = verify, frozenset(lasting)
+        self._entries: dict[int, Entry] = {}
+        self._users: dict[int, int] = {}
+        self.nbytes = 0
+        self._next_due = NEVER
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, one: Entry) -> None:
+        """Add an entry."""
+        self._entries[id(one)] = one
+        if one.due >= 0:
+            self._next_due = min(self._next_due, one.due)
+        for storage, size in one.storages.items():
+            users = self._users.get(storage, 0)
+            self._users[storage] = users + 1
+            self.nbytes += 0 if users or storage in self._lasting else size
+
+    def take(self, wanted: Callable[[Entry], bool]) -> int:
+        """Verify and remove the entries for which ``wanted`` returns True, in order; return their number."""
+        return self.take_these([number for number, one in self._entries.items() if wanted(one)])
+
+    def take_these(self, numbers: Sequence[int]) -> int:
+        """Verify and remove the entries whose ``id()`` is in ``numbers``; return their number."""
+        for number in numbers:
+            one = self._entries.pop(number)
+            self._verify(one)
+            self._let_go(one)
+        return len(numbers)
+
+    def _let_go(self, one: Entry) -> None:
+        for storage, size in one.storages.items():
+            self._users[storage] -= 1
+            if not self._users[storage]:
+                del self._users[storage]
+                self.nbytes -= 0 if storage in self._lasting else size
+
+    def take_due(self, executed: int) -> int:
+        """Verify and remove the entries that are due after ``executed`` planned operators; return their number."""
+        if executed < self._next_due:
+            return 0
+        done = self.take(lambda one: 0 <= one.due <= executed)
+        self._next_due = min((one.due for one in self._entries.values() if one.due >= 0), default=NEVER)
+        return done
+
+    def before_change(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Verify and remove the entries that use the memory of ``tensors``, which is about to be written in place;
+        return their number."""
+        hit = {storage for tensor in tensors if (storage := tensor.untyped_storage()._cdata) in self._users}
+        return self.take(lambda one: not hit.isdisjoint(one.storages)) if hit else 0
+
+    def drop(self) -> None:
+        """Drop all entries without verifying them."""
+        self._entries, self._users, self.nbytes, self._next_due = {}, {}, 0, NEVER
+
+
+Disturb = Callable[[OperatorCall, Sequence[torch.Tensor]], None]
+"""Corrupts the results of a second execution, in fault-injection experiments."""
+
+
+def verify(one: Entry, findings: Findings, disturb: Disturb | None = None) -> None:
+    """Execute the operator of ``one`` again and compare the results. If its tensors have been changed in the meantime,
+    note a mismatch instead."""
+    versions = [tensor._version for tensor in tensors_in((one.args, one.kwargs, one.outs))]
+    if versions != one.versions:
+        findings.note(Mismatch(one.at, WINDOW, note="its tensors were changed unseen by torch's dispatcher"))
+        return
+    with joined([one.stream]):
+        again = execute_again(one.func, one.args, one.kwargs, one.state)
+        theirs = results(one.kind, one.args, one.kwargs, again)
+        if disturb is not None:
+            disturb(one.at, theirs)
+        findings.pair(one.at, WINDOW, one.outs, theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A reference to a tensor that the replay produces: a view of a result of an earlier step.
+
+    Attributes:
+        step: number of the step.
+        out: number of the result among the results of the step.
+        size: shape of the view.
+        stride: strides of the view, in elements.
+        offset: storage offset of the view, in elements.
+    """
+
+    step: int
+    out: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """One recorded operator. ``args`` and ``kwargs`` contain ``_Made`` in place of tensors that the replay produces.
+    ``compares`` is True if the replay compares its results."""
+
+    at: OperatorCall
+    kind: OperatorProperties
+    func: Any
+    args: Any
+    kwargs: Any
+    state: torch.Tensor | None
+    compares: bool
+
+
+class Replay:
+    """One AGC segment in one iteration: records its operators, and replays them later.
+
+    Args:
+        findings: receives the mismatches.
+        size: number of operators in the segment.
+        due: number of planned operators that precede its window.
+        lasting: addresses of storages that are never freed (parameters), which do not count in ``nbytes``.
+
+    Attributes:
+        nbytes: memory that the boundary tensors keep, in bytes.
+    """
+
+    def __init__(self, findings: Findings, size: int, due: int, lasting: Collection[int] = ()):
+        self._findings, self._size, self.due = findings, size, due
+        self._counted = set(lasting)
+        self.nbytes = 0
+        self._steps: list[_Step] = []
+        self._makers: dict[int, tuple[StorageWeakRef, int, int, torch.dtype]] = {}
+        self._kept: dict[int, tuple[torch.Tensor, int]] = {}
+        self._expected = findings.rows()
+        self._places: list[tuple[OperatorCall, str]] = []
+        self._streams: set[torch.cuda.Stream | None] = set()
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all operators of the segment have been recorded."""
+        return len(self._steps) == self._size
+
+    def record(
+        self,
+        at: OperatorCall,
+        kind: OperatorProperties,
+        call: tuple[Any, Sequence[Any], dict[str, Any]],
+        out: Any,
+        state: torch.Tensor | None,
+        *,
+        compares: bool = True,
+    ) -> None:
+        """Record an operator that has just been executed.
+
+        Args:
+            at: identity of the execution.
+            kind: properties of the operator.
+            call: function, positional arguments and keyword arguments.
+            out: the result.
+            state: state of the random generator before the execution; None if it draws no random numbers.
+            compares: False if the operator is verified by other means and replayed only to produce its outputs.
+        """
+        func, args, kwargs = call
+        self._streams.add(current(tensors_in((args, kwargs, out))))
+        self._steps.append(_Step(at, kind, func, self._refer(args), self._refer(kwargs), state, compares))
+        for number, tensor in enumerate(tensors_in(out)):
+            storage = tensor.untyped_storage()
+            # The weak reference prevents the allocator from reusing the address of the storage.
+            self._makers[storage._cdata] = (StorageWeakRef(storage), len(self._steps) - 1, number, tensor.dtype)
+            if compares:
+                self._expected.add(tensor)
+                self._places.append((at, WINDOW))
+
+    def changes(self, storages: Collection[int]) -> bool:
+        """Return whether the replay reads any of ``storages``, which are about to be written in place. The caller then
+        has to call ``verify`` before the write.
+
+        Later operators of the segment read the changed contents of these storages. The method therefore forgets that
+        the segment produced them, so that such contents will be kept and not taken from the replay.
+        """
+        for storage in storages:
+            self._makers.pop(storage, None)
+        return any(tensor.untyped_storage()._cdata in storages for tensor, _ in self._kept.values())
+
+    def verify(self, disturb: Disturb | None = None) -> int:
+        """Execute the operators again and compare the results; return the number of compared operators. If a kept
+        tensor was changed, compare nothing, count the operators as unverified and return 0."""
+        compared = sum(step.compares for step in self._steps)
+        if any(tensor._version != version for tensor, version in self._kept.values()):
+            self._findings.unverified += compared
+            return 0
+        with joined(self._streams):
+            self._execute(disturb)
+        return compared
+
+    def _execute(self, disturb: Disturb | None) -> None:
+        last = self._last_uses()
+        made: dict[int, list[torch.Tensor]] = {}
+        found = self._findings.rows()
+        for number, step in enumerate(self._steps):
+            args, kwargs = _resolve(step.args, made), _resolve(step.kwargs, made)
+            outs = results(step.kind, args, kwargs, execute_again(step.func, args, kwargs, step.state))
+            if step.compares and disturb is not None:
+                disturb(step.at, outs)
+            for tensor in outs if step.compares else ():
+                found.add(tensor)
+            made[number] = outs
+            for old in last.get(number, ()):
+                made.pop(old, None)
+        expected, got = self._expected.table(), found.table()
+        if got.device.type != "cpu" or not torch.equal(expected, got):
+            self._findings.tables(self._places, expected, got)
+
+    def _last_uses(self) -> dict[int, list[int]]:
+        """Return number of a step -> numbers of the steps whose results are used by this step and by no later step."""
+        last = {number: number for number in range(len(self._steps))}
+        for number, step in enumerate(self._steps):
+            for reference in _references((step.args, step.kwargs)):
+                last[reference.step] = number
+        found: dict[int, list[int]] = {}
+        for step, user in last.items():
+            found.setdefault(user, []).append(step)
+        return found
+
+    def _refer(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            maker = self._makers.get(value.untyped_storage()._cdata)
+            if maker is not None and maker[3] == value.dtype:
+                _, step, out, _ = maker
+                return _Made(step, out, tuple(value.shape), value.stride(), value.storage_offset())
+            kept = value.detach()
+            self._kept[id(kept)] = (kept, kept._version)
+            storage = value.untyped_storage()
+            if storage._cdata not in self._counted:
+                self._counted.add(storage._cdata)
+                self.nbytes += storage.nbytes()
+            return kept
+        if isinstance(value, tuple | list):
+            return type(value)(self._refer(each) for each in value)
+        if isinstance(value, dict):
+            return {name: self._refer(each) for name, each in value.items()}
+        return value
+
+
+def _resolve(value: Any, made: dict[int, list[torch.Tensor]]) -> Any:
+    if isinstance(value, _Made):
+        return made[value.step][value.out].as_strided(value.size, value.stride, value.offset)
+    if isinstance(value, tuple | list):
+        return type(value)(_resolve(each, made) for each in value)
+    if isinstance(value, dict):
+        return {name: _resolve(each, made) for name, each in value.items()}
+    return value
+
+
+def _references(value: Any) -> list[_Made]:
+    if isinstance(value, _Made):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [one for each in value for one in _references(each)]
+    if isinstance(value, dict):
+        return _references(tuple(value.values()))
+    return []
+
 
 Call = tuple[Any, Sequence[Any], dict[str, Any]]
 

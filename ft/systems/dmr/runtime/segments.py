@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ft.systems.dmr.plan.assign import PIGGYBACK
+from ft.systems.dmr.plan.trace import PIGGYBACK
 from ft.systems.dmr.runtime.cursor import OperatorCall
 from ft.systems.dmr.runtime.findings import RECOMPUTATION, Findings, Mismatch, Rows
 from ft.systems.dmr.runtime.strategy import AT_ONCE, WITH_RECOMPUTATION, Decision

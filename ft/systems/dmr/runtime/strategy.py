@@ -1,9 +1,13 @@
 """Strategies of DMR, which decide how each operator is verified: all in the same way, or as a DMR plan says.
 
-DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time: immediately (naive DMR),
-with the recomputation of activation checkpointing (P-DMR), or later in a *window*, a time in which the rank
-communicates or is idle (D-DMR). An *AGC segment* is a sequence of operators that is executed again (replayed) as a
-whole. A window is *dynamic* if its duration differs in every iteration.
+An operator is executed a second time immediately (naive DMR), with the recomputation of activation checkpointing
+(P-DMR), or later in a window, a time in which the rank communicates or is idle (D-DMR). How an executed operator is to
+be verified is looked up in the plan. The operators of a *unit* (one phase of one microbatch on one model chunk) may
+differ from the profiled ones: experts without tokens are left out, and a mask that already exists is not created again.
+Operators that compute a different result each time cannot be compared, and are left unverified.
+
+An *AGC segment* is a sequence of operators that is executed again (replayed) as a whole. A window is *dynamic* if its
+duration differs in every iteration.
 """
 
 import bisect
@@ -14,10 +18,69 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ft.base.errors import UserError
-from ft.systems.dmr.plan.assign import D_INTER, D_INTRA, NAIVE, PIGGYBACK, UNCHECKED, AgcSegment, Plan
-from ft.systems.dmr.plan.trace import CLOSE_US, RECOMPUTE, Operator
-from ft.systems.dmr.runtime.alignment import OperatorAligner
+from ft.systems.dmr.plan.trace import (
+    CLOSE_US,
+    D_INTER,
+    D_INTRA,
+    NAIVE,
+    PIGGYBACK,
+    RECOMPUTE,
+    UNCHECKED,
+    AgcSegment,
+    Operator,
+    Plan,
+)
 from ft.systems.dmr.runtime.cursor import Unit, operator_id
+
+_SURE = 3
+"""After a deviation: number of consecutive operators whose names must match the plan until the position is known."""
+
+_REACH = 256
+"""After a deviation: maximum distance from the expected position in the plan at which a match is looked for."""
+
+
+class OperatorAligner:
+    """Aligns the operators that are executed in one unit with its planned operators.
+
+    Args:
+        names: names of the planned operators of the unit, in order.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self._names = names
+        self._ahead = 0
+        self._strange: list[str] = []
+
+    def find(self, index: int, operator: str) -> int | None:
+        """Return the position in the plan of the operator that is executed as number ``index`` of the unit. Has to be
+        called for each operator, in order.
+
+        Returns:
+            The position; None if the plan does not contain the operator, or if after a deviation it is not known yet
+                where in the plan the execution continues.
+        """
+        if index == 0:
+            self._ahead, self._strange = 0, []
+        expected = index + self._ahead
+        if not self._strange and expected < len(self._names) and self._names[expected] == operator:
+            return expected
+        self._strange = [*self._strange, operator][-_SURE:]
+        if len(self._strange) < _SURE:
+            return None
+        place = self._nearest(expected)
+        if place is not None:
+            self._ahead, self._strange = place - index, []
+        return place
+
+    def _nearest(self, expected: int) -> int | None:
+        """Return the position in the plan of the last _SURE executed operators, as near as possible to ``expected``;
+        None if they are not found."""
+        for far in range(_REACH):
+            for place in (expected + far, expected - far):
+                first = place - _SURE + 1
+                if first >= 0 and list(self._names[first : place + 1]) == self._strange:
+                    return place
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +88,7 @@ class Decision:
     """How one operator is verified.
 
     Args:
-        set: one of ``ft.systems.dmr.plan.assign.SETS``.
+        set: one of ``ft.systems.dmr.plan.trace.SETS``.
         due: for the deferred sets D_inter and D_intra: number of planned operators that precede its window; None if it
             is verified in any dynamic window.
         replay: for the deferred sets: id of the AGC segment with which it is replayed; None if it is executed again by
@@ -118,7 +181,7 @@ class Planned:
         plan: the plan to follow.
         stage: pipeline stage of this rank.
         unstable: names of non-reproducible operators, which are neither replayed nor verified
-            (``ft.systems.dmr.runtime.unstable``).
+            (``ft.systems.dmr.runtime.strategy``).
 
     Attributes:
         replays: AGC segments of the stage, by id.
@@ -211,3 +274,31 @@ def _until_needed(made: Sequence[str], segment: AgcSegment, by_id: Mapping[str, 
 
 DEFERRED = (D_INTER, D_INTRA)
 SKIPPED = UNCHECKED
+
+
+_LEFT_OUT = Decision(SKIPPED)
+
+
+class ExcludeUnstable:
+    """Strategy that follows another strategy, except that non-reproducible operators are left unverified.
+
+    Args:
+        strategy: the other strategy.
+        unstable: names of the non-reproducible operators, with overloads ("index_put_", "add_.Tensor").
+
+    Attributes:
+        strategy: the other strategy.
+    """
+
+    def __init__(self, strategy: Strategy, unstable: Collection[str]):
+        self.strategy, self._unstable = strategy, frozenset(unstable)
+        self.uses_recomputation = strategy.uses_recomputation
+        self.name = f"{strategy.name}, unstable left out: {', '.join(sorted(self._unstable))}"
+
+    @property
+    def misfits(self) -> Mapping[tuple[str, str], int]:
+        return self.strategy.misfits
+
+    def decide(self, unit: Unit, index: int, operator: str, in_segment: bool) -> Decision:
+        decision = self.strategy.decide(unit, index, operator, in_segment)
+        return _LEFT_OUT if operator in self._unstable else decision

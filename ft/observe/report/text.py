@@ -1,0 +1,264 @@
+"""Build the text that ``ft report`` prints about a run; the HTML page reuses parts of it.
+
+Surviving steps are the committed steps that are part of the current training state; superseded steps were committed by
+some replicas only, or were rolled back. The audit checks that every sample was trained exactly once. A stall is the
+time that a failure or rejoin of a replica costs the other replicas.
+"""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from ft import faults
+from ft.observe.report import corruption, protections
+from ft.observe.report.goodput import Effective
+from ft.observe.report.lanes import STATES
+from ft.observe.report.record import Record, Replica
+from ft.observe.report.stacks import has_stacks, stacks_line, wipe_outs_line
+from ft.observe.report.stalls import FAILURE, REJOIN, RESTART, Incident
+from ft.observe.report.status import saves
+from ft.record import missing as records
+from ft.record.block import what_differs, what_failed
+from ft.record.recoveries import Recovery
+from ft.show.text import count, percent, seconds, shortened, table
+
+_MOST_PROBLEMS = 12
+
+Facts = list[tuple[str, str]]
+
+
+def summary(record: Record, files: Sequence[Path]) -> str:
+    """Return the report's text.
+
+    It has key figures, tables of replicas, of their failures and rejoins, of recoveries, of DMR mismatches (operators
+    whose two executions differed), of actions of user-defined protections and of pipeline stages rebuilt by CheckFree,
+    and the paths of written files.
+
+    Args:
+        record: the run's record.
+        files: paths of the files that the report has written.
+    """
+    lines = [f"{name:<10} {value}" for name, value in facts(record)]
+    if record.has_quorum:
+        lines += [f"{'':<10} {text}" for text in problems(record)]
+        lines += ["", table(REPLICA_HEAD, replica_rows(record), right=range(2, len(REPLICA_HEAD)))]
+    if record.incidents:
+        rows = [(*row[:-1], shortened(row[-1], 60)) for row in incident_rows(record)]
+        lines += ["", table(INCIDENT_HEAD, rows, right=(2, 3, 4, 5))]
+    lines += _recovery_lines(record)
+    for number, replica in record.replicas.items():
+        for part in _parts_of(replica):
+            lines += ["", *([f"replica {number}:"] if record.has_quorum else []), part]
+    if record.lineage.superseded:
+        lines += ["", *superseded(record)]
+    lines += ["", *(f"{'wrote':<10} {path}" for path in files)]
+    return "\n".join(lines)
+
+
+def _parts_of(replica: Replica) -> list[str]:
+    """Return the tables about what protections did in one replica."""
+    wrong = "" if replica.corruption is None else corruption.text_table(replica.corruption)
+    parts = [wrong] if wrong else []
+    if acted := protections.actions(replica):
+        parts.append(table(protections.ACTION_HEAD, protections.action_rows(acted), right=(0,)))
+    if made := protections.rebuilds(replica):
+        rows = table(protections.REBUILD_HEAD, protections.rebuild_rows(made), right=(0, 1, 3, 4, 5, 6))
+        parts.append(f"stages rebuilt from their neighbours (CheckFree)\n{rows}")
+    return parts
+
+
+def facts(record: Record) -> Facts:
+    """Return the key figures as (name, value)."""
+    found = _quorum_facts(record) if record.has_quorum else _facts_of_one(record)
+    for number, checked in record.corruptions:
+        of = f"replica {number}: " if record.has_quorum else ""
+        found.append(("DMR", of + corruption.summary_of(checked)))
+    found += [("saved", text) for text in saves([event for _, event in record.history])]
+    missed = faults.missed(record.folder)
+    found += [("faults", missed)] if missed else []
+    return found + ([] if record.has_quorum else [("records", text) for text in records.lacking(record.only)])
+
+
+def _facts_of_one(record: Record) -> Facts:
+    times = record.only.goodput
+    took = f"recoveries took {seconds(times.recovering)}"
+    return [
+        ("run", f"{record.folder} ({record.state})"),
+        ("steps", f"{times.steps}, {seconds(times.step)} each (median)"),
+        ("recovered", _recovered(record)),
+        ("goodput", f"{percent(times.share)} of {seconds(times.wall)}, {took}"),
+        ("effective", effective_line(record.effective)),
+    ]
+
+
+def _recovered(record: Record) -> str:
+    return f"{sum(r.is_over for _, r in record.recoveries)} of {len(record.recoveries)} interruptions"
+
+
+def _quorum_facts(record: Record) -> Facts:
+    step_s = record.pace.normal[-1] if record.steps else None
+    found = [("run", f"{record.folder} ({record.state}), {count(record.count, 'replica')}")]
+    if has_stacks(record.steps):
+        found.append(("stacks", stacks_line(record.steps)))
+        wiped = wipe_outs_line(record.steps)
+        found += [("wipe-outs", wiped)] if wiped else []
+    found += [("steps", f"{steps_line(record)}, {seconds(step_s)} each"), ("samples", audit_line(record))]
+    compared = [step for step in record.steps if len(step.digests) > 1]
+    if compared:
+        equal = sum(len(set(step.digests.values())) == 1 for step in compared)
+        found.append(("replicas", f"equal bit for bit after {equal} of {len(compared)} steps compared"))
+    found += [(name, stall_line(record.of_kind(kind))) for name, kind in (("failures", FAILURE), ("rejoins", REJOIN))]
+    restarts = record.of_kind(RESTART)
+    if restarts:
+        took = seconds(sum(one.stall_s for one in restarts))
+        found.append(("restarts", f"{len(restarts)} of all replicas, {took} in all"))
+    found.append(("effective", effective_line(record.effective)))
+    return found + ([("recovered", f"{_recovered(record)} inside replicas")] if record.recoveries else [])
+
+
+def _recovery_lines(record: Record) -> list[str]:
+    if not record.recoveries:
+        return []
+    head, right = ("#", "outcome", "step", "redone", "total", "what happened"), (0, 2, 3, 4)
+    rows = [_recovery_row(r) for _, r in record.recoveries]
+    if record.has_quorum:
+        head, right = ("replica", *head), (1, 3, 4, 5)
+        rows = [(str(number), *row) for (number, _), row in zip(record.recoveries, rows, strict=True)]
+    differing = [f"after recovery {r.number}, {what_differs(r)}" for _, r in record.recoveries if r.differing]
+    return ["", table(head, rows, right), *differing]
+
+
+def _recovery_row(recovery: Recovery) -> tuple[str, ...]:
+    step, redone = recovery.step, recovery.steps_redone
+    return (
+        str(recovery.number),
+        recovery.outcome,
+        "-" if step is None else str(step),
+        "-" if redone is None else str(redone),
+        seconds(recovery.total),
+        shortened(what_failed(recovery), 70),
+    )
+
+
+def steps_line(record: Record) -> str:
+    """Return the numbers of surviving, superseded and missing steps as one line."""
+    found = record.lineage
+    parts = [f"{len(found.steps)} surviving"]
+    if found.steps:
+        parts[0] += f" ({found.steps[0].number} to {found.steps[-1].number})"
+    if found.superseded:
+        parts.append(f"{len(found.superseded)} superseded")
+    if found.missing:
+        parts.append(f"{sum(last - first + 1 for first, last in found.missing)} without a record")
+    return ", ".join(parts)
+
+
+def audit_line(record: Record) -> str:
+    """Return the audit as one line that begins with its verdict."""
+    found = record.audit
+    parts = [f"{found.trained} trained", f"{found.duplicates} duplicates", f"{found.gaps} gaps"]
+    parts += [f"{found.unaccounted} trained that the state does not count"] if found.unaccounted else []
+    parts += [f"{found.unproven} in steps without a record"] if found.unproven else []
+    parts += [f"{found.earlier} before step {record.steps[0].number}"] if found.earlier else []
+    parts += [f"{found.waiting} still to be trained by replicas that were absent"] if found.waiting else []
+    return ("each sample trained once: " if found.is_clean else "AUDIT NOT CLEAN: ") + ", ".join(parts)
+
+
+def problems(record: Record) -> list[str]:
+    """Return sentences about samples that were lost or trained twice, and about contradictions in the record."""
+    found = [*record.audit.examples, *record.audit.problems]
+    more = [f"and {len(found) - _MOST_PROBLEMS} more"] if len(found) > _MOST_PROBLEMS else []
+    unread = [f"loader_state: {record.problem}"] if record.problem else []
+    absent = sorted(set(range(record.count)) - set(record.replicas))
+    names = [f"replica {number} has no folder here: its figures come from the other replicas" for number in absent]
+    return [*found[:_MOST_PROBLEMS], *more, *unread, *names]
+
+
+def stall_line(incidents: Sequence[Incident]) -> str:
+    """Return the number of incidents and their stalls as one line."""
+    if not incidents:
+        return "0"
+    stalls = [one.stall_s for one in incidents]
+    longest = max(incidents, key=lambda one: one.longest_s / one.normal_s if one.normal_s else 0.0)
+    longest_step = f", longest step {longest.longest_s / longest.normal_s:.2f} x normal" if longest.normal_s else ""
+    return (
+        f"{len(stalls)}, stall of the others {seconds(statistics.median(stalls))} (median), "
+        f"{seconds(max(stalls))} at most, {seconds(sum(stalls))} in all{longest_step}"
+    )
+
+
+def effective_line(found: Effective) -> str:
+    """Return the effective training time as one line."""
+    if found.measured is None:
+        return "-"
+    parts = [f"{percent(found.measured)} of {seconds(found.wall_s)} measured"]
+    if found.formula is not None:
+        parts.append(f"{percent(found.formula)} by the paper's formula with a failure every {seconds(found.between_s)}")
+        parts.append(f"{percent(found.paper_rate)} with one every 18 min")
+    return ", ".join(parts)
+
+
+REPLICA_HEAD = ("replica", "state", "samples", "position", "times offline", *STATES)
+
+
+def replica_rows(record: Record) -> list[tuple[str, ...]]:
+    """Return a row for each replica, with the columns of ``REPLICA_HEAD``."""
+    positions = record.steps[-1].commit.positions if record.steps else {}
+    rows = []
+    for replica in range(record.count):
+        own = record.replicas.get(replica)
+        rows.append(
+            (
+                str(replica),
+                own.state if own is not None else "no folder",
+                str(record.audit.replicas.get(replica, 0)),
+                str(positions.get(replica, "-")),
+                str(record.times_offline(replica)),
+                *(seconds(record.seconds_in(replica, state)) for state in STATES),
+            )
+        )
+    return rows
+
+
+INCIDENT_HEAD = ("what", "replicas", "steps", "stall", "longest step", "away", "why")
+
+
+def incident_rows(record: Record) -> list[tuple[str, ...]]:
+    """Return a row for each incident, with the columns of ``INCIDENT_HEAD``."""
+    return [
+        (
+            one.kind if one.replicas else "step retried",
+            ", ".join(map(str, one.replicas)) or "-",
+            str(one.first) if one.first == one.last else f"{one.first}-{one.last}",
+            seconds(one.stall_s),
+            f"{one.longest_s / one.normal_s:.2f} x" if one.normal_s else "-",
+            seconds(statistics.mean(one.away_s)) if one.away_s else "-",
+            _why(one),
+        )
+        for one in record.incidents
+    ]
+
+
+def superseded(record: Record) -> list[str]:
+    """Return a line for each sequence of steps that was committed but is not in the surviving state."""
+    stretches: list[list] = []
+    for step in record.lineage.superseded:
+        last = stretches[-1][-1] if stretches else None
+        if last is not None and step.number == last.number + 1 and set(step.by) == set(last.by):
+            stretches[-1].append(step)
+        else:
+            stretches.append([step])
+    return [_superseded(steps) for steps in stretches]
+
+
+def _superseded(steps: Sequence) -> str:
+    first, last, members = steps[0], steps[-1], ", ".join(map(str, sorted(steps[0].by)))
+    which = f"step {first.number}" if len(steps) == 1 else f"steps {first.number} to {last.number}"
+    return f"superseded: {which}, committed in quorum {last.commit.quorum} by replica {members} and repeated later"
+
+
+def _why(one: Incident) -> str:
+    if one.kind == FAILURE and one.retries:
+        failed = f"{count(one.retries, 'quorum')} failed"
+        return f"{one.reason} ({failed})" if one.reason else failed
+    return one.reason

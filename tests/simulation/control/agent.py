@@ -1,0 +1,272 @@
+"""Models of an agent (the supervisor process of a node, ``ft.job.agent``) and of its host.
+
+The model sends the messages that a real agent sends to the control plane: reports about its workers, and heartbeats. It
+executes the control plane's orders: start, kill and restart workers. A worker that holds a logical rank has a seat;
+a standby is a started worker without one.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ft.job import messages as m
+from ft.job.agent import liveness, succession
+from tests.simulation.control.clock import HostClock
+from tests.simulation.control.network import Link
+from tests.simulation.control.worker import Worker
+
+if TYPE_CHECKING:
+    from tests.simulation.control.cluster import Cluster
+
+_TICK_S, _REAP_S, _FORK_S, _FREE_S = 0.1, (0.0005, 0.02), (0.005, 0.1), (0.05, 3.0)
+"""Durations in virtual seconds: the agent's polling period; the time (least, most) until it reaps an ended process; the
+time (least, most) until a started process exists; the time (least, most) until the memory of an ended process's device
+is free.
+"""
+
+
+class Host:
+    """A machine, on which agents run one after the other. True time is the time of the simulation's event queue.
+
+    Attributes:
+        number: number of the host.
+        clock: monotonic clock of the host.
+        skew_s: error of the host's wall clock, in seconds.
+        is_down: True while the host has no power.
+        cut: direction ("up": to the control plane, "down": from it) -> true time until which the network is cut.
+        slow_until: true time until which the network is slow.
+        slow_s: additional latency of the slow network, in seconds.
+        lives: number of agents that have run on the host.
+    """
+
+    def __init__(self, number: int, clock: HostClock, skew_s: float):
+        self.number, self.clock, self.skew_s, self.is_down = number, clock, skew_s, False
+        self.cut = {"up": 0.0, "down": 0.0}
+        self.slow_until = self.slow_s = 0.0
+        self.lives = 0
+
+    def is_cut(self, now: float) -> bool:
+        """Return whether the host's workers cannot reach other hosts; they need both directions."""
+        return max(self.cut.values()) > now
+
+    def lag_s(self, now: float) -> float:
+        """Return the additional latency of the host's network at true time ``now``, in seconds."""
+        return self.slow_s if now < self.slow_until else 0.0
+
+
+class Agent:
+    """One agent process, from its start to its end.
+
+    Attributes:
+        node: name of the agent; each agent on the same host has another name.
+        seats: number of workers with a logical rank that the agent announces to the control plane.
+        standbys: number of standbys that the agent announces.
+        alive: False once the process has ended.
+        paused: True while the process is stopped.
+        excuse: True once a fault has been injected that may make the control plane take the agent for lost.
+        devices: number of devices of the host; 0: workers need none.
+        in_use: worker -> its device, until the worker's process has ended and the device's memory is free.
+        workers: name -> worker, of the workers that are not yet reaped.
+        link: connection to the control plane.
+    """
+
+    def __init__(self, cluster: "Cluster", host: Host, seats: int, standbys: int):
+        self.cluster, self.host = cluster, host
+        self.node = f"n{host.number}" + ("" if host.lives == 0 else f"-{host.lives + 1}")
+        host.lives += 1
+        self.seats, self.standbys, self.devices = seats, standbys, cluster.shape.devices
+        self.in_use: dict[str, int] = {}
+        self.alive, self.paused, self.excuse = True, False, False
+        self.workers: dict[str, Worker] = {}
+        self._started, self._restart, self._begin = 0, 0, None
+        self._backlog: list[tuple[Callable[..., None], tuple]] = []
+        self.link = Link(cluster, self)
+
+    def join(self) -> None:
+        """Announce the agent to the control plane, and begin to send heartbeats."""
+        self.cluster.agents[self.node] = self
+        number = self.host.number
+        joined = m.AgentJoined(self.node, number, f"host{number}", self.seats, self.standbys, devices=self.devices)
+        self.link.post(joined)
+        self.link.pump()
+        self._beat()
+
+    # --- process -----------------------------------------------------------------------------------------------------
+
+    def when_awake(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Run the action now, or when the paused agent resumes."""
+        if self.paused:
+            self._backlog.append((action, arguments))
+        elif self.alive:
+            action(*arguments)
+
+    def go_on(self) -> None:
+        """Resume after a pause, and execute the actions that became due during the pause."""
+        self.paused = False
+        self._fence()
+        backlog, self._backlog = self._backlog, []
+        for action, arguments in backlog:
+            self.when_awake(action, *arguments)
+
+    def die(self, silently: bool) -> None:
+        """End the agent and its workers.
+
+        Args:
+            silently: whether the whole host is lost, so that no peer sees a connection reset.
+        """
+        self.alive, self.excuse = False, True
+        for worker in list(self.workers.values()):
+            worker.alive = False
+            self.cluster.mesh.lost(worker, noticed=0.0 if silently else 0.6)
+        self.workers.clear()
+
+    def given_up(self) -> None:
+        """Handle the order that declares this node lost: end, and let a new agent join from this host under a new
+        name.
+        """
+        if not self.alive:
+            return
+        self.die(silently=False)
+        if not self.host.is_down:
+            self.cluster.comes_back(self.host, self.seats + self.standbys)
+
+    def _fence(self) -> None:
+        """End the agent if it is cut off from a running control plane, which may give its logical ranks to others
+        (fencing, ``ft.job.agent.succession``).
+        """
+        plane, now, rate = self.cluster.plane, self.cluster.time.now, self.host.clock.rate
+        if not self.alive or not self.workers or not plane.is_up:
+            return
+        silent_s, serving_s = (now - self.link.contact_at) * rate, (now - plane.serves_since) * rate
+        what, why = succession.decide(succession.View(silent_s, 0.0, serving_s, turn=0), self.cluster.timeouts)
+        if what == succession.FENCE:
+            self.cluster.note("{}: {}, and ends its workers", self.node, why)
+            self.given_up()
+
+    def told_to_end(self, signum: int) -> None:
+        """Handle a signal from the user or the scheduler: report it, and end the workers."""
+        self.link.post(m.AgentLeaving(self.node, signum))
+        for worker in list(self.workers.values()):
+            self.ended(worker, -signum)
+
+    def _beat(self) -> None:
+        """Send a heartbeat with the state of every attached worker, and schedule the next one."""
+        if not self.alive:
+            return
+        now = self.cluster.time.now
+        if not self.paused:
+            self._fence()
+        if self.alive and not self.paused:
+            self.link.post(m.AgentBeat(self.node, {w.name: w.beat(now) for w in self.workers.values() if w.attached}))
+        self.cluster.time.after(self.host.clock.true(self.cluster.timeouts.agent_beat_s), self._beat)
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def hear(self, report: Any) -> None:
+        """Forward a report from a worker."""
+        self.when_awake(self.link.post, report)
+
+    def spawn(self, rank: int | None, local_rank: int = 0) -> None:
+        """Start a worker that is meant for a logical rank, with a device; ``rank`` None: a standby."""
+        name = f"{self.node}.w{self._started}"
+        self._started += 1
+        worker = self.workers[name] = Worker(self.cluster, self, name, rank, self._restart)
+        if rank is not None:
+            self.in_use[name] = local_rank
+        self.cluster.born(worker)
+        self.cluster.time.after(self.cluster.rng.uniform(*_FORK_S), self._exists, worker)
+
+    def _exists(self, worker: Worker) -> None:
+        if not self.alive:
+            return
+        pid, device = 1000 + self._started, self.in_use.get(worker.name, 0)
+        self.hear(m.WorkerStarted(worker.name, self.node, pid, worker.started_for, worker.restart, device))
+        if worker.alive:
+            worker.poke()
+
+    def ended(self, worker: Worker, code: int) -> None:
+        """End a worker's process; it is reaped a moment later."""
+        if not worker.alive:
+            return
+        worker.alive = False
+        self.cluster.mesh.lost(worker, noticed=0.6)
+        delay = _FORK_S[1] + self.cluster.rng.uniform(*_REAP_S) if not worker.attached else 0.0
+        delay += self.cluster.rng.uniform(*_REAP_S)
+        self.cluster.time.after(delay, self.when_awake, self._reap, worker, code)
+
+    def _reap(self, worker: Worker, code: int) -> None:
+        if self.workers.pop(worker.name, None) is not None:
+            self.link.post(m.WorkerExited(worker.name, self.node, code, worker.attached))
+            if self.devices and worker.name in self.in_use:
+                self.cluster.time.after(self.cluster.rng.uniform(*_FREE_S), self.when_awake, self._release, worker)
+            else:
+                self.in_use.pop(worker.name, None)
+            self._begin_when_possible()
+
+    def _release(self, worker: Worker) -> None:
+        """Report that the memory of an ended worker's device is free."""
+        self.link.post(m.DeviceReleased(worker.name, self.node, self.in_use.pop(worker.name)))
+        self._begin_when_possible()
+
+    def watch(self, worker: Worker, state: str) -> None:
+        """Watch a worker whose heartbeats have just stopped, and report the worker if the silence lasts.
+
+        Args:
+            worker: the silent worker.
+            state: state of its process as in ``/proc``; "T" is a stopped process.
+        """
+        timeouts, since = self.cluster.timeouts, worker.quiet_since
+        limit = timeouts.stopped_s if state == "T" else timeouts.silent_s
+        wait = self.host.clock.true(limit) + self.cluster.rng.uniform(0.0, _TICK_S)
+        self.cluster.time.after(wait, self.when_awake, self._judge, worker, since, state)
+
+    def _judge(self, worker: Worker, since: float, state: str) -> None:
+        is_quiet = (worker.stopped or worker.deaf) and worker.quiet_since == since
+        if not is_quiet or not worker.alive or not worker.attached:
+            return
+        clock = self.host.clock
+        watches = {worker.name: liveness.Watch(clock.read(since), state)}
+        for found in liveness.silent(clock.read(self.cluster.time.now), watches, self.cluster.timeouts):
+            self.link.post(m.WorkerSilent(worker.name, self.node, round(found.silent_s, 3), state))
+
+    # --- orders ------------------------------------------------------------------------------------------------------
+
+    def obey(self, order: Any) -> None:
+        """Execute an order, like ``ft.job.agent.agent.Agent._obey``."""
+        if isinstance(order, m.Kill):
+            if order.worker in self.workers:
+                self.ended(self.workers[order.worker], -9)
+        elif isinstance(order, m.Spawn):
+            for _ in range(order.count if order.node == self.node else 0):
+                self.spawn(None)
+        elif isinstance(order, m.Restart):
+            self._begin, self._restart = order.ranks.get(self.node, []), order.number
+            self._kill_all()
+            self._begin_when_possible()
+        elif isinstance(order, m.Stop):
+            self._kill_all()
+        elif isinstance(order, m.GivenUp):
+            if order.node == self.node:
+                self.given_up()
+        elif isinstance(order, m.Close | m.Open | m.Repair | m.Resume | m.Finish):
+            if isinstance(order, m.Open):
+                seats = (seat for seat in order.seats.values() if seat.worker in self.workers)
+                self.in_use.update({seat.worker: seat.local_rank for seat in seats})
+            for worker in list(self.workers.values()):
+                if worker.attached and worker.alive:
+                    worker.hear(order)
+
+    def _kill_all(self) -> None:
+        for worker in list(self.workers.values()):
+            self.ended(worker, -9)
+
+    def start_first(self, ranks: list[int]) -> None:
+        """Start the run's first workers on this node, one for each of the logical ranks."""
+        self._begin = ranks
+        self._begin_when_possible()
+
+    def _begin_when_possible(self) -> None:
+        if self._begin is None or self.workers or self.in_use:
+            return
+        ranks, self._begin = self._begin, None
+        for local_rank, rank in enumerate(ranks):
+            self.spawn(rank, local_rank)

@@ -1,0 +1,170 @@
+"""Model of a worker's snapshots and peer copies.
+
+A snapshot is a logical rank's state at a committed step, in host memory. A peer copy is a copy of it in the host memory
+of another worker. After a failure, each worker restores the ordered step from its own snapshot or from its peers. The
+model follows ``ft.state.snapshot.store`` and ``ft.state.snapshot.restore``. An epoch is a version of the map from
+logical ranks to workers, which the control plane closes after a failure.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ft.base.errors import EpochClosed, FallbackError
+from ft.job import messages as m
+from tests.simulation.control.clock import pause
+from tests.simulation.control.memory import COMPLETE, EMPTY, STAGING, Slot
+
+if TYPE_CHECKING:
+    from tests.simulation.control.training import Training
+    from tests.simulation.control.worker import Worker
+
+_STALLED_S = 0.1
+"""Virtual seconds after which a stalled transfer is checked again."""
+
+
+class Snapshots:
+    """The snapshots of one worker, and the peer copies that the worker holds for others.
+
+    Attributes:
+        stock: the snapshots and copies in the worker's memory.
+        copied_at: true time in seconds at which the worker's last own snapshot is complete.
+    """
+
+    def __init__(self, worker: "Worker", training: "Training"):
+        self._worker, self._training, self._cluster = worker, training, worker.cluster
+        self.stock, self.copied_at = worker.stock, 0.0
+        self._pending: set[int] = set()
+        self._refused = False
+        self._taken = (-1, -1)
+
+    @property
+    def is_safe(self) -> bool:
+        """Return whether the last snapshot is complete on this worker and on all peers."""
+        return self._cluster.time.now >= self.copied_at and not self._pending
+
+    def take(self, step: int) -> None:
+        """Copy the live state to host memory and send it to the peers, in the background."""
+        worker, cluster = self._worker, self._cluster
+        self._taken = place = (step, worker.epoch)
+        value = (self._training.owned, self._training.replicated)
+        slot = self.stock.own.begin(*place, value, own=True)
+        copy_s = cluster.rng.uniform(*cluster.habits.copy_s)
+        self.copied_at = cluster.time.now + copy_s
+        cluster.time.after(copy_s, self._copied, slot, place)
+        self._pending, self._refused = set(), False
+        for peer in cluster.shape.copies_at(worker.rank):
+            self._pending.add(peer)
+            send_s = copy_s + cluster.rng.uniform(*cluster.habits.send_s)
+            other = cluster.worker_in(worker.seats[peer].worker, worker)
+            if other is not None and other.closed_epoch >= worker.epoch:
+                other = None
+            theirs = None if other is None else other.stock.of(worker.rank).begin(*place, value)
+            cluster.time.after(send_s, self._sent, peer, other, theirs, place)
+
+    async def wait(self) -> None:
+        """Wait until the last snapshot is complete on this worker and on all peers that hold a copy.
+
+        The training thread waits for snapshots only here, before the optimizer step.
+
+        Raises:
+            EpochClosed: the control plane has closed the epoch.
+            RecoverableError: a copy could not be sent, and the control plane has not closed the epoch in time.
+        """
+        while not self.is_safe:
+            if self._worker.closed or self._refused:
+                await self._training.suspect("snapshot")
+            await pause(None)
+
+    def _copied(self, slot: Slot, place: tuple[int, int]) -> None:
+        if slot.status == STAGING and (slot.step, slot.epoch) == place:
+            slot.status = COMPLETE
+        self._worker.poke()
+
+    def _sent(self, peer: int, other: "Worker | None", slot: Slot | None, place: tuple[int, int]) -> None:
+        """End the transfer of a copy: complete the peer's copy and acknowledge it to this worker, or do neither of the
+        two.
+        """
+        worker, held = self._worker, False
+        if worker.alive and (worker.stopped or (other is not None and other.alive and other.stopped)):
+            # A stopped process does not reset the connection, so the transfer only stalls.
+            self._cluster.time.after(_STALLED_S, self._sent, peer, other, slot, place)
+            return
+        if slot is not None and slot.status == STAGING and (slot.step, slot.epoch) == place:
+            here = worker.alive and worker.closed_epoch < place[1]
+            there = other.alive and other.closed_epoch < place[1]
+            held = here and there and self._cluster.can_reach(worker.node, other.node)
+            slot.status = COMPLETE if held else EMPTY
+        if self._taken == place:
+            self._pending -= {peer} if held else set()
+            self._refused |= not held
+            worker.poke()
+
+    # --- restore -----------------------------------------------------------------------------------------------------
+
+    async def restore(self, step: int, source: m.Source, keep: bool) -> tuple[Any, dict[str, str]]:
+        """Find the snapshot of ``step``, and drop those of later steps (``ft.state.snapshot.restore``).
+
+        Args:
+            step: step to restore.
+            source: logical ranks from which the worker takes the state, by the control plane's order.
+            keep: whether it is enough that the worker's own snapshot exists, because the live tensors need not be
+                restored.
+
+        Returns:
+            (the states in the snapshot, part of the state ("owned" by this rank, "replicated" over data-parallel ranks)
+            -> where it came from).
+
+        Raises:
+            FallbackError: no source has an intact snapshot.
+            EpochClosed: the epoch was closed meanwhile.
+        """
+        slot = self.stock.own.find(step) if source.owned == self._worker.rank else None
+        if slot is not None and slot.damaged and not keep:
+            slot.status, slot = EMPTY, None
+        how = {"owned": "own", "replicated": "own"}
+        if slot is None:
+            slot, how = await self._fetch(step, source)
+        self.stock.drop_after(step)
+        return slot.value, how
+
+    async def _fetch(self, step: int, source: m.Source) -> tuple[Slot, dict[str, str]]:
+        worker, cluster = self._worker, self._cluster
+        staging = self.stock.own.begin(step, worker.epoch, None)
+        await pause(cluster.rng.uniform(*cluster.habits.fetch_s))
+        try:
+            if worker.closed:
+                raise EpochClosed(worker.closed_epoch, "as ordered")
+            others = [rank for rank in cluster.shape.copies_at(worker.rank) if rank != source.owned]
+            holder, (owned, replicated) = self._first([source.owned, *others], worker.rank, step)
+            how = {"owned": f"copy:{holder}", "replicated": "none"}
+            if len(peers := cluster.shape.dp_peers(worker.rank)) > 1:
+                others = [rank for rank in peers if rank != source.replicated]
+                holder, (_, replicated) = self._first([source.replicated, *others], None, step)
+                how["replicated"] = f"peer:{holder}"
+        except (EpochClosed, FallbackError):
+            staging.status = EMPTY
+            raise
+        staging.value, staging.status = (owned, replicated), COMPLETE
+        return staging, how
+
+    def _first(self, holders: list[int], owner: int | None, step: int) -> tuple[int, Any]:
+        """Return the first rank that has an intact snapshot of ``step``, and the snapshot's value.
+
+        Args:
+            holders: logical ranks to ask, in this order.
+            owner: logical rank whose peer copy is wanted; None: the asked rank's own snapshot.
+            step: step of the snapshot.
+
+        Raises:
+            FallbackError: no rank has an intact snapshot.
+        """
+        worker = self._worker
+        for holder in holders:
+            other = self._cluster.worker_in(worker.seats[holder].worker, worker)
+            if holder == worker.rank or other is None or other.stopped:
+                continue
+            stock = other.stock
+            pair = stock.own if owner is None else stock.copies.get(owner)
+            slot = pair.find(step) if pair is not None else None
+            if slot is not None and not slot.damaged:
+                return holder, slot.value
+        raise FallbackError(f"logical rank {worker.rank} finds no usable snapshot of step {step}")

@@ -1,0 +1,296 @@
+"""Model of a worker's training loop, process groups and training state.
+
+A live state is a tuple (owner, step, history), as in ``tests.simulation.control.memory``. ``Training`` has the
+operations that the recovery code asks for (``ft.systems.hot_swap.operations``). The fence is a barrier that begins
+before the optimizer step: a step that has passed it is committed, which means that every rank has finished it. A step
+is aborted when its epoch (a version of the map from logical ranks to workers) is closed after a failure.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ft.base.errors import EpochClosed, RecoverableError, ReplaceNodeError
+from ft.job import messages as m
+from ft.job.control.recovery_plan import PLUS
+from ft.net.codec import Numbers
+from ft.worker import protocol
+from tests.simulation.control.clock import pause
+from tests.simulation.control.snapshots import Snapshots
+
+if TYPE_CHECKING:
+    from ft.systems.hot_swap.recovery import Recovery
+    from tests.simulation.control.mesh import Operation
+    from tests.simulation.control.worker import Worker
+
+ERRORS = {kind.__name__: kind for kind in (RecoverableError, ReplaceNodeError, ValueError)}
+"""Exceptions that faults make a worker raise."""
+_TORN = -1
+"""History of a state that an optimizer step is changing."""
+
+
+class Training:
+    """The training script of one worker, from the end of its construction.
+
+    Attributes:
+        shards: names of the logical shards that only this rank owns.
+        recovery: the production code of training and recoveries, which calls this model.
+        inside: whether the worker takes part in the collectives of its epoch, or is about to.
+        repaired_epoch: the last epoch for which the worker has restored its state.
+        step: the trainer's position: the number of committed steps.
+        owned: live state that only this rank has.
+        replicated: live state that is replicated over the data-parallel ranks.
+        snapshots: the worker's snapshots and peer copies.
+        groups: process group -> [used, an operation was abandoned, number of collectives].
+    """
+
+    recovery: "Recovery"
+
+    def __init__(self, worker: "Worker"):
+        self._worker, self._cluster = worker, worker.cluster
+        self.shards = [f"optimizer {worker.rank}"]
+        self.inside, self.repaired_epoch = not worker.joins, -1
+        self.step = 0
+        self.owned = self.replicated = (-1, 0, 0)
+        self.snapshots = Snapshots(worker, self)
+        self.groups: dict[str, list[int | bool]] = {
+            name: [False, False, 0] for name in worker.cluster.shape.groups_of(worker.rank)
+        }
+        self._fence: Operation | None = None
+
+    def load(self) -> None:
+        """Load the checkpoint from which the worker's epoch starts."""
+        rank = self._worker.rank
+        step, history = self._cluster.load(self._worker.epoch)
+        self.step, self.owned = step, (rank, step, history)
+        self.replicated = (self._cluster.shape.part_of(rank), step, history)
+
+    # --- the training loop -------------------------------------------------------------------------------------------
+
+    async def train(self) -> None:
+        """Train to the last step: compute, all-reduce gradients, update behind the fence, take a snapshot."""
+        worker, cluster, rng = self._worker, self._cluster, self._cluster.rng
+        while self.step < cluster.habits.steps:
+            await pause(rng.uniform(*cluster.habits.compute_s) * worker.slow)
+            worker.slow = 1.0
+            self._raise_defect()
+            self._raise_poison()
+            gradients = await self._collective("gradients", (self.step + 1, "gradients"))
+            await self.recovery.before_update()
+            await self._update(gradients)
+            await self.recovery.committed()
+            if self.step % cluster.habits.save_every == 0:
+                worker.progress.aside("save")
+                await pause(rng.uniform(*cluster.habits.save_s))
+                cluster.saved(worker)
+                worker.progress.begins(self.step)
+
+    async def _update(self, gradients: "Operation") -> None:
+        """Make the optimizer step; while it lasts, the live state is that of no step."""
+        cluster, (rank, part) = self._cluster, (self.owned[0], self.replicated[0])
+        cluster.checks.updates(self._worker)
+        self.owned, self.replicated = (rank, self.step, _TORN), (part, self.step, _TORN)
+        await pause(cluster.rng.uniform(*cluster.habits.update_s))
+        self._raise_defect()
+        self._raise_poison()
+        self.step += 1
+        history = cluster.checks.history_after(gradients, self._worker)
+        self.owned, self.replicated = (rank, self.step, history), (part, self.step, history)
+
+    def inject(self, phase: str) -> None:
+        if phase in ("leave", "assemble", "rebuild", "restore", "resume"):
+            self._raise_defect()
+
+    def _raise_defect(self) -> None:
+        worker = self._worker
+        defect, worker.defect = worker.defect, None
+        if defect is not None:
+            raise defect
+
+    def _raise_poison(self) -> None:
+        worker = self._worker
+        if worker.ails:
+            raise RecoverableError("as in every step")
+        poison = self._cluster.poisoned.get((worker.rank, self.step + 1))
+        if poison == "kill":
+            raise SystemExit(-11)
+        if poison is not None:
+            raise ERRORS[poison](f"the same in every step {self.step + 1}")
+
+    # --- process groups ----------------------------------------------------------------------------------------------
+
+    def _join(self, group: str, key: Any, value: Any = None, size: int | None = None) -> "Operation":
+        """Start a collective without waiting for it.
+
+        Raises:
+            EpochClosed: the control plane has closed the epoch.
+        """
+        self._check_open()
+        for name, about in self.groups.items():
+            if name == "world" or group == "gradients":
+                about[0], about[2] = True, about[2] + 1
+        return self._cluster.mesh.join(self._worker, key, value or (self.owned, self.replicated), size)
+
+    async def _collective(self, group: str, key: Any, value: Any = None, size: int | None = None) -> "Operation":
+        operation = self._join(group, key, value, size)
+        await self._wait_for(operation, group)
+        return operation
+
+    async def _wait_for(self, operation: "Operation", group: str) -> None:
+        """Wait until the collective completes on this worker, or the epoch is closed.
+
+        If a connection breaks in an open epoch, report this to the control plane, which decides what follows.
+
+        Raises:
+            EpochClosed: the control plane has closed the epoch.
+            RecoverableError: a connection broke, and the control plane has not closed the epoch in time.
+        """
+        worker = self._worker
+        worker.waiting = (group, self._cluster.time.now)
+        try:
+            while worker.rank not in operation.ended:
+                if worker.closed or worker.broken_epoch == worker.epoch:
+                    self._abandon(operation)
+                    await self.suspect(group)
+                await pause(None)
+        finally:
+            worker.waiting = None
+
+    def _abandon(self, operation: "Operation") -> None:
+        """Abandon a collective that has not completed on this worker when the epoch ends."""
+        for about in self.groups.values():
+            about[1] = True
+        self._cluster.mesh.leave(self._worker, operation)
+
+    async def suspect(self, what: str) -> None:
+        """Report a broken connection, and raise an exception after the control plane's verdict.
+
+        Raises:
+            EpochClosed: the epoch is closed.
+            RecoverableError: the control plane has not closed the epoch in time.
+        """
+        worker, error = self._worker, "Connection closed by peer"
+        self._check_open()
+        await protocol.suspect(worker, what, RuntimeError(error), self._cluster.timeouts.verdict_s)
+        self._check_open()
+        worker.broken_epoch = -1
+        raise RecoverableError(f"group {what} failed: {error}")
+
+    def _check_open(self) -> None:
+        if self._worker.closed:
+            raise EpochClosed(self._worker.closed_epoch, "as ordered")
+
+    def group_reports(self) -> list[m.GroupReport]:
+        members = self._cluster.shape.groups
+        return [
+            m.GroupReport(name, Numbers(members[name]), bool(used), bool(busy), int(count))
+            for name, (used, busy, count) in self.groups.items()
+        ]
+
+    def group_topology(self) -> str:
+        return ""
+
+    def drop_groups(self) -> None:
+        self._cluster.checks.leaves(self._worker)
+        self._cluster.mesh.lost(self._worker, noticed=0.3)
+        self.inside = False
+
+    async def rebuild_groups(self, order: m.Repair) -> float:
+        worker, cluster = self._worker, self._cluster
+        began, self.inside = cluster.time.now, True
+        await pause(cluster.rng.uniform(*cluster.habits.rebuild_s) * worker.slow)
+        worker.slow = 1.0
+        await self._wait_for(cluster.mesh.join(worker, "rebuild", None), "rebuild")
+        for name in (*order.rebuild, *order.defer):
+            if name in self.groups:
+                self.groups[name] = [False, False, 0]
+        return round(cluster.time.now - began, 3)
+
+    def start_fence(self) -> "Operation":
+        self._fence = self._join("fence", (self.step + 1, "fence"))
+        return self._fence
+
+    async def wait_for_fence(self, fence: "Operation") -> None:
+        await self._wait_for(fence, "fence")
+        self._fence = None
+
+    async def wait_for_device(self) -> None:
+        """Do nothing: a modelled collective ends on the host and on the device at once."""
+
+    # --- snapshots ---------------------------------------------------------------------------------------------------
+
+    def holdings(self) -> m.Holdings:
+        return m.Holdings(*self.snapshots.stock.held())
+
+    def take_snapshot(self, step: int) -> None:
+        self._cluster.checks.takes_snapshot(self._worker, step)
+        self.snapshots.take(step)
+
+    async def wait_for_snapshot(self) -> None:
+        await self.snapshots.wait()
+
+    async def settle_snapshots(self) -> None:
+        cluster = self._cluster
+        copied_s = max(0.0, self.snapshots.copied_at - cluster.time.now)
+        await pause(copied_s + cluster.rng.uniform(*cluster.habits.leave_s))
+        if self._fence is not None and self._worker.rank not in self._fence.ended:
+            self._abandon(self._fence)
+        self._fence = None
+
+    def forget_moved_copies(self) -> None:
+        """Do nothing: in the model copies never move, because their placement depends on logical ranks alone."""
+
+    # --- the training state ------------------------------------------------------------------------------------------
+
+    def prepare_restore(self, order: m.Repair) -> None:
+        """Do nothing: the model keeps no data of an interrupted step, and finds addresses in the epoch's seats."""
+
+    async def restore_snapshot(self, step: int, source: m.Source, keep: bool) -> tuple[int, dict[str, str]]:
+        value, how = await self.snapshots.restore(step, source, keep)
+        if not keep or how["owned"] != "own":
+            self.owned, self.replicated = value
+        return step, how
+
+    async def take_weights(self, step: int, peer: int) -> tuple[int, dict[str, str]]:
+        self.snapshots.stock.drop_after(step)
+        rank = self._worker.rank
+        lent = await self._collective("weights", ("weights", peer, rank), (None, None), size=2)
+        _, at, history = lent.members[peer][1][1]
+        if at != step:
+            self._cluster.checks.fail(f"rank {rank} takes weights of step {step} from rank {peer}, which is at {at}")
+        self.owned, self.replicated = (rank, step, history), (self._cluster.shape.part_of(rank), step, history)
+        return step, dict.fromkeys(("owned", "replicated"), f"rebuilt:{peer}")
+
+    async def lend_weights(self, order: m.Repair) -> None:
+        for rank in sorted(int(rank) for rank, peer in order.lent.items() if peer == self._worker.rank):
+            await self._collective("weights", ("weights", self._worker.rank, rank), size=2)
+
+    async def forget_state(self, step: int, teller: int) -> tuple[int, dict[str, str]]:
+        raise AssertionError("the simulated run has no other replicas")
+
+    async def publish_parameters(self) -> None:
+        shape, rank = self._cluster.shape, self._worker.rank
+        peers = len(shape.dp_peers(rank))
+        await self._collective("parameters", ("parameters", shape.part_of(rank)), size=peers)
+
+    async def rebuild_stage(self, step: int, beside: m.Neighbours) -> tuple[int, dict[str, str]]:
+        self.snapshots.stock.drop_after(step)
+        lent = await self._collective("stages", "stages", (None, None))
+        history, rank = lent.members[beside.there[0]][1][0][2], self._worker.rank
+        self.owned, self.replicated = (rank, step, history), (self._cluster.shape.part_of(rank), step, history)
+        return step, dict.fromkeys(("owned", "replicated"), f"rebuilt:{'+'.join(map(str, beside.there))}")
+
+    async def lend_stage(self, order: m.Repair) -> bool:
+        await self._collective("stages", "stages")
+        return self._cluster.shape.checkfree != PLUS
+
+    def continue_from(self, position: int, order: m.Repair) -> None:
+        self.step = position
+        self._cluster.checks.restored(self._worker)
+        self.repaired_epoch = self._worker.epoch
+
+    # --- the course of the run ---------------------------------------------------------------------------------------
+
+    def begins_epoch(self) -> None:
+        self._cluster.checks.begins_epoch(self._worker)
+
+    def has_committed(self, step: int) -> None:
+        """Do nothing: the model handles the end of a step in ``Checks.history_after``."""
