@@ -44,8 +44,8 @@ class GroupReport:
     used: bool
     in_flight: bool
     collectives: int
-    sent: dict[str, int] = field(default_factory=dict)
-    received: dict[str, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,13 @@ class Holdings:
 
     Attributes:
         own: steps of the worker's own snapshots.
-        copies: logical rank of the owner (as a string, because it is a JSON key) -> steps of the peer copies that the
-            worker holds for that rank.
+        copies: logical rank of the owner -> steps of the peer copies that the worker holds for that rank.
         live: committed step of which the model itself still has the weights, or None if a step that began since may
             have changed them.
     """
 
     own: list[int] = field(default_factory=list)
-    copies: dict[str, list[int]] = field(default_factory=dict)
+    copies: dict[int, list[int]] = field(default_factory=dict)
     live: int | None = None
 
 
@@ -197,7 +196,7 @@ class AgentJoined(Message):
         rendezvous_address: host:port of the store that it hosts; process groups use this store for their rendezvous.
         domains: kind (rack, switch, ...) -> name of each failure domain of its node (``ft run --topology``).
         devices: number of devices (GPUs) of its node, one for each worker with a logical rank; 0: workers need none.
-        unusable: index of a device (as a string, because it is a JSON key) -> why no worker can use it.
+        unusable: index of a device -> why no worker can use it.
         machine: host name of its node.
         interfaces: name of a network interface of its node -> the interface's address.
         about: settings that must be equal on all nodes, such as the version of torch.
@@ -213,7 +212,7 @@ class AgentJoined(Message):
     rendezvous_address: str = ""
     domains: dict[str, str] = field(default_factory=dict)
     devices: int = 0
-    unusable: dict[str, str] = field(default_factory=dict)
+    unusable: dict[int, str] = field(default_factory=dict)
     machine: str = ""
     interfaces: dict[str, str] = field(default_factory=dict)
     about: dict[str, str] = field(default_factory=dict)
@@ -221,9 +220,8 @@ class AgentJoined(Message):
     clock: float = 0.0
 
     def __post_init__(self):
-        numbers = [self.node_rank, self.seats, self.standbys, self.devices]
-        devices_are_numbers = all(device.isdecimal() and len(device) < 7 for device in self.unusable)
-        if not all(0 <= number <= _MANY for number in numbers) or not devices_are_numbers:
+        numbers = [self.node_rank, self.seats, self.standbys, self.devices, *self.unusable]
+        if not all(0 <= number <= _MANY for number in numbers):
             raise ValueError("an agent with impossible numbers of workers or devices")
 
 
@@ -638,7 +636,7 @@ class Open(Message):
 
     Attributes:
         epoch: number of the epoch.
-        seats: logical rank (as a string, because it is a JSON key) -> seat.
+        seats: logical rank -> seat.
         joiners: logical ranks whose worker is new to its seat.
         fresh: no worker has state in memory, as at the start of the run: process groups connect at once, and the state
             comes from the checkpoint folder or from the random seed.
@@ -648,7 +646,7 @@ class Open(Message):
     """
 
     epoch: int
-    seats: dict[str, Seat]
+    seats: dict[int, Seat]
     joiners: list[int]
     fresh: bool
     fired: list[int] = field(default_factory=list)
@@ -667,11 +665,11 @@ class Repair(Message):
         rebuild: names of the process groups to rebuild now.
         defer: names of the process groups to rebuild afterwards in the background; their first use waits for that.
             All other groups are kept.
-        sources: logical rank (as a string) -> where its state comes from.
-        copies: logical rank (as a string) -> logical ranks that its peer copies have been sent to until now.
-        rebuilt: logical rank (as a string) -> neighbours, for the ranks of pipeline stages whose state is lost. These
+        sources: logical rank -> where its state comes from.
+        copies: logical rank -> logical ranks that its peer copies have been sent to until now.
+        rebuilt: logical rank -> neighbours, for the ranks of pipeline stages whose state is lost. These
             ranks have no source; CheckFree (section 4.2) rebuilds them from the neighbouring stages.
-        lent: logical rank (as a string) -> data-parallel peer, for the ranks whose state is lost although their
+        lent: logical rank -> data-parallel peer, for the ranks whose state is lost although their
             pipeline stage is not. These ranks have no source; they take the weights of the peer's live model.
         teller: logical rank whose own snapshot gives all ranks the position of ``step``, and nothing else, because
             this replica has lost a part of the state: it fetches the whole state from another replica before its next
@@ -682,10 +680,10 @@ class Repair(Message):
     step: int
     rebuild: list[str]
     defer: list[str]
-    sources: dict[str, Source]
-    copies: dict[str, list[int]] = field(default_factory=dict)
-    rebuilt: dict[str, Neighbours] = field(default_factory=dict)
-    lent: dict[str, int] = field(default_factory=dict)
+    sources: dict[int, Source]
+    copies: dict[int, list[int]] = field(default_factory=dict)
+    rebuilt: dict[int, Neighbours] = field(default_factory=dict)
+    lent: dict[int, int] = field(default_factory=dict)
     teller: int | None = None
 
 
@@ -704,12 +702,12 @@ class Look(Message):
     Attributes:
         number: number of the look in this run.
         why: why it is taken.
-        seats: logical rank (as a string) -> name of the worker that holds it.
+        seats: logical rank -> name of the worker that holds it.
     """
 
     number: int
     why: str
-    seats: dict[str, str]
+    seats: dict[int, str]
 
 
 @dataclass(frozen=True)

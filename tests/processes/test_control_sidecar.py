@@ -234,9 +234,9 @@ def test_a_whole_recovery_and_what_is_on_record_of_it(played, tmp_path):
     played.say(m.WorkerExited("n0.w1", "n0", -9, True))
     assert played.hear(m.Close).epoch == 0
     opened = played.hear(m.Open)
-    assert opened.joiners == [1] and opened.seats["1"].worker == "n0.w2" and opened.fired == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {"1": [7]})), m.WorkerArrived("n0.w2", 1))
-    assert played.hear(m.Repair).sources["1"] == m.Source(0, 0)
+    assert opened.joiners == [1] and opened.seats[1].worker == "n0.w2" and opened.fired == [1]
+    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {1: [7]})), m.WorkerArrived("n0.w2", 1))
+    assert played.hear(m.Repair).sources[1] == m.Source(0, 0)
     played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
     assert played.hear(m.Resume) == m.Resume(1, 7)
     played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))
@@ -280,7 +280,7 @@ def check_record(folder):
 def test_the_side_car_notices_by_itself_that_time_has_passed(played):
     played.start()
     played.say(m.WorkerSuspects("n0.w0", 0, "world", "Connection reset"))
-    assert played.hear(m.Look).seats == {"0": "n0.w0", "1": "n0.w1"}
+    assert played.hear(m.Look).seats == {0: "n0.w0", 1: "n0.w1"}
     assert played.hear(m.Close).reason.endswith("nobody has died")
     assert played.hear(m.Open).joiners == []
 
