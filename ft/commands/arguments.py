@@ -115,8 +115,9 @@ def _add_fault_tolerance_flags(group) -> None:
     flag(
         "control",
         metavar="tcpstore|etcd://HOST:PORT,...",
-        help="store through which the control plane and the agents communicate (default: a TCPStore that ft run "
-        "starts)",
+        help="what keeps the leases of the control plane and the quorum server and the journal: tcpstore: files in "
+        "--run-dir, which all nodes share; etcd://...: servers of etcd, and each node has a --run-dir of its own "
+        "(default: tcpstore)",
     )
     flag(
         "topology",

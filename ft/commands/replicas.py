@@ -11,15 +11,16 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from ft import faults as inject
-from ft.base import token
 from ft.base.errors import Problems, UserError
 from ft.base.files import needs_run_dir
 from ft.commands import checkouts, protection
 from ft.commands.protection import Asked, Protection
 from ft.job.agent import options
+from ft.job.agent.carry_out import make_run_dir
 from ft.job.agent.membership import claim_name
 from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
@@ -61,13 +62,10 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     if given.max_restarts is None:
         given.max_restarts = _RESTARTS
     asked, whole, parts, planned, protected = prepare(given, job)
+    make_run_dir(whole, True, [_folder(part, whole) for part in parts], FOLDER)
     setups = [_setup(part, whole, asked, planned.get(part.replica, [])) for part in parts]
-    with needs_run_dir(whole.run_dir):
-        for folder in (whole.run_dir, *(setup.folder for setup in setups)):
-            folder.mkdir(0o755, parents=True, exist_ok=True)
-            (folder / "logs").mkdir(0o755, exist_ok=True)
-        token.make(whole.run_dir)
-        if asked.only is None:
+    if asked.only is None:
+        with needs_run_dir(whole.run_dir):
             claim_name(whole.run_dir, whole.cluster.node_rank, whole.joins)
 
     supervisor = Supervisor()
@@ -170,7 +168,7 @@ def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOption
     host, port = _host(whole), 0
     if part.node_rank:  # the replica's control plane is on another node; its address is in the replica's folder
         host, port = whole.cluster.host, whole.cluster.port
-    folder = whole.run_dir / f"replica-{part.replica}"
+    folder = _folder(part, whole)
     return replace(
         whole,
         cluster=Cluster(part.nodes, part.node_rank, part.standby_nodes, host, port, in_folder=True),
@@ -180,10 +178,15 @@ def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOption
         inject=[],
         scenario=None,
         local_addr=_host(whole),
+        control=None,  # the run's folder says where the shared state of its replicas is
         hot_swap=whole.has_standbys,
         replicas=asked.count,
         reorders=asked.redundancy is not None,
     )
+
+
+def _folder(part: Part, whole: RunOptions) -> Path:
+    return whole.run_dir / f"replica-{part.replica}"
 
 
 def _host(whole: RunOptions) -> str:

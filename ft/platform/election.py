@@ -1,25 +1,24 @@
-"""Leader election through files in a directory: for the control plane, the quorum server and the launchers of a run.
+"""Leader election in the shared state of a run: for the control plane, the quorum server and the launchers.
 
-Leadership is divided into numbered terms. A process claims a term by creating a file, which can succeed only once. The
-holder of the newest claim renews its lease, a JSON file. A holder that finds a newer claim than its own has been
+Leadership is divided into numbered terms. A process claims a term by creating a value, which can succeed only once. The
+holder of the newest claim renews its lease, a JSON text. A holder that finds a newer claim than its own has been
 replaced, and stops taking decisions. Other processes detect a live leader by watching the renewal count in the lease,
 so that clocks of different hosts are never compared.
 """
 
 import contextlib
-import errno
 import json
-import os
 import threading
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from ft.base import bounded_json, files
+from ft.base import bounded_json
+from ft.platform import shared_state
 from ft.platform.standstill import OwnPauses
 
 CONTROL, QUORUM = "control.json", "quorum.json"
-"""Names of lease files: CONTROL of the control plane's lease and, in the launchers' own folder, of the lease of the
+"""Names of leases: CONTROL of the control plane's lease and, in the launchers' own folder, of the lease of the
 launcher that runs the quorum server; QUORUM of the quorum server's lease.
 """
 _FOLDER = "terms"
@@ -40,7 +39,7 @@ class LeaseRecord:
         node: name of the node agent or launcher that the leader is, or whose child it is.
         pid: pid of the leader's process on that node.
         count: number of renewals.
-        launcher: the process that restarts the leader when it dies, as ``processes.identity`` returns it; "" in files
+        launcher: the process that restarts the leader when it dies, as ``processes.identity`` returns it; "" in leases
             of earlier versions.
         end: the quorum server's (next_step, lineage) of a replica that has done the last step, or None: its number of
             committed steps, and the number of the quorum that committed the last of them. It is stored here because
@@ -58,26 +57,17 @@ class LeaseRecord:
 
 
 def claim(run_dir: Path, term: int, node: str) -> bool:
-    """Claim a term by creating its file; return False if the term was claimed before, by any process.
+    """Claim a term; return False if the term was claimed before, by any process.
 
     Args:
         run_dir: directory of the election.
         term: number of the term.
-        node: name of the node or process that claims the term, which is written into the file.
+        node: name of the node or process that claims the term, for people.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError: the shared state cannot be written.
     """
-    folder = run_dir / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(folder / str(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    except FileExistsError:
-        return False
-    # The file counts; the name in it is for people, and a full disk may have no room for it.
-    with contextlib.suppress(OSError), os.fdopen(descriptor, "w") as file:
-        file.write(node)
-    return True
+    return shared_state.of(run_dir).create(f"{_FOLDER}/{term}", node.encode())
 
 
 def claim_next(run_dir: Path, node: str, least: int = 0) -> int:
@@ -98,22 +88,25 @@ def claim_next(run_dir: Path, node: str, least: int = 0) -> int:
 
 
 def newest(run_dir: Path) -> int:
-    """Return the number of the newest term that was claimed; -1 if none was."""
-    try:
-        return max((int(name) for name in os.listdir(run_dir / _FOLDER) if name.isdecimal()), default=-1)
-    except FileNotFoundError:
-        return -1
+    """Return the number of the newest term that was claimed; -1 if none was.
+
+    Raises:
+        OSError: the shared state cannot be read.
+    """
+    return max((int(name) for name in shared_state.of(run_dir).names(_FOLDER) if name.isdecimal()), default=-1)
 
 
 def is_over(run_dir: Path, term: int) -> bool:
-    """Return whether another process has claimed a later term than ``term``."""
-    return newest(run_dir) > term
+    """Return whether another process has claimed a later term than ``term``, as far as the shared state can be read."""
+    with contextlib.suppress(OSError):
+        return newest(run_dir) > term
+    return False
 
 
 def read(run_dir: Path, file: str = CONTROL) -> LeaseRecord | None:
     """Return the lease in ``file`` (CONTROL or QUORUM); None if there is none or it cannot be read."""
     try:
-        values = bounded_json.loads(files.read(run_dir / file))
+        values = bounded_json.loads(shared_state.of(run_dir).get(file) or b"")
         found = LeaseRecord(**{f.name: values[f.name] for f in fields(LeaseRecord) if f.name in values})
         return found if found.end is None else replace(found, end=(int(found.end[0]), int(found.end[1])))
     except (OSError, ValueError, KeyError, TypeError, IndexError):
@@ -123,36 +116,15 @@ def read(run_dir: Path, file: str = CONTROL) -> LeaseRecord | None:
 def renew(run_dir: Path, standing: LeaseRecord, file: str = CONTROL) -> None:
     """Write the lease atomically: readers see the old or the new content.
 
-    On a full disk, which has no room for another file, an existing lease is written over in place: a leader that could
-    not renew its lease would be replaced.
-
     Args:
         run_dir: directory of the election.
         standing: the lease.
         file: CONTROL or QUORUM.
 
     Raises:
-        OSError: the directory cannot be written.
+        OSError: the shared state cannot be written.
     """
-    temporary, text = run_dir / f".{file}.{standing.term}.tmp", json.dumps(asdict(standing))
-    try:
-        temporary.write_text(text)
-        temporary.replace(run_dir / file)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if not _write_over(run_dir / file, text):
-            raise
-
-
-def _write_over(path: Path, text: str) -> bool:
-    """Replace the content of a file that exists, padded to its size, in one write; return whether that was possible."""
-    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
-        data = text.encode().ljust(os.fstat(file.fileno()).st_size)
-        return file.write(data) == len(data)
-    return False
+    shared_state.of(run_dir).put(file, json.dumps(asdict(standing)).encode())
 
 
 def is_kept(run_dir: Path, patience_s: float = 2.0) -> bool:

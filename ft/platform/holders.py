@@ -1,9 +1,6 @@
-"""Files in a shared folder that say which ``ft run`` holds something: a node's place in a run, a checkpoint folder."""
+"""Says which ``ft run`` holds something that all nodes see: a node's place in a run, a checkpoint folder."""
 
-import contextlib
 import json
-import os
-import secrets
 import socket
 import time
 from collections.abc import Iterable
@@ -35,6 +32,9 @@ class Holder:
     def __str__(self) -> str:
         return f"ft run on {self.host}, pid {self.pid}, since {time.strftime('%F %T', time.localtime(self.since))}"
 
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
     @property
     def lives(self) -> bool | None:
         """Return whether the process is alive, None if it belongs to another host."""
@@ -49,11 +49,18 @@ def holder(pid: int, run: Path) -> Holder:
 def read(path: Path) -> Holder | None:
     """Return the holder in a file, None if there is no such file or it does not say."""
     try:
-        values = bounded_json.loads(files.read_text(path))
-        found = Holder(**{f.name: f.type(values[f.name]) for f in fields(Holder)})
-    except (OSError, ValueError, KeyError, TypeError):
+        return decode(files.read(path))
+    except OSError:
         return None
-    return found
+
+
+def decode(data: bytes) -> Holder | None:
+    """Return the holder that :meth:`Holder.encode` has written; None if ``data`` is something else."""
+    try:
+        values = bounded_json.loads(data)
+        return Holder(**{f.name: f.type(values[f.name]) for f in fields(Holder)})
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def is_at_work(found: Holder, leases: Iterable[Path]) -> bool:
@@ -72,25 +79,4 @@ def replace(path: Path, mine: Holder) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    files.replace(path, json.dumps(asdict(mine)))
-
-
-def claim(path: Path, mine: Holder) -> bool:
-    """Create a file that names its holder; return False if it exists. Who reads it sees all of its content.
-
-    The file counts. On a disk without room for its content it is empty.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    draft.touch()
-    try:
-        with contextlib.suppress(OSError):
-            draft.write_text(json.dumps(asdict(mine)))
-        os.link(draft, path)
-    except FileExistsError:
-        return False
-    finally:
-        draft.unlink()
-    return True
+    files.replace(path, mine.encode())

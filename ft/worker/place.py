@@ -69,12 +69,12 @@ class Place:
             SystemExit: the worker got another logical rank than before. Its model does not fit that rank, so the worker
                 has to be restarted.
         """
-        rank = next(int(rank) for rank, seat in opened.seats.items() if seat.worker == self.worker)
+        rank = next(rank for rank, seat in opened.seats.items() if seat.worker == self.worker)
         if self.rank not in (-1, rank):
             raise SystemExit(f"seated as logical rank {rank}, assembled as {self.rank}")
         self.joins = not opened.fresh if self.epoch < 0 else self.joins
         self.rank, self.epoch = rank, opened.epoch
-        self.seats = {int(r): seat for r, seat in opened.seats.items()}
+        self.seats = dict(opened.seats)
         self.world_size = len(self.seats)
         self.rendezvous_address = opened.rendezvous_address
         self.local_rank = self.seats[rank].local_rank

@@ -1,45 +1,106 @@
-"""Real runs whose control plane and agents meet in etcd."""
+"""A real run whose nodes share no folder: etcd has the lease of the control plane, and its journal."""
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import psutil
+import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
-from ft_runs import Running, flags
+from ft_runs import ROOT, Running, flags, leftovers
+from harness import started
 
+from ft.base import events
 from ft.platform import election
+from ft.platform.network import free_port
 
-LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
-STEPS = 90
+LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"  # inside a node; data parallel across
+STEPS, NODES, LIMIT_S = 60, 3, 150.0
 
 
-def test_training_goes_on_when_a_worker_an_etcd_server_and_the_control_plane_are_killed(
-    corpus,
-    reference,
-    tmp_path,
-    etcd,  # noqa: F811
-):
+class Node(Running):
+    """The `ft run` of one node, with a folder of its own."""
+
+    def __init__(self, folder: Path, rank: int, options: str, script: str):
+        folder.parent.mkdir()
+        self.folder, self._log = folder, folder.with_name("run.out")
+        command = [sys.executable, "-m", "ft", "run", "--node-rank", str(rank), "--run-dir", str(folder)]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FT_TOKEN": "of this run alone"}
+        self.process = started.start([*command, *options.split(), *script.split()], ROOT, environ, self._log)
+
+    def lose_power(self) -> None:
+        """Kill all processes of the node at once."""
+        agent = psutil.Process(self.process.pid)
+        every = [agent, *agent.children(recursive=True)]
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for process in every:
+                process.send_signal(signum)
+
+    def named(self, name: str) -> list:
+        return [event for event in events.read(self.folder / "events.jsonl") if event.name == name]
+
+
+@pytest.fixture
+def nodes(corpus, tmp_path, etcd):  # noqa: F811
     servers = etcd(3)
-    run = Running(
-        tmp_path / "run",
-        "pretrain_gpt.py",
-        flags(corpus, LAYOUT, STEPS),
-        standby=2,
-        options=f"--control {servers.url} --inject kill@step=10:rank=1,kill@step=60:rank=2",
-    )
-    try:
-        run.wait_for(lambda: run.step() >= 20)
-        servers.kill(servers.leader())
-        run.wait_for(lambda: run.step() >= 30)
-        run.wait_for(lambda: election.read(run.folder).where)
-        first = election.read(run.folder)
-        os.kill(first.pid, signal.SIGKILL)
-        run.wait_for(lambda: run.step() >= 40)
-        done = run.wait(90)
-    finally:
-        run.stop()
-    assert done.code == 0, done.explain()
-    last = election.read(run.folder)
-    assert last.term > first.term and last.where == first.where and last.where.startswith(servers.url)
-    assert len(done.named("worker_lost")) == 2 and not done.named("restarted"), done.explain()
-    assert done.named("control_back"), done.explain()
-    assert done.losses == reference(4, LAYOUT, STEPS)
+    options = f"--nnodes {NODES} --standby-nodes 1 --nproc-per-node 2 --control {servers.url} --local-addr 127.0.0.1 "
+    options += f"--rdzv-endpoint 127.0.0.1:{free_port('127.0.0.1')}"
+    script = f"pretrain_gpt.py {flags(corpus, LAYOUT, STEPS)}"
+    found = [Node(tmp_path / f"node{rank}" / "run", rank, options, script) for rank in range(NODES)]
+    yield found, servers
+    for node in found:
+        node.stop()
+
+
+def test_nodes_without_a_shared_folder_survive_the_node_of_the_control_plane_and_an_etcd_server(nodes, reference):
+    (first, second, third), servers = nodes
+    second.wait_for(lambda: second.step() >= 3)
+    second.wait_for(lambda: len([e for e in first.named("standby_ready") if e.node == "n2"]) >= 2)
+    assert election.read(second.folder) == election.read(third.folder)
+    servers.kill(servers.leader())
+    second.wait_for(lambda: second.step() >= 10)
+    before = election.read(second.folder)
+    assert before.node == "n0"
+    first.lose_power()
+    second.wait_for(lambda: election.read(third.folder).term > before.term)
+    ends = [second.wait(LIMIT_S), wait(third)]
+    assert [done.code for done in ends] == [0, 0], "".join(done.explain() for done in ends)
+    heir = {"n1": second, "n2": third}[election.read(second.folder).node]
+    lost = [(event.node, event.detail["action"]) for event in heir.named("fault_detected")]
+    assert ("n0", "replace") in lost, ends[0].explain()
+    assert heir.named("control_back") and not heir.named("restarted"), ends[0].explain()
+    journal = (heir.folder / "journal.jsonl").read_text()
+    assert '"term":0' in journal and f'"term":{election.read(third.folder).term}' in journal, "the whole journal"
+    assert ends[0].losses == reference(4, LAYOUT, STEPS)
+
+
+def wait(node: Node):
+    deadline = time.monotonic() + LIMIT_S
+    while leftovers(node.folder, 0.0):
+        assert time.monotonic() < deadline, node.stop().explain()
+        time.sleep(0.1)
+    return node.wait(LIMIT_S)
+
+
+def test_an_earlier_run_of_the_same_name_is_refused(corpus, tmp_path, etcd):  # noqa: F811
+    url = etcd(1).url
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FT_TOKEN": "a token of the site"}
+    command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "2", "--control", url, "--rdzv-id", "again"]
+    codes = []
+    for number in range(2):
+        script = f"pretrain_gpt.py {flags(corpus, '', 2)}".split()
+        done = subprocess.run(
+            [*command, "--run-dir", str(tmp_path / str(number)), *script],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        codes.append(done.returncode)
+    assert codes == [0, 2], done.stdout + done.stderr
+    assert "earlier run with the name again" in done.stderr and "etcdctl del --prefix ft/again-" in done.stderr

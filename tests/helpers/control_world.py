@@ -188,7 +188,7 @@ class World:
         """Return what the worker of ``rank`` holds by default: its own snapshot, and a copy of its neighbour's."""
         world = self.options.world_size
         other = rank ^ 1 if self.dp else (rank - 1) % world
-        return m.Holdings([step], {str(other): [step]})
+        return m.Holdings([step], {other: [step]})
 
     def release(self, *ranks, epoch=None, step=5, holdings=None):
         """Let survivors among ``ranks`` (default: all that have not yet) leave the closed epoch."""
@@ -216,7 +216,7 @@ class World:
         for rank in ranks or sorted(self.state.seats):
             if self.holder(rank) is None:
                 continue
-            beside, source = order.rebuilt.get(str(rank)), order.sources.get(str(rank))
+            beside, source = order.rebuilt.get(rank), order.sources.get(rank)
             if beside is not None:
                 how = f"rebuilt:{'+'.join(map(str, beside.there))}"
             else:

@@ -89,7 +89,7 @@ def _holds(rng, rank, ranks, peers, steps, torn) -> Holdings:
     own = [at for at in steps if rng.random() >= torn]
     ring = peers[rank] if len(peers[rank]) > 1 else list(ranks)
     before = ring[ring.index(rank) - 1]
-    copies = {} if before == rank or rng.random() < 0.2 else {str(before): [s for s in steps if rng.random() >= torn]}
+    copies = {} if before == rank or rng.random() < 0.2 else {before: [s for s in steps if rng.random() >= torn]}
     return Holdings(own, copies, rng.choice((None, *own, *own)))
 
 

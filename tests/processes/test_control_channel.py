@@ -1,4 +1,4 @@
-"""The behaviour that every implementation of the control channel has."""
+"""The control channel between agents and the control plane."""
 
 import contextlib
 import json
@@ -7,12 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from etcd_servers import etcd  # noqa: F401 - a fixture
 
 from ft.base.errors import UserError
-from ft.job.control import channel as channels
 from ft.job.control.channel import KEPT_ORDERS, AgentChannel, ControlChannel, Posted, Record
-from ft.job.control.channel.tcp import TcpAgentChannel
 from ft.job.messages import AgentBeat, Close, Observed
 
 LIMIT_S = 20.0
@@ -20,15 +17,10 @@ SOON_S = 0.3
 TOKEN = "the token of the test"
 
 
-@pytest.fixture(params=["tcp", "etcd"])
-def channel(request):
-    """Control channels of one kind; all their ends are closed after the test."""
-    if request.param == "tcp":
-        pytest.importorskip("ft.job.control.channel.tcp")
-        where = "tcp://127.0.0.1:0"
-    else:
-        where = request.getfixturevalue("etcd")(1).url
-    made = ChannelEnds(where)
+@pytest.fixture
+def channel():
+    """Control channels; all their ends are closed after the test."""
+    made = ChannelEnds()
     yield made
     made.close()
 
@@ -36,18 +28,18 @@ def channel(request):
 class ChannelEnds:
     """Makes the ends of a control channel, and closes them."""
 
-    def __init__(self, where: str):
-        self._where, self._ends = where, []
+    def __init__(self):
+        self._ends = []
 
-    def host(self, record: Record | None = Record(), run: str = "run-0") -> ControlChannel:  # noqa: B008 - frozen
-        control = channels.host(self._where, run, TOKEN)
+    def host(self, record: Record | None = Record()) -> ControlChannel:  # noqa: B008 - frozen
+        control = ControlChannel("tcp://127.0.0.1:0", TOKEN)
         self._ends.append(control)
         if record is not None:
             control.resume(record)
         return control
 
     def connect(self, control: ControlChannel, node: str = "n0", token: str = TOKEN) -> AgentChannel:
-        agent = channels.connect(control.where, node, token, LIMIT_S if token == TOKEN else 1.0)
+        agent = AgentChannel(control.where, node, token, LIMIT_S if token == TOKEN else 1.0)
         self._ends.append(agent)
         return agent
 
@@ -306,17 +298,11 @@ def test_a_record_of_as_many_orders_as_are_kept_is_taken_whole(channel):
 def test_an_inbox_survives_every_message(channel):
     control = channel.host()
     agent = channel.connect(control)
-    if isinstance(agent, TcpAgentChannel):
-        deep = "[" * 200_000
-        bad = ('["n0",1e400,"{}"]', '["n0",1,[1]]', deep, json.dumps(["n0", 1, deep]), "5", "end of it", "[1,2,3]")
-        for text in bad:
-            agent._writer.queue_push("control/inbox", text)
-        agent._writer.queue_push("control/inbox", b"\xff\xfe")
-    else:
-        keys = agent._keys
-        for key in (keys.report("n0", 1)[:-16] + "9" * 5000, f"{keys.prefix}box/n0/beat"):
-            agent._etcd.put(key, keys.sign(key, "no beat"))
-        agent._etcd.put(keys.report("n1", 1), keys.sign(keys.report("n1", 1), "[" * 200_000))
+    deep = "[" * 200_000
+    bad = ('["n0",1e400,"{}"]', '["n0",1,[1]]', deep, json.dumps(["n0", 1, deep]), "5", "end of it", "[1,2,3]")
+    for text in bad:
+        agent._writer.queue_push("control/inbox", text)
+    agent._writer.queue_push("control/inbox", b"\xff\xfe")
     agent.post(1, report(1))
     assert numbers(receive(control, 1)) == [1]
 
@@ -336,7 +322,7 @@ def test_nobody_is_there_to_connect_to(channel):
     where = control.where
     control.close()
     with pytest.raises(ConnectionError):
-        channels.connect(where, "n0", TOKEN, 1.0).taken()
+        AgentChannel(where, "n0", TOKEN, 1.0).taken()
 
 
 def test_another_token_is_refused(channel):

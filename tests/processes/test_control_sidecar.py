@@ -17,8 +17,8 @@ from control_world import World
 from ft.base import events
 from ft.base.errors import UserError
 from ft.job import messages as m
-from ft.job.control import channel as channels
 from ft.job.control import journal
+from ft.job.control.channel import AgentChannel, ControlChannel
 from ft.job.control.journal import Journal, recall
 from ft.job.control.sidecar import parse_options
 from ft.job.control.state import RUNNING
@@ -176,7 +176,7 @@ class Played:
             stderr=self.log,
         )
         where = self.await_file("control.json")["where"]
-        self.channel = channels.connect(where, "n0", TOKEN, LIMIT_S)
+        self.channel = AgentChannel(where, "n0", TOKEN, LIMIT_S)
         self.orders, self.number = Queue(), 0
         threading.Thread(target=follow, args=(self.channel, self.orders), daemon=True).start()
 
@@ -234,9 +234,9 @@ def test_a_whole_recovery_and_what_is_on_record_of_it(played, tmp_path):
     played.say(m.WorkerExited("n0.w1", "n0", -9, True))
     assert played.hear(m.Close).epoch == 0
     opened = played.hear(m.Open)
-    assert opened.joiners == [1] and opened.seats["1"].worker == "n0.w2" and opened.fired == [1]
-    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {"1": [7]})), m.WorkerArrived("n0.w2", 1))
-    assert played.hear(m.Repair).sources["1"] == m.Source(0, 0)
+    assert opened.joiners == [1] and opened.seats[1].worker == "n0.w2" and opened.fired == [1]
+    played.say(m.WorkerReleased("n0.w0", 0, 7, [], m.Holdings([7], {1: [7]})), m.WorkerArrived("n0.w2", 1))
+    assert played.hear(m.Repair).sources[1] == m.Source(0, 0)
     played.say(repaired("n0.w0", 0, "own"), repaired("n0.w2", 1, "copy:0"))
     assert played.hear(m.Resume) == m.Resume(1, 7)
     played.say(m.WorkerResumed("n0.w0", 1, 7), m.WorkerResumed("n0.w2", 1, 7))
@@ -280,7 +280,7 @@ def check_record(folder):
 def test_the_side_car_notices_by_itself_that_time_has_passed(played):
     played.start()
     played.say(m.WorkerSuspects("n0.w0", 0, "world", "Connection reset"))
-    assert played.hear(m.Look).seats == {"0": "n0.w0", "1": "n0.w1"}
+    assert played.hear(m.Look).seats == {0: "n0.w0", 1: "n0.w1"}
     assert played.hear(m.Close).reason.endswith("nobody has died")
     assert played.hear(m.Open).joiners == []
 
@@ -307,7 +307,7 @@ time.sleep(100)
 
 
 def test_a_port_that_is_taken_ends_the_side_car_with_a_message(tmp_path):
-    channel = channels.host("tcp://127.0.0.1:0", "", TOKEN)
+    channel = ControlChannel("tcp://127.0.0.1:0", TOKEN)
     command = [sys.executable, "-m", "ft.job.control", "--run-dir", str(tmp_path)]
     done = subprocess.run(
         [*command, "--where", channel.where, "--options", '{"world_size": 1}'],

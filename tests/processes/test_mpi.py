@@ -187,7 +187,7 @@ def test_a_dead_mpi_process_is_shrunk_away_and_a_standbys_node_takes_its_place(t
     workers.snaps[0].place(workers.addresses)
     workers.snaps[0].take(set_to(workers.live[0], 3), 3, 1)
     workers.snaps[0].wait()
-    assert spare.servers[2].stock.holdings().copies == {"0": [3]}
+    assert spare.servers[2].stock.holdings().copies == {0: [3]}
     with pytest.raises(ConnectionError, match="node 1 is gone"):
         three.network(0).dial("mpi:1/w1-0", 5)
     workers.close()
@@ -216,7 +216,7 @@ def test_a_stopped_mpi_process_holds_up_nobody_and_is_declared_dead(three):
                 break
     others.snaps[0].take(set_to(others.live[0], 2), 2, 0)
     others.snaps[0].wait()
-    assert others.servers[2].stock.holdings().copies == {"0": [1, 2]}
+    assert others.servers[2].stock.holdings().copies == {0: [1, 2]}
     three.signal(1, signal.SIGCONT)
     while Path(f"/proc/{three.pid(1)}/cmdline").exists():
         assert time.monotonic() < deadline + 20, "it goes on although the others have declared it dead"

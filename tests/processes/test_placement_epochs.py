@@ -105,14 +105,14 @@ def test_a_joiner_is_told_by_the_order_to_repair_and_reports_only_then(capsys):
     placing = Placing(session, subject(*PAIRS, rank=2), 1)
     assert placing.begin() == []
     assert "copies" not in session.named("layout")[0] and not session.named("copies_placed")
-    before = {"0": [2], "1": [3], "2": [0], "3": [1]}
+    before = {0: [2], 1: [3], 2: [0], 3: [1]}
     assert placing.renew(before) == [3]  # its peer is on another node again
     assert session.named("layout")[1] == {"copies": {"2": [3]}}
     assert capsys.readouterr().out == ""  # rank 0 speaks for all
 
 
 def test_all_ranks_come_to_the_same():
-    before = {"0": [2], "1": [3], "2": [0], "3": [1]}
+    before = {0: [2], 1: [3], 2: [0], 3: [1]}
     told = []
     for rank in range(4):
         session = Told("a a b c", rank=rank)

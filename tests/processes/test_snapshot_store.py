@@ -15,7 +15,7 @@ def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):
     for rank, snaps in enumerate(workers.snaps):
         held = snaps.holdings()
         assert held.own == [2, 3]
-        assert held.copies == {str((rank - 1) % 3): [2, 3]}
+        assert held.copies == {(rank - 1) % 3: [2, 3]}
         assert snaps.lag == 0
         stats = snaps.stats
         assert stats.bytes_h2h < stats.bytes_d2h < stats.bytes_h2h + 2000
@@ -44,25 +44,25 @@ def test_going_back_within_an_epoch_leaves_it_open(crew):
     assert workers.snaps[1].restore(set_to(workers.live[1], 7), 5, Source(0, 0), epoch=0)["owned"] == "copy:0"
     assert all(is_at(live, 5) for live in workers.live)
     workers.step(6)
-    assert workers.snaps[0].holdings().copies == {"1": [5, 6]}
+    assert workers.snaps[0].holdings().copies == {1: [5, 6]}
 
 
 def test_copies_that_go_elsewhere_are_kept_until_the_new_ones_are_safe_and_then_freed(crew):
     workers = crew(3)
     for step in (5, 6):
         workers.step(step)
-    assert workers.snaps[1].holdings().copies == {"0": [5, 6]}
+    assert workers.snaps[1].holdings().copies == {0: [5, 6]}
     for snaps, live in zip(workers.snaps, workers.live, strict=True):
         snaps.restore(live, 6, Source(snaps.rank, snaps.rank), epoch=1)
         snaps.peers = [(snaps.rank + 2) % 3]
-    assert workers.snaps[1].holdings().copies == {"0": [5, 6]}
+    assert workers.snaps[1].holdings().copies == {0: [5, 6]}
     workers.step(6, epoch=1)
-    assert workers.snaps[1].holdings().copies == {"0": [5, 6], "2": [6]}
+    assert workers.snaps[1].holdings().copies == {0: [5, 6], 2: [6]}
     before = workers.snaps[1].nbytes["copies"]
     assert [snaps.forget_before(1) for snaps in workers.snaps] == [[2], [0], [1]]
-    assert workers.snaps[1].holdings().copies == {"2": [6]} and workers.snaps[1].nbytes["copies"] < before
+    assert workers.snaps[1].holdings().copies == {2: [6]} and workers.snaps[1].nbytes["copies"] < before
     workers.step(7, epoch=1)
-    assert workers.snaps[1].holdings().copies == {"2": [6, 7]}
+    assert workers.snaps[1].holdings().copies == {2: [6, 7]}
     assert workers.snaps[1].forget_before(1) == []
 
 
@@ -71,7 +71,7 @@ def test_after_an_older_checkpoint_was_loaded_the_snapshots_of_undone_steps_are_
     for step in (5, 6, 3):
         workers.step(step)
     held = workers.snaps[0].holdings()
-    assert held.own == [3] and held.copies == {"1": [3]}
+    assert held.own == [3] and held.copies == {1: [3]}
 
 
 def test_whoever_held_the_copies_before_is_asked_for_them(crew):
@@ -115,10 +115,10 @@ def test_a_newcomer_gets_everything_from_the_peers_and_replicates_again(crew):
     assert all(is_at(live, 5) for live in workers.live)
     assert workers.snaps[1].restored_envelope.envelope["rank"] == 1
     workers.step(5, epoch=1)
-    assert workers.snaps[1].holdings().copies == {"0": [5]}
-    assert workers.snaps[2].holdings().copies == {"1": [5]}
+    assert workers.snaps[1].holdings().copies == {0: [5]}
+    assert workers.snaps[2].holdings().copies == {1: [5]}
     workers.step(6, epoch=1)
-    assert workers.snaps[2].holdings().copies == {"1": [5, 6]}
+    assert workers.snaps[2].holdings().copies == {1: [5, 6]}
 
 
 def test_a_corrupt_own_snapshot_is_replaced_by_the_peer_copy(crew):

@@ -52,7 +52,7 @@ def test_a_dropped_connection_is_survived_in_place(crew):
         assert proxy.connections == 3
     workers.snaps[0].place(workers.addresses)
     workers.step(6)
-    assert workers.snaps[1].holdings().copies == {"0": [5, 6]}
+    assert workers.snaps[1].holdings().copies == {0: [5, 6]}
 
 
 def test_a_peer_that_is_gone_is_reported_and_the_own_copy_stays(crew):
@@ -91,7 +91,7 @@ def test_a_transfer_that_fails_at_any_moment_leaves_the_copy_before_it(crew):
         held = workers.servers[1].stock.find(0, 0)
         assert held is not None
         assert held.damage() is None
-        assert 0 in workers.snaps[1].holdings().copies["0"]
+        assert 0 in workers.snaps[1].holdings().copies[0]
         assert step in workers.snaps[0].holdings().own
 
 
@@ -103,9 +103,9 @@ def test_epochs_that_are_over_are_refused(crew):
     with pytest.raises(PeerLost, match="epoch 3 is over"):
         workers.snaps[0].wait()
     workers.snaps[0].settle()
-    assert workers.snaps[1].holdings().copies == {"0": [4]}
+    assert workers.snaps[1].holdings().copies == {0: [4]}
     workers.step(4, epoch=4)
-    assert workers.snaps[1].holdings().copies == {"0": [4]}
+    assert workers.snaps[1].holdings().copies == {0: [4]}
 
 
 def test_an_interruption_ends_a_wait_and_a_restore_at_once(crew):
@@ -183,7 +183,7 @@ def test_strangers_cost_nothing(crew):
         channel.close()
     workers.step(5)
     assert workers.snaps[1].nbytes == before
-    assert workers.snaps[1].holdings().copies == {"0": [4, 5]}
+    assert workers.snaps[1].holdings().copies == {0: [4, 5]}
 
 
 def test_who_does_not_know_the_token_is_refused(networks):
@@ -332,14 +332,14 @@ def test_a_sender_killed_in_mid_transfer_leaves_a_sound_copy(ranks, networks):
         server.stock.copies(0).close()
         handle = ranks.start(send_for_ever, 1, server.address, networks.text(0), init=False)
         deadline = time.monotonic() + 30
-        while snaps.holdings().copies.get("0", [0])[-1] < 2:
+        while snaps.holdings().copies.get(0, [0])[-1] < 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         time.sleep(rng.random() * 0.02)
         handle.kill(0)
         handle.wait(timeout=10)
         snaps.settle()
-        (newest,) = snaps.holdings().copies["0"][-1:]
+        (newest,) = snaps.holdings().copies[0][-1:]
         slot = server.stock.find(0, newest)
         assert slot.damage() is None
         assert (slot.parts["owned"].tensors()[0] == newest).all()

@@ -119,7 +119,7 @@ def test_a_standby_that_fails_its_check_is_ended_and_its_node_gets_no_other():
     assert [(each["worker"], each["rank"]) for each in world.events("fault_detected")] == [("n1.w2", None)]
     assert world.state.phase == "running" and "Spawn" not in kinds(world.wait(30))
     world.exit("n1.w2")
-    assert opened(world.kill(3)).seats["3"].worker == "n0.w2"
+    assert opened(world.kill(3)).seats[3].worker == "n0.w2"
 
 
 def test_a_standby_that_fails_its_check_before_training_begins_does_not_restart_the_run():

@@ -74,6 +74,11 @@ def test_standby_nodes_are_the_last_ones(script):
         ("--nnodes 2 train.py", "needs this node's number"),
         ("--nnodes 2 --node-rank 2 train.py", "--node-rank 2 is not between 0 and 1"),
         ("--nnodes 2 --node-rank 0 train.py", "2 nodes need a place to meet"),
+        (
+            "--nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --run-dir r --control etcd://h:1 train.py",
+            "on several nodes needs FT_TOKEN",
+        ),
+        ("--control etcd://h train.py", "etcd://h cannot be read"),
         ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:1 train.py", "agree on the run's directory"),
         ("--nnodes 2 --node-rank 0 --rdzv-endpoint h:0 train.py", "any free port"),
         ("--nnodes 2 --node-rank 0 --standby-nodes 2 --rdzv-endpoint h:1 train.py", "--standby-nodes 2 leaves none"),

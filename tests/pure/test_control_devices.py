@@ -16,7 +16,7 @@ def full(nodes=2, standbys=1, more=0, **how):
     return World(4, nodes, standbys, devices=4 // nodes + more, **how).run()
 
 
-def devices(orders, ranks="0123"):
+def devices(orders, ranks=range(4)):
     return [opened(orders).seats[rank].local_rank for rank in ranks]
 
 
@@ -24,7 +24,7 @@ def test_a_standby_gets_the_device_of_the_worker_it_replaces_once_that_is_free()
     world = full(nodes=1)
     assert kinds(world.kill(2)) == ["Close"]  # the standby is ready, but the memory of the device is not free
     orders = world.say(m.DeviceReleased("n0.w2", "n0", 2))
-    assert opened(orders).seats["2"].worker == "n0.w4" and devices(orders) == [0, 1, 2, 3]
+    assert opened(orders).seats[2].worker == "n0.w4" and devices(orders) == [0, 1, 2, 3]
 
 
 def test_a_worker_that_is_killed_keeps_its_device_until_its_process_is_gone():
@@ -49,7 +49,7 @@ def test_a_standby_on_a_full_node_cannot_replace_a_worker_of_another_node():
 def test_the_standby_node_gets_the_ranks_that_a_full_node_has_no_devices_for():
     world = full(standbys=2, standby_nodes=1)
     orders = world.wait(LIMITS.agent_lost_s + 1, beats=["n0", "n2"])
-    assert {opened(orders).seats[rank].node for rank in "23"} == {"n2"} and devices(orders) == [0, 1, 0, 1]
+    assert {opened(orders).seats[rank].node for rank in (2, 3)} == {"n2"} and devices(orders) == [0, 1, 0, 1]
 
 
 def test_new_workers_are_started_only_where_there_are_devices_for_them():
@@ -118,7 +118,7 @@ def test_a_restart_places_no_more_ranks_on_a_node_than_it_has_devices(agents, ra
 
 def test_a_node_that_begins_with_a_broken_device_gives_a_rank_to_the_standby_node():
     world = World(4, 2, 0, standby_nodes=1, devices=2)
-    world.say(m.AgentJoined("n0", 0, "host0", 2, 0, devices=2, unusable={"1": "the driver asks for a reset"}))
+    world.say(m.AgentJoined("n0", 0, "host0", 2, 0, devices=2, unusable={1: "the driver asks for a reset"}))
     world.say(m.AgentJoined("n1", 1, "host1", 2, 0, devices=2))
     restart = only(world.say(m.AgentJoined("n2", 2, "host2", 0, 2, devices=2)), m.Restart)
     assert restart.ranks == {"n0": [0], "n1": [1, 2], "n2": [3]}

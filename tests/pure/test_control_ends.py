@@ -20,8 +20,8 @@ def test_a_start_waits_for_all_agents_and_all_workers():
     assert world.ready("n1.w1") == []
     order = opened(world.ready("n1.w0"))
     assert order.fresh and order.epoch == 0 and order.joiners == []
-    assert [order.seats[str(rank)].worker for rank in range(4)] == ["n0.w0", "n0.w1", "n1.w0", "n1.w1"]
-    assert [order.seats[str(rank)].local_rank for rank in range(4)] == [0, 1, 0, 1]
+    assert [order.seats[rank].worker for rank in range(4)] == ["n0.w0", "n0.w1", "n1.w0", "n1.w1"]
+    assert [order.seats[rank].local_rank for rank in range(4)] == [0, 1, 0, 1]
 
 
 def test_standbys_are_started_once_training_has_begun():

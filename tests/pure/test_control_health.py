@@ -40,7 +40,7 @@ def test_a_device_with_a_finding_gets_no_further_worker():
     assert not world.say(found("xid.79", index=4), m.DeviceReleased("", "n0", 4, "Xid 79"))
     assert world.state.agents["n0"].unusable == {4: "Xid 79"} and not world.state.agents["n0"].suspect
     assert kinds(world.kill(2)) == ["Close"], "the free device is not given away, and the seated workers go on"
-    assert opened(world.say(m.DeviceReleased("n0.w2", "n0", 2))).seats["2"].local_rank == 2
+    assert opened(world.say(m.DeviceReleased("n0.w2", "n0", 2))).seats[2].local_rank == 2
     assert len(world.events("device_unusable")) == 1
 
 
@@ -49,7 +49,7 @@ def test_a_node_with_a_finding_gets_no_further_workers():
     assert not world.say(found("log.memory.uncorrected", "mc0", "n1"))
     assert world.state.agents["n1"].suspect.startswith("an uncorrectable memory error")
     seats = opened(world.kill(3)).seats
-    assert seats["3"].node == "n0" and seats["2"].node == "n1", "who sits there stays"
+    assert seats[3].node == "n0" and seats[2].node == "n1", "who sits there stays"
 
 
 def test_evidence_replaces_the_guess_from_an_exception():

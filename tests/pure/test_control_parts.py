@@ -7,6 +7,7 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.faults import verdict
+from ft.job import messages as m
 from ft.job.control import history, liveness, sources
 from ft.job.control.liveness import View
 from ft.job.control.membership import place_ranks
@@ -218,20 +219,20 @@ def test_lost_agents_are_those_that_are_quiet_while_others_are_not():
 
 def test_sources_take_the_newest_step_that_everybody_has():
     peers = {0: [0, 1], 1: [0, 1]}
-    held = {0: Holdings([4, 5], {"1": [4]})}
+    held = {0: Holdings([4, 5], {1: [4]})}
     step, found, _ = sources.choose([0, 1], held, peers)
     assert step == 4 and found == {0: Source(0, 0), 1: Source(0, 0)}
 
 
 def test_the_shard_of_a_lost_rank_may_be_elsewhere_than_its_replicated_state():
     peers = {rank: [0, 1, 2] for rank in range(3)}
-    held = {0: Holdings([5], {}), 2: Holdings([5], {"1": [5]})}
+    held = {0: Holdings([5], {}), 2: Holdings([5], {1: [5]})}
     assert sources.choose(range(3), held, peers)[1][1] == Source(owned=2, replicated=0)
 
 
 def test_a_whole_group_that_is_lost_comes_from_copies_elsewhere_if_those_are_complete():
     peers = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
-    held = {0: Holdings([5], {"2": [5]}), 1: Holdings([4, 5], {"3": [4, 5]})}
+    held = {0: Holdings([5], {2: [5]}), 1: Holdings([4, 5], {3: [4, 5]})}
     step, found, _ = sources.choose(range(4), held, peers, complete=[2, 3])
     assert step == 5 and found[2] == Source(0, 0) and found[3] == Source(1, 1)
     step, _, why = sources.choose(range(4), held, peers, complete=[2])
@@ -280,3 +281,14 @@ def test_a_loop_knows_when_it_did_not_run():
     assert [pauses.look(at) for at in (100.25, 101.5, 125.5, 125.75, 128.75)] == [0.0, 0.0, 24.0, 0.0, 3.0]
     assert pauses.since(100.0) == pauses.since(101.5) == 27.0
     assert pauses.since(115.5) == 13.0 and pauses.since(125.5) == 3.0 and pauses.since(128.75) == 0.0
+
+
+def test_ranks_are_numbers_in_a_message_and_names_of_fields_in_its_json():
+    seat = {"worker": "n0.w3", "node": "n0", "address": "h:1", "local_rank": 3, "domains": {}}
+    text = json.dumps({"kind": "Open", "epoch": 2, "seats": {"3": seat}, "joiners": [3], "fresh": False})
+    order = m.decode(text)
+    assert order.seats == {3: m.Seat("n0.w3", "n0", "h:1", 3)}
+    assert json.loads(m.encode(order))["seats"] == {"3": seat}
+    for wrong in ("three", "3.0", ""):
+        with pytest.raises(m.BadMessage, match="seats"):
+            m.decode(text.replace('"3": {', f'"{wrong}": {{'))

@@ -25,8 +25,8 @@ def lose(world: World, *ranks: int) -> list:
 def test_a_stage_lost_with_its_copy_is_rebuilt_and_all_go_on():
     world = pipeline()
     repair = only(lose(world, 1, 2), m.Repair)
-    assert (repair.step, repair.rebuilt) == (5, {"1": m.Neighbours(0, 2)})
-    assert repair.sources == {"0": m.Source(0, 0), "2": m.Source(3, 3), "3": m.Source(3, 3)}
+    assert (repair.step, repair.rebuilt) == (5, {1: m.Neighbours(0, 2)})
+    assert repair.sources == {0: m.Source(0, 0), 2: m.Source(3, 3), 3: m.Source(3, 3)}
     assert m.decode(m.encode(repair)) == repair
     assert "of step 5, stage 1 is rebuilt from the stages beside (CheckFree)" in world.last
     assert kinds(world.repair()) == ["Resume"]
@@ -64,11 +64,11 @@ def test_a_death_during_the_rebuild_has_it_ordered_again():
     world.repair(0, 1)
     spawned = world.kill(1)
     (name,) = world.start_spawned(spawned)
-    assert opened(world.ready(name)).seats["1"].worker == name
-    held = {rank: m.Holdings([5], {}) for rank in (0, 3)} | {3: m.Holdings([5], {"2": [5]})}
+    assert opened(world.ready(name)).seats[1].worker == name
+    held = {rank: m.Holdings([5], {}) for rank in (0, 3)} | {3: m.Holdings([5], {2: [5]})}
     world.release(holdings=held)
     repair = only(world.arrive(), m.Repair)
-    assert (repair.step, repair.rebuilt) == (5, {"1": m.Neighbours(0, 2)})
+    assert (repair.step, repair.rebuilt) == (5, {1: m.Neighbours(0, 2)})
 
 
 def test_neighbours_whose_blocks_are_unusable_lead_to_the_checkpoint():
@@ -84,4 +84,4 @@ def test_a_snapshot_that_is_damaged_everywhere_makes_its_stage_a_lost_one():
     lose(world, 3)
     world.fail(1, "FallbackError", "FtError", message="own snapshot is damaged, and so is the copy")
     repair = only(world.release() + world.arrive(), m.Repair)
-    assert repair.rebuilt == {"1": m.Neighbours(0, 2)}
+    assert repair.rebuilt == {1: m.Neighbours(0, 2)}

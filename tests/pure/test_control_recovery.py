@@ -14,8 +14,8 @@ def test_a_killed_worker_is_replaced_by_the_standby_in_one_decision():
     assert kinds(orders) == ["Close", "Open"]
     assert orders[0] == m.Close(0, "n0.w2 (logical rank 2): killed by SIGKILL")
     assert orders[1].epoch == 1 and orders[1].joiners == [2] and not orders[1].fresh
-    assert orders[1].seats["2"] == m.Seat("n0.w4", "n0", "n0.w4:1", 2)
-    assert orders[1].seats["0"].worker == "n0.w0"
+    assert orders[1].seats[2] == m.Seat("n0.w4", "n0", "n0.w4:1", 2)
+    assert orders[1].seats[0].worker == "n0.w0"
     assert "n0.w4 takes logical rank 2 (same node)" in world.reasons
 
 
@@ -26,8 +26,8 @@ def test_the_whole_recovery_and_a_new_standby_only_at_its_end():
     assert world.arrive() == []
     repair = only(world.release(3), m.Repair)
     assert repair.step == 5
-    assert repair.sources["2"] == m.Source(owned=3, replicated=3)
-    assert repair.sources["0"] == m.Source(0, 0)
+    assert repair.sources[2] == m.Source(owned=3, replicated=3)
+    assert repair.sources[0] == m.Source(0, 0)
     assert (repair.rebuild, repair.defer) == (["world", "pair2"], [])
     assert world.repair(0, 1, 2) == []
     assert world.repair(3) == [m.Resume(1, 5)]
@@ -47,10 +47,10 @@ def test_where_nodes_stand_is_in_every_map_and_who_held_which_copy_in_every_repa
         world.say(m.Observed("layout", {"copies": {str(rank): [(rank + 2) % 4]}}))
     orders = world.kill(2)
     seats = opened(orders).seats
-    assert {rank: seat.domains["rack"] for rank, seat in seats.items() if rank in "01"} == {"0": "r0", "1": "r0"}
+    assert {rank: seat.domains["rack"] for rank, seat in seats.items() if rank < 2} == {0: "r0", 1: "r0"}
     world.release(0, 1, 3)
     repair = only(world.arrive(), m.Repair)
-    assert repair.copies == {"0": [2], "1": [3], "2": [0], "3": [1]}
+    assert repair.copies == {0: [2], 1: [3], 2: [0], 3: [1]}
     assert m.decode(m.encode(repair)) == repair
 
 
@@ -75,7 +75,7 @@ def test_without_a_standby_one_is_started_first():
     assert world.state.phase == CLOSED
     assert "no standby is ready for logical rank 1" in world.reasons
     (name,) = world.start_spawned(orders)
-    assert opened(world.ready(name)).seats["1"].worker == name
+    assert opened(world.ready(name)).seats[1].worker == name
 
 
 def test_a_standby_that_is_starting_is_waited_for():
@@ -123,7 +123,7 @@ def test_a_joiner_that_dies_while_it_assembles_is_replaced():
     world.kill(2)
     orders = world.kill(2, code=1)
     assert kinds(orders) == ["Close", "Open"]
-    assert orders[1].seats["2"].worker == "n0.w5"
+    assert orders[1].seats[2].worker == "n0.w5"
     assert "it had only just taken the seat" in world.reasons
 
 
@@ -215,8 +215,8 @@ def test_a_node_is_lost_with_all_its_workers():
     assert kinds(orders)[-2:] == ["Close", "Open"]
     assert {order.worker for order in orders if isinstance(order, m.Kill)} == {"n1.w0", "n1.w1", "n1.w2", "n1.w3"}
     assert opened(orders).joiners == [2, 3]
-    assert {opened(orders).seats[rank].worker for rank in "23"} == {"n0.w2", "n0.w3"}
-    assert [opened(orders).seats[rank].local_rank for rank in "23"] == [2, 3]
+    assert {opened(orders).seats[rank].worker for rank in (2, 3)} == {"n0.w2", "n0.w3"}
+    assert [opened(orders).seats[rank].local_rank for rank in (2, 3)] == [2, 3]
     assert "nothing was heard of its agent" in world.reasons
 
 
@@ -231,8 +231,8 @@ def test_a_lost_node_is_named_with_its_host():
 def test_a_lost_node_s_ranks_go_where_fewest_are_at_work():
     world = World(world_size=4, nodes=2, standbys=2, standby_nodes=1).run()
     orders = world.wait(LIMITS.agent_lost_s + 1, beats=["n0", "n2"])
-    assert {opened(orders).seats[rank].worker.split(".")[0] for rank in "23"} == {"n2"}
-    assert [opened(orders).seats[rank].local_rank for rank in "23"] == [0, 1]
+    assert {opened(orders).seats[rank].worker.split(".")[0] for rank in (2, 3)} == {"n2"}
+    assert [opened(orders).seats[rank].local_rank for rank in (2, 3)] == [0, 1]
 
 
 def test_both_copies_are_lost_with_a_node():
@@ -379,7 +379,7 @@ def test_a_recoverable_error_is_retried_in_place():
     orders = world.fail(1, "RecoverableError")
     assert kinds(orders) == ["Close", "Open"] and orders[1].joiners == []
     repair = only(world.release(), m.Repair)
-    assert repair.rebuild == [] and repair.sources["1"] == m.Source(1, 1)
+    assert repair.rebuild == [] and repair.sources[1] == m.Source(1, 1)
 
 
 def test_a_recoverable_error_that_repeats_is_elevated():
@@ -405,7 +405,7 @@ def test_recoverable_errors_far_apart_are_not_elevated():
 def test_a_node_that_is_at_fault_gets_no_new_worker():
     world = World(world_size=4, nodes=2, standbys=1).run()
     orders = world.fail(0, "ReplaceNodeError", message="ECC")
-    assert opened(orders).seats["0"] == m.Seat("n1.w2", "n1", "n1.w2:1", 2)
+    assert opened(orders).seats[0] == m.Seat("n1.w2", "n1", "n1.w2:1", 2)
     world.exit("n0.w2")
     assert world.recover()[-1] == m.Spawn("n1", 1)
     assert "another node, because ReplaceNodeError: ECC" in world.reasons
@@ -414,8 +414,8 @@ def test_a_node_that_is_at_fault_gets_no_new_worker():
 def test_a_standby_of_a_sound_node_comes_before_one_of_a_suspect_node():
     world = World(world_size=4, nodes=2, standbys=1).run()
     world.state.agents["n0"].suspect = "its NIC fails"
-    assert opened(world.kill(0)).seats["0"].worker == "n1.w2"
-    assert opened(world.kill(0)).seats["0"].worker == "n0.w2"
+    assert opened(world.kill(0)).seats[0].worker == "n1.w2"
+    assert opened(world.kill(0)).seats[0].worker == "n0.w2"
     assert "its node is suspect, but no other has a standby: its NIC fails" in world.reasons
 
 
@@ -462,13 +462,13 @@ def test_without_data_parallelism_the_copy_has_all():
     world = World(dp=False).run()
     world.kill(2)
     repair = only(world.release() + world.arrive(), m.Repair)
-    assert repair.sources["2"] == m.Source(3, 3)
+    assert repair.sources[2] == m.Source(3, 3)
 
 
 def test_a_copy_that_is_damaged_leads_to_the_step_before():
     world = World().run()
     world.kill(2)
-    both = {rank: m.Holdings([4, 5], {str(rank ^ 1): [4, 5]}) for rank in range(4)}
+    both = {rank: m.Holdings([4, 5], {rank ^ 1: [4, 5]}) for rank in range(4)}
     assert only(world.release(holdings=both) + world.arrive(), m.Repair).step == 5
     orders = world.fail(2, "FallbackError", message="no usable snapshot of step 5")
     assert kinds(orders) == ["Close", "Open"]

@@ -102,7 +102,7 @@ def test_a_step_whose_operations_were_aborted_is_not_committed():
 def test_a_state_whose_restore_was_aborted_is_not_reported_as_repaired():
     member = Member()
     member.rank = 0
-    order = Repair(1, 6, [], [], {"0": Source(0, 0)})
+    order = Repair(1, 6, [], [], {0: Source(0, 0)})
     with pytest.raises(EpochClosed):
         protocol.run(Recovery(member, Operations(member, closes(member)))._repair(order))
     other = Member()

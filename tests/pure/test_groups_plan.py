@@ -16,7 +16,7 @@ def plan_of(replaced=(), **said):
 
 
 def test_a_group_that_is_idle_and_even_is_kept():
-    plan = plan_of(r0=[report(sent={"1": 2})], r1=[report(received={"0": 2})])
+    plan = plan_of(r0=[report(sent={1: 2})], r1=[report(received={0: 2})])
     assert (plan.keep, plan.rebuild, plan.defer) == (["g"], [], [])
     assert plan.reasons == {"g": ""}
 
@@ -27,10 +27,10 @@ def test_a_group_that_is_idle_and_even_is_kept():
         ({"in_flight": True}, {}, "in an operation: rank 0"),
         ({"in_flight": True}, {"in_flight": True}, "in an operation: ranks 0, 1"),
         ({"collectives": 4}, {}, "rank 0 started 4 collectives, rank 1 3"),
-        ({"sent": {"1": 2}}, {"received": {"0": 1}}, "rank 0 sent 2 to rank 1, which received 1"),
-        ({"sent": {"1": 1}}, {}, "rank 0 sent 1 to rank 1, which received 0"),
-        ({}, {"received": {"0": 1}}, "rank 0 sent 0 to rank 1, which received 1"),
-        ({}, {"sent": {"0": 1}}, "rank 1 sent 1 to rank 0, which received 0"),
+        ({"sent": {1: 2}}, {"received": {0: 1}}, "rank 0 sent 2 to rank 1, which received 1"),
+        ({"sent": {1: 1}}, {}, "rank 0 sent 1 to rank 1, which received 0"),
+        ({}, {"received": {0: 1}}, "rank 0 sent 0 to rank 1, which received 1"),
+        ({}, {"sent": {0: 1}}, "rank 1 sent 1 to rank 0, which received 0"),
         ({"ranks": (0, 1, 2)}, {}, "its members are reported differently"),
     ],
 )
@@ -76,7 +76,7 @@ def test_a_group_of_one_member_needs_nothing_even_if_that_member_is_new():
 def test_groups_are_judged_one_by_one_and_listed_in_order_of_creation():
     world = {"name": "world", "ranks": range(4)}
     said = {
-        "r0": [report(**world), report("a", (0, 1)), report("odd", (0, 2), sent={"2": 1})],
+        "r0": [report(**world), report("a", (0, 1)), report("odd", (0, 2), sent={2: 1})],
         "r1": [report(**world), report("a", (0, 1)), report("c", (1, 3), used=False, collectives=0)],
         "r2": [report(**world), report("b", (2, 3)), report("odd", (0, 2))],
         "r3": [report(**world)],

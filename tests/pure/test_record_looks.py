@@ -21,7 +21,7 @@ from ft.net.codec import to_json
 from ft.record import block, looks
 from ft.record.block import recovery_block
 
-SEATS = {"0": "n0.w0", "1": "n0.w1", "2": "n1.w0"}
+SEATS = {0: "n0.w0", 1: "n0.w1", 2: "n1.w0"}
 RANK = Rank(0, "n0.w0", "n0", counts={"dp": 3}, operations=(Operation("dp", "all_reduce", 3, sizes=("float32[4]",)),))
 
 

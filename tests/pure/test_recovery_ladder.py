@@ -26,7 +26,7 @@ def job(lost=(), steps=(7, 6), copies=True, **more) -> Situation:
     """Return a pipeline of four stages, each a rank whose copy is at the next rank, after the loss of some."""
     ranks = range(4)
     holdings = {
-        rank: Holdings(list(steps), {str((rank - 1) % 4): list(steps)} if copies else {})
+        rank: Holdings(list(steps), {(rank - 1) % 4: list(steps)} if copies else {})
         for rank in ranks
         if rank not in lost
     }

@@ -24,9 +24,7 @@ def memory(stages, held, copies=None, live=None, **more):
     """``held``: rank -> steps of its own; ``copies``: holder -> owner -> steps; ``live``: rank -> step of its model."""
     copies, live = copies or {}, live or {}
     holdings = {
-        rank: Holdings(
-            list(steps), {str(owner): list(of) for owner, of in copies.get(rank, {}).items()}, live.get(rank)
-        )
+        rank: Holdings(list(steps), {owner: list(of) for owner, of in copies.get(rank, {}).items()}, live.get(rank))
         for rank, steps in held.items()
     }
     peers: dict[tuple, list[int]] = {}

@@ -61,7 +61,7 @@ def test_a_slow_worker_is_replaced_by_a_ready_standby():
     world = running()
     orders = world.say(judged(world))
     assert kinds(orders) == ["Kill", "Close", "Open"] and orders[0].worker == "n0.w2"
-    assert orders[2].seats["2"].worker == "n0.w4"
+    assert orders[2].seats[2].worker == "n0.w4"
     (fault,) = world.events("fault_detected")
     assert (fault["category"], fault["action"], fault["rank"]) == (STRAGGLER, "replace", 2)
     assert not world.events("device_unusable"), "the node has no devices"
@@ -92,7 +92,7 @@ def test_a_standby_that_could_only_have_the_slow_device_does_not_help():
     assert "no standby with another device is ready" in world.reasons
     world = running(devices=5)
     orders = world.say(judged(world))
-    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[2].seats["2"].local_rank == 4
+    assert kinds(orders) == ["Kill", "Close", "Open"] and orders[2].seats[2].local_rank == 4
     assert [event["device"] for event in world.events("device_unusable")] == [2]
 
 

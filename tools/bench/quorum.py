@@ -29,10 +29,10 @@ from ft.job.quorum import QuorumClient, Report  # noqa: E402
 LIMIT_S, WARM_UP = 60.0, 20
 CHANNEL_HOST = """
 import sys
-from ft.job.control import channel as channels
+from ft.job.control.channel import ControlChannel, Record
 from ft.job.messages import Observed
-channel, replicas, heard = channels.host("tcp://127.0.0.1:0", "bench", "token"), int(sys.argv[1]), 0
-channel.resume(channels.Record())
+channel, replicas, heard = ControlChannel("tcp://127.0.0.1:0", "token"), int(sys.argv[1]), 0
+channel.resume(Record())
 print(channel.where, flush=True)
 while True:
     if channel.receive(60.0) is not None:
@@ -83,7 +83,7 @@ def quorum(replicas: int, rounds: int) -> dict:
 
 def over_channel(replicas: int, rounds: int) -> dict:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # its client logs a page for each connection that ends
-    from ft.job.control import channel as channels
+    from ft.job.control.channel import AgentChannel
     from ft.job.messages import Observed
 
     began = time.perf_counter()
@@ -91,7 +91,7 @@ def over_channel(replicas: int, rounds: int) -> dict:
         [sys.executable, "-c", CHANNEL_HOST, str(replicas)], stdout=subprocess.PIPE, env=environment()
     )
     where = host.stdout.readline().decode().strip()
-    ends = [channels.connect(where, f"n{number}", "token", LIMIT_S) for number in range(replicas)]
+    ends = [AgentChannel(where, f"n{number}", "token", LIMIT_S) for number in range(replicas)]
     started = time.perf_counter() - began
     came = [queue.Queue() for _ in ends]
     for end, inbox in zip(ends, came, strict=True):

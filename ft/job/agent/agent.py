@@ -243,7 +243,7 @@ class Agent:
                 for seat in what.seats.values():
                     if seat.node == self._node:
                         self._parts.devices.take(seat.worker, seat.local_rank)
-                self._seat({int(rank): seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
+                self._seat({rank: seat.worker for rank, seat in what.seats.items()}, fresh=what.fresh)
             case Look():
                 self._workforce.look(what)
             case Kill():

@@ -136,8 +136,6 @@ def _own(faults: list[inject.Fault], place: NodeContext, life: int | None) -> li
 
 def _channel_address(options: RunOptions, port: int, own_host: str) -> str:
     """Return the address at which a control plane on this node would be reached."""
-    if options.control is not None:
-        return options.control
     cluster = options.cluster
     return f"tcp://{cluster.host}:{port}" if cluster.node_rank == 0 else f"tcp://{own_host}:0"
 

@@ -68,7 +68,7 @@ class Devices:
     def described(self) -> dict[str, Any]:
         """Return the fields of ``AgentJoined`` about the devices; wait until the devices are known."""
         self._known.wait()
-        return {"devices": self.count, "unusable": {str(index): why for index, why in self.unusable.items()}}
+        return {"devices": self.count, "unusable": dict(self.unusable)}
 
     @property
     def is_busy(self) -> bool:

@@ -75,7 +75,7 @@ class Looks:
             handlers: worker -> handler by which its stacks can be read, for those that have one.
         """
         self.finish()
-        ranks = {worker: int(rank) for rank, worker in order.seats.items() if worker in pids}
+        ranks = {worker: rank for rank, worker in order.seats.items() if worker in pids}
         silent = {worker: of_the_system(rank, worker, self._node, pids[worker]) for worker, rank in ranks.items()}
         known = handlers or {}
         readable = {name: (pid, known[name]) for name in ranks if name in known and (pid := pids[name]) is not None}

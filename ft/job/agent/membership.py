@@ -17,7 +17,7 @@ from ft.base.errors import FtError, UserError
 from ft.job.agent.devices import Devices
 from ft.job.agent.environment import NodeContext
 from ft.job.messages import AgentJoined
-from ft.platform import election, holders
+from ft.platform import election, holders, shared_state
 from ft.record.run import read_status
 
 _FOLDER = "nodes"
@@ -27,7 +27,7 @@ _MANY_KEYS = 20_000
 def claim_name(run_dir: Path, node_rank: int, joins: bool = True) -> str:
     """Return a name that no agent of this run has had: ``n3``, or ``n3-2``, ``n3-3`` for agents that join again.
 
-    A name is claimed by creating a file in the run's directory, which can succeed only once.
+    A name is claimed by creating a value in the run's shared state, which can succeed only once.
 
     Args:
         run_dir: the run's directory.
@@ -35,38 +35,38 @@ def claim_name(run_dir: Path, node_rank: int, joins: bool = True) -> str:
         joins: whether the node's latest ``ft run`` may still be at work.
 
     Raises:
-        OSError: the run's directory cannot be written.
+        OSError: the shared state cannot be written.
         UserError: the node's latest ``ft run`` is still at work, and not ``joins``.
     """
-    folder, mine = run_dir / _FOLDER, holders.holder(os.getpid(), run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"n{node_rank}"
+    state, mine = shared_state.of(run_dir), holders.holder(os.getpid(), run_dir).encode()
+    name = f"n{node_rank}"
     for turn in itertools.count(2):
-        if holders.claim(path, mine):
-            return path.name
-        last, path = path, folder / f"n{node_rank}-{turn}"
-        if not joins and not path.exists():
-            _refuse_second(run_dir, node_rank, last)
+        if state.create(f"{_FOLDER}/{name}", mine):
+            return name
+        last, name = name, f"n{node_rank}-{turn}"
+        if not joins and state.get(f"{_FOLDER}/{name}") is None:
+            _refuse_second(run_dir, last, state.get(f"{_FOLDER}/{last}") or b"")
     raise AssertionError("the loop has no end")
 
 
-def _refuse_second(run_dir: Path, node_rank: int, last: Path) -> None:
-    """Raise an error if the process that holds the name ``last`` is at work. A name without a holder is free.
+def _refuse_second(run_dir: Path, name: str, held: bytes) -> None:
+    """Raise an error if the process that holds the name of a node is at work. A name without a holder is free.
 
     The system knows it of a process of this host, the run's status and lease of another one.
 
     Raises:
         UserError: it is at work.
     """
-    holder = holders.read(last)
+    holder = holders.decode(held)
     if holder is None or holder.lives is False:
         return
     nodes = read_status(run_dir).get("nodes")
-    state = str(nodes.get(last.name, "up") if isinstance(nodes, dict) else "up")
+    state = str(nodes.get(name, "up") if isinstance(nodes, dict) else "up")
     if holder.lives is None and not (state.startswith(("up", "suspect")) and election.is_kept(run_dir)):
         return
+    number = name.removeprefix("n").partition("-")[0]
     raise UserError(
-        f"{run_dir} is the directory of a run that is under way, whose node {node_rank} is at work: {holder}",
+        f"{run_dir} is the directory of a run that is under way, whose node {number} is at work: {holder}",
         "choose another --run-dir; to join that run as a spare, add --join; each node of a run needs a --node-rank of "
         "its own",
     )
@@ -109,7 +109,7 @@ class Membership:
         """Take a new name and offer standbys only, after the control plane has removed this node from the run.
 
         Raises:
-            OSError: the run's directory cannot be written.
+            OSError: the shared state cannot be written.
         """
         self.place = replace(self.place, node=claim_name(self._run_dir, self.place.node_rank))
         self.is_late = True

@@ -23,7 +23,7 @@ from ft.base.quantities import whole
 from ft.job.agent import mpirun, suspects
 from ft.job.control.limits_file import timeouts_of
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
-from ft.platform import election, slurm
+from ft.platform import election, etcd, slurm
 from ft.platform.topology import read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
@@ -119,10 +119,7 @@ class RunOptions:
     quiet: bool
     local_addr: str | None
     control: str | None = None
-    """Servers that carry the control plane's messages, as ``etcd://HOST:PORT``.
-
-    None: the control plane hosts a TCPStore for them.
-    """
+    """Servers that keep the run's shared state, as ``etcd://HOST:PORT``. None: the run's directory keeps it."""
     domains: dict[str, str] = field(default_factory=dict)
     hot_swap: bool = True
     """Whether standbys replace lost workers in the running job. False: every failure leads to a warm restart."""
@@ -202,7 +199,7 @@ def resolve(
     with problems:
         token.check(environment)
     with problems:
-        control = _control(given.control)
+        control = _control(given.control, cluster, environment)
     with problems:
         timeouts = timeouts_of(given.limits, {} if given.control in (None, "tcpstore") else BEHIND_ETCD)
     if cluster is not None:
@@ -239,11 +236,18 @@ def resolve(
     )
 
 
-def _control(text: str | None) -> str | None:
+def _control(text: str | None, cluster: Cluster | None, environment: Mapping[str, str]) -> str | None:
     if text in (None, "tcpstore"):
         return None
-    if not text.startswith("etcd://") or not text.removeprefix("etcd://").strip("/"):
+    if not text.startswith(etcd.SCHEME) or not text.removeprefix(etcd.SCHEME).strip("/"):
         raise UserError(f"--control {text} is neither tcpstore nor etcd://HOST:PORT[,HOST:PORT...]", "give one of them")
+    etcd.require(text)
+    if cluster is not None and cluster.nnodes > 1 and not environment.get(token.VARIABLE):
+        raise UserError(
+            f"--control etcd:// on several nodes needs {token.VARIABLE}: they may share no folder with the run's token",
+            f"set {token.VARIABLE} to the same value on all nodes, and to another one for each run, as of "
+            "`openssl rand -hex 32`",
+        )
     return text
 
 

@@ -30,7 +30,7 @@ from ft.platform import election
 from ft.platform.standstill import OwnPauses
 
 _RECORD_S = 2.0
-_LOOK_S = 0.05
+_LOOK_S, _LONGEST_LOOK_S = 0.05, 0.4
 _FIRST_TRY_S, _LAST_TRY_S = 0.02, 1.0
 _TOKEN_S = 600.0
 _UNSHARED_S = 1.0
@@ -233,7 +233,7 @@ class _Session:
         Raises:
             ConnectionError: the connection broke.
         """
-        from ft.job.control import channel as channels
+        from ft.job.control.channel import AgentChannel
 
         lease = self._tried = self._find()
         if lease is None:
@@ -242,7 +242,7 @@ class _Session:
             self._announce(NewLife(lease.life))
             self._ended = True
             return
-        channel = channels.connect(lease.where, node, secret, self._timeouts.contact_s)
+        channel = AgentChannel(lease.where, node, secret, self._timeouts.contact_s)
         self._channel_since, self._channel = time.monotonic(), channel
         try:
             self._settle(channel.taken())
@@ -256,14 +256,15 @@ class _Session:
             channel.close()
 
     def _find(self) -> election.LeaseRecord | None:
-        unshared = time.monotonic() + _UNSHARED_S
+        unshared, pause_s = time.monotonic() + _UNSHARED_S, _LOOK_S
         while not self._ended:
             lease = election.read(self._run_dir)
             if lease is not None and lease.life >= self._life and lease.where:
                 return lease
             if lease is None and self._endpoint and time.monotonic() >= unshared:
                 return election.LeaseRecord(0, self._life, self._endpoint, "", 0)
-            time.sleep(_LOOK_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
         return None
 
     def _settle(self, taken: int) -> None:

@@ -43,7 +43,7 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
     )
     out.add(f"the agent of {report.node} is there, {state.nodes_seen()} of {state.options.nodes}")
     for device, problem in report.unusable.items():
-        devices.reject(state, state.agents[report.node], int(device), problem, out)
+        devices.reject(state, state.agents[report.node], device, problem, out)
     if first:
         state.since = now
     if first and not state.options.restarts:

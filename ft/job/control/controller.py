@@ -20,7 +20,7 @@ def decide(state: State, now: float, report: Any | None) -> list[Decision]:
     Args:
         state: state of the control plane; changed in place.
         now: time in seconds on one monotonic clock, the same clock for all calls.
-        report: a message of ``ft.job.messages.reports``, or None.
+        report: a report of ``ft.job.messages``, or None.
 
     Returns:
         The decisions, in order. Their orders are sent in this sequence.

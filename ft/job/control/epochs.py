@@ -125,11 +125,11 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
     for worker in state.seated():
         worker.repaired, worker.done = None, False
         domains = dict(state.agents[worker.node].domains)
-        seats[str(worker.rank)] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
+        seats[worker.rank] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
     host = state.agents[state.seated()[0].node]  # the rendezvous store has to be on a node of the epoch's workers
     order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), host.rendezvous_address)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
-    named = {rank: seat.worker for rank, seat in seats.items()}
+    named = {str(rank): seat.worker for rank, seat in seats.items()}
     out.note(events.EPOCH_OPENED, epoch=state.epoch, seats=named, joiners=list(joiners), fresh=fresh)
 
 
@@ -177,10 +177,7 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         chosen.step,
         list(plan.rebuild),
         list(plan.defer),
-        {str(r): s for r, s in sorted(chosen.sources.items())},
-        {str(r): holders for r, holders in sorted(state.copies.items())},
-        {str(r): beside for r, beside in sorted(chosen.rebuilt.items())},
-        {str(r): peer for r, peer in sorted(chosen.lent.items())},
+        *(dict(sorted(of.items())) for of in (chosen.sources, state.copies, chosen.rebuilt, chosen.lent)),
         chosen.teller,
     )
     state.rebuilt |= {state.places[rank].pp: chosen.step for rank in chosen.rebuilt}

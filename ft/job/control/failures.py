@@ -84,7 +84,7 @@ def _spoil(state: State, worker: Worker) -> None:
     """Record that the worker could not use its source for the step that was being restored."""
     recovery, step = state.recovery, state.repair.step
     recovery.spoiled.append(step)
-    if str(worker.rank) in state.repair.rebuilt or str(worker.rank) in state.repair.lent:
+    if worker.rank in state.repair.rebuilt or worker.rank in state.repair.lent:
         recovery.unbuildable.append(step)
     elif worker.rank is not None:
         recovery.unusable.setdefault(worker.rank, []).append(step)

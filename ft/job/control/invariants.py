@@ -44,9 +44,9 @@ def _has_optimizer(rank: int, repair: Repair, how: str) -> bool:
     """
     if repair.teller is not None:
         return how == ELSEWHERE
-    if str(rank) in repair.rebuilt or str(rank) in repair.lent:
+    if rank in repair.rebuilt or rank in repair.lent:
         return how.startswith("rebuilt:")
-    return str(rank) in repair.sources and bool(how) and not how.startswith("rebuilt:")
+    return rank in repair.sources and bool(how) and not how.startswith("rebuilt:")
 
 
 def _topology(ordered: list[tuple[int, WorkerRepaired]]) -> list[str]:

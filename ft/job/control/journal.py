@@ -1,8 +1,8 @@
 """The journal of the control plane: its input and decisions as JSON lines, from which its state can be recomputed.
 
 A report is written before any decision on it is sent. So a new control plane knows everything that the previous one has
-sent, and the agents resend all reports that were not recorded. On a full disk the entries wait in memory for free
-space, and are lost if the control plane dies meanwhile.
+sent, and the agents resend all reports that were not recorded. While they cannot be written
+(a full disk, etcd without a majority) the entries wait in memory, and are lost if the control plane dies meanwhile.
 
 Every entry carries the leader-election term of its writer. A control plane that was paused may write one more entry
 before it notices that another one has taken over. ``recall`` ignores such an entry: its term is older, and it stands
@@ -23,42 +23,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json, files
-from ft.base.lines import Lines
+from ft.base import bounded_json
 from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
 from ft.job.control.decision import Decision, Note
 from ft.job.control.state import Options, State
 from ft.job.messages import AgentBeat, BadMessage, from_values, to_values
 from ft.net.codec import from_json, is_count, to_json
+from ft.platform import shared_state
 
 _BEGIN = b'"options"'
 
 
 class Journal:
-    """Appends entries to the file ``path``.
+    """Appends entries to the log ``path`` in the shared state of its folder.
 
     Heartbeats are many and rarely cause a decision. So only the newest heartbeat of each agent is written, and only
     before a decision, which may depend on it. This suffices for ``recall``, because a heartbeat replaces the one before
     it.
 
     Args:
-        path: the file.
+        path: folder of the run, and name of the log.
         options: configuration of the run if a life of the run begins here; None if the run continues.
         term: leader-election term of this control plane.
-        memory: the content of the file when the run continues.
+        memory: the content of the log when the run continues.
     """
 
     def __init__(self, path: Path, options: Options | None, term: int = 0, memory: "Memory | None" = None):
-        size = path.stat().st_size if path.exists() else 0
-        # A missing entry would change the meaning of those after it, so none is ever dropped.
-        self._lines = Lines(path, most=None, is_shared=True)
+        self._log = shared_state.of(path.parent).log(path.name)
         self._term = term
         self._orders = 0 if memory is None else memory.record.first + len(memory.record.orders)
         self._beats: dict[str, tuple[float, Posted]] = {}
         begins = {"known": 0 if memory is None else memory.bytes}
         if options is not None:
-            begins = {"known": size, "options": to_json(options)}
+            begins = {"known": self._log.size, "options": to_json(options)}
         self._write({"wall": time.time(), **begins})
 
     def enter(self, now: float, wall: float, posted: Posted | None, decisions: list[Decision]) -> None:
@@ -75,8 +73,7 @@ class Journal:
             return
         if not decisions and posted is None:
             return
-        for at, beat in self._beats.values():
-            self._write({"now": at, **_plain(beat)})
+        beats = [{"now": at, **_plain(beat)} for at, beat in self._beats.values()]
         self._beats.clear()
         made = [
             {
@@ -88,7 +85,7 @@ class Journal:
         ]
         count = sum(len(decision.orders) for decision in decisions)
         first = {"first": self._orders} if count else {}
-        self._write({"wall": wall, "now": now, **_plain(posted), **first, "decisions": made})
+        self._write(*beats, {"wall": wall, "now": now, **_plain(posted), **first, "decisions": made})
         self._orders += count
 
     def remark(self, text: str, **values: Any) -> None:
@@ -96,10 +93,11 @@ class Journal:
         self._write({"wall": time.time(), "remark": text, **values})
 
     def close(self) -> None:
-        self._lines.close()
+        self._log.close()
 
-    def _write(self, entry: dict[str, Any]) -> None:
-        self._lines.write(json.dumps({"term": self._term, **entry}, separators=(",", ":")).encode() + b"\n")
+    def _write(self, *entries: dict[str, Any]) -> None:
+        texts = (json.dumps({"term": self._term, **entry}, separators=(",", ":")) for entry in entries)
+        self._log.write(*(text.encode() + b"\n" for text in texts))
 
 
 @dataclass
@@ -112,7 +110,7 @@ class Memory:
         notes: events of the last decisions; the previous control plane may not have written them to the event file.
         now: time of the last entry on the control plane's clock, in seconds.
         wall: time of the last entry in seconds since 1970.
-        bytes: size of the file in bytes when it was read.
+        bytes: size of the log in bytes when it was read.
         damaged: number of lines that are no valid entries.
     """
 
@@ -131,7 +129,7 @@ def recall(path: Path) -> Memory:
     Raises:
         ValueError: the file is not a journal, or what is damaged in it cannot be done without.
     """
-    data = files.read(path, files.UNLIMITED)
+    data = _content(path)
     entries, damaged = _history(data)
     begins = [i for i, entry in enumerate(entries) if "options" in entry]
     if not begins:
@@ -163,13 +161,17 @@ def lives(path: Path) -> int:
 
     Only the lines that begin a life are looked at, because a journal that ends its readers is left behind.
     """
-    begins = b"".join(line for line in files.read(path, files.UNLIMITED).splitlines(keepends=True) if _BEGIN in line)
+    begins = b"".join(line for line in _content(path).splitlines(keepends=True) if _BEGIN in line)
     return max([entry["options"].restarts + 1 for entry in _history(begins)[0] if "options" in entry], default=0)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the valid entries, with their options and reports as objects."""
-    return _history(files.read(path, files.UNLIMITED))[0]
+    return _history(_content(path))[0]
+
+
+def _content(path: Path) -> bytes:
+    return shared_state.of(path.parent).read_log(path.name)
 
 
 def _history(data: bytes) -> tuple[list[dict[str, Any]], int]:

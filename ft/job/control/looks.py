@@ -35,7 +35,7 @@ def order(state: State, now: float, why: str, out: Decisions, *, asked: bool = F
         return
     state.looked_at, state.looked_in, state.looks = now, state.epoch, state.looks + 1
     state.look_why = "" if asked else why
-    seats = {str(rank): worker for rank, worker in sorted(state.seats.items())}
+    seats = dict(sorted(state.seats.items()))
     out.add(f"look {state.looks} at all workers: {why}", m.Look(state.looks, why, seats))
     out.note(events.LOOKED, epoch=max(state.epoch, 0), step=state.newest_step(), number=state.looks, reason=why)
 

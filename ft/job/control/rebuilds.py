@@ -81,13 +81,13 @@ def _reason_against_keeping(ranks: list[int], said: dict[int, GroupReport], repl
 
 def _first_lost_message(ranks: list[int], said: dict[int, GroupReport]) -> str:
     # Check only pairs that have communicated: few of the millions of pairs in a group of thousands.
-    talked = {(source, int(target)) for source in ranks for target in said[source].sent}
-    talked |= {(int(source), target) for target in ranks for source in said[target].received}
+    talked = {(source, target) for source in ranks for target in said[source].sent}
+    talked |= {(source, target) for target in ranks for source in said[target].received}
     place = {rank: i for i, rank in enumerate(ranks)}
     inside = [pair for pair in talked if pair[0] in place and pair[1] in place]
     for source, target in sorted(inside, key=lambda pair: (place[pair[0]], place[pair[1]])):
-        sent = said[source].sent.get(str(target), 0)
-        received = said[target].received.get(str(source), 0)
+        sent = said[source].sent.get(target, 0)
+        received = said[target].received.get(source, 0)
         if sent != received:
             return f"rank {source} sent {sent} to rank {target}, which received {received}"
     return ""

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from ft.base import bounded_json, events, files, token
 from ft.base.errors import UserError
-from ft.job.control import channel as channels
 from ft.job.control import status
 from ft.job.control.answers import Answers
-from ft.job.control.channel import ControlChannel, Posted
+from ft.job.control.channel import ControlChannel, Posted, Record
 from ft.job.control.controller import decide, next_deadline
 from ft.job.control.decision import Note
 from ft.job.control.isolation import PartitionDetector
@@ -60,7 +59,6 @@ class Sidecar:
         self._paces, self._answers = PaceBook(folder / STEP_TIMES), Answers(folder)
         self._due = self._status_at = self._renewed_at = 0.0
         self._taken: dict[str, int] = {}
-        self._absences = 0
         self._left: set[str] = set()
         self._ended_at: float | None = None
         options = begins if isinstance(begins, Options) else begins.state.options
@@ -95,9 +93,6 @@ class Sidecar:
             if election.is_over(self._folder, self._standing.term):
                 return SUCCEEDED
             self._forgive_own_pause()
-            if self._channel.absences != self._absences:
-                self._absences = self._channel.absences
-                self._take_back()
             if posted is not None and isinstance(posted.report, AgentLeaving):
                 self._left.add(posted.node)
             for judged in self._answers.found():
@@ -119,7 +114,7 @@ class Sidecar:
     def _resume(self) -> None:
         memory = self._memory
         if memory is None:
-            self._channel.resume(channels.Record())
+            self._channel.resume(Record())
             return
         self._taken = dict(memory.record.taken or {})
         self._write_events(memory.wall, memory.now - self._ahead, self._unwritten(memory))
@@ -127,8 +122,8 @@ class Sidecar:
         self._take_back(memory.damaged)
         self._memory = None
 
-    def _take_back(self, damaged: int = 0) -> None:
-        """Report to the decision function that this control plane has taken over, or that its channel works again."""
+    def _take_back(self, damaged: int) -> None:
+        """Report to the decision function that this control plane has taken over."""
         self._take(Posted(self._standing.node, 0, ControlBack(self._standing.term, self._standing.node, damaged)))
 
     def _forgive_own_pause(self) -> None:
@@ -249,7 +244,7 @@ def begin(folder: Path, options: Options) -> Options | Memory:
         UserError: the run cannot continue from the journal.
     """
     path = folder / "journal.jsonl"
-    if not path.exists() or lives(path) <= options.restarts:
+    if lives(path) <= options.restarts:
         return options
     try:
         return recall(path)
@@ -261,9 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the control plane until the run has ended."""
     parser = argparse.ArgumentParser(prog="python -m ft.job.control", description="The control plane of one run.")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder for journal, events and status")
-    parser.add_argument(
-        "--where", required=True, help="tcp://HOST:PORT to listen on (port 0: any free port), or etcd://..."
-    )
+    parser.add_argument("--where", required=True, help="tcp://HOST:PORT to listen on (port 0: any free port)")
     parser.add_argument("--options", required=True, help="JSON: world_size, nodes, max_restarts, hot_swap, timeouts...")
     parser.add_argument("--node", default="n0", help="name of the agent on whose node this process runs")
     parser.add_argument("--term", type=int, default=0, help="term of the leader election that this process has won")
@@ -273,7 +266,7 @@ def main(argv: list[str] | None = None) -> None:
         begins = begin(given.run_dir, parse_options(given.options))
         options = begins if isinstance(begins, Options) else begins.state.options
         secret = token.find(given.run_dir, _TOKEN_S)
-        channel = channels.host(given.where, f"{given.run_dir.name}-{options.restarts}", secret)
+        channel = ControlChannel(given.where, secret)
     except UserError as error:
         parser.exit(UserError.exit_code, f"{parser.prog}: {error}\n")
     launcher = processes.identity(os.getppid())

@@ -137,7 +137,7 @@ class Situation:
         for holder, held in self.memory.holdings.items():
             own = [step for step in held.own if (holder, holder, step) not in self.unverified]
             copies = {
-                owner: [step for step in steps if (holder, int(owner), step) not in self.unverified]
+                owner: [step for step in steps if (holder, owner, step) not in self.unverified]
                 for owner, steps in held.copies.items()
             }
             kept[holder] = Holdings(own, copies, held.live if held.live in own else None)

@@ -71,7 +71,7 @@ def _holders(step: int, holdings: Mapping[int, Holdings]) -> dict[int, list[int]
     for holder, held in sorted(holdings.items()):
         for owner, steps in held.copies.items():
             if step in steps:
-                found.setdefault(int(owner), []).append(holder)
+                found.setdefault(owner, []).append(holder)
     return found
 
 

@@ -132,11 +132,10 @@ class Timeouts:
 
 
 BEHIND_ETCD = {"contact_s": 3.0, "lease_s": 3.0, "fence_s": 5.5, "agent_lost_s": 6.0}
-"""Values for a control plane that is reached through etcd.
+"""Values for a run whose shared state is on etcd.
 
-A leader election of etcd (1 to 2 s with its defaults) or a paused etcd server must not look like the loss of a node. A
-control plane that is partitioned from etcd notices this after 2 s, and its lease expires before its agents conclude
-that another control plane is running without them.
+A leader election of etcd (1 to 2 s with its defaults) or a paused etcd server must not look like a control plane that
+does not renew its lease, and a control plane that waits 2 s for etcd not like a silent one.
 """
 
 _LADDER = (

@@ -130,7 +130,8 @@ class Server:
             case Log(note):
                 self._events.write(events.observed(note.name, note.values))
             case NewestTerm():
-                return election.newest(self._run_dir)
+                with contextlib.suppress(OSError):  # a server that asks again soon
+                    return election.newest(self._run_dir)
             case ClaimTerm(least):
                 return election.claim_next(self._run_dir, str(os.getpid()), least)
             case KeepLease(term, end):

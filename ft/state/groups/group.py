@@ -285,8 +285,8 @@ class Group(dist.ProcessGroup):
             used=self._used,
             in_flight=in_flight,
             collectives=self._collectives[0],
-            sent={str(self.ranks[to]): count for to, count in enumerate(self._sent) if count},
-            received={str(self.ranks[source]): count for source, count in enumerate(self._received) if count},
+            sent={self.ranks[to]: count for to, count in enumerate(self._sent) if count},
+            received={self.ranks[source]: count for source, count in enumerate(self._received) if count},
         )
 
     @property

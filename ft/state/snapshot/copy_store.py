@@ -54,7 +54,7 @@ class CopyStore:
 
     def holdings(self) -> Holdings:
         with self._lock:
-            copies = {str(owner): held.steps() for owner, held in sorted(self._copies.items())}
+            copies = {owner: held.steps() for owner, held in sorted(self._copies.items())}
         return Holdings(own=self.own.steps(), copies={owner: steps for owner, steps in copies.items() if steps})
 
     def nbytes(self) -> dict[str, int]:

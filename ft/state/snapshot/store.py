@@ -312,7 +312,7 @@ class Snapshots:
 
     def forget_newest_copies(self) -> list[int]:
         """Drop the newest copy held for each peer, for fault injection. Return the owners of these copies."""
-        owners = [int(owner) for owner in self.holdings().copies]
+        owners = list(self.holdings().copies)
         for owner in owners:
             copies = self._stock.copies(owner)
             copies.drop(copies.find())

@@ -50,7 +50,7 @@ class PeerWeights:
 
     def lend(self, order: Repair, envelope: dict[str, Any]) -> None:
         """Send this rank's weights to the ranks that take them; these have to call :meth:`take` at the same time."""
-        to = [int(rank) for rank, peer in order.lent.items() if peer == self._session.rank]
+        to = [rank for rank, peer in order.lent.items() if peer == self._session.rank]
         if to:
             transfer.lend(sorted(to), self._group, self._state(), envelope)
 

@@ -57,7 +57,7 @@ class CheckFreeRebuilder:
             self._replicated_ends is not None and self._replicated_ends.group is not None
         )
         self._blocks = StageBlocks(subject.chunks, whole=not has_end)
-        self._pipeline = [str(rank) for rank in dist.get_process_group_ranks(self._group())]
+        self._pipeline = dist.get_process_group_ranks(self._group())
         self._peer_weights = PeerWeights(session, subject, settings)
         self._norms = StageNorms(stages, self._stage, settings.norm_limit)
         self._device = next(subject.chunks[0].parameters()).device
@@ -114,7 +114,7 @@ class CheckFreeRebuilder:
         own = self._session.rank
         begin_anew = self._begin_anew(order)
         moments.reset(self._subject.optimizer, begin_anew)
-        to = [int(rank) for rank, beside in order.rebuilt.items() if own in beside.there]
+        to = [rank for rank, beside in order.rebuilt.items() if own in beside.there]
         if to:
             blocks = self._blocks.get()
             if self._replicated_ends is not None:
@@ -131,7 +131,7 @@ class CheckFreeRebuilder:
         if not self._has_twin:
             return []
         chunk = self._subject.chunks[0]
-        if str(self._replicated_ends.twin) in order.rebuilt:
+        if self._replicated_ends.twin in order.rebuilt:
             return [param for _, param in self._replicated_ends.params(chunk)]
         ends = (*self._pipeline[:2], *self._pipeline[-2:])
         return self._replicated_ends.tied(chunk) if any(rank in order.rebuilt for rank in ends) else []

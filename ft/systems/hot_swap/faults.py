@@ -55,7 +55,7 @@ class Breakage:
 
     def _corrupt_snapshot(self, fault: Fault) -> None:
         copies = self._snapshots.holdings().copies
-        for owner in [None] if fault.copies == "own" else [int(owner) for owner in copies]:
+        for owner in [None] if fault.copies == "own" else list(copies):
             self._snapshots.corrupt(owner, byte=self._choice.randrange(1 << 20))
 
     def _forget_copies(self, fault: Fault) -> None:

@@ -57,14 +57,14 @@ class Placing:
         self._tell(holders, 0, problems)
         return holders[session.rank]
 
-    def renew(self, before: Mapping[str, Sequence[int]]) -> list[int]:
+    def renew(self, before: Mapping[int, Sequence[int]]) -> list[int]:
         """Return the holders of this worker's copies in the session's epoch.
 
         Args:
-            before: logical rank (as a string) -> its holders up to now, from the repair order.
+            before: logical rank -> its holders up to now, from the repair order.
         """
         session = self._session
-        known = {int(rank): list(held) for rank, held in before.items()}
+        known = {rank: list(held) for rank, held in before.items()}
         holders = place(self._where(), self._subject.dp_groups, self._k, known)
         mine = holders[session.rank]
         if known.get(session.rank) != mine:

@@ -218,7 +218,7 @@ class Recovery:
             the sources of the state: {"owned": "own" | "copy:RANK" | "rebuilt:RANK[+RANK]" | ELSEWHERE,
                 "replicated": ...}.
         """
-        operations, rank = self._operations, str(self._member.rank)
+        operations, rank = self._operations, self._member.rank
         operations.prepare_restore(order)
         as_committed = True
         if order.teller is not None:

@@ -171,7 +171,7 @@ class RecoveryManager(Layer, Operations):
     def prepare_restore(self, order: Repair) -> None:
         self._subject.abandon_step()
         self._place()
-        self.snapshots.held_by(order.copies.get(str(self.session.rank), self.snapshots.peers))
+        self.snapshots.held_by(order.copies.get(self.session.rank, self.snapshots.peers))
 
     async def restore_snapshot(self, step: int, source: Source, keep: bool) -> tuple[dict[str, Any], dict[str, str]]:
         sources = self.snapshots.restore(

@@ -112,7 +112,7 @@ class Checks:
         """
         place = (worker.epoch, worker.rank)
         other = self._sitting.setdefault(place, worker)
-        seat = self._opens[worker.epoch].seats[str(worker.rank)].worker
+        seat = self._opens[worker.epoch].seats[worker.rank].worker
         if other is not worker or seat != worker.name:
             self.fail(f"{worker.name} works in seat {worker.rank} of epoch {worker.epoch}, which is {other.name}'s")
         if worker.rank in operation.members:
@@ -292,7 +292,7 @@ class Checks:
     def _check_rung(self, rung: str, order: m.Repair) -> None:
         """Check that a repair is of the rung of the recovery ladder that the control plane names."""
         joiners = self._opens[order.epoch].joiners
-        taken_over = [r for r, source in order.sources.items() if int(r) not in joiners and source.owned != int(r)]
+        taken_over = [r for r, source in order.sources.items() if r not in joiners and source.owned != r]
         if order.rebuilt or order.lent:
             right = (rungs.CHECKFREE,)
         elif taken_over:
@@ -307,7 +307,7 @@ class Checks:
         rebuilt, other ranks take the weights of a peer that has its state, and both only if no step can be restored.
         """
         shape = self._cluster.shape
-        rebuilt = {int(rank): beside for rank, beside in order.rebuilt.items()}
+        rebuilt = dict(order.rebuilt)
         begun = shape.checkfree == PLUS and order.step in self._rebuilt_at
         if not shape.checkfree or (best is not None and not begun):
             self.fail(f"stages are rebuilt at step {order.step}, though step {best} could be restored: {rebuilt}")
@@ -319,10 +319,10 @@ class Checks:
             stages = range(count) if shape.checkfree == PLUS else range(-1, count + 1)
             if parts != [part for part in (shape.part_of(rank) - 1, shape.part_of(rank) + 1) if part in stages]:
                 self.fail(f"rank {rank} is rebuilt from ranks {beside.there}, which are not beside it")
-        for rank, peer in ((int(rank), peer) for rank, peer in order.lent.items()):
-            if peer not in shape.dp_peers(rank) or str(peer) not in order.sources:
+        for rank, peer in order.lent.items():
+            if peer not in shape.dp_peers(rank) or peer not in order.sources:
                 self.fail(f"rank {rank} takes the weights of rank {peer}, which has no such weights")
-        if sorted([*rebuilt, *map(int, order.lent), *map(int, order.sources)]) != sorted(seated):
+        if sorted([*rebuilt, *order.lent, *order.sources]) != sorted(seated):
             self.fail(f"not every rank has one origin: {order}")
         self._rebuilt_at.add(order.step)
         self._take_as_committed(order, seated)
@@ -331,7 +331,7 @@ class Checks:
         """Take the state of the remaining ranks as committed: they may have finished a step that the lost ranks had
         not finished.
         """
-        slots = [(seated[source.owned].stock, int(rank), source.owned) for rank, source in order.sources.items()]
+        slots = [(seated[source.owned].stock, rank, source.owned) for rank, source in order.sources.items()]
         found = [(stock.own if owner == rank else stock.copies[rank]).find(order.step) for stock, rank, owner in slots]
         histories = {slot.value[0][2] for slot in found}
         if len(histories) > 1:
@@ -419,7 +419,7 @@ class Checks:
         """
         if epoch not in self._opens:
             return {}
-        return {int(r): self._cluster.everyone[s.worker] for r, s in self._opens[epoch].seats.items()}
+        return {r: self._cluster.everyone[s.worker] for r, s in self._opens[epoch].seats.items()}
 
     # --- progress ----------------------------------------------------------------------------------------------------
 

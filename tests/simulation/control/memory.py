@@ -94,5 +94,5 @@ class CopyStore:
 
     def held(self) -> tuple[list[int], dict[str, list[int]]]:
         """Return (steps of own snapshots, rank -> steps of its copies), as in ``ft.job.messages.Holdings``."""
-        copies = {str(owner): steps for owner, pair in sorted(self.copies.items()) if (steps := pair.steps())}
+        copies = {owner: steps for owner, pair in sorted(self.copies.items()) if (steps := pair.steps())}
         return self.own.steps(), copies

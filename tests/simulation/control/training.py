@@ -260,7 +260,7 @@ class Training:
         return step, dict.fromkeys(("owned", "replicated"), f"rebuilt:{peer}")
 
     async def lend_weights(self, order: m.Repair) -> None:
-        for rank in sorted(int(rank) for rank, peer in order.lent.items() if peer == self._worker.rank):
+        for rank in sorted(rank for rank, peer in order.lent.items() if peer == self._worker.rank):
             await self._collective("weights", ("weights", self._worker.rank, rank), size=2)
 
     async def forget_state(self, step: int, teller: int) -> tuple[int, dict[str, str]]:

@@ -94,10 +94,10 @@ def _memory(scenario: Scenario, replica: int) -> Memory:
     usable = {
         rank: [step for step in _steps(scenario) if (replica, rank, step) not in scenario.unverified] for rank in ranks
     }
-    copies: dict[int, dict[str, list[int]]] = {rank: {} for rank in ranks}
+    copies: dict[int, dict[int, list[int]]] = {rank: {} for rank in ranks}
     for rank in ranks:
         for holder in ring_of(rank, peers[rank], scenario.peers, scenario.world) if scenario.peers else ():
-            copies[holder][str(rank)] = usable[rank]
+            copies[holder][rank] = usable[rank]
     held = {r: Holdings(usable[r], copies[r], max(usable[r], default=None)) for r in ranks if r not in lost}
     return Memory(ranks, held, peers)
 
