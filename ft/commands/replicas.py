@@ -37,7 +37,7 @@ from ft.platform import election, network, slurm
 from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
 from ft.platform.supervisor import Supervisor
-from ft.systems.spare import run_plan
+from ft.systems.spare import placement
 from ft.systems.spare.ruler import ruler
 
 __all__ = ["main", "wanted"]
@@ -103,7 +103,7 @@ def prepare(
     problems, asked, whole, parts, specs, seed = Problems(), None, None, [], [], 0
     planned, protected = {}, Protection(protection.REPLICAS)
     with problems:
-        asked = flags.read(given, ruler, run_plan.read)
+        asked = flags.read(given, ruler, placement.read)
     with problems:
         whole = options.resolve(given, os.environ, job, lease=FOLDER)
     with problems:
