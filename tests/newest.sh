@@ -26,4 +26,4 @@ from importlib.metadata import version
 
 print(f"== Python {platform.python_version()}, megatron-core {version('megatron-core')}, torch {version('torch')}")
 PYTHON
-as_plain_user python -m pytest "$@"
+as_plain_user python -m pytest "${side_by_side[@]}" "$@"

@@ -8,4 +8,4 @@ prepare_environment dev,mpi
 python -m ruff check .
 lint-imports --no-logo
 python -m mypy
-exec python -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@"
+exec python -m pytest "${side_by_side[@]}" "$@"

@@ -5,6 +5,9 @@
 # remembered, so that a second call does nothing and needs no network. MEGATRON_FT_TORCH names the torch to install
 # where there is none (default: 2.13.0 with Python 3.11, what pip chooses with newer ones).
 
+# Options of pytest: on each processor, and on at most 8, the tests of one file at a time.
+side_by_side=(-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+
 prepare_environment() { # prepare_environment EXTRAS
     local extras=$1
     if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then

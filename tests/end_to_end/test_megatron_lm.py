@@ -243,10 +243,10 @@ OWN = (
 )
 
 
-WITH_MUP = pytest.param("0.19", " --use-mup --mup-base-hidden-size 16", marks=pytest.mark.newest)
-
-
-@pytest.mark.parametrize(("release", "more"), [("0.16", ""), WITH_MUP])
+@pytest.mark.parametrize(
+    ("release", "more"),
+    [("0.16", ""), pytest.param("0.19", " --use-mup --mup-base-hidden-size 16", marks=pytest.mark.newest)],
+)
 def test_this_projects_trainer_computes_what_the_checkout_does(tmp_path, corpus, release, more):
     """With dropout. The checkout logs the gradient norm in fp32; its NullTokenizer of 0.16 has one id more."""
     script = checkouts.tree(release) / "pretrain_gpt.py"

@@ -13,6 +13,8 @@ import psutil
 import small_runs as runs
 from harness import started
 
+from ft.base import events
+
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 150.0
 
@@ -27,13 +29,9 @@ class Finished:
 
     @property
     def events(self) -> list:
-        from ft.base import events
-
         return events.read(self.folder / "events.jsonl")
 
     def named(self, name: str) -> list:
-        from ft.base import events
-
         assert name in events.SCHEMA, f"{name} is not the name of an event"
         return [event for event in self.events if event.name == name]
 
