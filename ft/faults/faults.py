@@ -120,9 +120,6 @@ _NOTHING = object()
 _DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number", "kind")}
 
 
-NOT_INJECTED = 76
-"""Exit code of ``ft run --inject-strict`` if a run ends well, but not all planned faults were injected."""
-
 FILE = "FT_FAULTS"
 """Name of the environment variable that tells a worker the path of the file of planned faults, written by ``write``.
 
