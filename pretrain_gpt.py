@@ -1,9 +1,15 @@
-"""Pretrain a GPT with megatron-core: ``torchrun --nproc-per-node 4 pretrain_gpt.py <Megatron-LM's flags>``."""
+"""Pretrain a GPT with megatron-core: ``torchrun --nproc-per-node 4 pretrain_gpt.py <Megatron-LM's flags>``.
+
+With ``--nvidia-trainer`` this runs NVIDIA's trainer, which the installed megatron-core carries, otherwise the reference
+trainer of this project.
+"""
 
 import os
 import sys
 
+from ft.adapters.megatron_lm import choice, tree
 from ft.base.errors import UserError
+from ft.job.agent import script
 from megatron.ft_trainer.arguments import Options, help_text, may_have_gpu, may_have_te, parse, refusals
 from megatron.ft_trainer.launcher import launch_from
 from megatron.ft_trainer.logging.quiet import quieten
@@ -14,8 +20,16 @@ def main(argv: list[str]) -> int:
 
     0 finished or ended by a signal after saving, 1 failed, 2 the input cannot work.
     """
+    try:
+        is_nvidias, argv = choice.choose(argv, choice.installed_release())
+        if is_nvidias:
+            return run_nvidias(argv)
+    except UserError as error:
+        if is_first_rank():
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     if "-h" in argv or "--help" in argv:
-        print(help_text())
+        print(help_text() + choice.HELP)
         return 0
     try:
         options = parse(argv)
@@ -38,9 +52,29 @@ def refuse(argv: list[str], error: UserError) -> int:
     return error.exit_code
 
 
+def is_first_rank() -> bool:
+    """Tells whether this process speaks for all ranks before they have met; a standby is no rank yet."""
+    return os.environ.get("RANK", "0") == "0" and not os.environ.get("FT_STANDBY")
+
+
+def run_nvidias(argv: list[str]) -> int:
+    """Trains with NVIDIA's trainer on this rank.
+
+    Raises:
+        UserError: a protection is asked for, and this process is no worker of ``ft run``.
+    """
+    asked = [flag for flag in argv if flag.startswith("--ft-")]
+    if asked:
+        raise UserError(f"{asked[0]} has no effect under torchrun", "start with ft run, or drop the --ft flags")
+    return script.run(str(tree.SCRIPT), False, argv)
+
+
 def run(options: Options) -> int:
     """Trains on this rank; errors are reported once for the whole job."""
     from megatron import patches
+
+    if is_first_rank():
+        print(choice.announcement(None), flush=True)
 
     patches.apply()  # before any module of megatron.core is imported
     from megatron.ft_trainer.launch import launch

@@ -18,7 +18,7 @@ _SUBCOMMANDS = (
     (("health",), "ft.commands.health", "add_parser"),
     (("status", "report"), "ft.commands.report", "add_parsers"),
     (("protections",), "ft.commands.protections", "add_parser"),
-    (("faults",), "ft.faults.commands", "add_parser"),
+    (("faults",), "ft.faults.page", "add_parser"),
     (("plan",), "ft.lab.plan.commands", "add_parser"),
     (("dmr",), "ft.commands.dmr", "add_parser"),
     (("diagnose",), "ft.observe.diagnose.commands", "add_parser"),

@@ -4,11 +4,12 @@ import argparse
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 from ft.base.errors import UserError
 
 
-def add_group(subparsers, name: str, modules: Sequence[str], command: str = "ft", **options: str) -> None:
+def add_group(subparsers, name: str, modules: Sequence[str], command: str = "ft", **options: str) -> Any:
     """Add the command ``name`` with the subcommands that ``modules`` define.
 
     Each subcommand sets the parser default ``main``, a function that runs it with the parsed arguments. The command
@@ -21,6 +22,9 @@ def add_group(subparsers, name: str, modules: Sequence[str], command: str = "ft"
             whose package is not installed are skipped.
         command: the command to which the new one belongs.
         options: keyword arguments of the new argparse parser, such as ``help`` and ``description``.
+
+    Returns:
+        The argparse subparsers of the new command, for further subcommands.
     """
     parser = subparsers.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
@@ -32,3 +36,4 @@ def add_group(subparsers, name: str, modules: Sequence[str], command: str = "ft"
     for module in modules:
         if importlib.util.find_spec(module.rpartition(".")[0]) is not None:
             importlib.import_module(module).add_parser(nested)
+    return nested

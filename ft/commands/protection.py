@@ -7,6 +7,7 @@ trainer, ``pretrain_gpt.py``, the trainer's flags decide. Any other script enabl
 (:mod:`ft.job.control.run_ends`).
 """
 
+import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft import faults as inject
+from ft.adapters.megatron_lm import choice, tree
 from ft.base import files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import NOT_INJECTED, Problem
 from ft.commands import checkouts
 from ft.commands.arguments import misplaced
 from ft.faults.faults import Fault
-from ft.faults.kinds import DMR, FILES
-from ft.faults.table import row_of
+from ft.faults.table import DMR, FILES, row_of
+from ft.job.agent.options import Script
 
 if TYPE_CHECKING:
-    from ft.job.agent.options import Script
     from megatron.ft_trainer.arguments import Options
 
 HOT_SWAP, REPLICAS, NOTHING, UNKNOWN = "hot-swap", "replicas", "nothing", "unknown"
@@ -79,7 +80,24 @@ def trainers_flags() -> list[str]:
     """Return all flags of this project's trainer, ``pretrain_gpt.py``."""
     from megatron.ft_trainer.arguments import all_flags
 
-    return all_flags()
+    return [*all_flags(), choice.NVIDIA, choice.REFERENCE]
+
+
+def choose_trainer(given: argparse.Namespace) -> None:
+    """If the script is ``pretrain_gpt.py``, replace it by the one that runs the trainer which its flags choose.
+
+    Args:
+        given: the parsed command line; its ``script``, ``script_args`` and ``module`` are changed.
+
+    Raises:
+        UserError: the trainer that is asked for cannot be used (:func:`ft.adapters.megatron_lm.choice.choose`).
+    """
+    is_module = getattr(given, "module", False)
+    if given.script is None or not is_trainer(Script(given.script, is_module, given.script_args)):
+        return
+    is_nvidias, given.script_args = choice.choose(given.script_args, choice.installed_release())
+    if is_nvidias:
+        given.script, given.module = str(tree.SCRIPT), False
 
 
 def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ()) -> tuple[Protection, list[Problem]]:

@@ -33,11 +33,11 @@ from ft.job.replicas.launcher import Launcher
 from ft.job.replicas.member import Member, Setup
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.stand_in import Lookout, Place, StandIn
-from ft.platform import allocation, election, network
+from ft.platform import election, network, slurm
 from ft.platform.election import QUORUM
 from ft.platform.slurm import SlurmJob
 from ft.platform.supervisor import Supervisor
-from ft.systems.spare import run_plan
+from ft.systems.spare import placement
 from ft.systems.spare.ruler import ruler
 
 __all__ = ["main", "wanted"]
@@ -83,7 +83,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     own = whole.run_dir if asked.only is None else setups[0].folder
     code = protection.judge_faults(code, own, given.inject_strict, console.say)
     is_first_lost = asked.only is None and host.first_is_lost()
-    allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
+    slurm.end_orphaned_job(os.environ, is_first_lost, console.complain)
     console.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -103,7 +103,7 @@ def prepare(
     problems, asked, whole, parts, specs, seed = Problems(), None, None, [], [], 0
     planned, protected = {}, Protection(protection.REPLICAS)
     with problems:
-        asked = flags.read(given, ruler, run_plan.read)
+        asked = flags.read(given, ruler, placement.read)
     with problems:
         whole = options.resolve(given, os.environ, job, lease=FOLDER)
     with problems:

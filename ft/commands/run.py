@@ -21,7 +21,7 @@ from ft.job.agent import mpirun
 from ft.job.agent.carry_out import carry_out
 from ft.job.agent.console import Console
 from ft.job.agent.options import Job, RunOptions, resolve, script_of
-from ft.platform import allocation
+from ft.platform import slurm
 from ft.record.run import read_status
 
 _EPILOG = """
@@ -62,6 +62,7 @@ def main(given: argparse.Namespace) -> NoReturn:
         UserError: the flags cannot work; nothing has been started.
     """
     output.install()
+    protection.choose_trainer(given)
     job = mpirun.take_part(given) if mpirun.wanted(given) else None
     if launch.wanted(given):
         launch.main(given, job)
@@ -72,8 +73,8 @@ def main(given: argparse.Namespace) -> NoReturn:
     if protected.by == protection.UNKNOWN and code == 0 and read_status(options.run_dir).get("protected") is False:
         console.say("no worker called ft.attach or ft.protect, so nothing protected this run")
     code = protection.judge_faults(code, options.run_dir, given.inject_strict, console.say)
-    is_first_lost = allocation.lost_first_node(read_status(options.run_dir))
-    allocation.end_orphaned_job(os.environ, is_first_lost, console.complain)
+    is_first_lost = slurm.lost_first_node(read_status(options.run_dir))
+    slurm.end_orphaned_job(os.environ, is_first_lost, console.complain)
     console.close()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,9 +7,7 @@ each node) use :class:`ft.faults.agent.AgentInjector`.
 """
 
 from ft.faults.faults import Fault, from_json, left, missed, planned, to_json, write
-from ft.faults.scenario import read_scenario, read_specs
-from ft.faults.schedule import schedule
-from ft.faults.spec import FaultSpec, parse
+from ft.faults.spec import FaultSpec, parse, read_scenario, read_specs, schedule
 
 __all__ = [
     "Fault",

@@ -1,4 +1,4 @@
-"""Planned faults: the kind, time and victim of each, and the file that carries them to agents and workers.
+"""Planned faults: the kind, time and victim of each, the file that carries them to agents and workers, and a timer.
 
 Terms: a logical rank is a position in the parallel grid, held by a worker process; an agent is the supervisor process
 of one node; a recovery opens a new epoch, a new version of the map logical rank -> worker. A replica (FT-HSDP) is a
@@ -8,7 +8,9 @@ full copy of the model with its own workers; a replica that was restarted fetche
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,38 @@ class Fault:
 
 _NOTHING = object()
 _DEFAULTS = {f.name: f.default for f in fields(Fault) if f.name not in ("number", "kind")}
+
+
+class Alarm:
+    """A daemon thread that calls ``ring(fault)`` when the time of a fault has come.
+
+    If the time of a fault has already passed, it happens at once: its victim did not run when it was due.
+
+    Args:
+        faults: planned faults that have a ``time``.
+        began: wall-clock time in seconds from which their times count.
+        ring: called with each fault.
+    """
+
+    def __init__(self, faults: Sequence[Fault], began: float, ring: Callable[[Fault], None]):
+        self._faults = sorted(faults, key=lambda fault: fault.time)
+        # The wall clock is used only once, because hosts share it; later changes of it do not move a fault.
+        self._began = time.monotonic() - max(0.0, time.time() - began)
+        self._ring = ring
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ft-faults", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        for fault in self._faults:
+            if self._stop.wait(max(0.0, self._began + fault.time - time.monotonic())):
+                return
+            self._ring(fault)
 
 
 FILE = "FT_FAULTS"

@@ -1,9 +1,10 @@
-"""Generator of the page "what happens when X fails": the table of faults with measured recovery times.
+"""Print the table of faults: the command ``ft faults``, and the page "what happens when X fails".
 
-``python -m ft.faults.page`` writes the page. The times come from the fault campaign, an experiment that injects all
-kinds of faults.
+``python -m ft.faults.page`` writes the page. Its recovery times come from the fault campaign, an experiment that
+injects all kinds of faults.
 """
 
+import argparse
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -11,9 +12,68 @@ from pathlib import Path
 
 from ft.base import bounded_json
 from ft.base.checkout import CHECKOUT
-from ft.faults import keys
-from ft.faults.kinds import DMR, GPU, HARMLESS, MEANING, ROOT, START, Row
-from ft.faults.table import GROUPS
+from ft.faults.table import DMR, GPU, GROUPS, HARMLESS, MEANING, ROOT, START, Row
+
+MEANING_OF_KEYS = {
+    "When: give exactly one of these keys": {
+        "step": "step in which the fault happens, counted from 1.",
+        "time": "time from the beginning of training: 500ms, 90s, 2m, 1h.",
+        "every": "repeated faults at random times: exponential(mean=60s) or weibull(shape=0.7,scale=90s) in time, "
+        "exponential(mean=20steps) or weibull(shape=0.7,scale=30steps) in steps.",
+        "trace": "file of failures that were recorded in another run; each line is TIME [KIND] [RANK], or a JSON "
+        "object with time.",
+    },
+    "Where: without any of these keys, a random rank is hit, or the target of the kind (a node, the control plane)": {
+        "rank": "logical rank, or random; the fault hits the worker that holds the rank when the fault is due.",
+        "node": "node (its name or number), or random; the fault hits all workers on the node.",
+        "replica": "FT-HSDP replica to which rank or node belongs, or random; without it, ranks are numbered over "
+        "all replicas.",
+    },
+    "How": {
+        "phase": "point of the step, or of the next recovery from this step on, at which the fault happens; for "
+        "bit-flip, part of the step.",
+        "for": "duration, for kinds that end by themselves.",
+        "factor": "for slow: factor by which the duration of a step grows.",
+        "error": "for exception: class of the exception.",
+        "copies": "for corrupt-snapshot: corrupt the worker's own snapshot, or the peer copies that it holds.",
+        "value": "for corrupt-tensor: set one element to NaN, or flip one bit of it.",
+        "operator": "for bit-flip: torch's name of the operator whose results are hit, such as mm; or p2p; or "
+        "all-reduce.",
+        "execution": "for bit-flip: which of DMR's two executions is hit, primary or checker.",
+        "bit": "for bit-flip: number of the bit, counted from the lowest; any: a random bit each time.",
+        "mode": "for bit-flip: once, repeat (every matching result) or stuck (the same bit from then on).",
+        "nth": "for bit-flip: number of the first matching result that may be hit, counted from 1.",
+        "probability": "for bit-flip: probability with which each matching result is hit.",
+    },
+    "How often: these keys need every or trace": {
+        "count": "maximum number of faults; 1000 by default.",
+        "until": "time from the beginning of training after which no more faults happen; one week by default. Not "
+        "allowed with steps.",
+    },
+}
+"""Heading -> key -> explanation."""
+
+SEED = (
+    "A seed (--seed N) fixes all random choices: kinds, logical ranks, nodes and bits are the same in every run. "
+    "With step= and every=...steps, the steps are the same, too. With time=, trace= and every= in time, the times "
+    "since the beginning of training are the same, but the steps depend on the speed of the run. The planned faults "
+    "are in faults.NODE.json in the run's directory. A fault that is added at the end of the list changes no other "
+    "fault."
+)
+
+SCENARIO = """\
+# a file for --scenario: YAML (.yaml, .yml), TOML (.toml) or JSON; --inject adds faults, --seed overrides its seed
+seed: 7
+faults:
+  - kill@step=20:rank=3                 # as for --inject
+  - kind: slow                          # or with one line for each key
+    every: exponential(mean=50steps)
+    rank: random
+    for: 5s
+    count: 4
+  - {kind: kill, trace: failures.txt}   # relative to the scenario's folder
+"""
+
 
 PAGE = "docs/what_happens_when.md"
 TIMES = "tools/experiments/results/fault_campaign.json"
@@ -64,11 +124,11 @@ def _injection_syntax() -> list[str]:
     """Return the lines about the syntax of ``--inject``, about the seed, and about scenario files."""
     lines = ["## How to inject faults\n", "`--inject KIND@KEY=VALUE[:KEY=VALUE...][,...]` may be repeated.\n"]
     lines += ["| key | what it says |", "|---|---|"]
-    for heading, meanings in keys.MEANING.items():
+    for heading, meanings in MEANING_OF_KEYS.items():
         lines.append(f"| | **{heading}** |")
         lines += [f"| `{key}` | {meaning} |" for key, meaning in meanings.items()]
-    lines += ["", "### What a seed determines\n", *textwrap.wrap(keys.SEED, 118)]
-    return [*lines, "", "### Scenario files\n", "```yaml", *keys.SCENARIO.splitlines(), "```", ""]
+    lines += ["", "### What a seed determines\n", *textwrap.wrap(SEED, 118)]
+    return [*lines, "", "### Scenario files\n", "```yaml", *SCENARIO.splitlines(), "```", ""]
 
 
 def read_times(root: Path) -> dict[str, dict]:
@@ -100,12 +160,63 @@ def _how_long(row: Row, measured: Mapping | None) -> str:
     return f"{measured['median_s']:.2g} s (at worst {measured['worst_s']:.2g} s, of {measured['count']})"
 
 
-def main() -> int:
+def write_page() -> int:
     """Write the page into the repository that contains this file."""
     (CHECKOUT / PAGE).parent.mkdir(exist_ok=True)
     (CHECKOUT / PAGE).write_text(page(read_times(CHECKOUT)))
     return 0
 
 
+_EPILOG = """examples:
+  ft faults                                        the table
+  ft faults --markdown > docs/what_happens_when.md
+  ft run --inject hang@step=20:rank=3 ...          injects one of them
+"""
+
+
+def add_parser(subparsers) -> None:
+    """Add the command ``faults`` to the parser of ``ft``."""
+    parser = subparsers.add_parser(
+        "faults",
+        help="list every kind of fault: how it is injected, how it is classified, and what happens then",
+        description="List every kind of fault: how it is injected, how it is classified, and what happens then.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the page 'What happens when X fails' as Markdown"
+    )
+    parser.set_defaults(main=main)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Print the table or the page; return 0."""
+    from ft.faults.page import page, read_times
+
+    print(page(read_times(CHECKOUT)) if given.markdown else text(), end="")
+    return 0
+
+
+def text() -> str:
+    """Return the table of faults for a terminal."""
+    rows = [row for group in GROUPS.values() for row in group]
+    name, outcome = (max(map(len, texts)) for texts in ([row.name for row in rows], MEANING))
+    lines = []
+    for heading, group in GROUPS.items():
+        lines.append(f"{heading}")
+        for row in group:
+            needs = f" [{row.needs}]" if row.needs else ""
+            signal = f" (seen as: {row.sign.signal})" if row.sign is not None else ""
+            lines.append(f"  {row.name:{name}}  {row.outcome:{outcome}}  {row.does}{signal}{needs}")
+    lines.append("")
+    lines += [f"{outcome}: {meaning}" for outcome, meaning in MEANING.items()]
+    lines += ["", "KIND@KEY=VALUE[:KEY=VALUE...][,...]"]
+    for heading, sayings in MEANING_OF_KEYS.items():
+        lines.append(heading)
+        lines += [f"  {key:11}  {saying}" for key, saying in sayings.items()]
+    lines += ["", *textwrap.wrap(SEED, 118), "", SCENARIO.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_page())

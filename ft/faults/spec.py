@@ -1,6 +1,7 @@
-"""Parser of the ``--inject`` flag, which lists faults: ``kill@step=20:rank=3,slow@time=30s:rank=random:for=5s``.
+"""What ``--inject``, scenario files and trace files ask for, and the schedule of numbered faults that follows.
 
-The format is ``KIND@KEY=VALUE[:KEY=VALUE...]``; several faults are separated by commas. Examples of the keys::
+``parse`` reads ``--inject``, such as ``kill@step=20:rank=3,slow@time=30s:rank=random:for=5s``. The format is
+``KIND@KEY=VALUE[:KEY=VALUE...]``; several faults are separated by commas. Examples of the keys::
 
     when       step=20 | time=90s | trace=FILE (recorded failures)
                every=exponential(mean=60s) | every=weibull(shape=0.7,scale=90s)
@@ -10,19 +11,103 @@ The format is ``KIND@KEY=VALUE[:KEY=VALUE...]``; several faults are separated by
     how        phase=backward  for=5s  factor=3  error=software  copies=peer  value=nan
                kind bit-flip: operator=mm  phase=backward  execution=checker  bit=30  mode=stuck  nth=3  probability=0.1
     how often  count=10  until=10m (only with every or trace)
+
+``read_scenario`` reads a file in YAML, TOML or JSON (``ft.faults.page.SCENARIO`` shows one). A trace file has recorded
+failures of another run, one a line::
+
+    # seconds since training began, kind, logical rank; kind and rank may be omitted
+    12.5
+    30   kill  2
+    {"time": 41, "kind": "slow", "rank": 3, "for": 5}
+
+``schedule`` draws random victims and times, and numbers the faults. The same seed gives the same schedule.
 """
 
+import math
+import random
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from ft.base.errors import UserError
-from ft.faults.distributions import Distribution, parse_distribution, parse_duration
-from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES
+from ft.base import bounded_json, files, structured_file
+from ft.base.errors import Problems, UserError
+from ft.base.quantities import seconds
+from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES, Fault
 from ft.faults.flip import BIT_FLIP, Flip, one_of, read_flip, whole
 from ft.faults.flip import KEYS as FLIP_KEYS
 from ft.faults.table import NAMES
+
+_PARAMETERS = {"exponential": ("mean",), "weibull": ("shape", "scale")}
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Distribution of the time, or of the number of steps, between two failures.
+
+    Attributes:
+        family: "exponential" (memoryless) or "weibull" (``shape`` < 1: failures come in bursts; > 1: wear-out).
+        scale: mean of the exponential or scale of the Weibull distribution, in seconds or steps.
+        shape: shape of the Weibull distribution; 1 for the exponential one.
+        in_steps: whether the scale is in steps instead of seconds.
+    """
+
+    family: str
+    scale: float
+    shape: float = 1.0
+    in_steps: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Return the expected number of seconds, or of steps, between two failures."""
+        return self.scale * math.gamma(1.0 + 1.0 / self.shape)
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """Yield the times of failures since the start, in seconds or steps, without end."""
+        at = 0.0
+        while True:
+            at += rng.weibullvariate(self.scale, self.shape)
+            yield at
+
+
+def parse_distribution(value: Any) -> Distribution:
+    """Parse ``exponential(mean=60s)`` or ``weibull(shape=0.7,scale=90s)``; ``20steps`` instead of a time counts steps.
+
+    Raises:
+        ValueError: the text is not valid, or a number in it is out of range.
+    """
+    match = re.fullmatch(r"\s*(\w+)\s*\((.*)\)\s*", str(value))
+    if match is None or match[1] not in _PARAMETERS:
+        raise ValueError("there is no such distribution")
+    family, pairs = match[1], [part.partition("=") for part in match[2].split(",")]
+    given = {name.strip(): text.strip() for name, _, text in pairs}
+    expected = _PARAMETERS[family]
+    if sorted(given) != sorted(expected) or len(pairs) != len(expected):
+        raise ValueError(f"{family} takes {' and '.join(expected)}")
+    shape = float(given.get("shape", 1.0))
+    if not 0.1 <= shape <= 100.0:
+        raise ValueError("shape is not between 0.1 and 100")
+    scale = given.get("mean", given.get("scale"))
+    steps = re.fullmatch(r"(.*\d\.?)\s*steps?", scale)
+    if steps is None:
+        return Distribution(family, parse_duration(scale), shape)
+    number = float(steps[1])
+    if not 0.1 <= number <= 1e9:
+        raise ValueError("the number of steps is not between 0.1 and a billion")
+    return Distribution(family, number, shape, in_steps=True)
+
+
+def parse_duration(value: Any, least: float = 1e-3) -> float:
+    """Return a duration in seconds: a text as :func:`ft.base.quantities.seconds` reads it, or a plain number of
+    seconds.
+
+    Raises:
+        ValueError: it is not valid, or less than ``least`` seconds.
+    """
+    return seconds(value, least, bare=1.0)
+
 
 KEYS = ("step", "time", "every", "trace", "rank", "node", "phase", "for", "factor", "error", "copies", "value")
 KEYS += ("count", "until", "replica", *(key for key in FLIP_KEYS if key != "phase"))
@@ -250,3 +335,224 @@ _ALLOWED = {
     "count": "a number from 1",
     "until": _DURATION,
 }
+
+
+def read_trace(spec: FaultSpec) -> list[FaultSpec]:
+    """Return one entry for each line of the file ``spec.trace``, earliest first. Omitted values are those of ``spec``.
+
+    Raises:
+        UserError: the file or a line is not valid; the message names the line number.
+    """
+    path = Path(spec.trace)
+    try:
+        lines = files.read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{spec.text!r}: trace {path} cannot be read: {error}", "give a readable text file") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        line = line.partition("#")[0].strip() if not line.lstrip().startswith("{") else line.strip()
+        if line:
+            found.append(_with_defaults(_values(line, f"{path}:{number}"), spec, f"{path}:{number}"))
+    return sorted(found, key=lambda one: one.time)
+
+
+def _values(line: str, place: str) -> dict[str, Any]:
+    if not line.startswith("{"):
+        words = line.replace(",", " ").split()
+        if len(words) > 3:
+            raise UserError(f"{place}: {line!r} has {len(words)} words", "a line is: TIME [KIND] [RANK]")
+        return dict(zip(("time", "kind", "rank"), words, strict=False))
+    try:
+        return dict(bounded_json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{place} is not a JSON object: {error}", 'for example: {"time": 41, "kind": "kill"}'
+        ) from error
+
+
+def _with_defaults(values: dict[str, Any], spec: FaultSpec, place: str) -> FaultSpec:
+    if "time" not in values or {"step", "every", "trace"} & values.keys():
+        raise UserError(
+            f"{place}: this line of the trace has no time", "TIME [KIND] [RANK], or a JSON object with time"
+        )
+    if values.setdefault("kind", spec.kind) == spec.kind:
+        defaults = {"for": spec.seconds, "factor": spec.factor, "error": spec.error, "copies": spec.copies}
+        defaults["value"] = spec.value
+        for key, value in defaults.items():
+            if spec.kind in ONLY_FOR[key] and value is not None:
+                values.setdefault(key, value)
+        if spec.flip is not None:
+            for key in FLIP_KEYS:
+                values.setdefault(key, getattr(spec.flip, key) if key != "bit" or spec.flip.bit is not None else "any")
+        if not {"rank", "node"} & values.keys():
+            victim = {"rank": spec.rank, "node": spec.node}
+            values.update({key: value for key, value in victim.items() if value is not None})
+    return from_values(values, place)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The content of a scenario file.
+
+    Attributes:
+        specs: the faults that were asked for.
+        seed: seed for random victims and times, or None if the file has none.
+    """
+
+    specs: list[FaultSpec]
+    seed: int | None = None
+
+
+def read_scenario(path: str | Path) -> Scenario:
+    """Read a scenario file. The path of a trace file in it is relative to the folder of the scenario file.
+
+    Raises:
+        UserError: the file cannot be read or an entry is not valid; the message names the entry by its position.
+    """
+    path = Path(path)
+    values = structured_file.read(path, "scenario")
+    if isinstance(values, list):
+        values = {"faults": values}
+    faults = values.get("faults") if isinstance(values, dict) else None
+    if not isinstance(faults, list) or set(values) - {"faults", "seed"}:
+        raise UserError(f"scenario {path} is not a list of faults with a seed", 'keys: "faults" (a list), "seed"')
+    seed = values.get("seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise UserError(f"scenario {path}: seed {seed!r} is no whole number", "for example: seed = 7")
+    specs = []
+    for number, entry in enumerate(faults, 1):
+        specs += _specs(entry, path, f"{path}, fault {number}")
+    return Scenario(specs, seed)
+
+
+def read_specs(texts: Sequence[str], scenario: str | None, seed: int | None) -> tuple[list[FaultSpec], int]:
+    """Return the faults of the ``--inject`` values ``texts`` and of the ``scenario`` file, and the seed.
+
+    The argument ``seed`` has priority over the seed in the file; without either, the seed is 0.
+
+    Raises:
+        UserError: listing everything that is not valid.
+    """
+    specs, problems = [], Problems()
+    for text in texts:
+        with problems:
+            specs += parse(text)
+    if scenario:
+        with problems:
+            found = read_scenario(scenario)
+            specs += found.specs
+            seed = found.seed if seed is None else seed
+    problems.refuse()
+    return specs, seed or 0
+
+
+def _specs(entry: Any, path: Path, place: str) -> list[FaultSpec]:
+    if isinstance(entry, str):
+        return parse(entry)
+    if not isinstance(entry, dict):
+        raise UserError(
+            f"{place}: {entry!r} is no fault", 'a text like "kill@step=20", or an object with kind and keys'
+        )
+    if "trace" in entry:
+        entry = {**entry, "trace": str(path.parent / str(entry["trace"]))}
+    return [from_values(entry, place)]
+
+
+HORIZON_S = 7 * 24 * 3600.0
+"""Default limit for drawn times, in seconds: one week."""
+MOST_OF_A_DISTRIBUTION = 1000
+"""Maximum number of faults of one entry without ``count``. It is limited because a worker reads all faults at its
+start.
+"""
+
+
+def schedule(
+    specs: Sequence[FaultSpec], world_size: int, nodes: Sequence[str], seed: int, horizon_s: float = HORIZON_S
+) -> list[Fault]:
+    """Return the faults of a run, numbered from 1: first those with a step, by step, then those with a time, by time.
+
+    The random draws for an entry depend only on the seed and its place in the list, so adding an entry at the end
+    changes no other.
+
+    Args:
+        specs: the faults that were asked for.
+        world_size: number of logical ranks.
+        nodes: names of the nodes, in the order of their node ranks. The first node hosts the control plane; a random
+            node is one of the others if there are any.
+        seed: seed of the random draws.
+        horizon_s: limit for drawn times, in seconds.
+
+    Raises:
+        UserError: a victim does not exist.
+    """
+    faults = []
+    for spec in specs:
+        if spec.replica is not None:
+            raise UserError(f"{spec.text!r}: the run has no replicas", "add --ft-hsdp-replicas R, or remove replica")
+    for index, spec in enumerate(specs):
+        rng = random.Random(f"{seed}/{index}")
+        faults += [_seat(one, world_size, nodes, rng) for one in _moments(spec, rng, horizon_s)]
+    faults.sort(key=lambda fault: (fault.step is None, fault.step if fault.step is not None else fault.time))
+    return [replace(fault, number=number) for number, fault in enumerate(faults, 1)]
+
+
+def _moments(spec: FaultSpec, rng: random.Random, horizon_s: float) -> list[FaultSpec]:
+    """Return one entry for each fault, with a fixed step or time."""
+    if spec.every is None and spec.trace is None:
+        return [spec]
+    end = min(horizon_s, spec.until if spec.until is not None else horizon_s)
+    most = spec.count if spec.count is not None else MOST_OF_A_DISTRIBUTION
+    if spec.trace is not None:
+        return [one for one in read_trace(spec) if one.time <= end][:most]
+    if spec.every.in_steps:  # a drawn value of 3.2 means step 4: three whole steps are done before
+        return [replace(spec, every=None, step=math.ceil(at)) for at in islice(spec.every.times(rng), most)]
+    found = []
+    for time in islice(spec.every.times(rng), most):
+        if time > end:
+            break
+        found.append(replace(spec, every=None, time=round(time, 3)))
+    return found
+
+
+def _seat(spec: FaultSpec, world_size: int, nodes: Sequence[str], rng: random.Random) -> Fault:
+    return Fault(
+        number=0,
+        kind=spec.kind,
+        step=spec.step,
+        time=spec.time,
+        rank=_drawn_rank(spec, world_size, rng),
+        node=_node(spec, nodes, rng),
+        phase=spec.phase,
+        seconds=spec.seconds,
+        factor=spec.factor,
+        error=spec.error,
+        copies=spec.copies,
+        value=spec.value,
+        flip=None if spec.flip is None else replace(spec.flip, seed=rng.getrandbits(32)),
+    )
+
+
+def _drawn_rank(spec: FaultSpec, world_size: int, rng: random.Random) -> int | None:
+    if spec.node is not None or (spec.rank is None and spec.kind in (*OF_CONTROL, *OF_NODE)):
+        return None
+    if spec.rank is None or spec.rank == "random":
+        return rng.randrange(world_size)
+    if spec.rank >= world_size:
+        raise UserError(
+            f"{spec.text!r}: there is no logical rank {spec.rank} among {world_size}",
+            f"rank=0 to rank={world_size - 1}, or rank=random",
+        )
+    return spec.rank
+
+
+def _node(spec: FaultSpec, nodes: Sequence[str], rng: random.Random) -> str | None:
+    asked = "random" if spec.kind in OF_NODE and spec.node is None and spec.rank is None else spec.node
+    if asked is None:
+        return None
+    if asked == "random":
+        return rng.choice(nodes[1:] or nodes)
+    if asked in nodes:
+        return asked
+    if asked.isdecimal() and int(asked) < len(nodes):
+        return nodes[int(asked)]
+    raise UserError(f"{spec.text!r}: there is no node {asked}", f"one of: {', '.join(nodes)}, or random")

@@ -1,14 +1,303 @@
-"""Injector of the faults of one worker: the worker announces each fault, then inflicts it on itself."""
+"""Faults that a worker injects: the worker announces each fault, then inflicts it on itself.
 
+``ACTS`` has a function for each kind of fault that needs nothing but the process. The kinds in ``IN_TRAINING`` raise an
+exception in the calling thread, or block or corrupt the training step there, so the injector carries them out on the
+training thread only. Resources are exhausted by lowering the process's own limits, so that the kernel refuses further
+allocations. Faults of messages are filters that replace a message to be sent: a frame is a chunk of a snapshot on its
+way to a peer (``ft.state.transfer.push.Sender.disturb``), a report is a message of a worker to its agent
+(``ft.job.agent.link.Link.disturb``).
+"""
+
+import ctypes
 import os
+import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-from ft.faults.acts import ACTS, IN_TRAINING
-from ft.faults.alarm import Alarm
-from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Fault, planned
+from ft.base import events
+from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
+from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Alarm, Fault, planned
+
+_ROOM = 64 << 20
+"""Bytes of address space that remain after the limit is lowered."""
+_PIECE = 1 << 20
+"""Bytes of one allocation."""
+_FILES_LEFT = 16
+"""File descriptors that remain after the limit is lowered."""
+
+
+def use_up_memory(fault: Fault) -> None:
+    """Use up the address space.
+
+    Raises:
+        MemoryError: always. Its traceback keeps the allocated memory alive, so the shortage lasts as long as the error.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + _ROOM)
+    taken = []
+    while True:
+        taken.append(bytearray(_PIECE))
+
+
+def use_up_files(fault: Fault) -> None:
+    """Use up the file descriptors, for the rest of the life of the process.
+
+    Raises:
+        OSError: always, with EMFILE.
+    """
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    _lower(resource.RLIMIT_NOFILE, used + _FILES_LEFT)
+    while True:
+        os.open(os.devnull, os.O_RDONLY)
+
+
+def fill_disk(fault: Fault) -> None:
+    """Let no file of this process grow for ``fault.seconds``: writes fail with EFBIG, similar to ENOSPC on a full
+    disk.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    timer = threading.Timer(fault.seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, before))
+    timer.daemon = True
+    timer.start()
+
+
+def fail_read(fault: Fault) -> None:
+    """Read from an address that the kernel cannot read.
+
+    Raises:
+        OSError: always, with EIO.
+    """
+    with open("/proc/self/mem", "rb", buffering=0) as file:
+        file.read(1)  # address 0, which is never mapped
+
+
+def _lower(limit: int, value: int) -> None:
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+_ERRORS = {
+    "recoverable": RecoverableError,
+    "timeout": TimeoutError,
+    "software": RuntimeError,
+    "node": ReplaceNodeError,
+    "user": lambda text: UserError(text, "remove the injected fault"),
+}
+_FOR_EVER_S = 3600.0
+# Program of a helper process: it sends SIGCONT to a stopped process (argv[1]) after argv[2] seconds. If the stopped
+# process dies earlier, the helper reads end of file on its standard input and exits without output.
+_CONTINUE = """
+import os, select, signal, sys
+ended = select.select([0], [], [], float(sys.argv[2]))[0]
+if not ended:
+    os.kill(int(sys.argv[1]), signal.SIGCONT)
+"""
+
+
+def kill(fault: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate(fault: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def segfault(fault: Fault) -> None:
+    ctypes.string_at(0)
+
+
+def leave(fault: Fault) -> None:
+    os._exit(1)
+
+
+def hang(fault: Fault) -> None:
+    waker = _wake_later(fault.seconds) if fault.seconds is not None else None
+    os.kill(os.getpid(), signal.SIGSTOP)
+    if waker is not None:
+        waker.stdin.close()
+        waker.wait()
+
+
+def hold_the_interpreter(fault: Fault) -> None:
+    """Hold the interpreter lock (GIL) while sleeping, so that no other thread of this process can run Python code.
+
+    A function that is called through ``ctypes.PyDLL`` does not release the lock.
+    """
+    usleep = ctypes.PyDLL(None).usleep
+    left = _FOR_EVER_S if fault.seconds is None else fault.seconds
+    ended = time.monotonic() + left
+    while (left := ended - time.monotonic()) > 0:
+        usleep(ctypes.c_uint(int(min(left, 1000.0) * 1e6)))
+
+
+def stall(fault: Fault) -> None:
+    time.sleep(_FOR_EVER_S if fault.seconds is None else fault.seconds)
+
+
+def raise_error(fault: Fault) -> None:
+    raise _ERRORS[fault.error](f"injected fault {fault.number}: {fault}")
+
+
+def lose_device(fault: Fault) -> None:
+    raise RuntimeError(f"CUDA error: no CUDA-capable device is detected (injected fault {fault.number}: {fault})")
+
+
+def break_cuda(fault: Fault) -> None:
+    """Make a CUDA kernel fail on an index that is out of range; every later call in this CUDA context then fails."""
+    import torch
+
+    values = torch.zeros(1, device="cuda")
+    print(values[torch.tensor([1 << 20], device="cuda")].item())
+
+
+def kill_agent(fault: Fault) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
+def kill_the_control_plane(fault: Fault) -> None:
+    from ft.faults.agent import kill_control
+
+    kill_control(Path(os.environ["FT_RUN_DIR"]))
+
+
+ACTS: dict[str, Callable[[Fault], None]] = {
+    "kill": kill,
+    "terminate": terminate,
+    "segfault": segfault,
+    "exit": leave,
+    "hang": hang,
+    "gil": hold_the_interpreter,
+    "stall": stall,
+    "exception": raise_error,
+    "lose-device": lose_device,
+    "cuda-fault": break_cuda,
+    "out-of-memory": use_up_memory,
+    "out-of-files": use_up_files,
+    "disk-full": fill_disk,
+    "io-error": fail_read,
+    "kill-agent": kill_agent,
+    "kill-control": kill_the_control_plane,
+}
+
+IN_TRAINING = {"stall", "exception", "lose-device", "cuda-fault", "out-of-memory", "out-of-files", "io-error"}
+IN_TRAINING |= {"corrupt-tensor", "stale-state", "out-of-step"}
+
+
+def _wake_later(seconds: float) -> subprocess.Popen:
+    command = [sys.executable, "-I", "-S", "-c", _CONTINUE, str(os.getpid()), str(seconds)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+def damage_checkpoint(checkpoint: Path, kind: str) -> Path:
+    """Damage the largest file of a checkpoint.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        kind: "corrupt-checkpoint" (flip one bit), "truncate-checkpoint" (remove the second half of the file) or
+            "remove-checkpoint" (remove the file).
+
+    Returns:
+        The path of the file.
+    """
+    files = [path for path in checkpoint.iterdir() if path.suffix == ".distcp"]
+    file = max(files, key=lambda path: (path.stat().st_size, path.name))
+    if kind == "remove-checkpoint":
+        file.unlink()
+    elif kind == "truncate-checkpoint":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        with open(file, "r+b") as stream:
+            stream.seek(file.stat().st_size // 2)
+            byte = stream.read(1)[0]
+            stream.seek(-1, os.SEEK_CUR)
+            stream.write(bytes([byte ^ 1]))
+    return file
+
+
+_REPORT_DELAY_S = 0.3
+"""Delay of a report, in seconds."""
+
+
+class Frames:
+    """Filter for the chunks of one snapshot transfer.
+
+    Args:
+        kind: kind of the fault, which ends in "frame" or "frames".
+        seconds: delay in seconds, for the kind that delays.
+    """
+
+    def __init__(self, kind: str, seconds: float | None):
+        self._how, self._seconds = kind.partition("-")[0], seconds or 0.0
+        self._kept: list[list] = []
+
+    def __call__(self, index: int, total: int, pieces: list) -> list[list]:
+        """Return what to send instead of chunk ``index`` of ``total``. ``pieces`` are its head and its bytes."""
+        if self._how == "reorder" and total > 1:
+            return self._swap(index, pieces)
+        if index > 0:
+            return [pieces]
+        if self._how == "delay":
+            time.sleep(self._seconds)
+        return {"lose": [], "duplicate": [pieces, pieces], "corrupt": [_damaged(pieces)]}.get(self._how, [pieces])
+
+    def _swap(self, index: int, pieces: list) -> list[list]:
+        if index == 0:
+            self._kept = [pieces]
+            return []
+        sent, self._kept = [pieces, *self._kept], []
+        return sent
+
+
+def _damaged(pieces: list) -> list:
+    head, chunk = pieces
+    chunk = bytearray(chunk)
+    chunk[len(chunk) // 2] ^= 1
+    return [head, chunk]
+
+
+class Reports:
+    """Filter for the reports of a worker during a number of seconds; thread-safe.
+
+    The report that a fault is injected passes unchanged: it is the record that keeps the fault from happening again.
+
+    Args:
+        kind: kind of the fault, which ends in "reports".
+        seconds: duration of the fault in seconds.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, kind: str, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._how, self._clock = kind.partition("-")[0], clock
+        self._until = clock() + seconds
+        self._lock = threading.Lock()
+        self._kept: list[Any] = []
+
+    def __call__(self, report: Any) -> list[Any]:
+        """Return what to send instead of ``report``."""
+        if getattr(report, "event", None) == events.FAULT_INJECTED:
+            return [report]
+        if self._clock() < self._until:
+            if self._how == "lose":
+                return []
+            if self._how == "duplicate":
+                return [report, report]
+            if self._how == "delay":
+                time.sleep(_REPORT_DELAY_S)
+                return [report]
+        with self._lock:
+            kept, self._kept = self._kept, []
+            if self._how == "reorder" and not kept and self._clock() < self._until:
+                self._kept = [report]
+                return []
+        return [report, *kept]
+
 
 MOST_SLEEP_S = 10.0
 """Maximum extra duration of a slow step, in seconds."""
@@ -21,7 +310,7 @@ class Actions(Protocol):
     """Faults that need the internals of the worker's session."""
 
     def act(self, fault: Fault) -> None:
-        """Carry out ``fault``, of a kind that is not in ``ft.faults.acts``."""
+        """Carry out ``fault``, of a kind that is not in ``ACTS``."""
 
 
 class Injector:

@@ -1,13 +1,163 @@
-"""Finds free TCP ports and addresses of this node for ``ft run``."""
+"""Finds free TCP ports and addresses of this node, who listens on a port, and how long packets take to other hosts.
+
+The kernel measures round trips for each TCP connection of this host, and tells them through its socket for diagnostics
+(``man 7 sock_diag``), which ``ss -ti`` reads, too. Connections of all processes are listed, those of gloo between the
+workers included.
+"""
 
 import contextlib
+import fcntl
+import ipaddress
+import os
 import random
 import socket
+import struct
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 from ft.base.errors import UserError
-from ft.platform import ports
+
+_LISTENS = "0A"
+_SIOCGIFADDR = 0x8915
+_NAME_BYTES = 15
+_SHOWN = 100
+
+
+def listener(port: int) -> str:
+    """Return the process that listens on a TCP port, such as "process 4711 (python -m http.server)"; "" if none does.
+
+    A process of another user is not visible to a plain user; then only the user is named.
+    """
+    sockets = _listening(port)
+    if not sockets:
+        return ""
+    wanted = {f"socket:[{inode}]" for inode in sockets}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        if wanted & set(_held(pid)):
+            return f"process {pid} ({_command(pid)})"
+    return f"a process of user {next(iter(sockets.values()))}"
+
+
+def _held(pid: str) -> Iterator[str]:
+    """Yield what the open descriptors of a process lead to; nothing if it has ended or belongs to another user."""
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
+
+
+def _command(pid: str) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return "ended"
+    return words.replace(b"\0", b" ").decode(errors="replace").strip()[:_SHOWN]
+
+
+def _listening(port: int) -> dict[str, str]:
+    """Return inode -> user id of the sockets that listen on a port."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for words in map(str.split, lines):
+            if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port:
+                found[words[9]] = words[7]
+    return found
+
+
+def interfaces() -> dict[str, str]:
+    """Return the first IPv4 address of each network interface of this machine that has one, by the interface's name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:_NAME_BYTES])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:  # the interface has no IPv4 address
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def cannot_connect(host: str, port: int, limit_s: float) -> str:
+    """Return why a TCP connection to ``host:port`` cannot be made within ``limit_s`` seconds, "" if it can.
+
+    Nothing is sent.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=limit_s):
+            return ""
+    except TimeoutError:
+        return f"no answer within {limit_s:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+_DIAGNOSTICS, _BY_FAMILY, _DONE, _ERROR = 4, 20, 3, 2
+_REQUEST_ALL = 0x301
+_ESTABLISHED = 1 << 1
+_WITH_INFO, _INFO = 1 << 1, 2
+_HEADER, _MESSAGE, _ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=4B2H16s16s"), struct.Struct("=HH")
+_MESSAGE_BYTES, _RTT_AT = 72, 68
+_TIMEOUT_S = 0.5
+_BYTES = 1 << 16
+
+
+def round_trip_s() -> float | None:
+    """Return the shortest round trip to another host over the present TCP connections, in seconds.
+
+    The shortest one tells a slow connection of this host, which all of its connections share, from one of another host.
+    None if there is no connection to another host, or the kernel does not tell.
+    """
+    found = []
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            found += [rtt_s for here, there, rtt_s in _connections(family) if here != there and not there.is_loopback]
+        except (OSError, struct.error):
+            continue
+    return min(found, default=None)
+
+
+def _connections(family: int) -> Iterator[tuple]:
+    """Yield (own address, other address, smoothed round trip in seconds) of each established connection."""
+    request = struct.pack("=4BI48x", family, socket.IPPROTO_TCP, _WITH_INFO, 0, _ESTABLISHED)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _DIAGNOSTICS) as kernel:
+        kernel.settimeout(_TIMEOUT_S)
+        kernel.send(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _REQUEST_ALL, 0, 0) + request)
+        while True:
+            for kind, body in _messages_of(kernel.recv(_BYTES)):
+                if kind in (_DONE, _ERROR):
+                    return
+                *_, source, target = _MESSAGE.unpack_from(body)
+                size = 4 if family == socket.AF_INET else 16
+                here, there = (ipaddress.ip_address(one[:size]) for one in (source, target))
+                if (info := _attribute(body[_MESSAGE_BYTES:], _INFO)) is not None:
+                    yield here, there, struct.unpack_from("=I", info, _RTT_AT)[0] / 1e6
+
+
+def _messages_of(data: bytes) -> Iterator[tuple[int, bytes]]:
+    while len(data) >= _HEADER.size:
+        length, kind, *_ = _HEADER.unpack_from(data)
+        yield kind, data[_HEADER.size : length]
+        data = data[_aligned(length) :]
+
+
+def _attribute(data: bytes, wanted: int) -> bytes | None:
+    while len(data) >= _ATTRIBUTE.size:
+        length, kind = _ATTRIBUTE.unpack_from(data)
+        if kind == wanted:
+            return data[_ATTRIBUTE.size : length]
+        data = data[_aligned(max(length, _ATTRIBUTE.size)) :]
+    return None
+
+
+def _aligned(length: int) -> int:
+    return -(-length // 4) * 4
+
 
 _TRIES, _PORTS, _EPHEMERAL, _RESERVED_AT_ONCE = 20, 8000, 32768, 16
 
@@ -71,7 +221,7 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((address, port))
         except OSError as error:
-            held = f" ({holder} listens there)" if (holder := ports.listener(port)) else ""
+            held = f" ({holder} listens there)" if (holder := listener(port)) else ""
             raise UserError(f"cannot listen at {host}:{port}: {error.strerror}{held}", fix) from error
 
 

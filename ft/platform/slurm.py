@@ -1,10 +1,30 @@
-"""Reads the Slurm job of this process from environment variables: nodes, node rank and a rendezvous address."""
+"""Slurm: the job of this process from environment variables, failure domains from topology.conf, and the job's end.
+
+``topology.conf`` describes a tree of switches (topology/tree) or blocks of nodes (topology/block):
+
+    SwitchName=s0 Nodes=n[0-3]
+    SwitchName=s1 Nodes=n[4-7]
+    SwitchName=core Switches=s[0-1]
+
+The kinds of failure domains (sets of hosts that can fail together) are ``switch`` (the leaf switch that a host is
+connected to), ``switch2`` (the switch above the leaf switch), and so on, and ``block``. A level of switches that has a
+single switch above all hosts is left out: no placement of copies survives the loss of that switch.
+
+With ``--no-kill``, the job step and the run continue after the job's batch script has died with its node. When the run
+is over, no process is left that would end the job, and Slurm would keep the other nodes allocated until the job's time
+limit (seen with Slurm 22.05). So ``ft run`` ends it.
+"""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from ft.base.errors import UserError
+from ft.platform.supervisor import END_SIGNALS
 
 _FIRST_PORT, _PORTS = 29400, 1000
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?$")
@@ -108,3 +128,222 @@ def _expand(part: str, nodelist: str) -> list[str]:
     if len(numbers) * len(ends) > _MOST_HOSTS:
         raise UserError(f"{part[:99]!r} names more than {_MOST_HOSTS:,} hosts", "give the hosts that there are")
     return [head + number + end for number in numbers for end in ends]
+
+
+_IGNORED = ("linkspeed", "blocksizes")
+
+
+@dataclass
+class _Switch:
+    """A switch, from one line of the file.
+
+    Attributes:
+        line: number of the line.
+        hosts: hosts connected to the switch.
+        below: names of the switches connected below it.
+        height: 1 for a leaf switch, one more than the highest switch below otherwise.
+    """
+
+    line: int
+    hosts: list[str] = field(default_factory=list)
+    below: list[str] = field(default_factory=list)
+    height: int = 0
+
+
+def is_topology(line: str) -> bool:
+    """Return whether a file whose first line is ``line`` is in Slurm's format."""
+    return line.lower().startswith(("switchname=", "blockname=", "blocksizes="))
+
+
+def parse_topology(lines: list[tuple[int, str]], path: str) -> dict[str, dict[str, str]]:
+    """Return host name -> kind of failure domain -> name.
+
+    Args:
+        lines: (line number, content) of the lines, without comments.
+        path: path of the file, for error messages.
+
+    Raises:
+        UserError: a line is not in Slurm's format, or the switches do not form a tree.
+    """
+    switches: dict[str, _Switch] = {}
+    found: dict[str, dict[str, str]] = {}
+    for number, line in lines:
+        where = f"{path}, line {number}"
+        values = _values(line, where)
+        if "blockname" in values:
+            for host in _names(values.get("nodes", ""), where):
+                found.setdefault(host, {})["block"] = values["blockname"]
+        elif "switchname" in values:
+            for name in _names(values["switchname"], where):
+                if name in switches:
+                    raise UserError(f"{where}: switch {name} was given in line {switches[name].line}", "keep one")
+                below, nodes = _names(values.get("switches", ""), where), _names(values.get("nodes", ""), where)
+                switches[name] = _Switch(number, nodes, below)
+    parents = _measure(switches, path)
+    for name, switch in switches.items():
+        for host in switch.hosts:
+            _climb(host, name, switches, parents, found.setdefault(host, {}), path)
+    return _without_roots(found)
+
+
+def _values(line: str, where: str) -> dict[str, str]:
+    values = {}
+    for word in line.split():
+        key, equals, value = word.partition("=")
+        if not (equals and value):
+            raise UserError(f"{where}: {word!r} is not of the form KEY=VALUE", "see man topology.conf")
+        values[key.lower()] = value
+    unknown = values.keys() - {"switchname", "blockname", "nodes", "switches", *_IGNORED}
+    if unknown:
+        raise UserError(f"{where}: {sorted(unknown)[0]!r} is not known in topology.conf", "see man topology.conf")
+    return values
+
+
+def _names(text: str, where: str) -> list[str]:
+    if not text:
+        return []
+    try:
+        return hosts(text)
+    except UserError as error:
+        raise UserError(f"{where}: {error.problem}", "write names as a,b[1-3]") from error
+
+
+def _measure(switches: dict[str, _Switch], path: str) -> dict[str, str]:
+    """Set every switch's height. Return switch -> the switch above it."""
+    above: dict[str, str] = {}
+    for name, switch in switches.items():
+        for child in switch.below:
+            if child not in switches:
+                raise UserError(f"{path}, line {switch.line}: there is no switch {child}", "give it a line")
+            if child in above:
+                raise UserError(
+                    f"{path}: switch {child} is below {above[child]} and {name}", "make the switches a tree"
+                )
+            above[child] = name
+    waiting = dict(switches)
+    while waiting:
+        ready = [name for name, switch in waiting.items() if not any(child in waiting for child in switch.below)]
+        if not ready:
+            raise UserError(f"{path}: switches {', '.join(sorted(waiting))} are below each other", "make them a tree")
+        for name in ready:
+            switch = waiting.pop(name)
+            switch.height = 1 + max((switches[child].height for child in switch.below), default=0)
+    return above
+
+
+def _climb(
+    host: str, leaf: str, switches: dict[str, _Switch], parents: dict[str, str], domains: dict[str, str], path: str
+) -> None:
+    at: str | None = leaf
+    while at is not None:
+        height = switches[at].height
+        kind = "switch" if height == 1 else f"switch{height}"
+        if kind in domains:
+            raise UserError(f"{path}: {host} is connected to {domains[kind]} and {at}", "connect it to one leaf")
+        domains[kind] = at
+        at = parents.get(at)
+
+
+def _without_roots(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the hosts' failure domains without each level of the switch tree that has a single switch for all hosts.
+
+    Such a switch, the root of the tree, separates no hosts, so copies cannot be placed on two sides of it. Leaf
+    switches and blocks are kept even if there is only one, so that every host of the file belongs to one.
+    """
+    roots = set()
+    for kind in {kind for domains in found.values() for kind in domains}:
+        names = {domains.get(kind) for domains in found.values()}
+        if len(names) == 1 and kind not in ("switch", "block"):
+            roots.add(kind)
+    return {host: {k: v for k, v in domains.items() if k not in roots} for host, domains in found.items()}
+
+
+_POLL_S, _COMMAND_S, _ANSWER_S = 2.0, 30.0, 5.0
+
+
+def end_orphaned_job(
+    environment: Mapping[str, str], is_first_lost: bool, say: Callable[[str], None], patience_s: float = 1200.0
+) -> None:
+    """After the end of the run, end the Slurm job if its batch script is gone; otherwise return at once.
+
+    Slurm has to confirm that the script's node is down, which it does only after its SlurmdTimeout (usually 300 s).
+
+    Args:
+        environment: environment variables.
+        is_first_lost: whether the run has lost the first node of the allocation, which runs the batch script.
+        say: function that prints a message.
+        patience_s: maximum wait for Slurm's confirmation, in seconds.
+    """
+    job, launcher = job_name(environment), environment.get("SLURM_SRUN_COMM_HOST")
+    if job is None or launcher is None or not is_first_lost:
+        return
+    if _answers(launcher, environment.get("SLURM_SRUN_COMM_PORT", "")):
+        return
+    say(f"the node of Slurm job {job}'s script is gone: the job is ended as soon as Slurm has noticed it")
+    for signum in END_SIGNALS:  # there is nothing to save any more
+        signal.signal(signum, signal.SIG_DFL)
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        found = _show(job)
+        if not is_under_way(found):
+            return
+        if is_orphan(found):
+            _call("scancel", job)
+            return
+        time.sleep(_POLL_S)
+
+
+def job_name(environment: Mapping[str, str]) -> str | None:
+    """Return the id of this Slurm job, None outside Slurm.
+
+    For array jobs it is ARRAYID_TASKID: SLURM_JOB_ID of one task is also the id of the whole array.
+    """
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment.get('SLURM_ARRAY_TASK_ID', '0')}"
+    return environment.get("SLURM_JOB_ID")
+
+
+def lost_first_node(status: Mapping) -> bool:
+    """Return whether the run has lost node 0, the first of the allocation, where Slurm runs the batch script.
+
+    ``status`` is the content of the run's status file, which maps each node to its state.
+    """
+    nodes = status.get("nodes")
+    state = nodes.get("n0", "up") if isinstance(nodes, dict) else "up"
+    return state != "up" and not str(state).startswith("suspect")
+
+
+def is_under_way(job: Mapping[str, str]) -> bool:
+    """Return whether ``job`` (the fields of ``scontrol show job``) is a running job with a batch script."""
+    return job.get("JobState") == "RUNNING" and job.get("BatchFlag") == "1"
+
+
+def is_orphan(job: Mapping[str, str]) -> bool:
+    """Return whether Slurm has taken the batch script's node out of the job."""
+    return "BatchHost" in job and job["BatchHost"] not in hosts(job.get("NodeList", ""))
+
+
+def _show(job: str) -> dict[str, str]:
+    words = _call("scontrol", "--oneliner", "show", "job", job).split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _call(*command: str) -> str:
+    """Return the output of a Slurm command, "" if Slurm is not installed or the command fails (no such job)."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _answers(host: str, port: str) -> bool:
+    """Return whether srun still listens at ``host:port``.
+
+    Call it only once: srun logs each such connection in the job's output.
+    """
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ft.base import files
 from ft.base.errors import UserError
-from ft.platform import slurm, slurm_topology
+from ft.platform import slurm
 
 NODE = "node"
 """The kind of failure domain that every run has: the node itself."""
@@ -76,8 +76,8 @@ def read_topology(path: str | Path) -> Topology:
     lines = numbered_lines(text)
     if not lines:
         raise UserError(f"the topology {path} is empty", "give each host a line: HOST rack=NAME")
-    if slurm_topology.is_slurm(lines[0][1]):
-        return Topology(str(path), slurm_topology.parse(lines, str(path)), has_agents=False)
+    if slurm.is_topology(lines[0][1]):
+        return Topology(str(path), slurm.parse_topology(lines, str(path)), has_agents=False)
     return Topology(str(path), _parse(lines, str(path)))
 
 

@@ -1,19 +1,82 @@
 """Format the block of text that ``ft run`` prints when a recovery from a failure is over.
 
 The text names the worker that failed, the worker that took over its logical rank (its position in the parallel grid),
-and the seconds that each phase of the recovery took (:mod:`ft.record.recoveries` lists the phases).
+the seconds that each phase of the recovery took (:mod:`ft.record.recoveries` lists the phases), and the cause of a
+hang, which follows from what the run has recorded of all ranks shortly before.
 """
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from ft.base import events
+from ft.base.errors import UserError
 from ft.base.events import Event, named
+from ft.faults.hang.causes import BUSY
+from ft.faults.hang.format import Who
+from ft.faults.hang.series import over_time
 from ft.faults.verdict import NODE_LOST
-from ft.record import hang
+from ft.record import looks
 from ft.record import recoveries as found
 from ft.record.recoveries import PHASES, Recovery
 from ft.show.text import count, seconds, shortened, spans
+
+_BEFORE_S = 6.0
+"""Seconds before a fault was detected within which the look at it was taken; it is taken once in 5 s at most."""
+
+
+class Cause(NamedTuple):
+    """The cause of a hang, for people.
+
+    Attributes:
+        what: its kind, and the ranks at fault.
+        why: how that is known, or where the rank is.
+        more: the command that says everything.
+    """
+
+    what: str
+    why: str
+    more: str
+
+
+def cause_of_hang(run: Path, history: Sequence[events.Event], recovery: Recovery) -> Cause | None:
+    """Return the cause of a hang; None if the run has taken no look, or nobody was at fault in it.
+
+    Args:
+        run: folder of the run.
+        history: all events of the run.
+        recovery: the recovery from the hang.
+    """
+    number = _look_of(history, recovery)
+    if number is None:
+        return None
+    try:
+        look = replace(looks.read(run, number), hosts=events.hosts(history))
+    except (UserError, OSError):  # what the run tells of itself must not depend on a file that cannot be read
+        return None
+    found = over_time([look])
+    if not found.causes:
+        return None
+    first = found.causes[0]
+    who = Who(look).title(first.guilty)
+    more = f" and {len(found.causes) - 1} more" if len(found.causes) > 1 else ""
+    why = first.where if first.kind == BUSY else first.evidence[0]
+    return Cause(f"{first.kind}: {who}{more}", why, f"ft diagnose hang {run} --look {number}")
+
+
+def _look_of(history: Sequence[events.Event], recovery: Recovery) -> int | None:
+    """Return the number of the last look shortly before the fault was detected; None if there is none."""
+    taken = [
+        event
+        for event in history
+        if event.name == events.LOOKED
+        and event.epoch == recovery.closed
+        and 0 <= recovery.detected_at - event.wall < _BEFORE_S
+    ]
+    return int(taken[-1].detail["number"]) if taken else None
+
 
 _WIDTH, _BAR = 100, 31
 _PHASE_WORDS = {
@@ -37,10 +100,10 @@ def recovery_block(history: Sequence[Event], run: Path | None = None) -> str:
     if not all_of_them:
         return ""
     recovery = all_of_them[-1]
-    return describe(recovery, hang.cause(run, history, recovery) if run is not None else None)
+    return describe(recovery, cause_of_hang(run, history, recovery) if run is not None else None)
 
 
-def describe(recovery: Recovery, cause: hang.Cause | None = None) -> str:
+def describe(recovery: Recovery, cause: Cause | None = None) -> str:
     """Return one recovery as text.
 
     The text says what failed, how the failure was classified and why, which worker took over, and how long each phase
@@ -124,7 +187,7 @@ def _row(name: str, text: str) -> list[str]:
     return [f"   {name:<9} {shortened(text, _WIDTH - 13)}"] if text else []
 
 
-def _cause(cause: hang.Cause) -> list[str]:
+def _cause(cause: Cause) -> list[str]:
     """Return the lines about the cause of a hang. The command stays in one line, so that it can be copied."""
     lines = [cause.what, *textwrap.wrap(cause.why, _WIDTH - 13, break_on_hyphens=False), cause.more]
     return [f"   {'' if number else 'cause':<9} {line}" for number, line in enumerate(lines)]

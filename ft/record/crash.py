@@ -1,20 +1,180 @@
-"""Collect the errors of a run from its folder: from the events, the control plane's journal and the workers' logs.
+"""Collect the errors of a run from its folder, from which the first cause of a crash follows, and put it into words.
 
-The journal has the exceptions that workers reported, with their tracebacks, and how processes ended. The logs have the
-tracebacks of scripts that take no part in recoveries. The events have what was only observed: hangs, lost nodes.
+The journal has the exceptions that workers reported, with their tracebacks, and how processes ended. The events have
+what was only observed: hangs, lost nodes. The logs have the tracebacks of scripts that take no part in recoveries, and
+the stacks of fatal signals. Their formats are those of Python, of ``faulthandler``, of C++'s terminate, of torch (every
+line begins with "[rank3]: ") and of this project's own "error: ... fix: ...". The text is that of ``ft diagnose crash``
+and of the end of a failed ``ft run``.
 """
 
+import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ft.base import bounded_json, events
-from ft.base.events import Event
+from ft.base.events import Event, named
 from ft.faults import first_cause as causes
-from ft.faults.first_cause import CrashError, FirstCause, Raised
-from ft.record import run, tracebacks
+from ft.faults.first_cause import CrashError, FirstCause, Frame, Group, Raised
+from ft.record import run
+from ft.show.text import count, shortened, spans
+
+_RANK = re.compile(r"^\[rank\d+\]: ?")
+_HEAD = "Traceback (most recent call last):"
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$')
+_EXCEPTION = re.compile(r"^(?P<kind>[A-Za-z_][\w.]*)(?:: ?(?P<message>.*))?$")
+_FATAL = "Fatal Python error: "
+_STACK = re.compile(r"^(Current thread|Thread) 0x.*\(most recent call first\):$")
+_THROWN = re.compile(r"^terminate called after throwing an instance of '(?P<kind>.+)'$")
+_WHAT = re.compile(r"^\s*what\(\):\s+(?P<message>.*)$")
+_REFUSED = re.compile(r"^(?:\S+: )?error: (?P<message>.*)$")
+_WARNING = re.compile(r"\S.*:\d+: \w*Warning: |\[?W\d{4} ")
+_MOST_LINES = 80
+
+
+@dataclass(frozen=True)
+class LastError:
+    """What the end of a log says.
+
+    Attributes:
+        chain: the exceptions, the original one first; empty for a stack without exception.
+        text: the lines, without the prefix that names the rank.
+        is_last: whether nothing but warnings follows in the log.
+    """
+
+    chain: tuple[Raised, ...]
+    text: str
+    is_last: bool
+
+
+def parse(text: str) -> LastError | None:
+    """Return the last traceback, stack or refusal in a text; None if there is none."""
+    raw = text.splitlines()
+    lines = [_RANK.sub("", line) for line in raw]
+    begins = [at for at, line in enumerate(lines) if line == _HEAD]
+    others = [at for at, line in enumerate(lines) if line.startswith(_FATAL) or _THROWN.match(line)]
+    if begins and (not others or begins[-1] > others[-1]):
+        return _of_exception(lines, _start_of_chain(lines, begins))
+    if others:
+        # Python's fault handler writes a stack after C++ has named the exception, so both belong together.
+        start = others[-2] if len(others) > 1 and _THROWN.match(lines[others[-2]]) else others[-1]
+        before = _of_exception(lines[:start], _start_of_chain(lines, begins)) if begins else None
+        return _of_abort(lines, start) if before is None or not before.is_last else before
+    refused = [at for at, line in enumerate(lines) if _REFUSED.match(line)]
+    return _of_refusal(lines, refused[-1]) if refused else None
+
+
+def parse_trace(trace: str) -> tuple[Raised, ...]:
+    """Return the exceptions of one traceback, the original one first; empty if the text is none."""
+    found = parse(trace)
+    return found.chain if found is not None else ()
+
+
+def _start_of_chain(lines: Sequence[str], begins: Sequence[int]) -> int:
+    """Return the line at which the last traceback begins, with those that it is chained to."""
+    place = len(begins) - 1
+    while place > 0:
+        between = [line for line in lines[begins[place - 1] : begins[place]] if line.strip()]
+        if not between or between[-1] not in _CHAINED:
+            break
+        place -= 1
+    return begins[place]
+
+
+def _of_exception(lines: Sequence[str], start: int) -> LastError:
+    chain: list[Raised] = []
+    at = start
+    while True:
+        raised, at = _one_exception(lines, at)
+        chain.append(raised)
+        following = next((i for i in range(at, len(lines)) if lines[i].strip()), len(lines))
+        if following >= len(lines) or lines[following] not in _CHAINED:
+            break
+        at = next((i for i in range(following, len(lines)) if lines[i] == _HEAD), len(lines))
+        if at >= len(lines):
+            break
+    return LastError(tuple(chain), _shortened(lines[start:at]), _is_last(lines, at))
+
+
+def _one_exception(lines: Sequence[str], start: int) -> tuple[Raised, int]:
+    """Return the exception whose traceback begins at line ``start``, and the line after it."""
+    at, frames = start + 1, []
+    while at < len(lines) and lines[at].startswith("  "):
+        if match := _FRAME.match(lines[at]):
+            frames.append(Frame(match["file"], int(match["line"]), match["name"]))
+        at += 1
+    match = _EXCEPTION.match(lines[at]) if at < len(lines) else None
+    if match is None:
+        return Raised(("an exception",), "", tuple(frames)), at
+    message = [match["message"] or ""]
+    at += 1
+    while at < len(lines) and lines[at].startswith("  "):
+        message.append(lines[at])
+        at += 1
+    kind = match["kind"].rpartition(".")[2]
+    return Raised((kind,), "\n".join(message).strip(), tuple(frames)), at
+
+
+def _of_abort(lines: Sequence[str], start: int) -> LastError:
+    """Return the stack that Python's fault handler wrote, with the C++ exception before it if there is one."""
+    thrown, message = _THROWN.match(lines[start]), ""
+    at = start + 1
+    if thrown is not None and at < len(lines) and (what := _WHAT.match(lines[at])):
+        message, at = what["message"], at + 1
+    frames, end, in_first = [], at, True
+    for place in range(at, len(lines)):
+        line = lines[place]
+        if match := _FRAME.match(line):
+            if in_first:
+                frames.append(Frame(match["file"], int(match["line"]), match["name"]))
+        elif _STACK.match(line):
+            in_first = not frames
+        elif line.strip() and not line.startswith((_FATAL, "Extension modules:", "  ")):
+            break
+        end = place + 1
+    chain = (Raised((thrown["kind"],), message, tuple(reversed(frames))),) if thrown is not None else ()
+    return LastError(chain, _shortened(_first_stack(lines[start:end])), _is_last(lines, end))
+
+
+def _first_stack(lines: Sequence[str]) -> list[str]:
+    """Return the lines up to the end of the first thread's stack, which is that of the thread that failed."""
+    stacks = [at for at, line in enumerate(lines) if _STACK.match(line)]
+    current = next((at for at in stacks if lines[at].startswith("Current")), stacks[0] if stacks else None)
+    if current is None:
+        return list(lines)
+    end = next((at for at in range(current + 1, len(lines)) if not lines[at].startswith("  ")), len(lines))
+    return [*lines[: stacks[0]], *lines[current:end]]
+
+
+def _of_refusal(lines: Sequence[str], start: int) -> LastError:
+    end = start + 1
+    while end < len(lines) and lines[end].startswith("  "):
+        end += 1
+    message = _REFUSED.match(lines[start])["message"]
+    said = "\n".join([message, *lines[start + 1 : end]])
+    return LastError((Raised(("UserError",), said),), "", _is_last(lines, end))
+
+
+def _is_last(lines: Sequence[str], end: int) -> bool:
+    return not any(line.strip() and not line.startswith("  ") and not _WARNING.match(line) for line in lines[end:])
+
+
+def _shortened(lines: Sequence[str]) -> str:
+    """Return the lines as one text; of a very long stack, its beginning and its end."""
+    kept = list(lines)
+    while kept and not kept[-1].strip():
+        kept.pop()
+    if len(kept) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        kept = [*kept[:half], f"  ... {len(kept) - 2 * half} lines left out ...", *kept[-half:]]
+    return "\n".join(kept)
+
 
 _LOG_BYTES = 1 << 18
 _REPORTS = ("WorkerFailed", "WorkerExited", "WorkerSuspects", "AgentLeaving")
@@ -173,7 +333,7 @@ def _failure(report: Mapping[str, Any], worker: _Worker, at: float) -> CrashErro
     trace = str(report.get("trace", "")).rstrip()
     kinds = tuple(str(kind) for kind in report.get("kinds") or ("an exception",))
     message = str(report.get("message", ""))
-    chain = tracebacks.parse_trace(trace)
+    chain = parse_trace(trace)
     frames = chain[-1].frames if chain else ()
     chain = (*chain[:-1], Raised(kinds, message, frames))
     place = {"epoch": report.get("epoch"), "step": report.get("step")}
@@ -183,7 +343,7 @@ def _failure(report: Mapping[str, Any], worker: _Worker, at: float) -> CrashErro
 def _of_workers(folder: Path, workers: Mapping[str, _Worker]) -> Iterator[CrashError]:
     for worker in workers.values():
         yield from worker.failures
-        written = tracebacks.parse(_end_of(folder / "logs" / f"{worker.name}.log"))
+        written = parse(_end_of(folder / "logs" / f"{worker.name}.log"))
         code = worker.exit[1] if worker.exit is not None else 0
         if worker.ended_by_us and code in (0, *_BY_US):
             code = 0
@@ -201,13 +361,13 @@ def _of_workers(folder: Path, workers: Mapping[str, _Worker]) -> Iterator[CrashE
 def _of_agents(folder: Path) -> Iterator[CrashError]:
     """Yield the exceptions that have ended agents."""
     for path in sorted((folder / "logs").glob(f"*{run.AGENT_LOG}")):
-        written, node = tracebacks.parse(_end_of(path)), path.name.removesuffix(run.AGENT_LOG)
+        written, node = parse(_end_of(path)), path.name.removesuffix(run.AGENT_LOG)
         if written is not None:
             when = path.stat().st_mtime
             yield CrashError(f"agent of {node}", node, None, written.chain, written.text, when=when)
 
 
-def _is_reported(written: tracebacks.Crash, worker: _Worker) -> bool:
+def _is_reported(written: LastError, worker: _Worker) -> bool:
     """Return whether the worker has reported the exception in its log, so that the journal has it."""
     return any(
         written.chain and failure.chain and written.chain[-1].message[:200] == failure.chain[-1].message[:200]
@@ -215,7 +375,7 @@ def _is_reported(written: tracebacks.Crash, worker: _Worker) -> bool:
     )
 
 
-def _ended(worker: _Worker, code: int, written: tracebacks.Crash | None) -> CrashError:
+def _ended(worker: _Worker, code: int, written: LastError | None) -> CrashError:
     """Return the error of a worker that ended with ``code``, 0 if this project ended it, with its last words."""
     return CrashError(
         worker.name,
@@ -271,3 +431,131 @@ def _end_of(path: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+_WIDTH = 200
+_ADVICE = {
+    causes.MEMORY: "use a smaller micro-batch, recompute activations, or raise a parallel size; see ft check",
+    causes.HARDWARE: "take the node out of use and have the device examined",
+    causes.STORAGE: "make room, or repair the mount that the message names",
+    causes.HANG: "look at the stack of that rank with py-spy, or raise the limit with --limits if it was only slow",
+    causes.NODE: "see why the node or its network went down",
+    causes.WAIT: "look for a group operation that not all ranks of its group take part in",
+}
+_SIGKILL = 9
+_SIGKILL_ADVICE = "if nobody sent it: the kernel's out-of-memory killer does; see dmesg on that node"
+
+
+def as_text(found: FirstCause, told: Collection[str] = ()) -> str:
+    """Return the first cause with its stack once, and the other errors counted.
+
+    Args:
+        found: the first cause.
+        told: names of workers whose stack was printed before, so that it is not printed again.
+    """
+    first = found.cause.first
+    lines = [
+        f"first cause: {_head(first)}",
+        f"  {found.cause.kind} on {_where(found.cause, found.hosts)}{_when(first)}",
+    ]
+    if first.planned:
+        lines.append(f"  it is the planned fault {first.planned} (--inject, --scenario)")
+    if found.cause.kind in causes.CONSEQUENCES:
+        lines.append("  no error is a cause by itself: this one came first of those that follow from others")
+    if found.earlier:
+        lines.append(f"  the same error had ended {count(found.earlier, 'earlier attempt')}")
+    if found.quiet:
+        lines.append(f"  {ranks(found.quiet)} had no error: the others may have waited for them")
+    if advice := _advice(first, found.cause.kind):
+        lines.append(f"  fix: {advice}")
+    if first.trace and any(error.worker in told for error in found.cause.errors):
+        lines.append("  its stack is above")
+    elif first.trace:
+        lines += [f"    {line}".rstrip() for line in first.trace.splitlines()]
+    return "\n".join([*lines, *_further(found)])
+
+
+def _advice(first: CrashError, kind: str) -> str:
+    if kind == causes.KILLED and first.signal == _SIGKILL and not first.planned:
+        return _SIGKILL_ADVICE
+    return _ADVICE.get(kind, "")
+
+
+def _head(error: CrashError) -> str:
+    lines = error.head.splitlines()
+    return "\n".join([shortened(lines[0], _WIDTH), *(f"  {line.rstrip()}" for line in lines[1:8])]) if lines else ""
+
+
+def _where(group: Group, hosts: Mapping[str, str]) -> str:
+    """Return on which ranks a group of errors was, with the worker if there was only one."""
+    first, number = group.first, len(group.errors)
+    if group.ranks and number == 1:
+        return f"logical rank {first.rank} ({first.worker}" + (
+            f" on {named(first.node, hosts)})" if first.node else ")"
+        )
+    if group.ranks:
+        return f"{ranks(group.ranks)}; below it is that of {first.worker}" if first.trace else ranks(group.ranks)
+    return first.worker or f"node {named(first.node, hosts)}"
+
+
+def _when(error: CrashError) -> str:
+    parts = [f"in epoch {error.epoch}"] if error.epoch is not None and error.epoch >= 0 else []
+    parts += [f"after committed step {error.step}"] if error.step is not None else []
+    return "".join(f", {part}" for part in parts)
+
+
+def _further(found: FirstCause) -> list[str]:
+    lines = []
+    if found.others:
+        lines.append(f"{count(len(found.others), 'other error')} may have a cause of its own:")
+        lines += [f"  {group.kind} on {_ranks_or_names(group)}: {_short(group.first)}" for group in found.others]
+    number = sum(len(group.errors) for group in found.consequences)
+    if number:
+        counted = "; ".join(
+            f"{len(group.errors)} x {group.kind} ({_ranks_or_names(group)})" for group in found.consequences
+        )
+        verb = "error is a consequence" if number == 1 else "errors are consequences"
+        lines.append(f"{number} further {verb}: {counted}")
+    return lines
+
+
+def _short(error: CrashError) -> str:
+    return shortened(error.head, _WIDTH // 2)
+
+
+def _ranks_or_names(group: Group) -> str:
+    return ranks(group.ranks) if group.ranks else ", ".join(error.worker or error.node for error in group.errors[:4])
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Return "logical rank 3" or "logical ranks 0-3, 7"."""
+    return f"logical rank{'s' if len(numbers) != 1 else ''} {spans(numbers)}"
+
+
+def as_values(found: FirstCause) -> dict[str, Any]:
+    """Return the first cause as JSON values."""
+    return {
+        "first_cause": {**_group_values(found.cause, found.hosts), "trace": found.cause.first.trace},
+        "advice": _advice(found.cause.first, found.cause.kind),
+        "earlier_attempts": found.earlier,
+        "quiet_ranks": list(found.quiet),
+        "other_causes": [_group_values(group, found.hosts) for group in found.others],
+        "consequences": [_group_values(group, found.hosts) for group in found.consequences],
+    }
+
+
+def _group_values(group: Group, hosts: Mapping[str, str]) -> dict[str, Any]:
+    first = group.first
+    return {
+        "class": group.kind,
+        "error": first.head,
+        "count": len(group.errors),
+        "ranks": group.ranks,
+        "workers": [error.worker for error in group.errors],
+        "node": first.node,
+        "host": hosts.get(first.node, ""),
+        "epoch": first.epoch,
+        "step": first.step,
+        "when": first.when,
+        "planned": first.planned,
+    }

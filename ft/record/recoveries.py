@@ -23,8 +23,7 @@ from typing import Any
 from ft.base import events
 from ft.base.events import Event, elapsed
 from ft.faults import verdict
-from ft.faults.kinds import HARMLESS, UNNOTICED
-from ft.faults.table import NAMES, rows_of
+from ft.faults.table import HARMLESS, NAMES, UNNOTICED, rows_of
 
 PHASES = ("detect", "release", "assemble", "rebuild", "restore", "resume")
 REPLACED, IN_PLACE, RESTART, STOPPED, UNDER_WAY = "replaced", "in place", "restart", "stopped", "under way"

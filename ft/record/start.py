@@ -12,8 +12,8 @@ from typing import Any
 from ft.base import bounded_json, events, files
 from ft.base.errors import UserError
 from ft.base.events import Event
-from ft.platform import election, ports
-from ft.record import crash, crash_text, run
+from ft.platform import election, network
+from ft.record import crash, run
 from ft.show.text import seconds
 
 CLOCK_AHEAD_S, CLOCK_BEHIND_S = 5.0, 60.0
@@ -211,11 +211,11 @@ def _workers(start: Start) -> list[Finding]:
     everyone = set(range(start.world_size))
     found = []
     if never := sorted(everyone - start.started):
-        found.append(Finding(f"the workers of {crash_text.ranks(never)} were never started"))
+        found.append(Finding(f"the workers of {crash.ranks(never)} were never started"))
     if start.ready and (late := sorted(start.started - start.ready)):
         found.append(
             Finding(
-                f"the workers of {crash_text.ranks(late)} were started and have not connected",
+                f"the workers of {crash.ranks(late)} were started and have not connected",
                 "see the ends of their logs; imports on a busy machine or file system take long (--limits ready_s)",
             )
         )
@@ -272,7 +272,7 @@ def read(folder: Path) -> Start:
         sum(event.name == events.RUN_STARTED for event in happened),
         lease.where if lease is not None else "",
         control_log=_last_lines(folder / "logs" / "control.log"),
-        crashed=crash_text.as_text(first) if first is not None and is_crash and not has_begun else "",
+        crashed=crash.as_text(first) if first is not None and is_crash and not has_begun else "",
     )
 
 
@@ -387,6 +387,6 @@ def look(start: Start, endpoint: str) -> Start:
         return start
     if not host or not port.isdecimal():
         raise UserError(f"--rdzv-endpoint {where} names no port", "give HOST:PORT, as to ft run")
-    why = ports.cannot_connect(host, int(port), _CONNECT_S)
-    is_here = host in ("localhost", *ports.interfaces().values())
-    return replace(start, endpoint=where, unreachable=why, holder=ports.listener(int(port)) if is_here else "")
+    why = network.cannot_connect(host, int(port), _CONNECT_S)
+    is_here = host in ("localhost", *network.interfaces().values())
+    return replace(start, endpoint=where, unreachable=why, holder=network.listener(int(port)) if is_here else "")

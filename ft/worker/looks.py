@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ft.faults.hang.format import COMMUNICATION, KERNEL, place
 from ft.faults.hang.look import Across, Operation, Rank, Thread
-from ft.faults.hang.places import COMMUNICATION, KERNEL, place
 from ft.job.messages import Look, Looked
 from ft.net.codec import to_json
 from ft.platform import processes

@@ -46,6 +46,9 @@ _NAMES = frozenset(
 given. A function that does, such as ``torch._tensor._rebuild_from_type_v2``, must not be added.
 """
 
+_STORAGES = ("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")
+"""(module, name) of what a pickle outside of torch's own format names for a tensor's memory; core replaces torch's."""
+
 
 class _Restricted(pickle.Unpickler):
     """An unpickler that knows the names in ``_NAMES`` and no others."""
@@ -53,7 +56,7 @@ class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
+        if (module, name) in _STORAGES:
             return _storage
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) not in _NAMES and not is_dtype:

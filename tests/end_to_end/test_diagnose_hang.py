@@ -43,7 +43,7 @@ def test_who_is_blocked_in_its_own_code_is_named_with_its_line(corpus, quick, tm
     assert code == 1, found
     first = found["causes"][0]
     assert (first["rank"], first["kind"]) == (1, "busy"), found
-    assert "ft/faults/acts.py" in first["where"], found
+    assert "ft/faults/worker.py" in first["where"], found
     assert {rank for wait in found["waiting"] for rank in wait["ranks"]} == {0, 2, 3}, found
     assert len(found["causes"]) == 1, found
     said = command(tmp_path / "run", "--picture", tmp_path / "hang.png")
@@ -133,7 +133,7 @@ def test_of_all_replicas_the_rank_is_named_for_which_the_others_wait_in_their_ri
     finally:
         run.stop()
     assert code == 1 and named(found) == [(1, 1, "busy")], found
-    assert "ft/faults/acts.py" in found["causes"][0]["where"], found
+    assert "ft/faults/worker.py" in found["causes"][0]["where"], found
     ring = {(r, k, "RING", 1, k) for r in (0, 2) for k in (0, 1)}
     assert waits(found) == ring | {(1, 0, "replica 1", 1, 1)}, found
     assert len(found["causes"][0]["delayed"]) == 5 and found["moving"] == [], found

@@ -10,8 +10,7 @@ from ft_runs import ROOT, flags, ft_run
 from test_hot_swap_nodes import Node
 
 from ft.base.errors import ENDED_EARLY, NOT_SAVED
-from ft.faults.kinds import HARMLESS, IN_PLACE, REPLACED, RESTARTED, UNNOTICED
-from ft.faults.table import TABLE
+from ft.faults.table import HARMLESS, IN_PLACE, REPLACED, RESTARTED, TABLE, UNNOTICED
 from ft.faults.verdict import of_error
 from ft.platform.network import free_port
 from ft.record.recoveries import recoveries
@@ -102,7 +101,7 @@ def test_a_node_that_loses_its_power_is_replaced(corpus, reference, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_what_a_lost_cuda_context_says_is_what_the_table_says():
-    code = "from ft.faults.acts import break_cuda; break_cuda(None)"
+    code = "from ft.faults.worker import break_cuda; break_cuda(None)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=ROOT, check=False
     )

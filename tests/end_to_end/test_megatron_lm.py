@@ -58,9 +58,13 @@ def of_run(folder) -> dict[int, tuple[str, str]]:
     return {step: (line["loss"].hex(), line["grad_norm"].hex()) for step, line in found.items()}
 
 
-def equal(script, flags, folder, options, recoveries: int, protections: str = ""):
-    """Train with and without faults, and compare all that is logged, bit for bit; return the protected run's output."""
-    plain, shown = checkouts.plain(script, flags.format(save=folder / "plain-save"), folder / "plain")
+def equal(script, flags, folder, options, recoveries: int, protections: str = "", nvidias=None):
+    """Train with and without faults, and compare all that is logged, bit for bit; return the protected run's output.
+
+    Args:
+        nvidias: the script of the run without faults; None: ``script``, too.
+    """
+    plain, shown = checkouts.plain(nvidias or script, flags.format(save=folder / "plain-save"), folder / "plain")
     done = checkouts.protected(script, flags.format(save=folder / "save"), folder / "run", options, protections)
     assert done.returncode == 0, done.stdout[-5000:]
     assert done.stdout.count("-- recovery ") == recoveries, done.stdout[-5000:]
@@ -83,6 +87,34 @@ def test_a_killed_worker_changes_nothing(tmp_path, release):
     script = checkouts.tree(release) / "pretrain_gpt.py"
     # --seed is a flag of ft run, too; in 0.19 it is made from a dataclass
     equal(script, f"{TWO_STAGES} --seed 7", tmp_path, faults("kill@step=5:rank=2"), recoveries=1)
+
+
+LLAMA = (
+    f"{checkouts.BASE} --num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --swiglu "
+    "--group-query-attention --num-query-groups 2 --normalization RMSNorm --position-embedding-type rope "
+    "--no-rope-fusion --untie-embeddings-and-output-weights --disable-bias-linear --use-distributed-optimizer "
+    "--global-batch-size 8 --train-iters 8 --lr-decay-iters 8 --eval-interval 100 --eval-iters 1 --log-interval 1 "
+    "--data-path {data} --data-cache-path {cache}"
+)
+LINES = {
+    "stages": (TWO_STAGES, "kill@step=5:rank=2"),
+    "llama": (LLAMA, "kill@step=4:rank=1:phase=backward"),
+    "tensors": (TENSOR_PARALLEL, "kill@step=3:rank=2:phase=forward"),
+    "corpus": (DATA_PARALLEL, "kill@step=5:rank=3:phase=save"),
+    "experts": (EXPERTS, "kill@step=4:rank=1:phase=backward"),
+    "interleaved": (INTERLEAVED, "hang@step=9:rank=0"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.newest if name == "llama" else pytest.mark.long) for name in LINES]
+)
+def test_the_installed_trainer_computes_what_nvidias_script_does(tmp_path, corpus, name):
+    """With this project's model, data and forward step, and with a fault; NVIDIA's script without either."""
+    flags, fault = LINES[name]
+    flags = flags.replace("{data}", str(corpus)).replace("{cache}", str(tmp_path / "cache"))
+    script, nvidias = checkouts.installed(), checkouts.tree("0.19") / "pretrain_gpt.py"
+    equal(script, flags, tmp_path, faults(fault), recoveries=1, nvidias=nvidias)
 
 
 PARSER = """
@@ -152,8 +184,9 @@ def test_experts_keep_their_gradient_norm_after_a_recovery(tmp_path):
 
 
 @pytest.mark.long
-def test_a_flipped_bit_is_found_and_the_step_is_taken_again(tmp_path):
-    script = checkouts.tree("0.16") / "pretrain_gpt.py"
+@pytest.mark.parametrize("release", ["0.16", "installed"])
+def test_a_flipped_bit_is_found_and_the_step_is_taken_again(tmp_path, release):
+    script = checkouts.script_of(release)
     flags, planned = f"{TWO_STAGES} --rerun-mode disabled", "bit-flip@step=3:rank=1:operator=mm:phase=forward"
     shown = equal(script, flags, tmp_path, faults(planned), recoveries=0, protections="--ft-dmr piggyback")
     assert "DMR: step 3: attempt 1 of 3 went wrong" in shown

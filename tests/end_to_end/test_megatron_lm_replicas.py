@@ -30,7 +30,7 @@ def steps_of(count: int) -> str:
 def train(folder, flags: str, release: str = "0.16", *, replicas: int = 2, nproc: int = 4, options: str = "") -> Done:
     """Run replicas of the checkout of ``release`` from start to end."""
     how = {"replicas": replicas, "nproc": nproc, "options": options, "limit_s": 400}
-    return replica_runs.train(folder, flags, script=str(checkouts.tree(release) / "pretrain_gpt.py"), **how)
+    return replica_runs.train(folder, flags, script=str(checkouts.script_of(release)), **how)
 
 
 def check(done: Done, steps: int, failures: int) -> None:
@@ -55,10 +55,13 @@ def logged_by(done: Done, replica: int) -> list[tuple]:
     ]
 
 
-def test_a_killed_replica_comes_back_and_every_sample_is_trained_once(tmp_path):
+@pytest.mark.parametrize("release", ["0.16", "installed"])
+def test_a_killed_replica_comes_back_and_every_sample_is_trained_once(tmp_path, release):
     steps = 14
     flags = f"{TWO_STAGES} {steps_of(steps)} --eval-interval 5"
-    done = train(tmp_path / "run", flags, options=f"--inject kill@replica=1:step=4:rank=1:phase=backward,{SLOWLY}")
+    done = train(
+        tmp_path / "run", flags, release, options=f"--inject kill@replica=1:step=4:rank=1:phase=backward,{SLOWLY}"
+    )
     check(done, steps, 1)
     assert done.of(1, events.CAUGHT_UP), done.explain()
     assert any(len(step.commit.healthy) == 1 for step in done.proof.lineage.steps), done.explain()
@@ -68,7 +71,7 @@ def test_a_killed_replica_comes_back_and_every_sample_is_trained_once(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("release", ["0.16", "0.19"])
+@pytest.mark.parametrize("release", ["0.16", "0.19", "installed"])
 def test_replicas_train_as_torchrun_does_bit_for_bit(tmp_path, release):
     """With two replicas the sum of gradients is the same in any order, and halves are exact.
 
@@ -77,7 +80,8 @@ def test_replicas_train_as_torchrun_does_bit_for_bit(tmp_path, release):
     flags = f"{TWO_STAGES} {steps_of(8)} --eval-interval 4"
     done = train(tmp_path / "run", flags, release)
     check(done, 8, 0)
-    plain, _ = checkouts.plain(checkouts.tree(release) / "pretrain_gpt.py", flags, tmp_path / "plain")
+    nvidias = checkouts.script_of("0.19" if release == "installed" else release)
+    plain, _ = checkouts.plain(nvidias, flags, tmp_path / "plain")
     wanted = {line["step"]: (line["losses"]["lm loss"], line["grad_norm"]) for line in plain if "step" in line}
     evaluated = [float.fromhex(line["evaluation"]["lm loss"]) for line in plain if "evaluation" in line]
     found = logged_by(done, 0)
@@ -121,11 +125,12 @@ def test_all_replicas_lost_go_on_from_the_checkpoint_and_another_run_from_its_en
 
 
 @pytest.mark.long
-def test_groups_of_spare_train_the_samples_of_a_lost_one_in_the_same_step(tmp_path):
+@pytest.mark.parametrize("release", ["0.16", "installed"])
+def test_groups_of_spare_train_the_samples_of_a_lost_one_in_the_same_step(tmp_path, release):
     steps = 14
     flags = f"{ONE_RANK.replace('--global-batch-size 8', '--global-batch-size 12')} {steps_of(steps)}"
     options = f"--ft-spare-redundancy 2 --inject kill@replica=1:step=4:rank=0:phase=backward,{SLOWLY}"
-    done = train(tmp_path / "run", flags, replicas=3, nproc=3, options=options)
+    done = train(tmp_path / "run", flags, release, replicas=3, nproc=3, options=options)
     check(done, steps, 1)
     commits = [step.commit for step in done.proof.lineage.steps]
     assert {commit.streams for commit in commits} == {(0, 1, 2)}, "a step that has not trained all shard types"

@@ -18,7 +18,7 @@ from small_disks import fill, make_room, small_disk
 
 from ft.base import events
 from ft.job.replicas.places import parts_of
-from ft.platform import allocation, election
+from ft.platform import election, slurm
 from megatron.ft_trainer.arguments import check, parse
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
@@ -385,12 +385,12 @@ def test_the_example_of_replicas_gives_each_a_set_of_nodes_that_its_model_fits(t
 
 def test_whose_job_is_nobodys():
     job = {"JobState": "RUNNING", "BatchFlag": "1", "BatchHost": "n1", "NodeList": "n[1-3]"}
-    assert not allocation.is_orphan(job) and allocation.is_orphan({**job, "NodeList": "n[2-3]"})
-    assert not allocation.is_orphan({})
-    assert allocation.is_under_way(job) and not allocation.is_under_way({**job, "BatchFlag": "0"})
-    assert allocation.job_name({"SLURM_JOB_ID": "9"}) == "9" and allocation.job_name({}) is None
+    assert not slurm.is_orphan(job) and slurm.is_orphan({**job, "NodeList": "n[2-3]"})
+    assert not slurm.is_orphan({})
+    assert slurm.is_under_way(job) and not slurm.is_under_way({**job, "BatchFlag": "0"})
+    assert slurm.job_name({"SLURM_JOB_ID": "9"}) == "9" and slurm.job_name({}) is None
     array = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "4"}
-    assert allocation.job_name(array) == "9_4"
-    assert allocation.lost_first_node({"nodes": {"n0": "ended by SIGKILL", "n1": "up"}})
+    assert slurm.job_name(array) == "9_4"
+    assert slurm.lost_first_node({"nodes": {"n0": "ended by SIGKILL", "n1": "up"}})
     for nodes in ({"n0": "up"}, {"n0": "suspect: two workers died"}, {"n1": "lost"}, None):
-        assert not allocation.lost_first_node({"nodes": nodes})
+        assert not slurm.lost_first_node({"nodes": nodes})

@@ -19,8 +19,8 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
-from ft.systems.schedule.megatron import Pipeline
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.kinds import Pipeline
+from ft.systems.schedule.program import Unit
 
 PRINT = dict.fromkeys(FINGERPRINT, "x")
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from harness import started
 
+from ft.adapters.megatron_lm import tree as megatron_lm
+from ft.adapters.megatron_lm.choice import SINCE
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +48,19 @@ def tree(release: str) -> Path:
     for package in _NEEDED:
         pytest.importorskip(package, reason="pip install 'megatron-ft[megatron-lm]'")
     return found[0]
+
+
+def installed() -> Path:
+    """Return the script that trains by the trainer in the installed megatron-core; skip the test if it has none."""
+    root = megatron_lm.installed()
+    if root is None or megatron_lm.read(root).release[:2] < SINCE:
+        pytest.skip("the installed megatron-core carries no trainer that the script knows (tests/newest.sh)")
+    return megatron_lm.SCRIPT
+
+
+def script_of(release: str) -> Path:
+    """Return ``pretrain_gpt.py`` of a release, or, for "installed", what :func:`installed` returns."""
+    return installed() if release == "installed" else tree(release) / "pretrain_gpt.py"
 
 
 def plain(script: Path, flags: str, folder: Path, ranks: int = 4, **environment: str) -> tuple[list[dict], str]:

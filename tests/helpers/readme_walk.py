@@ -119,6 +119,11 @@ HOT_SWAP = (
         not_run="it needs a checkout of Megatron-LM: tests/end_to_end/test_megatron_lm.py",
     ),
     Walk(
+        "nvidia-trainer",
+        "ft run --nproc-per-node 4 --standby 1 pretrain_gpt.py <Megatron-LM's flags> --nvidia-trainer *",
+        not_run="it needs a megatron-core with NVIDIA's trainer: tests/end_to_end/test_megatron_lm.py",
+    ),
+    Walk(
         "checkout-replicas",
         "ft run --nproc-per-node 4 --ft-hsdp-replicas 2 Megatron-LM/pretrain_gpt.py *",
         not_run="it needs a checkout of Megatron-LM: tests/end_to_end/test_megatron_lm_replicas.py",

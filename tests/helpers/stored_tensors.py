@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ft.observe.diagnose import stored
-from ft.observe.diagnose.difference import of_tensors
+from ft.observe.diagnose.compare import of_tensors
 from megatron.ft_trainer.checkpointing import naming
 
 Tensors = dict[tuple, torch.Tensor]

@@ -10,7 +10,7 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
     reduce in the backward passes. ``at_end``: none of them may begin there."""
     import torch
 
-    from ft.systems.checkfree.plus import reduction
+    from ft.systems.checkfree.plus import ends
     from megatron.ft_trainer.step import train_step
     from megatron.patches import early_reduction, instances
     from megatron.patches.step_state import bucket_groups
@@ -18,15 +18,15 @@ def reduced(flags: str, at_end: bool) -> list[tuple]:
     job, _ = assemble(flags)
     chunk, started, found = job.trainee.chunks[0], [], []
     if at_end:
-        reduction.EarlyReduction.before = lambda *_: None
-        begin = reduction.EarlyReduction.__init__
+        ends.EarlyReduction.before = lambda *_: None
+        begin = ends.EarlyReduction.__init__
 
         def none(self, *given) -> None:
             begin(self, *given)
             for group in bucket_groups(chunk):
                 early_reduction.start_at_end(group)
 
-        reduction.EarlyReduction.__init__ = none
+        ends.EarlyReduction.__init__ = none
 
     def look(finalize, *given, **groups) -> None:
         all_groups = bucket_groups(chunk)

@@ -164,7 +164,7 @@ def _lend_and_borrow(seed: int) -> bool:
     import torch
     import torch.distributed as dist
 
-    from ft.systems.checkfree.transfer import borrow, lend
+    from ft.systems.checkfree.rebuilder import borrow, lend
 
     def made(rank):
         rng = torch.Generator().manual_seed(seed + rank)

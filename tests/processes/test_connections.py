@@ -8,12 +8,12 @@ import sys
 import pytest
 from nodes import Lab, why_not
 
-from ft.platform import connections
+from ft.platform import network
 
 PORT, DELAY_S = 7000, 0.05
 PROGRAM = f"""
 import socket, sys
-from ft.platform.connections import round_trip_s
+from ft.platform.network import round_trip_s
 
 hosts, *others = sys.argv[1:]
 server = socket.create_server(("", {PORT}))
@@ -34,9 +34,9 @@ sys.stdin.readline()
 def test_connections_within_this_host_do_not_count_but_are_seen():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         client.sendall(b"x")
-        found = [rtt_s for here, there, rtt_s in connections._connections(socket.AF_INET) if here == there]
+        found = [rtt_s for here, there, rtt_s in network._connections(socket.AF_INET) if here == there]
         assert found and all(0 < rtt_s < 5 for rtt_s in found)
-    rtt_s = connections.round_trip_s()
+    rtt_s = network.round_trip_s()
     assert rtt_s is None or rtt_s > 0
 
 

@@ -15,7 +15,7 @@ from ft.systems.dmr.plan.file import differences, read_plan, read_trace, write_t
 from ft.systems.dmr.plan.trace import D_INTER, D_INTRA, FINGERPRINT, Place, Trace
 from ft.systems.dmr.profile.assemble import ComparisonCosts, assemble, blocks
 from ft.systems.dmr.profile.recorder import ExecutedOperator, IterationRecord, Memory, RecordedWait, StageRecord, Timed
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 LAYOUTS = {

@@ -17,7 +17,7 @@ from ft.systems.dmr.plan.file import read_plan, write_trace
 from ft.systems.dmr.runtime.cursor import Unit
 from ft.systems.dmr.runtime.strategy import SKIPPED, ExcludeUnstable, Naive, Piggyback
 from ft.systems.dmr.unstable import Unstable, read_unstable, write_unstable
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 
 _library = torch.library.Library("planted", "FRAGMENT")
 _library.define("noise(Tensor x) -> Tensor")

@@ -302,7 +302,7 @@ def test_a_partition_in_the_machines_own_namespace_is_refused(tmp_path):
 
 PARTITION = """
 import subprocess, sys, time
-from ft.faults.network import Outage, check_allowed, interfaces
+from ft.faults.agent import Outage, check_allowed, interfaces
 run = lambda *words: subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 run("link", "add", "a0", "type", "veth", "peer", "name", "b0")
 for name, address in (("a0", "10.77.1.1/24"), ("b0", "10.77.2.1/24")):

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from ft.faults.hang import stacks as calls
+from ft.faults.hang import look as calls
+from ft.faults.hang.format import where
 from ft.faults.hang.look import RUNNING, Rank
-from ft.faults.hang.places import where
 from ft.job.agent.looks import Looks
 from ft.job.messages import Look
 from ft.platform import processes, stacks
@@ -63,7 +63,7 @@ def test_who_holds_the_interpreter_lock_in_c_shows_its_line(start):
     process, handler = start(REGISTER + HOLD + "threading.Thread(target=time.sleep, args=(60,)).start()\nhold()\n")
     time.sleep(0.1)
     for _ in range(2):  # each time, it is what was written last
-        threads = calls.read(asked(process, handler), handler.thread)
+        threads = calls.read_stacks(asked(process, handler), handler.thread)
         assert [thread.trains for thread in threads] == [True, False], threads
         assert threads[0].frames[0].endswith(" hold") and threads[0].name == "MainThread", threads
 
@@ -162,10 +162,10 @@ Thread 0x00007f02 (most recent call first):
 
 
 def test_what_faulthandler_writes_is_read():
-    first, second, third = calls.read(TEXT, 0x7F00, "/home/u/run")
+    first, second, third = calls.read_stacks(TEXT, 0x7F00, "/home/u/run")
     assert first.trains and first.name == "train"
     assert first.frames == (calls.COLLECTION, "torch/nn/modules/module.py:9 forward", "my.py:7 main")
     assert second.frames == ("/usr/lib/python3.11/threading.py:320 wait", "my.py:3 watch") and not third.frames
     assert calls.has_stack_of(0x7F00, TEXT) and not calls.has_stack_of(0x7F03, TEXT)
     cut = TEXT[: TEXT.index("  Garbage")]
-    assert not calls.has_stack_of(0x7F00, cut) and calls.read("", 1) == []
+    assert not calls.has_stack_of(0x7F00, cut) and calls.read_stacks("", 1) == []

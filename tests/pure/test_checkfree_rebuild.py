@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ft.base.errors import FallbackError, UserError
-from ft.systems.checkfree.rate import Boost, scale
-from ft.systems.checkfree.rebuild import LEAST_WEIGHT, STRATEGIES, fresh, rebuild, weights
+from ft.systems.checkfree.rebuild import LEAST_WEIGHT, STRATEGIES, Boost, fresh, rebuild, scale, weights
 
 
 def stage(value, blocks=2, dtype=torch.float32):

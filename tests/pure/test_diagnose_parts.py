@@ -7,10 +7,9 @@ import struct
 import pytest
 import torch
 
-from ft.observe.diagnose import difference
-from ft.observe.diagnose.compare import classed
-from ft.observe.diagnose.difference import of_tensors, of_values
-from ft.observe.diagnose.grid import coordinates, copies
+from ft.observe.diagnose import compare
+from ft.observe.diagnose.compare import classed, of_tensors, of_values
+from ft.observe.diagnose.verdict import coordinates, copies
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
@@ -33,7 +32,7 @@ def test_differences_are_those_of_the_definition(dtype, monkeypatch):
     seed = random.randrange(10**6)
     print("seed", seed)
     chance = random.Random(seed)
-    monkeypatch.setattr(difference, "_BLOCK", 7)
+    monkeypatch.setattr(compare, "_BLOCK", 7)
     width = 8 * dtype.itemsize
     for _ in range(20):
         a = [chance.randrange(1 << width) for _ in range(chance.randint(1, 40))]

@@ -11,7 +11,7 @@ from ft.lab.estimate.costs import seconds
 from ft.lab.estimate.layout import STATES, Layout, fitted
 from ft.lab.estimate.memory import over_units, peak_bytes, stage_memory, state_bytes
 from ft.lab.estimate.models import MODELS
-from ft.systems.schedule.megatron import Pipeline, orders
+from ft.systems.schedule.kinds import Pipeline, orders
 
 LLAMA, GPT3, SCOUT = MODELS["llama3-70b"], MODELS["gpt3-175b"], MODELS["llama4-scout"]
 

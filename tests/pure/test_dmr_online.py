@@ -11,7 +11,7 @@ from ft.systems.dmr.plan.check import problems
 from ft.systems.dmr.plan.online import Entry, Waiting
 from ft.systems.dmr.plan.planner import Options, plan
 from ft.systems.dmr.plan.trace import D_INTRA, NAIVE, Memory, Operator, Place, Tensor, Trace, Window
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 
 QUEUE = (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0))
 

@@ -27,7 +27,7 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 
 TRACES = 40
 FEWER = 15

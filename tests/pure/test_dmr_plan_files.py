@@ -23,7 +23,7 @@ from ft.systems.dmr.plan.file import (
 )
 from ft.systems.dmr.plan.planner import plan
 from ft.systems.dmr.plan.text import gigabytes
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 
 TRACE = pipeline_trace(Pipeline(2, 2, comm_us=5.0), tp_us=12.0)
 BUDGET = "2500"

@@ -26,7 +26,7 @@ from ft.systems.dmr.plan.trace import (
     Window,
     rooms,
 )
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 
 
 def segment_trace(forward: str, recomputed: str, early_stop: bool = False) -> Trace:

@@ -6,8 +6,8 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.predict import idle, messages, simulate
-from ft.systems.schedule.megatron import Pipeline, needs, orders
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.kinds import Pipeline, needs, orders
+from ft.systems.schedule.program import Unit
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 SHAPES = [(1, 1, 1), (1, 5, 1), (2, 4, 1), (4, 8, 1), (4, 2, 1), (2, 4, 3), (4, 8, 2), (3, 3, 2), (4, 10, 2)]

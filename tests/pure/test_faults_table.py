@@ -9,14 +9,27 @@ from fault_bundles import BUNDLES, ELSEWHERE
 
 from ft.base import events
 from ft.cli import main
-from ft.faults import Fault, keys, parse, read_scenario, schedule
-from ft.faults.acts import ACTS, IN_TRAINING
+from ft.faults import Fault, parse, read_scenario, schedule
 from ft.faults.faults import OF_CONTROL, OF_NODE
-from ft.faults.kinds import DMR, FILES, GPU, HARMLESS, MEANING, OF_ACTION, ROOT, START, STOPPED, UNNOTICED, WORKER
-from ft.faults.messages import Frames, Reports
-from ft.faults.page import PAGE, page, read_times
+from ft.faults.page import MEANING_OF_KEYS, PAGE, SCENARIO, page, read_times
 from ft.faults.spec import KEYS
-from ft.faults.table import NAMES, TABLE, row_of
+from ft.faults.table import (
+    DMR,
+    FILES,
+    GPU,
+    HARMLESS,
+    MEANING,
+    NAMES,
+    OF_ACTION,
+    ROOT,
+    START,
+    STOPPED,
+    TABLE,
+    UNNOTICED,
+    WORKER,
+    row_of,
+)
+from ft.faults.worker import ACTS, IN_TRAINING, Frames, Reports
 from ft.job import messages as m
 from ft.job.control.state import RUNNING
 from ft.systems.hot_swap.faults import _ACTS as SESSION_ACTS
@@ -70,7 +83,7 @@ def test_the_page_is_what_the_command_makes():
 
 
 def test_every_key_that_is_read_is_on_the_page_and_no_other():
-    told = [key for sayings in keys.MEANING.values() for key in sayings]
+    told = [key for sayings in MEANING_OF_KEYS.values() for key in sayings]
     assert sorted(told) == sorted(KEYS)
     text = (ROOT_FOLDER / PAGE).read_text()
     for key in KEYS:
@@ -78,7 +91,7 @@ def test_every_key_that_is_read_is_on_the_page_and_no_other():
 
 
 def test_the_scenario_on_the_page_can_be_run(tmp_path):
-    (tmp_path / "s.yaml").write_text(keys.SCENARIO)
+    (tmp_path / "s.yaml").write_text(SCENARIO)
     (tmp_path / "failures.txt").write_text("12.5\n")
     scenario = read_scenario(tmp_path / "s.yaml")
     assert scenario.seed == 7

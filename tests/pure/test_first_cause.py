@@ -5,7 +5,7 @@ from planted_crashes import GLOO, NCCL_TIMEOUT, SEGFAULT, USERS
 
 from ft.faults import first_cause as causes
 from ft.faults.first_cause import CrashError, Frame, Raised, class_of_exception, first_cause
-from ft.record import tracebacks
+from ft.record import crash
 
 
 def raised(kind: str, message: str = "", name: str = "work") -> tuple[Raised, ...]:
@@ -175,7 +175,7 @@ def prefixed(text: str, rank: int = 2) -> str:
 
 @pytest.mark.parametrize("form", [str, prefixed])
 def test_a_traceback_is_read_with_and_without_the_rank_before_each_line(form):
-    found = tracebacks.parse("step 1\n" + form(USERS))
+    found = crash.parse("step 1\n" + form(USERS))
     assert found.text == USERS.rstrip() and found.is_last
     (one,) = found.chain
     assert (one.kinds, one.message) == (("ValueError",), "sample 17 of step 3 has no tokens")
@@ -183,43 +183,41 @@ def test_a_traceback_is_read_with_and_without_the_rank_before_each_line(form):
 
 
 def test_the_last_traceback_counts_and_later_output_is_noticed():
-    found = tracebacks.parse(GLOO + "step 3\n" + USERS + "step 4\n")
+    found = crash.parse(GLOO + "step 3\n" + USERS + "step 4\n")
     assert found.chain[0].kinds == ("ValueError",) and not found.is_last
 
 
 def test_warnings_after_a_traceback_are_no_output():
     text = USERS + "/lib/x.py:3: UserWarning: a group was left open\n  warnings.warn(\n[rank2]:[W1125 12:00] destroy\n"
-    assert tracebacks.parse(text).is_last
+    assert crash.parse(text).is_last
 
 
 @pytest.mark.parametrize("word", ["During handling of the above", "The above exception was the direct cause"])
 def test_chained_exceptions_belong_together(word):
-    between = next(line for line in tracebacks._CHAINED if line.startswith(word))
-    found = tracebacks.parse(f"{NCCL_TIMEOUT}step 2\n{USERS}\n{between}\n\n{GLOO}")
+    between = next(line for line in crash._CHAINED if line.startswith(word))
+    found = crash.parse(f"{NCCL_TIMEOUT}step 2\n{USERS}\n{between}\n\n{GLOO}")
     assert [one.kinds[0] for one in found.chain] == ["ValueError", "RuntimeError"]
     assert found.text.startswith("Traceback") and "Connection closed" in found.text and "NCCL" not in found.text
 
 
 def test_a_message_of_several_lines_is_kept():
-    found = tracebacks.parse(
-        'Traceback (most recent call last):\n  File "a.py", line 1, in f\nUserError: no\n  fix: yes\n'
-    )
+    found = crash.parse('Traceback (most recent call last):\n  File "a.py", line 1, in f\nUserError: no\n  fix: yes\n')
     assert found.chain[0].message == "no\n  fix: yes"
 
 
 def test_the_name_of_a_module_before_an_exception_is_dropped():
-    assert tracebacks.parse(NCCL_TIMEOUT).chain[0].kinds == ("DistBackendError",)
+    assert crash.parse(NCCL_TIMEOUT).chain[0].kinds == ("DistBackendError",)
 
 
 def test_the_stack_of_a_fatal_signal_is_read():
-    found = tracebacks.parse("step 1\n" + SEGFAULT)
+    found = crash.parse("step 1\n" + SEGFAULT)
     assert not found.chain and found.is_last
     assert "line 12 in check_batch" in found.text and "Extension modules" not in found.text
 
 
 def test_of_several_threads_the_one_that_failed_is_shown():
     other = 'Thread 0x00007f63 (most recent call first):\n  File "queue.py", line 1 in get\n\n'
-    found = tracebacks.parse(SEGFAULT.replace("Current thread", other + "Current thread"))
+    found = crash.parse(SEGFAULT.replace("Current thread", other + "Current thread"))
     assert "check_batch" in found.text and "queue.py" not in found.text
 
 
@@ -228,29 +226,27 @@ def test_an_abort_of_cpp_names_its_exception():
         "terminate called after throwing an instance of 'gloo::IoException'\n  what():  Connection closed by peer\n"
     )
     abort = thrown + SEGFAULT.replace("Segmentation fault", "Aborted")
-    found = tracebacks.parse("step 1\n" + abort)
+    found = crash.parse("step 1\n" + abort)
     assert found.chain[0].kinds == ("gloo::IoException",) and found.chain[0].message == "Connection closed by peer"
     assert class_of_exception(found.chain[0]) == causes.CONNECTION
 
 
 def test_a_crash_while_python_ends_does_not_hide_the_exception_before():
-    assert tracebacks.parse(USERS + SEGFAULT).chain[0].kinds == ("ValueError",)
+    assert crash.parse(USERS + SEGFAULT).chain[0].kinds == ("ValueError",)
 
 
 def test_a_refusal_is_read():
-    found = tracebacks.parse("step\nerror: --tp 3 does not divide 4\n  fix: give 2\n")
+    found = crash.parse("step\nerror: --tp 3 does not divide 4\n  fix: give 2\n")
     assert found.chain[0].kinds == ("UserError",) and "fix: give 2" in found.chain[0].message
 
 
 @pytest.mark.parametrize("text", ["", "step 1\nstep 2\n", "the error: none\n"])
 def test_a_log_without_a_crash(text):
-    assert tracebacks.parse(text) is None
+    assert crash.parse(text) is None
 
 
 def test_cut_off_logs_do_no_harm():
     for end in range(len(USERS)):
-        tracebacks.parse(USERS[:end])
-        tracebacks.parse(
-            USERS + "\nDuring handling of the above exception, another exception occurred:\n" + USERS[:end]
-        )
-        tracebacks.parse(SEGFAULT[:end])
+        crash.parse(USERS[:end])
+        crash.parse(USERS + "\nDuring handling of the above exception, another exception occurred:\n" + USERS[:end])
+        crash.parse(SEGFAULT[:end])

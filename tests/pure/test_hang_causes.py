@@ -9,6 +9,7 @@ from large_looks import FAULTS, large_look
 
 from ft.faults.hang import look as looks
 from ft.faults.hang.causes import diagnose
+from ft.faults.hang.format import DATA, KERNEL, LOCK, STORAGE, USER, place
 from ft.faults.hang.graph import Graph
 from ft.faults.hang.look import (
     ADDED,
@@ -22,9 +23,9 @@ from ft.faults.hang.look import (
     Operation,
     Rank,
     Thread,
+    departure,
+    missing_end,
 )
-from ft.faults.hang.places import DATA, KERNEL, LOCK, STORAGE, USER, place
-from ft.faults.hang.program import departure, missing_end
 from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
 from tests.simulation.hangs.campaign import case, count

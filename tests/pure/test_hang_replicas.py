@@ -32,7 +32,7 @@ from ft.record import looks as record
 from ft.record.looks import together
 
 DP, AGREEMENT = "DP/3", "AGREEMENT/9"
-BLOCKED = (Thread("MainThread", ("ft/faults/acts.py:76 stall",), True, "S"),)
+BLOCKED = (Thread("MainThread", ("ft/faults/worker.py:76 stall",), True, "S"),)
 LAST = 8
 """Number of the last quorum."""
 
@@ -99,7 +99,7 @@ def test_a_blocked_rank_of_one_replica_is_the_cause_for_all_others():
     found, text = causes({0: in_the_ring(), 1: stuck, 2: in_the_ring()})
     assert found == [(1, 1, "busy")]
     assert "cause 1: busy: replica 1 rank 1 (n0.w1 on n0)" in text
-    assert "it is    user code (ft/faults/acts.py:76 stall; kernel: S)" in text
+    assert "it is    user code (ft/faults/worker.py:76 stall; kernel: S)" in text
     assert "Replicas 0, 2 rank 1 wait for it in all_reduce number 3 of group RING/8/1." in text
     assert "Replica 1 rank 0 waits for it in all_reduce number 5 of group replica 1/DP/3." in text
     assert "delayed  replicas 0, 2 ranks 0-1, replica 1 rank 0" in text

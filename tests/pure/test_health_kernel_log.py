@@ -6,7 +6,7 @@ from pathlib import Path
 import planted_node
 import pytest
 
-from ft.platform.health import EVENT, Observation, Reader, kernel_log, recovery
+from ft.platform.health import EVENT, Observation, Reader, gpus, kernel_log
 from ft.platform.health.kernel_log import LINES, KernelLog, parse
 
 AT = "[ 1234.500000] "
@@ -187,7 +187,7 @@ def test_the_table_of_lines_is_tested_whole():
     assert not left
 
 
-@pytest.mark.parametrize("number, name", list(enumerate(recovery.ACTIONS)))
+@pytest.mark.parametrize("number, name", list(enumerate(gpus.RECOVERY_ACTIONS)))
 def test_each_recovery_that_the_driver_asks_for_is_read(number, name):
     line = (
         f"NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x4 (Drain and Reset) to 0x{number:x} (-)"

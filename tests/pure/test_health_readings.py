@@ -8,9 +8,8 @@ from pathlib import Path
 import planted_node
 import pytest
 
-from ft.platform.health import COUNTER, EVENT, Observation, Reader, Reading, differences, recovery
-from ft.platform.health.clock import kernel_status
-from ft.platform.health.reader import of_this_node
+from ft.platform.health import COUNTER, EVENT, Observation, Reader, Reading, differences, gpus
+from ft.platform.health.reader import kernel_status, of_this_node
 
 PLANTED = Path(__file__).parent.parent / "helpers" / "planted_nvml"
 GPU = {"used": 1, "errors": 0, "corrected": 4, "row_failed": 0, "retired": 0, "temperature": 60, "milliwatts": 310500}
@@ -150,8 +149,8 @@ def test_more_is_read_of_newer_gpus(tmp_path, nvml):
 
 
 def test_the_names_of_recoveries_are_nvmls():
-    assert recovery.name_of(0) == "none" and recovery.name_of(2) == "node_reboot" and recovery.name_of(-1) == "unknown"
-    assert recovery.name_of(5) == "recover_imex_domain" and recovery.name_of(8) == "unknown"
+    assert gpus.action_name(0) == "none" and gpus.action_name(2) == "node_reboot" and gpus.action_name(-1) == "unknown"
+    assert gpus.action_name(5) == "recover_imex_domain" and gpus.action_name(8) == "unknown"
 
 
 def test_a_gpu_that_may_not_be_opened_is_not_lost(tmp_path, nvml):

@@ -7,8 +7,8 @@ import pytest
 
 from ft.faults import verdict
 from ft.faults.health import ACTIONS, DRAIN, EVICT, RULES, WATCH, Rule, informed, rules
-from ft.faults.health.rule import GREW, HAPPENED, LINK, THIS
-from ft.platform.health import COUNTER, EVENT, GAUGE, Observation, Reading, recovery
+from ft.faults.health.rows import GREW, HAPPENED, LINK, THIS
+from ft.platform.health import COUNTER, EVENT, GAUGE, Observation, Reading, gpus
 from ft.platform.health.kernel_log import LINES
 
 IMPORTANT = (13, 31, 32, 38, 43, 44, 45, 46, 48, 61, 62, 63, 64, 66, 68, 69, 74, 79, 92, 94, 95, 109, 110, 119, 120)
@@ -45,7 +45,7 @@ def test_every_important_xid_and_every_line_of_the_log_has_a_row():
     assert {f"xid.{number}" for number in IMPORTANT} <= rows
     assert {line.name for line in LINES if "{code}" not in line.name} - {"gpu.recovered"} <= rows
     assert {f"xid.{number}.fatal" for number in range(144, 150)} | {"xid.94.reset"} <= rows
-    for name in (*recovery.ACTIONS[1:], recovery.UNKNOWN):
+    for name in (*gpus.RECOVERY_ACTIONS[1:], gpus.UNKNOWN_ACTION):
         assert {f"xid.154.{name}", f"gpu.recovery.{name}"} <= rows
     assert not {"gpu.recovered", "gpu.recovery.none", "xid.154.none"} & rows, "they are no faults"
 

@@ -20,12 +20,12 @@ from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.policy import AGAIN, DONE, END, GIVE_UP, TELL, WAIT, View, after_exit, judge
 from ft.platform import election
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.spare import run_plan
+from ft.systems.spare import placement
 from ft.systems.spare.ruler import ruler
 
 
 def read(words: argparse.Namespace) -> flags.Replicas:
-    return flags.read(words, ruler, run_plan.read)
+    return flags.read(words, ruler, placement.read)
 
 
 def given(*words: str) -> argparse.Namespace:

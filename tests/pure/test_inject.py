@@ -10,12 +10,12 @@ from ft import faults as inject
 from ft.base import events
 from ft.base.errors import NOT_INJECTED, UserError
 from ft.commands.protection import judge_faults
-from ft.commands.report import write_report
 from ft.faults import Fault, from_json, parse, read_scenario, schedule, to_json, write
-from ft.faults.distributions import Distribution, parse_duration
-from ft.faults.schedule import MOST_OF_A_DISTRIBUTION
+from ft.faults.spec import MOST_OF_A_DISTRIBUTION, Distribution, parse_duration
 from ft.faults.table import NAMES
-from ft.record.run import load
+from ft.observe.report.page import page
+from ft.observe.report.record import load
+from ft.observe.report.text import summary
 
 NODES = ["n0", "n1", "n2"]
 
@@ -305,8 +305,8 @@ def test_faults_that_have_not_happened_are_named_in_the_report_and_strictly_they
     told: list[str] = []
     codes = [judge_faults(code, tmp_path, strict, told.append) for code, strict in ((0, False), (0, True), (1, True))]
     assert codes == [0, NOT_INJECTED, 1] and told == [sentence] * 3
-    text, problem = write_report(load(tmp_path))
-    assert f"faults     {sentence}" in text and sentence in (tmp_path / "report.html").read_text() and not problem
+    record = load(tmp_path)
+    assert f"faults     {sentence}" in summary(record, []) and sentence in page(record, b"")
 
     leave(tmp_path, planned("kill@step=5:rank=1,hang@step=9:rank=2:phase=evaluate"), 2)
     assert judge_faults(0, tmp_path, True, told.append) == 0 and len(told) == 3

@@ -3,7 +3,7 @@
 import launch_lines as lines
 import pytest
 
-from ft.commands.check_line import smallest_world
+from ft.commands.check import smallest_world
 from megatron import patches
 from megatron.ft_trainer.arguments import core_options, known, parse, read
 from megatron.ft_trainer.arguments.check import examine

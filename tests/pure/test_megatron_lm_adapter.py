@@ -7,12 +7,12 @@ import pytest
 import torch
 from megatron_lm_trees import trees
 
-from ft.adapters.megatron_lm import refusals, seams, sums, tree
+from ft.adapters.megatron_lm import choice, refusals, seams, sums, tree
 from ft.adapters.megatron_lm.passes import loss_name
 from ft.adapters.megatron_lm.split import split
 from ft.adapters.megatron_lm.start import resuming
 from ft.base.errors import UserError
-from ft.commands import checkouts
+from ft.commands import checkouts, protection
 from ft.job.agent.options import Script
 from ft.protection import table
 
@@ -299,3 +299,33 @@ def test_replicas_refuse_losses_that_they_cannot_add_up(reports, shown):
 
 def test_replicas_take_one_loss_under_any_name():
     assert loss_name([{"ce loss": LOSS}, {"ce loss": LOSS}]) == "ce loss"
+
+
+# ------------------------------------------------------------------------------------------ the choice of a trainer
+
+
+@pytest.mark.parametrize("release", [None, (0, 16, 1), (0, 19, 2)])
+def test_the_reference_trainer_runs_unless_nvidias_is_asked_for(release):
+    assert choice.choose(["--lr", "1"], release) == (False, ["--lr", "1"])
+    assert choice.choose(["--lr", "1", "--reference-trainer"], release) == (False, ["--lr", "1"])
+
+
+def test_nvidias_trainer_runs_where_it_is():
+    assert choice.choose(["--nvidia-trainer", "--lr", "1"], (0, 19, 2)) == (True, ["--lr", "1"])
+    for release, found in ((None, "carries no trainer"), ((0, 18, 1), "0.18.1 takes its model in another way")):
+        with pytest.raises(UserError, match=found):
+            choice.choose(["--nvidia-trainer"], release)
+    with pytest.raises(UserError, match="contradict each other"):
+        choice.choose(["--nvidia-trainer", "--reference-trainer"], (0, 19, 2))
+
+
+def test_the_script_of_the_installed_trainer_belongs_to_the_folder_it_is_installed_in(monkeypatch, tmp_path):
+    monkeypatch.setattr(tree, "installed", lambda: tmp_path)
+    assert tree.root_of(str(tree.SCRIPT)) == tmp_path
+    given = SimpleNamespace(script=str(protection.TRAINER), script_args=["--lr", "1", "--nvidia-trainer"], module=False)
+    monkeypatch.setattr(choice, "installed_release", lambda: (0, 19, 2))
+    protection.choose_trainer(given)
+    assert (given.script, given.script_args) == (str(tree.SCRIPT), ["--lr", "1"])
+    other = SimpleNamespace(script="examples/own_trainer.py", script_args=["--nvidia-trainer"], module=False)
+    protection.choose_trainer(other)
+    assert other.script_args == ["--nvidia-trainer"]

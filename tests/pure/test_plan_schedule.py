@@ -7,9 +7,8 @@ import pytest
 from ft import cli
 from ft.base.errors import UserError
 from ft.lab.plan.schedule.file import as_values, from_values, read
-from ft.systems.schedule.check import check
+from ft.systems.schedule.check import check, run
 from ft.systems.schedule.choose import KINDS, Shape, plan
-from ft.systems.schedule.run import run
 
 
 def ask(capsys, words: str, code: int = 0) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import torch
 from ft.adapters.megatron_lm import refusals
 from ft.base.checkout import CHECKOUT
 from ft.commands import checkouts
-from ft.commands.check_line import answer_for
+from ft.commands.check import answer_for
 from ft.job.agent.options import Script
 from ft.protection import table
 from ft.protection.contract import Layer, Protection

@@ -9,15 +9,10 @@ from dataclasses import replace
 import pytest
 
 from ft.base.errors import UserError
-from ft.systems.schedule.check import check, in_flight
+from ft.systems.schedule.check import ScheduleDeadlock, check, in_flight, play, run
 from ft.systems.schedule.choose import BEST, SWAPPING, Shape, best, compared, plan
-from ft.systems.schedule.kinds import half_swapped
-from ft.systems.schedule.meet import insert_messages
-from ft.systems.schedule.play import ScheduleDeadlock, play
-from ft.systems.schedule.program import Program
-from ft.systems.schedule.routes import Routes, straight, swapped
-from ft.systems.schedule.run import run
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.kinds import half_swapped, insert_messages
+from ft.systems.schedule.program import Program, Routes, Unit, straight, swapped
 from ft.systems.schedule.weave import orders, weaves
 
 MAY_RUN = tuple(kind for kind in SWAPPING if kind != "alternate")

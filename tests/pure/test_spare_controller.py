@@ -12,7 +12,7 @@ from spare_flow import least_cost, least_stack
 
 from ft.base.errors import UserError
 from ft.lab.plan.spare import flow
-from ft.systems.spare.controller import Controller, engine
+from ft.systems.spare.controller import Controller
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler
 
@@ -212,7 +212,7 @@ def test_numba_that_cannot_be_imported_is_missed_only_where_it_is_asked_for(monk
     def fail():
         raise ImportError("no module named numba")
 
-    monkeypatch.setattr(engine, "_compiled", fail)
+    monkeypatch.setattr("ft.systems.spare.controller.controller._compiled", fail)
     with pytest.raises(UserError, match="no module named numba"):
         controller(13, 4, True)
     assert controller(13, 4, None).lose([1]).stack == 2

@@ -14,7 +14,7 @@ from ft.lab.plan.spare.optimum import Choice, optimum
 from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import scenario
 from ft.lab.simulate.spare.study import Estimate, Row
-from ft.systems.spare import run_plan
+from ft.systems.spare import placement
 from ft.systems.spare.ruler import ruler
 from megatron.ft_trainer.arguments import parse
 from megatron.ft_trainer.launch import launch
@@ -58,7 +58,7 @@ def test_a_run_saves_as_often_as_its_plan_says(capsys, tmp_path):
     parser = argparse.ArgumentParser()
     arguments.add_flags(parser)
     words = ["--ft-hsdp-replicas", "20", "--ft-spare-plan", str(plan)]
-    asked = flags.read(parser.parse_args([*words, "train.py"]), ruler, run_plan.read)
+    asked = flags.read(parser.parse_args([*words, "train.py"]), ruler, placement.read)
     of_twenty = found[1]
     assert asked.redundancy == of_twenty["recommended"] == 2
     period = theory.checkpoint_period(30.0, theory.mu(20, 2) * 300.0, 600.0)
@@ -74,11 +74,11 @@ def test_a_run_saves_as_often_as_its_plan_says(capsys, tmp_path):
         (["--ft-hsdp-lr-scaling", "sqrt"], "whole batch"),
     ):
         with pytest.raises(UserError, match=said):
-            flags.read(parser.parse_args([*words, *more, "train.py"]), ruler, run_plan.read)
+            flags.read(parser.parse_args([*words, *more, "train.py"]), ruler, placement.read)
     alone = ask("--groups 200 --mtbf 300d --restart 1s --save 1s --no-simulation", capsys)
     plan.write_text(json.dumps(alone))
     with pytest.raises(UserError, match="checkpoints alone"):
-        run_plan.read(plan, 200)
+        placement.read(plan, 200)
     assert launch(parse("--save-interval auto")) and "the run has no plan" in capsys.readouterr().err
 
 

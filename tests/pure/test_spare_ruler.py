@@ -6,10 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft.base.errors import UserError
-from ft.systems.spare import modular
-from ft.systems.spare.golomb import OPTIMAL
 from ft.systems.spare.placement import Placement
-from ft.systems.spare.ruler import check, is_distinct, largest_redundancy, most_marks, ruler
+from ft.systems.spare.ruler import (
+    OPTIMAL,
+    bose,
+    check,
+    is_distinct,
+    largest_redundancy,
+    most_marks,
+    prime_power,
+    ruler,
+    ruzsa,
+    singer,
+)
 
 LENGTHS = [1, 3, 6, 11, 17, 25, 34, 44, 55, 72, 85, 106, 127, 151, 177, 199, 216, 246, 283, 333, 356, 372, 425, 480]
 LENGTHS += [492, 553, 585]
@@ -42,17 +51,17 @@ def test_the_table_holds_golomb_rulers_of_the_known_optimal_lengths():
 
 @pytest.mark.parametrize("q", [2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 25, 27, 49, 64])
 def test_the_constructions_have_the_marks_that_they_promise(q):
-    assert len(modular.singer(q)) == q + 1 and is_distinct(modular.singer(q), q * q + q + 1)
-    assert len(modular.bose(q)) == q and is_distinct(modular.bose(q), q * q - 1)
-    if modular.prime_power(q)[1] == 1 and q > 2:
-        assert len(modular.ruzsa(q)) == q - 1 and is_distinct(modular.ruzsa(q), q * (q - 1))
+    assert len(singer(q)) == q + 1 and is_distinct(singer(q), q * q + q + 1)
+    assert len(bose(q)) == q and is_distinct(bose(q), q * q - 1)
+    if prime_power(q)[1] == 1 and q > 2:
+        assert len(ruzsa(q)) == q - 1 and is_distinct(ruzsa(q), q * (q - 1))
 
 
 def test_prime_powers_are_told_from_other_numbers():
-    assert [q for q in range(33) if modular.prime_power(q)] == [
+    assert [q for q in range(33) if prime_power(q)] == [
         *(2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 19, 23, 25, 27, 29, 31, 32)
     ]
-    for build in (modular.singer, modular.bose):
+    for build in (singer, bose):
         with pytest.raises(ValueError, match="no prime power"):
             build(6)
 

@@ -9,9 +9,9 @@ import torch
 from ft.job.quorum import Quorum
 from ft.lab.simulate.spare.schemes import Spare
 from ft.systems.spare.controller import Controller
+from ft.systems.spare.layer import StackedWork
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
-from ft.systems.spare.stacked import StackedWork
 
 SIZES = [(3, 2), (4, 2), (7, 3), (13, 4), (31, 6), (60, 5)]
 SHARD = 2

@@ -11,12 +11,11 @@ from ft.observe.report.stacks import depth, stacks_line, wipe_outs_line
 from ft.systems.hsdp.commits import Commit
 from ft.systems.hsdp.samples import SampleAssignment
 from ft.systems.spare.controller import Controller
+from ft.systems.spare.layer import StackLoaders, StackStream
 from ft.systems.spare.ledger import GradientStore
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler
 from ft.systems.spare.shares import divide, rearrange
-from ft.systems.spare.stacked import StackLoaders
-from ft.systems.spare.stream import StackStream
 
 SIZES = [(n, r) for n in range(3, 7) for r in range(2, largest_redundancy(n) + 1)] + [(7, 3), (13, 4)]
 

@@ -13,7 +13,7 @@ from ft.job import messages as m
 from ft.job.agent import first_contact, membership
 from ft.job.control.start_checks import NOTICE_S
 from ft.job.control.state import ENDED, GATHERING
-from ft.platform import election, ports
+from ft.platform import election, network
 
 ABOUT = {"torch": "2.13.0", "python": "3.11.7", "--nnodes": "2"}
 NICS = {"lo": "127.0.0.1", "eth0": "10.0.0.2", "eth1": "192.168.9.2"}
@@ -147,15 +147,15 @@ def test_the_process_that_listens_on_a_port_is_found():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-        assert ports.listener(port) == ""
+        assert network.listener(port) == ""
         server.listen()
-        assert ports.listener(port).startswith(f"process {os.getpid()} (")
-        assert ports.cannot_connect("127.0.0.1", port, 1.0) == ""
-    assert ports.cannot_connect("127.0.0.1", port, 1.0) == "Connection refused"
+        assert network.listener(port).startswith(f"process {os.getpid()} (")
+        assert network.cannot_connect("127.0.0.1", port, 1.0) == ""
+    assert network.cannot_connect("127.0.0.1", port, 1.0) == "Connection refused"
 
 
 def test_the_loopback_interface_is_among_the_interfaces():
-    assert "127.0.0.1" in ports.interfaces().values()
+    assert "127.0.0.1" in network.interfaces().values()
 
 
 def test_a_token_that_is_there_is_found_at_once(tmp_path, monkeypatch):

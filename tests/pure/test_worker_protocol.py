@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from ft.base.errors import EpochClosed
+from ft.faults.hang.format import is_in_own_wait
 from ft.faults.hang.look import Rank
-from ft.faults.hang.places import is_in_own_wait
 from ft.job.messages import Close, Finish, Open, Repair, Resume, Seat
 from ft.worker import protocol
 from ft.worker.looks import running_threads

@@ -186,7 +186,7 @@ def _assemble(flags: str, straight: bool):
 
 def _keep_order(ends: Any, chunk: Any) -> None:
     """Run 1F1B instead of the schedule with swapped ends."""
-    from ft.systems.checkfree.plus.install import install
+    from ft.systems.checkfree.plus.pipeline import install
     from ft.systems.schedule.kinds import one_f_one_b
     from megatron.core import parallel_state
 
@@ -197,7 +197,7 @@ def _keep_order(ends: Any, chunk: Any) -> None:
 def _equalize(trainee: Any) -> None:
     import torch.distributed as dist
 
-    from ft.systems.checkfree.blocks import StageBlocks
+    from ft.systems.checkfree.rebuilder import StageBlocks
 
     for block in StageBlocks(trainee.chunks, whole=False).get():
         for held in block.values():

@@ -24,8 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(Path(__file__).paren
 
 from ft.faults import parse, schedule  # noqa: E402
 from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES  # noqa: E402
-from ft.faults.kinds import CONTROL, FILES, HARMLESS, STOPPED, UNNOTICED, WORKER, Row  # noqa: E402
-from ft.faults.table import TABLE, row_of  # noqa: E402
+from ft.faults.table import CONTROL, FILES, HARMLESS, STOPPED, TABLE, UNNOTICED, WORKER, Row, row_of  # noqa: E402
 from ft.record.recoveries import recoveries  # noqa: E402
 
 RANKS, STANDBYS = 4, 1

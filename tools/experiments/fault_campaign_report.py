@@ -5,9 +5,8 @@ import statistics
 from pathlib import Path
 
 from ft.faults.faults import RECOVERY_PHASES
-from ft.faults.kinds import HARMLESS, IN_PLACE, MEANING, REPLACED, RESTARTED
 from ft.faults.page import TIMES
-from ft.faults.table import TABLE
+from ft.faults.table import HARMLESS, IN_PLACE, MEANING, REPLACED, RESTARTED, TABLE
 
 RESULTS = "tools/experiments/results/fault_campaign"
 _SAID = {"in place": IN_PLACE, "replaced": REPLACED, "restart": RESTARTED}

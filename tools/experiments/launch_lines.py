@@ -32,7 +32,7 @@ import launch_lines as lines  # noqa: E402
 import launch_lines_scale as scaling  # noqa: E402
 from launch_lines_train import Case, Trainers, cannot_resume, verdict  # noqa: E402
 
-from ft.commands.check_line import answer_for, smallest_world  # noqa: E402
+from ft.commands.check import answer_for, smallest_world  # noqa: E402
 from megatron.ft_trainer.arguments import read  # noqa: E402
 from megatron.ft_trainer.arguments.check import examine  # noqa: E402
 from megatron.ft_trainer.arguments.known import without_effect  # noqa: E402

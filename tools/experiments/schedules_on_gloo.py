@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ft.show.text import percent, seconds, table
 from ft.systems.schedule.choose import Planned, Shape, plan
-from ft.systems.schedule.program import Batch, Program
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.program import Batch, Program, Unit
 
 _KINDS = ("1f1b", "two-pass", "half-half", "woven")
 _NUMBERS = 4096

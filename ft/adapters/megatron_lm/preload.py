@@ -8,6 +8,7 @@ import importlib
 import sys
 from pathlib import Path
 
+from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.start import load
 from ft.job.agent.preload import imports_of
 
@@ -22,7 +23,8 @@ interpreter lock for so long that the worker's heartbeats stop.
 
 def _import(script: str) -> None:
     load(script)
-    for name in (*imports_of(Path(script).read_text(encoding="utf-8")), *_LATER):
+    own = ["ft.adapters.megatron_lm.gpt"] if Path(script) == tree.SCRIPT else []
+    for name in (*imports_of(Path(script).read_text(encoding="utf-8")), *own, *_LATER):
         with contextlib.suppress(Exception, SystemExit):
             importlib.import_module(name)
 

@@ -59,7 +59,7 @@ def load(script: str) -> None:
     """
     from ft.adapters.megatron_lm import tree
 
-    tree.enter(Path(script).absolute().parent)
+    tree.enter(tree.root_of(script) or Path(script).absolute().parent)
     if "megatron.training.training" in sys.modules:
         return
     from ft.adapters.megatron_lm import cpu

@@ -1,10 +1,14 @@
-"""Recognises a Megatron-LM checkout, and puts its modules first on the path of a process that runs it."""
+"""Recognises a Megatron-LM checkout, and puts its modules first on the path of a process that runs it.
+
+The installed megatron-core counts as a checkout if it carries the trainer, for one script: :data:`SCRIPT`.
+"""
 
 import ast
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +17,8 @@ from ft.base.errors import UserError
 
 _TRAINER = Path("megatron", "training", "training.py")
 _RELEASE = Path("megatron", "core", "package_info.py")
+SCRIPT = Path(__file__).parent / "wheel" / "pretrain_gpt.py"
+"""Script that trains a GPT with the trainer in the installed megatron-core."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +40,21 @@ class Tree:
 
 
 def root_of(script: str) -> Path | None:
-    """Return the folder of the checkout that ``script`` is part of; None if there is no trainer beside the script."""
+    """Return the folder of the checkout that ``script`` is part of; None if there is no trainer beside the script.
+
+    For :data:`SCRIPT` this is the folder in which megatron-core is installed, if it carries the trainer.
+    """
     folder = Path(script).absolute().parent
+    if folder == SCRIPT.parent:
+        return installed()
     return folder if (folder / _TRAINER).is_file() and folder.resolve() != CHECKOUT.resolve() else None
+
+
+def installed() -> Path | None:
+    """Return the folder in which a megatron-core with the trainer is installed; None if there is none."""
+    spec = find_spec("megatron")
+    folders = [] if spec is None else [Path(folder).parent for folder in spec.submodule_search_locations or ()]
+    return next((folder for folder in folders if (folder / _TRAINER).is_file()), None)
 
 
 def read(root: Path) -> Tree:
@@ -83,9 +101,10 @@ def enter(root: Path) -> None:
 
     Without an ``__init__.py``, ``megatron`` is a namespace package, which joins the folders of all entries of the path,
     the checkout's first. If the checkout's ``megatron`` has an ``__init__.py``, this project's folder is appended to
-    its ``__path__``.
+    its ``__path__``. An installed megatron-core is on the path already.
     """
-    sys.path[:] = [str(root), *(entry for entry in sys.path if entry != str(root))]
+    if root != installed():
+        sys.path[:] = [str(root), *(entry for entry in sys.path if entry != str(root))]
     if str(CHECKOUT) not in sys.path:
         sys.path.append(str(CHECKOUT))
     import megatron
@@ -98,7 +117,6 @@ def enter(root: Path) -> None:
 def module(name: str) -> ModuleType:
     """Return the module ``megatron.training.NAME`` of the checkout that this process has entered.
 
-    This package calls this function instead of an import statement, which would look like an import of this project's
-    trainer.
+    There is none before that, so the modules of this package cannot import it.
     """
     return import_module(f"megatron.training.{name}")

@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 from ft.base.events import named
 from ft.faults.hang import look as looks
+from ft.faults.hang.format import Who, call, is_in_own_wait, of_departure, place_of, where
 from ft.faults.hang.graph import Form, Graph, Wait, all_fit, fits, form
 from ft.faults.hang.look import DEAD, RUNNING, SERVED, SERVER, Departure, Look, Operation
-from ft.faults.hang.places import is_in_own_wait, where
-from ft.faults.hang.who import Who
-from ft.faults.hang.words import call, of_departure, place_of
 from ft.show.text import capitalised
 
 STOPPED_, DEAD_, BUSY, MISSING_CALL, MISMATCH, UNMATCHED, CYCLE, SLOW_RANK, SLOW_LINK = (

@@ -1,8 +1,16 @@
-"""The data from which the cause of a hang is found: what every rank says of itself at one moment."""
+"""What is known of every rank at one moment: a snapshot from which the wait-for graph of a hang follows.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+``Look`` is that snapshot. Operations have one name each, where torch has several by release, interface and recorder;
+the stacks of threads are read from what :mod:`faulthandler` writes; and a rank's present step is compared with its step
+before, because a training step starts the same operations in the same order every time. A rank that leaves one out,
+adds one or swaps two departs from this; a rank that only waits for it has started the beginning of its usual step.
+Steps differ without a fault, too (an evaluation, a batch that grows), but then all ranks of a group depart together.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 RUNNING, STOPPED, DEAD = "running", "stopped", "dead"
 """States of a process: it runs (or sleeps), it was stopped by a signal, it has ended."""
@@ -234,3 +242,162 @@ class Look:
         if rank == SERVER:
             return self.home is not None
         return rank in self.places and self.places[rank].replica in self.unasked
+
+
+_SAME: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_gather": (
+        *("allgather", "allgather_coalesced", "_allgather_base", "_all_gather_base", "all_gather_into_tensor"),
+        *("all_gather_single", "all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+        *("all_gather_into_tensor_coalesced", "ALLGATHER_coalesced"),
+    ),
+    "reduce_scatter": (
+        *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+        *("reduce_scatter_tensor_coalesced", "REDUCE_SCATTER_coalesced"),
+    ),
+    "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
+    "broadcast": ("_broadcast_oop",),
+    "reduce": ("_reduce_oop",),
+    "barrier": ("monitored_barrier", "all_reduce_barrier"),
+    "coalesced": ("_end_coalescing",),
+    RECV: ("recv_anysource",),
+}
+_NAMES = {other: name for name, others in _SAME.items() for other in others}
+
+
+def source_name(filename: str, folder: str) -> str:
+    """Return the path of a source file without the folder of installed packages, or without ``folder``.
+
+    Args:
+        filename: the path.
+        folder: working directory of the process that runs it; "" if that is not known.
+    """
+    _, packages, rest = filename.rpartition("/site-packages/")
+    return rest if packages else filename.removeprefix(f"{folder.rstrip('/')}/") if folder else filename
+
+
+def operation_name(name: str) -> str:
+    """Return the one name of an operation that torch, or its flight recorder, calls ``name``."""
+    return _NAMES.get(name, name)
+
+
+_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[(.*?)\])? \(most recent call first\):")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_COLLECTING = "  Garbage-collecting"
+COLLECTION = "garbage collection of Python"
+"""Stands as the innermost call in the stack of a thread that collects garbage."""
+
+
+def has_stack_of(thread: int, text: str) -> bool:
+    """Return whether a text contains the calls of a thread, or says that it has none."""
+    return any(int(match[1], 16) == thread and "\n" in text[match.end() + 1 :] for match in _HEAD.finditer(text))
+
+
+def read_stacks(text: str, training: int, folder: str = "") -> list[Thread]:
+    """Return the threads of a process, the training thread first.
+
+    Args:
+        text: what faulthandler has written.
+        training: identifier of the training thread.
+        folder: working directory of the process; paths in it are shortened, like those of installed packages.
+    """
+    found: list[Thread] = []
+    for line in text.splitlines():
+        if (head := _HEAD.fullmatch(line)) is not None:
+            trains = int(head[1], 16) == training
+            name = head[2] or ("MainThread" if trains else f"thread {len(found)}")
+            found.append(Thread(name, trains=trains))
+        elif found and line == _COLLECTING:
+            found[-1] = replace(found[-1], frames=(COLLECTION,))
+        elif found and (call := _CALL.fullmatch(line)) is not None:
+            frame = f"{source_name(call[1], folder)}:{call[2]} {call[3]}"
+            found[-1] = replace(found[-1], frames=(*found[-1].frames, frame))
+    return sorted(found, key=lambda thread: not thread.trains)
+
+
+def with_kernel(threads: Sequence[Thread], of_the_system: Sequence[Thread]) -> tuple[Thread, ...]:
+    """Return the threads of a process with their calls, and with what the operating system says of them.
+
+    Only the training thread is known to be the same in both, the first one. All others are listed twice.
+
+    Args:
+        threads: the threads with their calls.
+        of_the_system: all threads as the operating system lists them.
+    """
+    main = next((thread for thread in of_the_system if thread.trains), Thread(""))
+    merged = [replace(one, kernel=main.kernel) if one.trains else one for one in threads]
+    if not any(thread.trains for thread in merged):
+        return (*of_the_system, *merged)
+    return (*merged, *(thread for thread in of_the_system if not thread.trains))
+
+
+_NEAR = 64
+"""Number of operations within which a skipped or swapped operation is looked for."""
+
+
+class Started(Protocol):
+    """An operation that was started. ``sizes`` and ``site`` may be any values that are equal for equal operations."""
+
+    @property
+    def group(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def peer(self) -> int | None: ...
+    @property
+    def sizes(self) -> Any: ...
+    @property
+    def site(self) -> Any: ...
+
+
+T = TypeVar("T", bound=Started)
+
+
+def departure(before: Sequence[T], now: Sequence[T]) -> tuple[str, T, T] | None:
+    """Return the first departure of a step from the step before; None if ``now`` is a beginning of ``before``.
+
+    Args:
+        before: all operations of the step before, in the order in which they were started.
+        now: the operations of the present step so far.
+
+    Returns:
+        (kind, the operation that was due, the operation that was started instead); see
+        :class:`ft.faults.hang.look.Departure`.
+    """
+    if not before:
+        return None
+    at = next((i for i, (old, new) in enumerate(zip(before, now, strict=False)) if _what(old) != _what(new)), None)
+    if at is None:
+        return None if len(now) <= len(before) else (ADDED, before[-1], now[len(before)])
+    due, found = before[at], now[at]
+    if (due.group, due.name, due.site) == (found.group, found.name, found.site):
+        return CHANGED, due, found
+    ahead = before[at + 1 : at + 1 + _NEAR]
+    if _what(found) in map(_what, ahead):
+        # A rank that makes up for the operation has taken two in the other order.
+        after, usual = (
+            [_what(one) for one in steps[place : place + 1]] for steps, place in ((now, at + 1), (before, at + 2))
+        )
+        is_made_up = _what(found) == _what(ahead[0]) and after == [_what(due)] != usual
+        return SWAPPED if is_made_up else SKIPPED, due, found
+    # The same call from another line is a branch of the program in which the order is another one.
+    return SWAPPED if _call(found) in map(_call, ahead) else ADDED, due, found
+
+
+def missing_end(before: Sequence[T], now: Sequence[T], after: Sequence[T]) -> tuple[str, T, T] | None:
+    """Return the departure of a step that has ended although it is shorter than the step before, or None.
+
+    Args:
+        before: all operations of the step before.
+        now: all operations of the step.
+        after: the operations that were started since.
+    """
+    return (SKIPPED, before[len(now)], after[0]) if len(now) < len(before) and after else None
+
+
+def _what(one: Started) -> tuple:
+    return (*_call(one), one.site)
+
+
+def _call(one: Started) -> tuple:
+    return (one.group, one.name, one.peer, one.sizes)

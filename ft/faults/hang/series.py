@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ft.faults.hang.causes import BUSY, SLOW_LINK, SLOW_RANK, Cause, Diagnosis, Search, diagnose
+from ft.faults.hang.format import Who
 from ft.faults.hang.look import RUNNING, Look, Rank
-from ft.faults.hang.who import Who
 from ft.show.text import capitalised
 
 _SHARE = 0.5

@@ -4,9 +4,7 @@ The readings are those of :mod:`ft.platform.health`. Everything here is pure: no
 """
 
 from ft.faults.health.findings import Finding, informed, rules
-from ft.faults.health.gpu_rows import GPU_RULES
-from ft.faults.health.node_rows import NODE_RULES
-from ft.faults.health.rule import ACTIONS, DRAIN, EVICT, WATCH, Rule
+from ft.faults.health.rows import ACTIONS, DRAIN, EVICT, GPU_RULES, NODE_RULES, WATCH, Rule
 
 RULES: tuple[Rule, ...] = GPU_RULES + NODE_RULES
 """All rules; of the rules for an observation, the first that fits it applies."""

@@ -7,16 +7,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ft.faults.health.gpu_rows import GPU_RULES
-from ft.faults.health.node_rows import NODE_RULES
-from ft.faults.health.rule import (
+from ft.faults.health.rows import (
     ACTIONS,
     AT_LEAST,
     AT_MOST,
     FELL,
+    GPU_RULES,
     GREW,
     HAPPENED,
     MOVED,
+    NODE_RULES,
     ROSE,
     THIS,
     WATCH,
@@ -36,7 +36,7 @@ class Finding:
         observation: name of the observation.
         category: class of fault, as in ``ft.faults.verdict``.
         action: "watch", "evict at the next step" or "drain".
-        cause: where the cause is, as in ``ft.faults.health.rule``.
+        cause: where the cause is, as in ``ft.faults.health.rows``.
         reason: what was observed, with its value.
         advice: what a person should do.
         source: where the meaning of the observation is written down.

@@ -122,7 +122,7 @@ def cause_of_crash(run_dir: Path, told: Collection[str]) -> str:
         told: names of the workers whose last words are at the terminal.
     """
     from ft.faults import first_cause as causes
-    from ft.record import crash, crash_text
+    from ft.record import crash
 
     try:
         found = crash.read(run_dir).found
@@ -132,4 +132,4 @@ def cause_of_crash(run_dir: Path, told: Collection[str]) -> str:
         return ""
     is_told = len(found.cause.errors) == 1 and found.cause.first.worker in told
     is_all = not found.others and all(group.kind == causes.ENDED for group in found.consequences)
-    return "" if is_told and is_all and not found.earlier else crash_text.as_text(found, told)
+    return "" if is_told and is_all and not found.earlier else crash.as_text(found, told)

@@ -58,7 +58,7 @@ class Room:
         """At the end of the run, print which records the run's files lack, if the disk was full at some time."""
         if not self._was_full:
             return
-        from ft.record import missing as records
+        from ft.record import run as records
         from ft.record.run import load
 
         try:

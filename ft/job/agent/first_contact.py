@@ -17,7 +17,7 @@ from pathlib import Path
 from ft.base import bounded_json, files, token
 from ft.base.errors import UserError
 from ft.job.messages import PeerUnreached, Reach
-from ft.platform import election, ports
+from ft.platform import election, network
 
 PROOF_S = 12.0
 """Seconds for which something has to be seen before it counts as proof: longer than a busy node answers late."""
@@ -93,7 +93,7 @@ class ControlPlaneWatch:
         since, before = self._first
         if now - since < PROOF_S or newest.count <= before.count:
             return
-        where, own = newest.where.removeprefix(_SCHEME), ports.interfaces()
+        where, own = newest.where.removeprefix(_SCHEME), network.interfaces()
         raise UserError(
             f"the control plane on {newest.node} is alive, and {socket.gethostname()} cannot connect to it at {where}: "
             f"{_why_not(newest.where)}; the addresses here are "
@@ -105,7 +105,7 @@ class ControlPlaneWatch:
 def _why_not(where: str) -> str:
     """Return why the control plane's address does not accept a connection, "" if it does."""
     host, _, port = where.removeprefix(_SCHEME).rpartition(":")
-    return ports.cannot_connect(host, int(port), _TRY_S)
+    return network.cannot_connect(host, int(port), _TRY_S)
 
 
 def leave_message(run_dir: Path, node: str, reason: str) -> None:
@@ -157,7 +157,7 @@ def _reach(order: Reach, node: str, post: Callable[[PeerUnreached], None]) -> No
     address = order.addresses[peer]
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + PROOF_S
-    while why := ports.cannot_connect(host, int(port), _TRY_S):
+    while why := network.cannot_connect(host, int(port), _TRY_S):
         if time.monotonic() > deadline:
             post(PeerUnreached(node, peer, address, why))
             return

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ft.base import files
-from ft.faults.hang import stacks as calls
+from ft.faults.hang import look as calls
 from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread, united
 from ft.job.messages import Look, Looked, LookTaken
 from ft.net.codec import to_json
-from ft.platform import connections, processes, stacks
+from ft.platform import network, processes, stacks
 from ft.platform.stacks import Handler
 from ft.record import looks as record
 
@@ -146,7 +146,7 @@ def _add_stacks(look: _Open) -> None:
     texts = stacks.of_processes(asked, lambda text, handler: calls.has_stack_of(handler.thread, text)) if asked else {}
     for worker, text in texts.items():
         pid, handler = asked[worker]
-        threads = calls.read(text, handler.thread, processes.folder(pid))
+        threads = calls.read_stacks(text, handler.thread, processes.folder(pid))
         said = look.silent[worker]
         look.silent[worker] = replace(said, threads=calls.with_kernel(threads, said.threads))
 
@@ -168,7 +168,7 @@ def of_the_system(rank: int, worker: str, node: str, pid: int | None) -> Rank:
 
 
 def _store(path: Path, values: dict[str, Any]) -> None:
-    round_trip_s = connections.round_trip_s()
+    round_trip_s = network.round_trip_s()
     values["ranks"] = [{**said, "round_trip_s": round_trip_s} for said in values["ranks"]]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

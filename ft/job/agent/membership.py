@@ -21,7 +21,7 @@ from ft.job.agent.environment import NodeContext
 from ft.job.agent.options import Cluster, Script
 from ft.job.control.start_checks import MISSING, OUTPUT, THERE
 from ft.job.messages import AgentJoined
-from ft.platform import election, holders, ports, shared_state
+from ft.platform import election, holders, network, shared_state
 from ft.record.run import read_status
 
 _INPUTS = (
@@ -39,7 +39,7 @@ def describe(cluster: Cluster, script: Script) -> dict[str, Any]:
 
     return {
         "machine": socket.gethostname(),
-        "interfaces": ports.interfaces(),
+        "interfaces": network.interfaces(),
         "about": {**versions(), "--nnodes": str(cluster.nnodes), "--standby-nodes": str(cluster.standby_nodes)},
         "paths": paths(script.args),
         "clock": time.time(),

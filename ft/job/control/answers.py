@@ -13,9 +13,9 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.faults.hang.causes import BUSY
+from ft.faults.hang.format import Who
 from ft.faults.hang.look import Look
 from ft.faults.hang.series import over_time
-from ft.faults.hang.who import Who
 from ft.job import messages as m
 from ft.job.control.state import State
 from ft.record import looks

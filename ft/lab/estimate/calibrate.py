@@ -18,8 +18,8 @@ from ft.lab.estimate.models import Model
 from ft.lab.estimate.profile import part_works, pipeline_of
 from ft.lab.estimate.stage import PartWork, PlacedStep
 from ft.systems.dmr.plan.predict import simulate
-from ft.systems.schedule.megatron import Pipeline
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.kinds import Pipeline
+from ft.systems.schedule.program import Unit
 
 _LEAST_SLOWDOWN, _MOST_SLOWDOWN, _BISECTIONS = 0.01, 1000.0, 40
 """Range in which the slowdown is searched, and the number of halvings of its logarithm."""

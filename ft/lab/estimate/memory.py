@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ft.lab.estimate.block import BF16, FP32, forward, saved_bytes
 from ft.lab.estimate.layout import Layout
 from ft.lab.estimate.models import Model
-from ft.systems.schedule.megatron import Pipeline, orders
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.kinds import Pipeline, orders
+from ft.systems.schedule.program import Unit
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Compute from analytic costs the trace of one training iteration that profiling a run would record.
 
 The trace lists the operators of all pipeline stages and the windows: times in which a stage only communicates or is
-idle. The planner of DMR accepts the trace in place of a recorded profile. DMR (dual modular redundancy, from the
-SpareTrain paper) executes each operator twice, if possible in a window, and compares the results.
+idle. The planner of DMR accepts the trace in place of a recorded profile.
 """
 
 from collections import defaultdict
@@ -27,8 +26,8 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
-from ft.systems.schedule.megatron import Pipeline
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.kinds import Pipeline
+from ft.systems.schedule.program import Unit
 
 
 def pipeline_of(model: Model, layout: Layout, cluster: Cluster) -> Pipeline:

@@ -1,7 +1,6 @@
 """Implement ``ft dmr selftest``, which finds the operators that are not reproducible bit for bit on this machine.
 
-DMR (dual modular redundancy) executes each operator twice and compares the results. It must not compare operators that
-are not reproducible, and reads their names from a file that this command can write.
+DMR must not compare operators that are not reproducible, and reads their names from a file that this command can write.
 """
 
 import argparse

@@ -1,23 +1,365 @@
 """Implement ``ft diagnose``, which finds the causes of errors, in devices and in runs that crash or hang."""
 
-from ft.base.subcommands import add_group
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-_SUBCOMMANDS = (
-    "ft.observe.diagnose.command",
-    "ft.observe.diagnose.silent_command",
-    "ft.observe.diagnose.hang_command",
-    "ft.observe.diagnose.crash_command",
-    "ft.observe.diagnose.start_command",
-)
-"""Modules with an ``add_parser`` function each, in the order in which help lists them."""
+from ft.base import events
+from ft.base.errors import UserError
+from ft.base.subcommands import add_group
+from ft.observe.diagnose.looking import looks_of
+from ft.platform import suspects
+from ft.record.run import EVENTS
+
+if TYPE_CHECKING:
+    from ft.faults.hang.look import Look
+    from ft.observe.diagnose.silent import Device, Silent
+    from ft.record.crash import Crash
+
+_COMPARE = """\
+Compare the checkpoints of several runs of one training with --deterministic-mode, step by step and bit for bit (NaN
+equals NaN), up to the first step at which they differ. The output says which parameters, optimizer states and random
+generators differ, by how much, and which logical ranks wrote them. With three or more runs, the majority shows which
+run is the outlier (FT-HSDP, section 2.2: the same training on several hosts finds the host that corrupts data)."""
+
+_COMPARE_CODES = """\
+exit code: 0 all steps are equal, 1 they differ, 2 the runs cannot be compared
+
+With --save-interval 1 the faulty step is known exactly; a step or two later everything differs. With the distributed
+optimizer, --no-dist-ckpt-optim-fully-reshardable stores the shard of every rank separately, so that its rank is
+known."""
+
+_SHOWN = 20
+
+
+def _add_compare(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="find the first step, parameter and rank at which equal runs differ, and the run that deviates",
+        description=_COMPARE,
+        epilog=_COMPARE_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="folder that was given to a run as --save; give two or more"
+    )
+    parser.add_argument(
+        "--step", type=int, action="append", help="compare only this step; may be repeated (default: all steps)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="treat files as equal if their sizes and CRC-32 in the manifests are equal; then only the first "
+        "differing step is read",
+    )
+    parser.add_argument(
+        "--show", type=int, default=_SHOWN, metavar="N", help=f"number of lines of the table (default: {_SHOWN})"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON with everything that differs instead of tables")
+    parser.set_defaults(main=run_compare)
+
+
+def run_compare(given: argparse.Namespace) -> int:
+    """Compare the runs and print the result.
+
+    Returns:
+        0 if they are equal, 1 if they differ.
+
+    Raises:
+        UserError: a folder, a checkpoint or their combination cannot be compared.
+    """
+    # Import these modules here, so that showing the help does not wait for the import of torch.
+    from ft.observe.diagnose.compare import compare
+    from ft.observe.diagnose.stored import open_runs
+    from ft.observe.diagnose.text import as_text, as_values
+
+    found = compare(open_runs(given.runs), given.step, quick=given.quick)
+    print(json.dumps(as_values(found)) if given.json else as_text(found, given.show))
+    return 1 if found.findings else 0
+
+
+_SILENT = """\
+Read what double execution (--ft-dmr) has recorded in the events of runs, and list the devices that computed wrongly:
+how often, in which operators, and what followed. A device is to be pulled if it was wrong in several steps or was
+evicted; one mismatch may be a cosmic ray. An operator that differs on several devices is not reproducible, and no
+device is at fault. With --out the devices are added to a file, and ft run --suspects FILE uses none that is to be
+pulled."""
+
+_SILENT_CODES = "exit code: 0 nothing was wrong, 1 there were mismatches, 2 a run cannot be read"
+_HEAD = ("advice", "host", "device", "runs", "steps", "mismatches", "operators", "then")
+
+
+def _add_silent(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "silent",
+        help="list the machines and devices that computed wrongly in runs with double execution",
+        description=_SILENT,
+        epilog=_SILENT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="folder that was given to ft run as --run-dir"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="add the devices to this file for ft run --suspects")
+    parser.add_argument("--json", action="store_true", help="print JSON with every step instead of tables")
+    parser.set_defaults(main=run_silent)
+
+
+def run_silent(given: argparse.Namespace) -> int:
+    """Print which devices computed wrongly.
+
+    Returns:
+        0 if none did, 1 otherwise.
+
+    Raises:
+        UserError: a folder contains no run, or cannot be read, or the file of suspects cannot be read or written.
+    """
+    from ft.observe.diagnose.silent import as_values, read, silent, suspects_of
+
+    found = silent(read(given.runs))
+    every = None if given.out is None else suspects.add(given.out, suspects_of(found))
+    print(json.dumps(as_values(found)) if given.json else as_text(found))
+    if every is not None and not given.json:
+        pulled = sum(one.advice == suspects.PULL for one in every)
+        print(f"\n{given.out} has {len(every)} device(s) now, {pulled} of them to pull")
+    return 1 if found.devices else 0
+
+
+def as_text(found: "Silent") -> str:
+    """Return the result as text: a line about the runs, the devices, the operators, and what to do."""
+    from ft.observe.diagnose.silent import PULL
+    from ft.show.text import count, table
+
+    lines = [count(len(found.histories), "run")]
+    shares = [(*one.coverage, one.name) for one in found.histories if one.coverage is not None]
+    if shares:
+        share, step, name = min(shares)
+        lines.append(f"least coverage: {share:.2%} of the operators, in step {step} of {name}")
+    if not found.devices:
+        return "\n".join([*lines, "no mismatch is on record"])
+    lines += ["", table(_HEAD, [_row(one) for one in found.devices], right=(3, 4, 5))]
+    for name, places in found.operators.items():
+        lines.append(f"\n{name} differed on {len(places)} devices: it is not reproducible there; leave it out, see")
+        lines.append("  ft dmr selftest")
+    hosts = sorted({one.host for one in found.devices if one.advice == PULL})
+    return "\n".join([*lines, *(["", f"pull: {', '.join(hosts)}"] if hosts else [])])
+
+
+def _row(one: "Device") -> tuple[str, ...]:
+    most = one.operators.most_common(3)
+    operators = ", ".join(f"{name} ({times})" for name, times in most)
+    more = len(one.operators) - len(most)
+    counted = ((one.corrected, "corrected"), (one.evicted, "evicted"), (one.ended, "ended the run"))
+    then = ", ".join(f"{number} {what}" for number, what in counted if number)
+    numbers = (len(one.runs), len(one.steps), one.mismatches)
+    return (one.advice, one.host, one.device, *map(str, numbers), operators + (f", {more} more" if more else ""), then)
+
+
+_HANG = """\
+Say why a run hangs: which logical rank the others wait for, in which operation, and where that rank is instead. The
+answer follows from the wait-for graph over all process groups (FT-HSDP, section 2.3). A run takes a look at all its
+workers by itself before a time limit passes; while a run is under way, this command asks for a new one. Of a run of
+replicas, all replicas are asked, and the graph contains their waits for the quorum and for each other's gradients. With
+--traces, the dumps of torch's flight recorder are read instead, which every run under torchrun can write."""
+
+_HANG_CODES = "exit code: 0 nobody is at fault, 1 a cause was found, 2 there is nothing to read"
+
+
+def _add_hang(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "hang",
+        help="say which rank a hanging run waits for, and where that rank is",
+        description=_HANG,
+        epilog=_HANG_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder that was given to ft run as --run-dir")
+    source.add_argument("--traces", metavar="FOLDER", type=Path, help="folder with dumps of torch's flight recorder")
+    parser.add_argument("--look", type=int, metavar="N", help="number of the look to read (default: the newest)")
+    parser.add_argument("--looks", type=int, default=1, metavar="N", help="take N looks, to tell who slows a run down")
+    parser.add_argument("--every", type=float, default=0.3, metavar="S", help="seconds between looks (default: 0.3)")
+    parser.add_argument("--stored", action="store_true", help="read the newest stored look, and ask for no new one")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who waits for whom (.png, .svg or .pdf)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(main=run_hang)
+
+
+def run_hang(given: argparse.Namespace) -> int:
+    """Print the causes.
+
+    Returns:
+        0 if there is none, 1 otherwise.
+
+    Raises:
+        UserError: there is no look to read, or it cannot be read.
+    """
+    from ft.faults.hang.series import over_time
+    from ft.observe.diagnose.hang import as_text, as_values
+
+    if given.looks < 1 or given.every <= 0:
+        raise UserError("--looks must be at least 1, and --every above 0", "leave them out for a single look")
+    if given.traces is not None:
+        taken = [_traces(given.traces)]
+    else:
+        asks = given.look is None and not given.stored
+        hosts = events.hosts(events.read(given.run / EVENTS))
+        taken = [
+            replace(look, hosts=hosts)
+            for look in looks_of(given.run, given.look, given.looks if asks else 0, given.every)
+        ]
+    look, found = taken[-1], over_time(taken)
+    if given.picture is not None:
+        from ft.observe.diagnose.hang_picture import save
+
+        try:
+            save(given.picture, look, found)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{given.picture} cannot be written: {error}", "name a .png, .svg or .pdf file") from error
+    print(json.dumps(as_values(look, found)) if given.json else as_text(look, found))
+    return 1 if found.causes else 0
+
+
+def _traces(folder: Path) -> "Look":
+    from ft.observe.diagnose.flight_recorder import read
+
+    return read(folder)
+
+
+_CRASH = """\
+Read the events, the journal and the logs of runs, and say of many ranks' errors which came first in the order of
+causes: an exception of the program, too little memory or a device error before lost connections, waits that timed out
+and processes that ft run itself has ended. Equal errors of many ranks count once; the stack is printed once; the other
+errors are counted. Times decide only between errors of one class."""
+
+_CRASH_CODES = "exit code: 0 no run has crashed, 1 there is a first cause, 2 a run cannot be read"
+
+
+def _add_crash(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "crash",
+        help="say which of many ranks' errors was the first cause of a crash, with its stack",
+        description=_CRASH,
+        epilog=_CRASH_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="folder that was given to ft run as --run-dir"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, one object for each run, instead of text")
+    parser.set_defaults(main=run_crash)
+
+
+def run_crash(given: argparse.Namespace) -> int:
+    """Print the first cause of each run's crash.
+
+    Returns:
+        0 if no run has crashed, 1 otherwise.
+
+    Raises:
+        UserError: a folder contains no run, or cannot be read.
+    """
+    from ft.record import crash
+    from ft.record.run import EVENTS
+
+    found: dict[str, Crash] = {}
+    for folder in given.runs:
+        replicas = sorted(each for each in folder.glob("replica-*") if (each / EVENTS).is_file())
+        found |= {str(each): crash.read(each) for each in replicas or [folder]}
+    if given.json:
+        values = [{"run": name, "state": one.state, **_crash_values(one)} for name, one in found.items()]
+        print(json.dumps(values))
+    else:
+        texts = [
+            f"{name}: {one.state}\n{crash.as_text(one.found) if one.found else _nothing(name, one)}"
+            for name, one in found.items()
+        ]
+        print("\n\n".join(texts))
+    return 1 if any(one.found is not None or one.state.startswith("stopped") for one in found.values()) else 0
+
+
+def _crash_values(one: "Crash") -> dict:
+    from ft.record import crash
+
+    told = {"message": one.message, "started": one.started}
+    return told if one.found is None else {**told, **crash.as_values(one.found)}
+
+
+def _nothing(name: str, one: "Crash") -> str:
+    """Return what there is to say of a run without a first cause."""
+    from ft.record.run import is_planned_end
+
+    if one.state.startswith("stopped"):
+        hint = "" if one.started else f"\nit never made a step: ft diagnose start {name}"
+        return f"no worker had an error; the run said: {one.message}{hint}"
+    if is_planned_end(one.state):
+        recovered = len({error.attempt for error in one.errors if not error.by_us})
+        return f"no crash; {recovered} fault(s) were recovered from" if recovered else "no crash, and no error"
+    return "no error so far"
+
+
+_START = """\
+Read the folder of a run that never made its first step, and say why: which agents joined and which did not, what
+differs between the nodes (versions, flags, paths of the command line), addresses that others cannot reach, clocks that
+differ, workers that did not come up and their first error, another run in the folder. ft run itself refuses most of
+this within 30 s; the command also tells of runs that have not ended or that were killed."""
+
+_START_CODES = "exit code: 0 nothing kept the run from starting, 1 there is a reason, 2 the folder cannot be read"
+
+
+def _add_start(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "start",
+        help="say why a run has never made its first step",
+        description=_START,
+        epilog=_START_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder that was given to ft run as --run-dir")
+    parser.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        default="",
+        help="try this address of the control plane from this machine, and name the process that holds its port here "
+        "(default: the address in the folder)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(main=run_start)
+
+
+def run_start(given: argparse.Namespace) -> int:
+    """Print why the run has not started.
+
+    Returns:
+        0 if nothing kept it from starting, 1 otherwise.
+
+    Raises:
+        UserError: there is no such folder, or the endpoint is no host:port.
+    """
+    from ft.record import start as starts
+
+    start = starts.look(starts.read(given.run), given.rdzv_endpoint)
+    found = starts.findings(start, time.time())
+    print(json.dumps(starts.as_values(start, found)) if given.json else starts.as_text(str(given.run), start, found))
+    return 1 if any(one.is_cause for one in found) and not start.has_begun else 0
 
 
 def add_parser(subparsers) -> None:
     """Add ``diagnose`` with its subcommands."""
-    add_group(
+    nested = add_group(
         subparsers,
         "diagnose",
-        _SUBCOMMANDS,
+        (),
         help="find why a run crashed, hangs or never starts, where runs differ, and which devices compute wrongly",
         description="Find why a run crashed, hangs or never starts, where runs differ, and which devices are wrong.",
     )
+    for add in (_add_compare, _add_silent, _add_hang, _add_crash, _add_start):
+        add(nested)

@@ -17,9 +17,7 @@ from typing import Any
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from ft.faults.hang.look import RECV, SEND, Departure, Look, Operation, Rank, channel
-from ft.faults.hang.names import operation_name
-from ft.faults.hang.program import departure
+from ft.faults.hang.look import RECV, SEND, Departure, Look, Operation, Rank, channel, departure, operation_name
 
 _NUMBERED = re.compile(r"(\d+)(?:\.[a-z]+)*$")
 _MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")

@@ -7,10 +7,9 @@ from typing import Any
 
 from ft.base.events import named
 from ft.faults.hang.causes import Cause, Diagnosis
+from ft.faults.hang.format import THE_SERVER, Who, is_in_own_wait
 from ft.faults.hang.graph import ELSEWHERE
 from ft.faults.hang.look import FETCH, SERVER, Look, Thread
-from ft.faults.hang.places import is_in_own_wait
-from ft.faults.hang.who import THE_SERVER, Who
 from ft.show.text import count, spans, table
 
 _MOST_FRAMES = 12

@@ -9,9 +9,9 @@ from pathlib import Path
 from matplotlib.patches import FancyBboxPatch
 
 from ft.faults.hang.causes import Cause, Diagnosis
+from ft.faults.hang.format import Who
 from ft.faults.hang.graph import Wait
 from ft.faults.hang.look import Look
-from ft.faults.hang.who import Who
 from ft.show import palette
 from ft.show.axes import DPI, as_png, rows
 from ft.show.text import capitalised

@@ -20,7 +20,7 @@ from ft.observe.report import ranks
 from ft.observe.report.lineage import Step
 from ft.observe.report.record import NOTHING, Record, load
 from ft.platform import election, processes
-from ft.record import missing as records
+from ft.record import run as records
 from ft.record.recoveries import UNDER_WAY, Recovery
 from ft.record.run import NOT_ENDED, Run, is_planned_end
 from ft.show.text import seconds, shortened, table

@@ -17,7 +17,7 @@ from ft.observe.report.record import Record, Replica
 from ft.observe.report.stacks import has_stacks, stacks_line, wipe_outs_line
 from ft.observe.report.stalls import FAILURE, REJOIN, RESTART, Incident
 from ft.observe.report.status import saves
-from ft.record import missing as records
+from ft.record import run as records
 from ft.record.block import what_differs, what_failed
 from ft.record.recoveries import Recovery
 from ft.show.text import count, percent, seconds, shortened, table

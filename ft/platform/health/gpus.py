@@ -1,7 +1,8 @@
 """Reads NVIDIA GPUs through NVML: memory errors, row remaps, links, throttling, power and temperature, and Xids.
 
 An Xid is an error report of NVIDIA's driver. NVML delivers Xids to a program that has asked for them, also where the
-kernel log cannot be read, as in most containers; those of earlier times are in the kernel log only.
+kernel log cannot be read, as in most containers; those of earlier times are in the kernel log only. After a fault the
+driver asks for a recovery action; the same numbers stand in the text of Xid 154 and in NVML's field for the action.
 """
 
 import contextlib
@@ -11,9 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft.platform.health import recovery
-from ft.platform.health.files import Source, as_pci_address, folders, pci_name, text
-from ft.platform.health.observation import COUNTER, EVENT
+from ft.platform.health.observation import COUNTER, EVENT, Source, as_pci_address, folders, pci_name, text
+
+RECOVERY_ACTIONS = (
+    *("none", "gpu_reset", "node_reboot", "drain_p2p", "drain_and_reset", "recover_imex_domain", "bus_reset"),
+    "system_reboot",
+)
+"""Names of the actions by their numbers (NVML's enumeration ``nvmlDeviceGpuRecoveryAction_t``)."""
+UNKNOWN_ACTION = "unknown"
+NO_ACTION = 0
+
+
+def action_name(number: float) -> str:
+    """Return the name of an action; UNKNOWN_ACTION if the number is one of a newer driver."""
+    return RECOVERY_ACTIONS[int(number)] if 0 <= number < len(RECOVERY_ACTIONS) else UNKNOWN_ACTION
+
 
 FROM_NVML = "NVML: "
 """How the text of an event begins that NVML has delivered."""
@@ -212,7 +225,7 @@ class Gpus:
         found.add(device, "gpu.sram.over_threshold", None if sram is None else int(bool(sram.bThresholdExceeded)))
         found.add(device, "gpu.pages.pending", self._ask("nvmlDeviceGetRetiredPagesPendingStatus", handle))
         if (action := self._recovery_action(handle)) is not None:
-            found.add(device, f"gpu.recovery.{recovery.name_of(action)}", int(action != recovery.NONE))
+            found.add(device, f"gpu.recovery.{action_name(action)}", int(action != NO_ACTION))
 
     def _recovery_action(self, handle: Any) -> float | None:
         return self._fields(handle, ["NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"])[0]
@@ -291,7 +304,7 @@ class Gpus:
         action = self._recovery_action(data.device) if data.eventData == _RECOVERY_CHANGED else None
         if action is None:
             return f"xid.{data.eventData}"
-        return "gpu.recovered" if action == recovery.NONE else f"xid.154.{recovery.name_of(action)}"
+        return "gpu.recovered" if action == NO_ACTION else f"xid.154.{action_name(action)}"
 
     def _waiting(self) -> Iterator[Any]:
         for _ in range(_MOST_EVENTS if self._events is not None else 0):

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from ft.platform.health import recovery
-from ft.platform.health.files import Source, pci_name
-from ft.platform.health.observation import EVENT, Observation
+from ft.platform.health import gpus
+from ft.platform.health.observation import EVENT, Observation, Source, pci_name
 
 _ADDRESS = r"(?P<address>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}(?::[0-9a-fA-F]{2}(?:\.\d)?)?)"
 _RECORD = 8192
@@ -53,8 +52,8 @@ def _recovery(number: str) -> str:
 
 LINES = (
     Line("gpu.recovered", _recovery("0"), "gpu "),  # nothing is asked for any more
-    *(Line(f"xid.154.{name}", _recovery(f"{n:x}"), "gpu ") for n, name in enumerate(recovery.ACTIONS) if n),
-    Line(f"xid.154.{recovery.UNKNOWN}", _recovery("[0-9a-f]+"), "gpu "),
+    *(Line(f"xid.154.{name}", _recovery(f"{n:x}"), "gpu ") for n, name in enumerate(gpus.RECOVERY_ACTIONS) if n),
+    Line(f"xid.154.{gpus.UNKNOWN_ACTION}", _recovery("[0-9a-f]+"), "gpu "),
     Line("xid.{code}.reset", rf"{_XID}(?P<code>94), .*\bRST: Yes", "gpu "),
     Line("xid.{code}.fatal", rf"{_XID}(?P<code>14[4-9]), .*\bFatal\s+XC\d", "gpu "),
     Line("xid.{code}", rf"{_XID}(?P<code>\d+)", "gpu "),

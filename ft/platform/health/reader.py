@@ -1,15 +1,284 @@
-"""Takes readings of a node: asks every source once, and collects what they observe and which of them cannot be read."""
+"""Takes readings of a node: asks every source once, and collects what they observe and which of them cannot be read.
 
+The sources besides GPUs and the kernel log are files of /sys and /proc: the clock, disks, memory, network ports, PCIe
+links and processors. EDAC is the part of the kernel that counts the errors which memory controllers correct or detect.
+"""
+
+import ctypes
+import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft.platform.health import clock, disks, memory, nics, pcie, processors
-from ft.platform.health.files import Source
 from ft.platform.health.gpus import FROM_NVML, Gpus, find_nvml
 from ft.platform.health.kernel_log import KernelLog
-from ft.platform.health.observation import EVENT, Observation, Reading
+from ft.platform.health.observation import (
+    COUNTER,
+    EVENT,
+    Observation,
+    Reading,
+    Source,
+    folders,
+    number,
+    pci_address,
+    text,
+)
+
+_UNSYNCHRONIZED = 0x40
+_WORDS_BEFORE_STATUS = 5
+_SLOW_SOURCES = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
+
+
+def kernel_status() -> tuple[int, int] | None:
+    """Return (status bits, largest error in microseconds) of the kernel's clock, as ``adjtimex`` reports them.
+
+    Returns:
+        None if the call is not permitted or not there.
+    """
+    try:
+        # struct timex begins with: modes, offset, freq, maxerror, esterror, status; it has at most 208 bytes
+        words = (ctypes.c_long * 32)()
+        if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(words)) < 0:
+            return None
+        return int(words[_WORDS_BEFORE_STATUS]) & 0xFFFFFFFF, int(words[3])
+    except (OSError, AttributeError):
+        return None
+
+
+def read_clock(
+    root: Path, node: str, when: float, status: Callable[[], tuple[int, int] | None] = kernel_status, ahead: float = 0.0
+) -> Source:
+    """Return the observations of the clock.
+
+    Args:
+        root: root of the file tree, normally "/".
+        node: name of the node.
+        when: wall time in seconds since 1970.
+        status: function that returns what ``kernel_status`` does.
+        ahead: wall time minus monotonic time of this host, in seconds; its change shows a step of the clock.
+    """
+    found = Source(node, when)
+    source = text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource")
+    if source is not None:
+        found.add("", "clock.slow_source", int(source in _SLOW_SOURCES), text=source)
+    answer = status()
+    if answer is not None:
+        bits, error_us = answer
+        found.add("", "clock.unsynchronized", int(bool(bits & _UNSYNCHRONIZED)))
+        if not bits & _UNSYNCHRONIZED:
+            found.add("", "clock.error", error_us / 1e6, "s")
+    else:
+        found.unreadable = "adjtimex is not permitted, or the clock is not this node's"
+    found.add("", "clock.ahead", ahead, "s")
+    return found
+
+
+def ahead_of_monotonic() -> float:
+    """Return wall time minus monotonic time of this host, in seconds."""
+    return time.time() - time.monotonic()
+
+
+def read_disks(root: Path, node: str, when: float, watched: Sequence[Path] = ()) -> Source:
+    """Return the observations of the disks.
+
+    Args:
+        root: root of the file tree, normally "/".
+        node: name of the node.
+        when: wall time in seconds since 1970.
+        watched: folders whose free space and writability are observed.
+    """
+    found = Source(node, when)
+    for controller in folders(root / "sys/class/nvme"):
+        state = text(controller / "state")
+        if state is not None:
+            found.add(controller.name, "disk.live", int(state == "live"), text=state)
+        for sensor in folders(controller):
+            if sensor.name.startswith("hwmon"):
+                heat = number(sensor / "temp1_input")
+                found.add(controller.name, "disk.temperature", None if heat is None else heat / 1000, "C")
+        if address := pci_address(controller / "device"):
+            found.aliases[address] = controller.name
+    for disk in folders(root / "sys/block"):
+        found.add(disk.name, "disk.errors", number(disk / "device/ioerr_cnt"), kind=COUNTER)
+    for folder in watched:
+        _read_folder(found, folder)
+    if not found.observations:
+        found.unreadable = "no disk reports a state or errors"
+    return found
+
+
+def _read_folder(found: Source, folder: Path) -> None:
+    try:
+        disk = os.statvfs(folder)
+    except OSError as error:
+        found.add(str(folder), "disk.unreachable", 1, text=str(error))
+        return
+    if disk.f_blocks:
+        found.add(str(folder), "disk.free", disk.f_bavail * disk.f_frsize, "bytes")
+        found.add(str(folder), "disk.free_share", disk.f_bavail / disk.f_blocks)
+    if disk.f_files:
+        found.add(str(folder), "disk.free_inodes_share", disk.f_favail / disk.f_files)
+    found.add(str(folder), "disk.read_only", int(bool(disk.f_flag & os.ST_RDONLY)))
+
+
+_KIB = 1 << 10
+_MEMORY_COUNTERS = {"ce_count": "memory.corrected", "ue_count": "memory.uncorrected"}
+_OF_DIMMS = {"dimm_ce_count": "memory.corrected", "dimm_ue_count": "memory.uncorrected"}
+
+
+def read_memory(root: Path, node: str, when: float) -> Source:
+    """Return the observations of the node's memory. ``root``: root of the file tree; ``when``: wall time in seconds."""
+    found = Source(node, when)
+    controllers = [each for each in folders(root / "sys/devices/system/edac/mc") if each.name.startswith("mc")]
+    for controller in controllers:
+        for name, observation in _MEMORY_COUNTERS.items():
+            found.add(controller.name, observation, number(controller / name), kind=COUNTER)
+        for dimm in (each for each in folders(controller) if each.name.startswith("dimm")):
+            label = text(dimm / "dimm_label") or ""
+            for name, observation in _OF_DIMMS.items():
+                found.add(f"{controller.name}/{dimm.name}", observation, number(dimm / name), "", COUNTER, label)
+    if not controllers:
+        found.unreadable = "EDAC is not there: a virtual machine, or its driver is not loaded"
+    sizes = _table(root / "proc/meminfo")
+    for name, observation in (("MemAvailable", "memory.available"), ("HardwareCorrupted", "memory.corrupted")):
+        found.add("", observation, sizes[name] * _KIB if name in sizes else None, "bytes")
+    if sizes.get("MemTotal") and "MemAvailable" in sizes:
+        found.add("", "memory.available_share", sizes["MemAvailable"] / sizes["MemTotal"])
+    found.add("", "memory.oom_kills", _table(root / "proc/vmstat").get("oom_kill"), kind=COUNTER)
+    return found
+
+
+def _table(path: Path) -> dict[str, float]:
+    """Return name -> number of a file with lines "name number" or "name: number kB"."""
+    words = (line.split() for line in (text(path) or "").splitlines())
+    return {word[0].rstrip(":"): float(word[1]) for word in words if len(word) > 1 and word[1].isdecimal()}
+
+
+_PORT_COUNTERS = (
+    *("symbol_error", "link_downed", "link_error_recovery", "local_link_integrity_errors", "port_rcv_errors"),
+    *("port_rcv_remote_physical_errors", "port_rcv_switch_relay_errors", "port_xmit_discards", "port_xmit_wait"),
+    *("port_rcv_constraint_errors", "excessive_buffer_overrun_errors", "VL15_dropped"),
+)
+_HARDWARE_COUNTERS = (
+    *("out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err", "implied_nak_seq_err"),
+    *("rx_icrc_encapsulated", "out_of_buffer", "req_cqe_error", "resp_cqe_error", "req_remote_access_errors"),
+    *("roce_adp_retrans", "roce_slow_restart", "np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets"),
+)
+_INTERFACE_COUNTERS = ("rx_errors", "tx_errors", "rx_crc_errors", "rx_dropped", "tx_dropped", "tx_carrier_errors")
+_LINK_UP, _INFINIBAND_DOWN = "4", "3"
+
+
+def read_ports(root: Path, node: str, when: float) -> Source:
+    """Return the observations of all network ports that are devices, not software.
+
+    Args:
+        root: root of the file tree, normally "/".
+        node: name of the node.
+        when: wall time in seconds since 1970.
+    """
+    found = Source(node, when)
+    for adapter in folders(root / "sys/class/infiniband"):
+        for port in folders(adapter / "ports"):
+            _read_port(found, f"{adapter.name}/{port.name}", port)
+        if address := pci_address(adapter / "device"):
+            found.aliases[address] = adapter.name
+    for interface in folders(root / "sys/class/net"):
+        if (interface / "device").exists():
+            _read_interface(found, interface)
+            if address := pci_address(interface / "device"):
+                found.aliases.setdefault(address, interface.name)
+    if not found.observations:
+        found.unreadable = "there is no InfiniBand, RoCE or Ethernet device in /sys/class"
+    return found
+
+
+def _read_port(found: Source, device: str, port: Path) -> None:
+    state, physical = (text(port / name) or "" for name in ("state", "phys_state"))
+    if state:
+        found.add(device, "port.up", int(state.startswith(_LINK_UP)), text=state)
+    if physical:  # a port whose administrator has disabled it is down on purpose
+        found.add(device, "port.disabled", int(physical.startswith(_INFINIBAND_DOWN)), text=physical)
+    speed = re.match(r"([\d.]+) Gb/sec", text(port / "rate") or "")
+    found.add(device, "port.rate", float(speed[1]) if speed else None, "Gb/s")
+    for name in _PORT_COUNTERS:
+        found.add(device, f"port.{name}", number(port / "counters" / name), kind=COUNTER)
+    for name in _HARDWARE_COUNTERS:
+        found.add(device, f"port.{name}", number(port / "hw_counters" / name), kind=COUNTER)
+
+
+def _read_interface(found: Source, interface: Path) -> None:
+    device, state = interface.name, text(interface / "operstate")
+    if state in ("up", "down"):
+        found.add(device, "interface.up", int(state == "up"))
+    rate = number(interface / "speed") if state == "up" else None
+    found.add(device, "interface.rate", rate / 1000 if rate and rate > 0 else None, "Gb/s")
+    found.add(device, "interface.carrier_downs", number(interface / "carrier_down_count"), kind=COUNTER)
+    for name in _INTERFACE_COUNTERS:
+        found.add(device, f"interface.{name}", number(interface / "statistics" / name), kind=COUNTER)
+
+
+_ERRORS = {"correctable": "pcie.corrected", "nonfatal": "pcie.uncorrected", "fatal": "pcie.fatal"}
+"""End of a file's name -> name of the observation."""
+
+
+def read_pcie(root: Path, node: str, when: float, aliases: Mapping[str, str]) -> Source:
+    """Return the observations of PCIe.
+
+    Args:
+        root: root of the file tree, normally "/".
+        node: name of the node.
+        when: wall time in seconds since 1970.
+        aliases: other names of devices, of which the PCI addresses count -> name of the device.
+    """
+    found = Source(node, when)
+    for address, device in aliases.items():
+        folder = root / "sys/bus/pci/devices" / address
+        for kind, name in _ERRORS.items():
+            found.add(device, name, _total(text(folder / f"aer_dev_{kind}")), kind=COUNTER)
+        width, most = (number(folder / f"{which}_link_width") for which in ("current", "max"))
+        if width and most:
+            found.add(device, "pcie.lanes_lost", most - width, text=f"{width:g} of {most:g} lanes")
+    if not found.observations:
+        found.unreadable = "/sys/bus/pci has no known device that counts errors"
+    return found
+
+
+def _total(counts: str | None) -> float | None:
+    """Return the number of errors in a file that the kernel ends with their sum, such as "TOTAL_ERR_COR 3"; None if it
+    does not."""
+    words = (counts or "").split()
+    is_sum = len(words) > 1 and words[-2].startswith("TOTAL_ERR") and words[-1].isdecimal()
+    return float(words[-1]) if is_sum else None
+
+
+def read_processors(root: Path, node: str, when: float) -> Source:
+    """Return the observations of the processors. ``root``: root of the file tree; ``when``: wall time in seconds."""
+    found = Source(node, when)
+    base = root / "sys/devices/system/cpu"
+    packages: dict[str, float] = {}
+    for processor in (each for each in folders(base) if re.fullmatch(r"cpu\d+", each.name)):
+        count = number(processor / "thermal_throttle/package_throttle_count")
+        if count is not None:  # all processors of a package show the same count
+            package = text(processor / "topology/physical_package_id") or "0"
+            packages[package] = max(count, packages.get(package, 0.0))
+    for package, count in sorted(packages.items()):
+        found.add(f"package{package}", "cpu.throttled", count, kind=COUNTER)
+    present, online = (_size(text(base / name)) for name in ("present", "online"))
+    if present is not None and online is not None:
+        found.add("", "cpu.offline", present - online)
+    if not found.observations:
+        found.unreadable = "/sys/devices/system/cpu cannot be read"
+    return found
+
+
+def _size(ranges: str | None) -> int | None:
+    """Return how many numbers a list such as "0-3,8" holds, or None if it is none."""
+    if ranges is None or not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranges):
+        return None
+    bounds = (word.split("-") for word in ranges.split(","))
+    return sum(int(bound[-1]) - int(bound[0]) + 1 for bound in bounds)
 
 
 class Reader:
@@ -20,7 +289,7 @@ class Reader:
         root: root of the file tree that is read, normally "/".
         nvml: the module ``pynvml``, or None to ask no GPU.
         watched: folders whose disks are observed.
-        clock_status: function that returns what ``clock.kernel_status`` does.
+        clock_status: function that returns what ``kernel_status`` does.
 
     Attributes:
         asking: name of the source that is being read, "" between readings; any thread may look at it.
@@ -32,7 +301,7 @@ class Reader:
         root: Path = Path("/"),
         nvml: Any = None,
         watched: Sequence[Path] = (),
-        clock_status: Callable[[], tuple[int, int] | None] = clock.kernel_status,
+        clock_status: Callable[[], tuple[int, int] | None] = kernel_status,
     ):
         self._node, self._root, self._watched, self._clock_status = node, root, tuple(watched), clock_status
         self._gpus = Gpus(nvml, root)
@@ -43,17 +312,17 @@ class Reader:
     def read(self) -> Reading:
         """Return what the node says of itself now. Events are those since the last reading."""
         node, root, when = self._node, self._root, time.time()
-        ahead = clock.ahead_of_monotonic()
+        ahead = ahead_of_monotonic()
         aliases: dict[str, str] = {}
         sources: dict[str, Callable[[], Source]] = {
             "GPUs": lambda: self._gpus.read(node, when),
-            "network ports": lambda: nics.read(root, node, when),
-            "memory": lambda: memory.read(root, node, when),
-            "disks": lambda: disks.read(root, node, when, self._watched),
-            "clock": lambda: clock.read(root, node, when, self._clock_status, ahead),
-            "processors": lambda: processors.read(root, node, when),
+            "network ports": lambda: read_ports(root, node, when),
+            "memory": lambda: read_memory(root, node, when),
+            "disks": lambda: read_disks(root, node, when, self._watched),
+            "clock": lambda: read_clock(root, node, when, self._clock_status, ahead),
+            "processors": lambda: read_processors(root, node, when),
             # last, because they name devices as the other sources do
-            "PCIe": lambda: pcie.read(root, node, when, aliases),
+            "PCIe": lambda: read_pcie(root, node, when, aliases),
             "kernel log": lambda: self._log.read(node, when, ahead, aliases),
         }
         reading = self._collect(when, sources, aliases)
@@ -66,7 +335,7 @@ class Reader:
         This takes so little time that it can be done every second.
         """
         node, when, aliases = self._node, time.time(), dict(self._aliases)
-        ahead = clock.ahead_of_monotonic()
+        ahead = ahead_of_monotonic()
         sources: dict[str, Callable[[], Source]] = {
             "GPUs": lambda: self._gpus.news(node, when),
             "kernel log": lambda: self._log.read(node, when, ahead, aliases),

@@ -15,9 +15,7 @@ from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
-from ft.faults.hang.look import Departure, Operation, channel
-from ft.faults.hang.names import operation_name, source_name
-from ft.faults.hang.program import departure, missing_end
+from ft.faults.hang.look import Departure, Operation, channel, departure, missing_end, operation_name, source_name
 
 _MOST, _NEWEST = 10_000, 1_000
 """Number of operations of one step that are remembered, and of the newest ones after them. A longer step is compared up

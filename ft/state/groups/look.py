@@ -4,8 +4,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ft.faults.hang.look import Departure, Operation
-from ft.faults.hang.names import operation_name
+from ft.faults.hang.look import Departure, Operation, operation_name
 from ft.net.codec import Numbers
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group

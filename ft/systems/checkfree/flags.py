@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ft.base.errors import Problem
-from ft.systems.schedule.routes import LEAST_STAGES
+from ft.systems.schedule.program import LEAST_STAGES
 
 
 def check(options: Any, grid: Any, replicas: int) -> Iterator[Problem]:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from ft.protection.contract import Layer, ModelEnds, Protection, Trainer
-from ft.systems.checkfree.plus.install import install
-from ft.systems.checkfree.plus.replicated_ends import ReplicatedEnds
-from ft.systems.checkfree.rate import Boost
-from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
-from ft.systems.checkfree.settings import Settings
+from ft.systems.checkfree.plus.ends import ReplicatedEnds
+from ft.systems.checkfree.plus.pipeline import install
+from ft.systems.checkfree.rebuild import Boost
+from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, Settings
 from ft.systems.hot_swap.layer import RebuildsStages
 from ft.systems.schedule.choose import BEST, Shape, plan
 from ft.systems.schedule.program import Program

@@ -4,36 +4,363 @@ A rebuilt stage consists of these parts (CheckFree, section 4.2; what the paper 
 
 parameters          average of the neighbours' blocks (:mod:`ft.systems.checkfree.rebuild`), copied to main parameters
 moments, steps      fresh
-learning rate       scaled by a factor, through max_lr and min_lr: core's schedule reads no lr_mult (:mod:`.rate`)
+learning rate       scaled by a factor, through max_lr and min_lr: core's schedule reads no lr_mult
 schedule, scaler    the neighbour's: they are the same on all stages
 position            the neighbour's
 random numbers      seeded anew for this place in the grid and this step
+
+The mean is weighted by gradient norms. For gradient clipping, megatron-core computes each rank's part of the norm;
+``megatron.patches.stage_norms`` intercepts it. The only additional cost is one all-reduce of one number per stage,
+which overlaps the optimizer update. The norm of a stage is taken over all parameters of the stage, embedding and output
+layer included, and over its tensor- and data-parallel ranks.
+
+A rank sends to the rank with the same tensor- and data-parallel coordinates in the neighbour stage. It sends its
+transformer blocks and an envelope: the other values, such as schedule and position, that the lost stage takes over.
+There are two rounds of point-to-point messages in the pipeline's process group: first the lengths of head and body,
+then head and body. The head is JSON (envelope, names, shapes and dtypes). The body is the bytes of the parameters, each
+aligned to ``_ALIGN`` bytes.
+
+With data parallelism, a lost rank has peers whose model has the same weights. Until the optimizer of the next step
+runs, these are the weights of the last committed step. The lost rank takes them over, and begins with new moments for
+the optimizer shard that only it had. Optimizer state that is not sharded and the states of the random number generators
+come from the peer, too, because they have to be the same on both.
 """
 
+import json
 import math
+import re
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ft.base import events
+from ft.base import bounded_json, events
 from ft.base.errors import FallbackError, UserError
 from ft.job.messages import Neighbours, Repair
-from ft.systems.checkfree import rate, rebuild
-from ft.systems.checkfree import transfer as lending
-from ft.systems.checkfree.blocks import StageBlocks
-from ft.systems.checkfree.norms import StageNorms
-from ft.systems.checkfree.peer_weights import PeerWeights
-from ft.systems.checkfree.plus import moments
-from ft.systems.checkfree.settings import Settings
+from ft.protection.training_state import learnt_buffers
+from ft.state.snapshot import rng
+from ft.systems.checkfree import rebuild
+from ft.systems.checkfree.plus.ends import refuse_common_steps, reset_moments
+from ft.systems.checkfree.rebuild import WEIGHTED, Boost
 from megatron.core import parallel_state
 from megatron.patches import stage_norms
 
 if TYPE_CHECKING:
     from ft.protection.training_state import TrainingState
+    from ft.systems.checkfree.plus.ends import ReplicatedEnds
     from ft.systems.checkfree.rebuild import Rebuilt
     from ft.worker.session import Session
+
+
+def _own_mapping() -> Callable[[], dict[str, int]]:
+    kept: dict[str, int] = {}
+    return lambda: kept
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one rank for the rebuild of lost stages.
+
+    Attributes:
+        strategy: one of :data:`ft.systems.checkfree.rebuild.STRATEGIES`.
+        boost: increase of the rebuilt stage's learning rate.
+        norm_limit: upper bound of the gradient norms by which the neighbours are weighted; a larger norm is replaced by
+            it. None for raw norms.
+        reseed: seeds this rank's random number generators for its position in the process grid and the given step.
+        seed: seed of the run, for the strategy "random".
+        rebuilt_at: returns a mutable mapping from pipeline stage, as text, to the step at which it was last rebuilt.
+            The trainer stores it with its position and in checkpoints.
+        draws_apart: whether data-parallel ranks draw different random numbers.
+        replicated_ends: the replicas of embedding and output layer (CheckFree+), with which the first and the last
+            stage can be rebuilt; None without CheckFree+.
+    """
+
+    strategy: str = WEIGHTED
+    boost: Boost = field(default_factory=Boost)
+    norm_limit: float | None = None
+    reseed: Callable[[int], None] = lambda step: None
+    seed: int = 0
+    rebuilt_at: Callable[[], dict[str, int]] = field(default_factory=_own_mapping)
+    replicated_ends: "ReplicatedEnds | None" = None
+    draws_apart: bool = False
+
+
+_ALIGN = 16
+
+Blocks = list[dict[str, torch.Tensor]]
+"""The parameters of each transformer block of a stage, by their names within the block."""
+
+
+def lend(to: Sequence[int], group: dist.ProcessGroup, blocks: Blocks, envelope: dict[str, Any]) -> None:
+    """Send ``blocks`` and ``envelope`` to the logical ranks ``to``, all at once.
+
+    Args:
+        to: logical ranks that receive.
+        group: group that contains sender and receivers, with logical ranks as global ranks.
+        blocks: the parameters to send.
+        envelope: JSON values to send with them.
+    """
+    described = [[[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in b.items()] for b in blocks]
+    tensors = [held for block in blocks for held in block.values()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    text = json.dumps({"envelope": envelope, "blocks": described}, separators=(",", ":")).encode()
+    head = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    body = _pack(tensors, device)
+    sizes = torch.tensor([head.numel(), body.numel()], dtype=torch.int64, device=device)
+    for round_ in ((sizes,), (head, body)):
+        _exchange([dist.P2POp(dist.isend, part, rank, group) for rank in to for part in round_])
+
+
+def borrow(lenders: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[tuple[Blocks, dict]]:
+    """Receive (blocks, envelope) from each of the logical ranks ``lenders``.
+
+    Args:
+        lenders: logical ranks that send.
+        group: group that contains sender and receivers, with logical ranks as global ranks.
+        device: device on which the parameters are received.
+
+    Raises:
+        FallbackError: the received bytes cannot be decoded.
+    """
+    sizes = [torch.zeros(2, dtype=torch.int64, device=device) for _ in lenders]
+    _exchange([dist.P2POp(dist.irecv, size, rank, group) for rank, size in zip(lenders, sizes, strict=True)])
+    parts = [[torch.empty(n, dtype=torch.uint8, device=device) for n in size.tolist()] for size in sizes]
+    _exchange(
+        [dist.P2POp(dist.irecv, part, rank, group) for rank, both in zip(lenders, parts, strict=True) for part in both]
+    )
+    return [_read(head, body) for head, body in parts]
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _room(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    body = torch.zeros(sum(_room(t.nbytes) for t in tensors), dtype=torch.uint8, device=device)
+    at = 0
+    for tensor in tensors:
+        body[at : at + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        at += _room(tensor.nbytes)
+    return body
+
+
+def _read(head: torch.Tensor, body: torch.Tensor) -> tuple[Blocks, dict]:
+    try:
+        header = bounded_json.loads(head.cpu().numpy().tobytes())
+        blocks, at = [], 0
+        for named in header["blocks"]:
+            block = {}
+            for name, shape, kind in named:
+                dtype = getattr(torch, kind)
+                size = torch.Size(shape).numel() * dtype.itemsize
+                block[name] = body[at : at + size].view(dtype).view(shape)
+                at += _room(size)
+            blocks.append(block)
+        return blocks, header["envelope"]
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise FallbackError(
+            f"the received parameters of a neighbour stage cannot be decoded ({type(error).__name__}: {error})"
+        ) from error
+
+
+_OF_BLOCK = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.(.+)$")
+
+
+class StageBlocks:
+    """The transformer blocks of one rank.
+
+    Args:
+        chunks: the model chunks of the stage: one, or several with the interleaved schedule. In the middle of the
+            pipeline, the layers of each chunk lie between those of the same chunk of the two neighbour stages.
+        whole: whether the stage must consist of blocks only, as a stage in the middle of the pipeline does.
+
+    Raises:
+        UserError: a middle stage has parameters that belong to no block.
+    """
+
+    def __init__(self, chunks: Sequence, *, whole: bool):
+        found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        others = []
+        for number, chunk in enumerate(chunks):
+            for name, held in (*chunk.named_parameters(), *learnt_buffers(chunk)):
+                place = _OF_BLOCK.search(name)
+                if place is not None:
+                    found.setdefault((number, int(place[1])), {})[place[2]] = held
+                elif isinstance(held, torch.nn.Parameter):
+                    others.append(name)
+        if whole and others:
+            raise UserError(
+                f"a stage in the middle holds parameters of no transformer block: {', '.join(others[:3])}",
+                "remove --ft-checkfree, because nothing could rebuild these parameters",
+            )
+        self._blocks = [found[place] for place in sorted(found)]
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self) -> list[dict[str, torch.Tensor]]:
+        """Return the live parameters and learnt buffers (such as a router's expert bias) of each block.
+
+        They are keyed by their names within the block.
+        """
+        return [{name: held.detach() for name, held in block.items()} for block in self._blocks]
+
+    def is_sharded(self, name: str) -> bool:
+        """Return whether tensor-parallel ranks hold different parts of the parameter with this name within a block."""
+        return any(getattr(block.get(name), "tensor_model_parallel", False) for block in self._blocks)
+
+    @torch.no_grad()
+    def put(self, blocks: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Write tensors of the same names and shapes into the model.
+
+        Raises:
+            UserError: the names or shapes differ from those of the model.
+        """
+        given, own = [_shapes(block) for block in blocks], [_shapes(block) for block in self._blocks]
+        if given != own:
+            raise UserError(
+                f"the {len(given)} blocks of the neighbours differ from the {len(own)} blocks of the lost stage",
+                "give all stages the same number of layers of the same kind",
+            )
+        for block, new in zip(self._blocks, blocks, strict=True):
+            for name, held in block.items():
+                held.data.copy_(new[name])
+
+
+def _shapes(block: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: held.shape for name, held in block.items()}
+
+
+class StageNorms:
+    """Collects the gradient norms of all pipeline stages on one rank.
+
+    Args:
+        stages: number of pipeline stages.
+        own: this rank's stage.
+        limit: upper bound; a larger norm is replaced by it, as if each stage's gradients were clipped separately. The
+            code of CheckFree's authors uses such clipped norms as weights. None for raw norms.
+
+    Attributes:
+        values: norm of each stage in the last step for which :meth:`settle` was called; None before the first step.
+    """
+
+    def __init__(self, stages: int, own: int, limit: float | None = None):
+        self.values: list[float | None] = [None] * stages
+        self._own, self._limit = own, limit
+        self._under_way: list[tuple[torch.Tensor, dist.Work]] = []
+
+    def begins(self) -> None:
+        """Begin an attempt at an optimizer step, and drop the reductions that an aborted attempt has started."""
+        self._under_way = []
+
+    def heard(self, part: torch.Tensor | None, group: dist.ProcessGroup | None) -> None:
+        """Start the reduction of a norm that megatron-core has computed.
+
+        The method may be called several times in a step: dense and expert gradients may have one norm each.
+
+        Args:
+            part: norm of this rank's part of the gradients; None if this rank has no part.
+            group: process group over which megatron-core combines the parts.
+        """
+        device = torch.cuda.current_device() if part is None else part.device
+        squares = torch.zeros(len(self.values), dtype=torch.float32, device=device)
+        if part is not None:
+            squares[self._own] = part.reshape(()).float() ** 2
+        self._under_way.append((squares, dist.all_reduce(squares, group=group, async_op=True)))
+
+    def settle(self) -> Sequence[float | None]:
+        """Return the norms of the step that was just done.
+
+        If megatron-core computed no norm in it (gradient overflow), return the previous norms.
+        """
+        if self._under_way:
+            total = [0.0] * len(self.values)
+            for squares, work in self._under_way:
+                work.wait()
+                total = [a + b for a, b in zip(total, squares.tolist(), strict=True)]
+            self._under_way = []
+            norms = [math.sqrt(square) for square in total]
+            self.values = norms if self._limit is None else [min(norm, self._limit) for norm in norms]
+        return self.values
+
+
+class PeerWeights:
+    """Lends and takes weights on one rank.
+
+    Args:
+        session: this worker's place in the run.
+        subject: model, optimizer and schedule.
+        settings: settings of CheckFree.
+
+    Attributes:
+        may_lend: whether a peer can go on with this rank's weights. With ``--overlap-param-gather`` some weights of a
+            step arrive in the next one only. With several distributed optimizer instances, ranks of different instances
+            have the same shard, and one with new moments would differ from its twin. With
+            ``--data-parallel-random-init``, peers draw different random numbers.
+    """
+
+    def __init__(self, session: "Session", subject: "TrainingState", settings: Settings):
+        self._session, self._subject, self._settings = session, subject, settings
+        self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._device = next(subject.chunks[0].parameters()).device
+        configured = [chunk.ddp_config for chunk in subject.chunks]
+        self.may_lend = not settings.draws_apart and not any(
+            each.overlap_param_gather or each.num_distributed_optimizer_instances > 1 for each in configured
+        )
+
+    def lend(self, order: Repair, envelope: dict[str, Any]) -> None:
+        """Send this rank's weights to the ranks that take them; these have to call :meth:`take` at the same time."""
+        to = [rank for rank, peer in order.lent.items() if peer == self._session.rank]
+        if to:
+            lend(sorted(to), self._group, self._state(), envelope)
+
+    def take(self, step: int, peer: int) -> dict[str, Any]:
+        """Take the weights of ``step`` from logical rank ``peer``; return the peer's envelope.
+
+        Raises:
+            FallbackError: the peer's model or optimizer differs from this rank's.
+        """
+        began = time.monotonic()
+        ((blocks, envelope),) = borrow([peer], self._group, self._device)
+        own = self._state()
+        if [_weight_shapes(block) for block in blocks] != [_weight_shapes(block) for block in own]:
+            raise FallbackError(f"the weights of data-parallel peer {peer} are not those of this rank's model")
+        with torch.no_grad():
+            for name, held in own[0].items():
+                held.copy_(blocks[0][name])
+        self._subject.optimizer.reload_model_params()
+        self._subject.take_over(envelope, blocks[1])
+        rng.restore({name: held.cpu().numpy().tobytes() for name, held in blocks[2].items()})
+        self._session.observe(
+            events.STAGE_REBUILT,
+            step=step,
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            strategy=f"weights of rank {peer}",
+            weights=[],
+            neighbours=[peer],
+            note="",
+            seconds=round(time.monotonic() - began, 4),
+        )
+        return envelope
+
+    def _state(self) -> Blocks:
+        """Return the model's weights, the optimizer state that is not sharded, and the generators' states as bytes."""
+        states = {name: torch.frombuffer(bytearray(blob), dtype=torch.uint8) for name, blob in rng.blobs().items()}
+        on_device = {name: held.to(self._device) for name, held in states.items()}
+        return [self._subject.weights(), self._subject.unsharded(), on_device]
+
+
+def _weight_shapes(block: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (held.shape, held.dtype) for name, held in block.items()}
+
 
 _NARROW = ("linear_proj.weight", "linear_fc2.weight")
 """Output projections, which Megatron initializes with a deviation that shrinks with the number of layers."""
@@ -64,7 +391,7 @@ class CheckFreeRebuilder:
         stage_norms.listen(self._norms.heard)
         subject.before_update(self._norms.begins)
         if self._replicated_ends is not None:
-            moments.refuse_common_steps(subject.optimizer)
+            refuse_common_steps(subject.optimizer)
         kind = "middle" if self._replicated_ends is None else "plus"
         session.observe("layout", places={str(session.rank): self._place()}, checkfree=kind)
 
@@ -113,13 +440,13 @@ class CheckFreeRebuilder:
         """
         own = self._session.rank
         begin_anew = self._begin_anew(order)
-        moments.reset(self._subject.optimizer, begin_anew)
+        reset_moments(self._subject.optimizer, begin_anew)
         to = [rank for rank, beside in order.rebuilt.items() if own in beside.there]
         if to:
             blocks = self._blocks.get()
             if self._replicated_ends is not None:
                 blocks.append(self._ends())
-            lending.lend(sorted(to), self._group(), blocks, envelope)
+            lend(sorted(to), self._group(), blocks, envelope)
         return not begin_anew
 
     def _begin_anew(self, order: Repair) -> list[torch.nn.Parameter]:
@@ -146,7 +473,7 @@ class CheckFreeRebuilder:
             FallbackError: the neighbours' blocks cannot be used.
         """
         began = time.monotonic()
-        lent = dict(zip(beside.there, lending.borrow(beside.there, self._group(), self._device), strict=True))
+        lent = dict(zip(beside.there, borrow(beside.there, self._group(), self._device), strict=True))
         envelope = lent[beside.there[0]][1]
         if self._replicated_ends is not None:
             self._take_ends({rank: blocks.pop() for rank, (blocks, _) in lent.items()})
@@ -238,7 +565,7 @@ class CheckFreeRebuilder:
         schedule = self._subject.scheduler
         factor = 1.0 if self._has_twin else self._settings.boost.at(step, rebuilt_at)
         groups = [g for g in self._subject.optimizer.param_groups if not g.get("is_decoupled_lr", False)]
-        rate.scale(groups, schedule.max_lr, schedule.min_lr, factor)
+        rebuild.scale(groups, schedule.max_lr, schedule.min_lr, factor)
         schedule.step(increment=0)
 
     def _initialise(self, step: int):

@@ -1,8 +1,7 @@
 """Read and write the file of non-reproducible operators, which compute a different result each time on the same inputs.
 
-DMR (dual modular redundancy, SpareTrain) executes operators twice and compares the results, which is meaningless for
-these operators. ``ft dmr selftest --out`` writes their names to this file; a run with ``--ft-dmr-unstable`` reads it
-and leaves these operators unverified.
+Comparing two executions of such an operator is meaningless. ``ft dmr selftest --out`` writes their names to this file;
+a run with ``--ft-dmr-unstable`` reads it and leaves these operators unverified.
 """
 
 import json

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ft.base.errors import FallbackError
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
-from ft.faults.messages import Frames, Reports
+from ft.faults.worker import Frames, Reports
 from ft.protection.injection import corrupt_tensor
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
@@ -86,10 +86,10 @@ class Breakage:
         self.session.link.disturb = Reports(fault.kind, fault.seconds)
 
     def _damage_checkpoint(self, fault: Fault) -> None:
-        from ft.faults.checkpoints import damage
+        from ft.faults.worker import damage_checkpoint
 
         newest = self._newest_checkpoint()
-        file = None if newest is None else damage(newest, fault.kind)
+        file = None if newest is None else damage_checkpoint(newest, fault.kind)
         print(f"injected fault {fault.number} ({fault}): {file or 'there is no checkpoint'}", flush=True)
 
 

@@ -2,7 +2,7 @@
 
 A step is done by a quorum, the replicas that take part in it; its healthy members contribute gradients. If the gradient
 exchange fails, the step is repeated in another quorum; each trial is an attempt. :class:`OwnStream` is the division of
-FT-HSDP; SPARe has its own (:mod:`ft.systems.spare.stacked`). "Core" is megatron-core.
+FT-HSDP; SPARe has its own (:mod:`ft.systems.spare.layer`). "Core" is megatron-core.
 """
 
 from abc import ABC, abstractmethod

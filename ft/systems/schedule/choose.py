@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 from ft.base.errors import UserError
 from ft.systems.schedule import kinds
-from ft.systems.schedule.check import Finding, check, in_flight
-from ft.systems.schedule.meet import insert_messages
-from ft.systems.schedule.program import Program
-from ft.systems.schedule.run import SimulationResult, run
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.check import Finding, SimulationResult, check, in_flight, run
+from ft.systems.schedule.kinds import insert_messages
+from ft.systems.schedule.program import Program, Unit
 from ft.systems.schedule.weave import orders, weaves
 
 SWAPPING = ("two-pass", "half-half", "alternate", "woven")

@@ -1,20 +1,245 @@
-"""Construct the pipeline schedules with a name: 1F1B, interleaved, two-pass, half-half and alternate.
+"""Construct the pipeline schedules with a name (1F1B and interleaved 1F1B as megatron-core runs them, two-pass,
+half-half and alternate), and insert the messages between stages such that the schedule cannot deadlock.
 
 In the last three, half of the microbatches are swapped: they pass through the first two and the last two stages in
-swapped order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal. A schedule is returned as a
-:class:`ft.systems.schedule.program.Program`: for each stage, its units (the forward or backward of one microbatch) and
-batches of messages.
+swapped order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal.
+
+A message is exchanged as soon as its sender and its receiver are both between two units. To find out when that is, the
+order is simulated. At every time at which units end, all results whose sender and receiver are between units are
+exchanged, and the messages of one stage at that time are one batch (one ``batch_isend_irecv``).
+
+A unit is the forward or backward of one microbatch on one stage. A message is exchanged as soon as its sender and its
+receiver are both between two units. To find out when that is, the order is simulated. At every time at which units end,
+all results whose sender and receiver are between units are exchanged, and the messages of one stage at that time are
+one batch (one ``batch_isend_irecv``).
+
+All batches are thereby ordered by the simulated clock: a batch waits only for batches of the same time. Therefore the
+program cannot deadlock, whatever the durations of the units in a real run, and every pair of stages sends and receives
+in the same order. A stage that needs a message stays between units until the message has arrived, so that batches are
+found for every order that can be executed at all.
 """
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ft.base.errors import UserError
-from ft.systems.schedule import megatron
-from ft.systems.schedule.meet import insert_messages
-from ft.systems.schedule.program import FLUSH, Program, beside_units
-from ft.systems.schedule.routes import NORMAL, SWAPPED, Routes, straight, swapped
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.check import ScheduleDeadlock
+from ft.systems.schedule.program import (
+    FLUSH,
+    NORMAL,
+    SWAPPED,
+    Message,
+    Program,
+    Routes,
+    Step,
+    Unit,
+    beside_units,
+    straight,
+    swapped,
+)
+
+_SAME = 1e-9
+"""Times whose difference is at most this, relative to the time (at least 1), are treated as equal."""
+
+
+def insert_messages(
+    routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Unit], float]
+) -> tuple[Program, float]:
+    """Return the program, and the time at which its last unit ends if messages take no time.
+
+    Args:
+        routes: the routes of the microbatches.
+        order: each stage's units in the order in which it runs them.
+        duration: returns the time of a unit, more than 0. With whole numbers, messages wait less, because stages are
+            between units at the same time more often.
+
+    Raises:
+        ScheduleDeadlock: the orders cannot be executed, because stages wait for each other.
+    """
+    simulation = _Simulation(routes, order, duration)
+    now = 0.0
+    while simulation.ends:
+        now = simulation.end_units()
+        simulation.add_batches()
+        simulation.start_units(now)
+    left = [units[at] for units, at in zip(order, simulation.next, strict=True) if at < len(units)]
+    if left:
+        raise ScheduleDeadlock(left)
+    return Program(routes, tuple(map(tuple, simulation.steps))), now
+
+
+class _Simulation:
+    """The simulation of a given order of units.
+
+    Attributes:
+        routes: the routes of the microbatches.
+        order: each stage's units.
+        duration: returns the time of a unit.
+        next: for each stage, the index of its next unit.
+        steps: for each stage, the units and batches so far.
+        ends: heap of (end, stage) of the running units; stage -1 stands for the start of the simulation.
+    """
+
+    def __init__(self, routes: Routes, order: Sequence[Sequence[Unit]], duration: Callable[[Unit], float]):
+        self.routes, self.order, self.duration = routes, order, duration
+        self.next = [0] * len(order)
+        self.steps: list[list[Step]] = [[] for _ in order]
+        self.ends: list[tuple[float, int]] = [(0.0, -1)]
+        self._running: list[Unit | None] = [None] * len(order)
+        self._waiting: list[Message] = []
+        self._arrived: set[Unit] = set()
+
+    def end_units(self) -> float:
+        """Advance to the next time at which units end, end these units, and return the time."""
+        first = self.ends[0][0]
+        now = first
+        while self.ends and self.ends[0][0] <= first + _SAME * max(1.0, first):
+            now, stage = heapq.heappop(self.ends)
+            if stage < 0:
+                continue
+            unit, self._running[stage] = self._running[stage], None
+            target = self.routes.receiver(unit)
+            if target is None:
+                continue
+            if target.stage == stage:
+                self._arrived.add(unit)
+            else:
+                self._waiting.append(Message(stage, target.stage, unit))
+        return now
+
+    def add_batches(self) -> None:
+        """Add one batch for each stage that can exchange messages now."""
+        batches: dict[int, list[Message]] = {}
+        still = []
+        for message in self._waiting:
+            if self._running[message.source] is None and self._running[message.target] is None:
+                self._arrived.add(message.unit)
+                for stage in message[:2]:
+                    batches.setdefault(stage, []).append(message)
+            else:
+                still.append(message)
+        self._waiting = still
+        for stage, batch in batches.items():
+            self.steps[stage].append(tuple(batch))
+
+    def start_units(self, now: float) -> None:
+        """Start the next unit of each stage that is between units, if the input of the unit has arrived."""
+        for stage, units in enumerate(self.order):
+            at = self.next[stage]
+            if self._running[stage] is not None or at == len(units):
+                continue
+            source = self.routes.needs(units[at])
+            if source is None or source in self._arrived:
+                self._running[stage] = units[at]
+                self.next[stage] += 1
+                self.steps[stage].append(units[at])
+                heapq.heappush(self.ends, (now + self.duration(units[at]), stage))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The shape of a schedule.
+
+    Args:
+        stages: P, the number of pipeline stages.
+        microbatches: number of microbatches of one iteration.
+        chunks: number of model chunks per stage; with more than one, the schedule is interleaved.
+        comm_us: time from the end of a unit until its result is at the next stage, in microseconds.
+        blocking: whether a stage waits until its own message has been sent, as megatron-core does without
+            overlap_p2p_comm.
+        group: number of microbatches that run through a chunk before the next chunk has its turn
+            (microbatch_group_size_per_virtual_pipeline_stage); 0 for the default, P.
+
+    Raises:
+        UserError: no such schedule exists.
+    """
+
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    comm_us: float = 0.0
+    blocking: bool = True
+    group: int = 0
+
+    def __post_init__(self):
+        fix = "give at least one of each"
+        if min(self.stages, self.microbatches, self.chunks) < 1 or self.comm_us < 0 or self.group < 0:
+            raise UserError(f"no pipeline has {self}", fix)
+        if self.chunks > 1:
+            group, rest = self.group or self.stages, self.microbatches % (self.group or self.stages)
+            if self.stages < 2 or group < self.stages or 0 < rest < self.stages:
+                problem = f"an interleaved schedule cannot run {self.microbatches} microbatches in groups of {group}"
+                fix = f"give two or more stages, and groups of at least {self.stages} microbatches, also the last one"
+                raise UserError(problem, fix)
+
+
+def orders(pipeline: Pipeline) -> tuple[tuple[Unit, ...], ...]:
+    """Return each stage's units in the order in which it runs them.
+
+    A stage begins with as many forwards as are needed to fill the stages behind it. Then it runs one forward and one
+    backward in turn, and finally the remaining backwards (as megatron-core's ``get_pp_rank_microbatches`` and
+    ``get_schedule_table`` define).
+    """
+    return tuple(_order(pipeline, stage) for stage in range(pipeline.stages))
+
+
+def _order(pipeline: Pipeline, stage: int) -> tuple[Unit, ...]:
+    chunks, behind = pipeline.chunks, pipeline.stages - stage - 1
+    table = _table(pipeline.microbatches, chunks, pipeline.group or pipeline.stages)
+    forwards = [Unit(stage, microbatch, chunk, False) for microbatch, chunk in table]
+    backwards = [Unit(stage, microbatch, chunks - 1 - chunk, True) for microbatch, chunk in table]
+    first = behind if chunks == 1 else 2 * behind + (chunks - 1) * (pipeline.group or pipeline.stages)
+    first = min(first, len(table))
+    steady = [unit for pair in zip(forwards[first:], backwards, strict=False) for unit in pair]
+    return (*forwards[:first], *steady, *backwards[len(table) - first :])
+
+
+def _table(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+    """Return (microbatch, chunk) of a stage's forwards: a group of microbatches passes one chunk after the other."""
+    return [
+        (microbatch, chunk)
+        for first in range(0, microbatches, group)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + group, microbatches))
+    ]
+
+
+def needs(pipeline: Pipeline, unit: Unit) -> Unit | None:
+    """Return the unit whose result is the input of ``unit``; it may be on the same stage.
+
+    The result is None if the input of ``unit`` is training data.
+    """
+    stage, microbatch, chunk, backward = unit
+    last = pipeline.stages - 1
+    if not backward:
+        if stage > 0:
+            return Unit(stage - 1, microbatch, chunk, False)
+        return Unit(last, microbatch, chunk - 1, False) if chunk > 0 else None
+    if stage < last:
+        return Unit(stage + 1, microbatch, chunk, True)
+    if chunk < pipeline.chunks - 1:
+        return Unit(0, microbatch, chunk + 1, True)
+    return Unit(stage, microbatch, chunk, False)
+
+
+def receiver(pipeline: Pipeline, unit: Unit) -> Unit | None:
+    """Return the unit that uses the result of ``unit``: the next forward or backward of the same microbatch.
+
+    The unit may be on the same stage. The result is None if no other unit needs the result.
+    """
+    stage, microbatch, chunk, backward = unit
+    last = pipeline.stages - 1
+    if backward:
+        if stage > 0:
+            return Unit(stage - 1, microbatch, chunk, True)
+        return Unit(last, microbatch, chunk - 1, True) if chunk > 0 else None
+    if stage < last:
+        return Unit(stage + 1, microbatch, chunk, False)
+    if chunk < pipeline.chunks - 1:
+        return Unit(0, microbatch, chunk + 1, False)
+    return Unit(stage, microbatch, chunk, True)
+
 
 Duration = Callable[[Unit], float]
 """Returns the time that a unit takes, in any unit of time."""
@@ -22,7 +247,7 @@ Duration = Callable[[Unit], float]
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
     """Return megatron-core's 1F1B with its own batches of messages; no microbatch is swapped."""
-    order = megatron.orders(megatron.Pipeline(stages, microbatches))
+    order = orders(Pipeline(stages, microbatches))
     return beside_units(Routes([straight(stages)] * microbatches), order)
 
 
@@ -40,7 +265,7 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
     Raises:
         UserError: no such schedule exists.
     """
-    order = megatron.orders(megatron.Pipeline(stages, microbatches, chunks))
+    order = orders(Pipeline(stages, microbatches, chunks))
     return insert_messages(Routes([straight(stages, chunks)] * microbatches), order, duration)[0]
 
 
@@ -81,7 +306,7 @@ def alternate(stages: int, microbatches: int) -> Program:
     Raises:
         UserError: too few stages or microbatches to swap.
     """
-    order = megatron.orders(megatron.Pipeline(stages, microbatches))
+    order = orders(Pipeline(stages, microbatches))
     return beside_units(half_swapped(stages, microbatches), order)
 
 
@@ -104,7 +329,7 @@ def _passes(stages: int, microbatches: int) -> list[list[list[Unit]]]:
     for first, way in ((0, straight(stages)), (1, swapped(stages))):
         half = range(first, microbatches, 2)
         mapped: list[list[Unit]] = [[] for _ in range(stages)]
-        for position, units in enumerate(megatron.orders(megatron.Pipeline(stages, len(half)))):
+        for position, units in enumerate(orders(Pipeline(stages, len(half)))):
             stage = way[position].stage
             mapped[stage] = [unit._replace(stage=stage, microbatch=half[unit.microbatch]) for unit in units]
         passes.append(mapped)

@@ -21,8 +21,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from ft.systems.schedule.routes import swapped
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.program import Unit, swapped
 
 
 class Way(NamedTuple):

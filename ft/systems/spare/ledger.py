@@ -1,12 +1,11 @@
 """Keep the gradients that this rank has computed in a step, so that each can be added to the sum or left out (SPARe).
 
-In SPARe a step's data are divided into shards, called shard types, and each group (a replica of the model) computes
-several types, in one or several passes (forward and backward). The gradients are reduced inside the group first and
-then between the groups, by a ring all-reduce that adds in place: if the exchange fails, its input is lost. Therefore a
-copy of each pass's gradients (with the distributed optimizer: of this rank's shard of them) is kept until the step is
-committed. A type that another group adds to the sum is computed in a pass of its own and stays out of the exchange; if
-that group is lost, this one adds the copy, and nothing is computed again. If a type has to be computed in addition,
-another attempt at the step computes only this type.
+A group computes several shard types, in one or several passes (forward and backward). The gradients are reduced inside
+the group first and then between the groups, by a ring all-reduce that adds in place: if the exchange fails, its input
+is lost. Therefore a copy of each pass's gradients (with the distributed optimizer: of this rank's shard of them) is
+kept until the step is committed. A type that another group adds to the sum is computed in a pass of its own and stays
+out of the exchange; if that group is lost, this one adds the copy, and nothing is computed again. If a type has to be
+computed in addition, another attempt at the step computes only this type.
 """
 
 import threading

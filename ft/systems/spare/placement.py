@@ -1,14 +1,17 @@
-"""The placement of shard types in SPARe: which group hosts which types, in which initial order (SPARe, definition B.1).
+"""The placement of shard types in SPARe (which group hosts which types, in which initial order; SPARe, definition B.1),
+and the plan of a run, as ``ft plan spare optimize --json`` writes it and ``ft run --ft-spare-plan FILE`` reads it.
 
-A shard type is one of N parts of a global batch, a group is one of N replicas of the model, and a group's stack is the
-ordered list of the r types that it can compute (r is the redundancy).
+A group's stack is the ordered list of the r types that it can compute. r is the redundancy, the number of groups that
+host each type.
 """
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
 
 
@@ -70,3 +73,56 @@ class Placement:
         marks = np.array(self.ruler)
         differences = (marks[:, None] - marks)[~np.eye(len(marks), dtype=bool)] % self.groups
         return int(np.bincount(differences).max())
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a plan says about a run.
+
+    Attributes:
+        redundancy: number of hosts of each shard type.
+        save_interval: steps between two checkpoints.
+    """
+
+    redundancy: int
+    save_interval: int
+
+
+def steps_between(period_s: float, save_s: float, step_s: float) -> int:
+    """Return the number of steps between two checkpoints.
+
+    Args:
+        period_s: seconds from the end of a checkpoint to the end of the next (SPARe, formula (1)).
+        save_s: duration of a checkpoint in seconds.
+        step_s: duration of a step in seconds.
+    """
+    return max(1, round((period_s - save_s) / step_s))
+
+
+def read(path: str | os.PathLike, groups: int) -> RunPlan:
+    """Return the plan for a run of ``groups`` groups.
+
+    Args:
+        path: the output of ``ft plan spare optimize --json``; it may be for several numbers of groups.
+        groups: number of groups.
+
+    Raises:
+        UserError: the file cannot be read, is not such an output, is for other numbers of groups, or recommends
+            checkpoints alone.
+    """
+    fix = f"write it anew: ft plan spare optimize --groups {groups} ... --json"
+    try:
+        found = bounded_json.loads(files.read(path))
+        plans = {int(each["groups"]): each for each in (found if isinstance(found, list) else [found])}
+        numbers = {
+            size: (int(each["recommended"]), int(each["checkpoint_interval_steps"])) for size, each in plans.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--ft-spare-plan {path} cannot be read: {error!r}", fix) from error
+    if groups not in numbers:
+        sizes = ", ".join(map(str, sorted(numbers)))
+        raise UserError(f"--ft-spare-plan {path} is for {sizes} groups, and the run has {groups}", fix)
+    redundancy, interval = numbers[groups]
+    if redundancy < 2 or interval < 1:
+        raise UserError(f"--ft-spare-plan {path} recommends checkpoints alone, without SPARe", "drop --ft-spare-plan")
+    return RunPlan(redundancy, interval)

@@ -1,10 +1,9 @@
 """What the groups of SPARe compute in a step, and which group adds the gradients of which shard type to the sum.
 
-SPARe divides a global batch into N shard types, as many as there are groups (replicas of the model). Each group hosts
-several types, in an order that is called its stack, and computes the first S of them in every step, so that a type may
-be computed by several groups. If groups are lost during the step, a type needs a patch compute only if no survivor has
-computed it (SPARe, section 3.2). The trainer and the simulation (:mod:`ft.lab.simulate.spare.schemes`) both decide by
-:func:`patches` and :func:`rearrange`. The functions are pure, and every group calls them with the same arguments.
+A type may be computed by several groups. If groups are lost during the step, a type needs a patch compute only if no
+survivor has computed it (SPARe, section 3.2). The trainer and the simulation (:mod:`ft.lab.simulate.spare.schemes`)
+both decide by :func:`patches` and :func:`rearrange`. The functions are pure, and every group calls them with the same
+arguments.
 """
 
 from collections import Counter

@@ -121,7 +121,7 @@ def _unhosted(scenario: Scenario) -> Iterator[int]:
         return
     import numpy
 
-    from ft.systems.spare.controller.cover import wiped_out
+    from ft.systems.spare.controller.controller import wiped_out
     from ft.systems.spare.placement import Placement
     from ft.systems.spare.ruler import ruler
 

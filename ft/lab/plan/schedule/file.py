@@ -23,9 +23,7 @@ from typing import Any
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from ft.systems.schedule.program import FLUSH, Message, Program, Step
-from ft.systems.schedule.routes import NORMAL, SWAPPED, Place, Routes, straight
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.program import FLUSH, NORMAL, SWAPPED, Message, Place, Program, Routes, Step, Unit, straight
 
 _FORMAT, _VERSION = "ft-schedule", 1
 _WHAT = {False: "activation", True: "gradient"}

@@ -12,7 +12,7 @@ from ft.show import axes as look
 from ft.show import palette
 from ft.show.text import percent
 from ft.systems.schedule.choose import Planned
-from ft.systems.schedule.routes import straight
+from ft.systems.schedule.program import straight
 
 _COLOURS = {
     (False, False): ("#8fb3d9", "forward"),

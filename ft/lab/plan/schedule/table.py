@@ -10,8 +10,7 @@ from typing import Any
 from ft.show.text import left_out, percent, shortened, table
 from ft.systems.schedule.check import named
 from ft.systems.schedule.choose import Planned
-from ft.systems.schedule.routes import straight
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.program import Unit, straight
 
 LEFT_OUT = left_out(
     "unlike stages",

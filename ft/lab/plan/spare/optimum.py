@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ft.lab.simulate.spare import theory
 from ft.lab.simulate.spare.scenario import Scenario
 from ft.lab.simulate.spare.study import Row, checkpoint_period, endurance
-from ft.systems.spare.run_plan import steps_between
+from ft.systems.spare.placement import steps_between
 
 _ALIKE = 0.01
 """Largest relative difference at which two times to train count as equal."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ft.base.errors import UserError
-from ft.systems.spare.controller.engine import engine, initial, state_of
+from ft.systems.spare.controller.controller import engine, initial, state_of
 from ft.systems.spare.placement import Placement
 
 

@@ -1,27 +1,141 @@
-"""Run a training iteration of a megatron-core model by a planned pipeline schedule of CheckFree+.
+"""Run a training iteration of a megatron-core model by a planned pipeline schedule of CheckFree+ (CheckFree, section
+4.3).
 
-In CheckFree+ (CheckFree, section 4.3), half of the microbatches take a route on which the first two and the last two
-stages are swapped. A schedule is a :class:`ft.systems.schedule.program.Program`: for each stage, the order of its units
-(the forward or backward of one microbatch) and messages. The forward and backward of a unit are done by megatron-core
-("core"). A stage at an end of the pipeline computes the embedding or the loss in some microbatches and not in others,
-so its model is configured before each forward.
+Half of the microbatches take a route on which the first two and the last two stages are swapped. A schedule is a
+:class:`ft.systems.schedule.program.Program`: for each stage, the order of its units (the forward or backward of one
+microbatch) and messages. The forward and backward of a unit are done by megatron-core ("core"). A stage at an end of
+the pipeline computes the embedding or the loss in some microbatches and not in others, so its model is configured
+before each forward.
+
+Messages overlap with computation: a stage goes on while a batch of messages is in flight, and waits for the batch when
+it needs a tensor from it, or before it posts the next batch. The order of batches and units is that of the program, and
+a stage only waits later than the program does. Therefore a program that cannot deadlock with immediate waits cannot
+deadlock here, as long as the messages of a batch proceed together, as with gloo. With NCCL they do not: for process
+groups that a recovery can interrupt, torch launches the messages of a batch one by one, on one stream for each pair of
+ranks, and both ends begin with their send. Messages that are larger than NCCL's buffers can then deadlock.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from ft.systems.checkfree.plus.execution import Execution
-from ft.systems.checkfree.plus.reduction import EarlyReduction
-from ft.systems.checkfree.plus.stage_ends import StageEnds
-from ft.systems.schedule.program import Program
-from ft.systems.schedule.units import Unit
+from ft.systems.checkfree.plus.ends import EarlyReduction, ReplicatedEnds, StageEnds, in_place
+from ft.systems.schedule.program import Batch, Program, Unit
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, get_model_type
-from megatron.patches import double_execution
+from megatron.patches import double_execution, instances, swapped_pipeline
 from megatron.patches.releases import backward_step
+
+
+class Work(Protocol):
+    """Interface to the computation of a stage."""
+
+    def forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
+        """Run the forward of ``unit`` with the input ``given``, and return its output.
+
+        ``given`` is None if the microbatch's route begins on this stage.
+        """
+
+    def backward(
+        self, unit: Unit, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
+    ) -> Any:
+        """Run the backward of ``unit``, and return the gradient of its input.
+
+        Args:
+            unit: the backward.
+            taken: input of the forward; None if the microbatch's route begins on this stage.
+            output: output of the forward.
+            gradient: gradient of ``output``; None if the microbatch's route ends on this stage.
+        """
+
+    def empty(self) -> torch.Tensor:
+        """Return a new tensor into which a message from another stage is received."""
+
+    def release(self, output: torch.Tensor) -> None:
+        """Release the memory of an output that has been sent."""
+
+
+class Execution:
+    """One iteration of one stage.
+
+    Args:
+        program: the schedule of all stages.
+        group: process group of the pipeline.
+        work: the computation of this stage.
+    """
+
+    def __init__(self, program: Program, group: dist.ProcessGroup, work: Work):
+        self._program, self._group, self._work = program, group, work
+        self._stage = dist.get_rank(group)
+        self._arrived: dict[Unit, torch.Tensor] = {}
+        self._made: dict[Unit, torch.Tensor] = {}
+        self._open: dict[int, tuple[Any, Any]] = {}
+        self._requests: list[dist.Work] = []
+        self._awaited: set[Unit] = set()
+        self._in_flight: list[dist.P2POp] = []
+        self._outputs: list[torch.Tensor] = []
+
+    def run(self) -> None:
+        """Execute all steps of this stage."""
+        for step in self._program.stages[self._stage]:
+            if isinstance(step, Unit):
+                self._execute(step)
+            elif step:
+                self._exchange(step)
+            else:
+                self._wait()
+                dist.barrier(self._group)
+        self._wait()
+
+    def _execute(self, unit: Unit) -> None:
+        routes = self._program.routes
+        source = routes.needs(unit)
+        given = None if source is None or source.stage == unit.stage else self._received(source)
+        if not unit.backward:
+            output = self._work.forward(unit, given)
+            self._open[unit.microbatch] = given, output
+            result = output
+        else:
+            taken, output = self._open.pop(unit.microbatch)
+            result = self._work.backward(unit, taken, output, given)
+        target = routes.receiver(unit)
+        if target is not None and target.stage != unit.stage:
+            self._made[unit] = result
+
+    def _received(self, unit: Unit) -> torch.Tensor:
+        """Return the result of ``unit``, which another stage has sent; wait for it if it is in flight."""
+        if unit in self._awaited:
+            self._wait()
+        return self._arrived.pop(unit)
+
+    def _exchange(self, batch: Batch) -> None:
+        """Post the messages of ``batch`` without waiting for them."""
+        self._wait()
+        for source, target, unit in batch:
+            outgoing = source == self._stage
+            tensor = self._made.pop(unit) if outgoing else self._work.empty()
+            peer = dist.get_global_rank(self._group, target if outgoing else source)
+            call = dist.isend if outgoing else dist.irecv
+            self._in_flight.append(dist.P2POp(call, tensor.detach().contiguous(), peer, self._group))
+            if not outgoing:
+                self._arrived[unit] = tensor
+                self._awaited.add(unit)
+            elif not unit.backward:
+                self._outputs.append(tensor)
+        self._requests = dist.batch_isend_irecv(self._in_flight)
+
+    def _wait(self) -> None:
+        """Wait for the batch that is in flight, if any, and only then release the memory of what it has sent."""
+        for request in self._requests:
+            request.wait()
+        for tensor in self._outputs:
+            self._work.release(tensor)
+        self._requests, self._in_flight, self._outputs = [], [], []
+        self._awaited.clear()
 
 
 @dataclass(frozen=True)
@@ -40,7 +154,7 @@ class Sizes:
 
 
 class Iteration:
-    """One training iteration on one stage. Implements :class:`ft.systems.checkfree.plus.execution.Work`.
+    """One training iteration on one stage. Implements :class:`ft.systems.checkfree.plus.pipeline.Work`.
 
     Args:
         program: the schedule of all stages.
@@ -163,3 +277,32 @@ def _read(loader: Iterator | Sequence | None, count: int) -> list[Any]:
     """Return all microbatches of a step in a list, because stages execute them in different orders."""
     loader = loader[0] if isinstance(loader, list) else loader
     return [None] * count if loader is None else [next(loader) for _ in range(count)]
+
+
+def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], Program]) -> None:
+    """Train ``chunk`` by planned schedules. Call it after core's callbacks have been set.
+
+    Args:
+        chunk: the ``DistributedDataParallel`` model chunk of this stage.
+        ends: the replicas of embedding and head.
+        plan: returns the schedule for a number of microbatches.
+    """
+    config = chunk.config
+    planned = cache(plan)
+
+    def finalize_replicated_ends(
+        finalize: Callable, model: Any, tokens: torch.Tensor | None = None, **groups: Any
+    ) -> None:
+        ends.sum_tokens(tokens)
+        finalize(model, tokens, **groups)
+        ends.sum_gradients(chunk)
+
+    def run(*, num_microbatches: int, **given: Any) -> list[torch.Tensor]:
+        losses = forward_backward(planned(num_microbatches))(num_microbatches=num_microbatches, **given)
+        return ends.sum_losses(losses)
+
+    def plainly(by_core: Callable[[], Any]) -> Any:
+        return in_place(chunk, ends.roles.stage, ends.roles.stages, by_core)
+
+    instances.around(config, "finalize_model_grads_func", finalize_replicated_ends)
+    swapped_pipeline.use(run, plainly)

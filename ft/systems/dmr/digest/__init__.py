@@ -1,7 +1,6 @@
 """Digests of tensors for DMR: 128-bit hashes of all bits, with the same value from C, from plain torch and from Triton.
 
-DMR (dual modular redundancy, SpareTrain) executes operators twice and compares the results. It compares digests on
-accelerators, and wherever the first result is not kept until the second execution.
+DMR compares digests on accelerators, and wherever the first result is not kept until the second execution.
 """
 
 from ft.systems.dmr.digest.api import backend, compare, differing, digest, digest_many, same, writer

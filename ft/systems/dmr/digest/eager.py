@@ -1,7 +1,7 @@
 """Compute the digest of a tensor with plain torch operators: on every device, without a compiler and without
 synchronisation.
 
-DMR (SpareTrain) compares tensors by this 128-bit hash, which ``ft.systems.dmr.digest.definition`` defines.
+``ft.systems.dmr.digest.definition`` defines this 128-bit hash.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Compute the digest of a tensor by a Triton kernel: one launch per level, without synchronisation.
 
-DMR (SpareTrain) compares tensors by this 128-bit hash, which ``ft.systems.dmr.digest.definition`` defines, with its
-blocks, levels and keys.
+``ft.systems.dmr.digest.definition`` defines this 128-bit hash, with its blocks, levels and keys.
 
 A program hashes ``ROWS`` blocks. Its tile is as wide as the program has lanes, so that a lane keeps its keys for all
 rows. The product of a word and a 64-bit key is computed by two multiply-adds on 32-bit halves: ``key = low (signed) +

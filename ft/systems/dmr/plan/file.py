@@ -55,7 +55,7 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 
 VERSION = 2
 """Version of the file format. Files of other versions are refused."""

@@ -33,9 +33,9 @@ from ft.systems.dmr.plan.trace import (
     Trace,
     Window,
 )
-from ft.systems.schedule.megatron import Pipeline, needs, orders, receiver
-from ft.systems.schedule.play import play
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.check import play
+from ft.systems.schedule.kinds import Pipeline, needs, orders, receiver
+from ft.systems.schedule.program import Unit
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ sizes are bytes. ``ft.systems.dmr.plan.file`` describes the file formats.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = "forward", "recompute", "backward", "optimizer"
 BETWEEN = "between"

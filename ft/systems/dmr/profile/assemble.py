@@ -36,8 +36,8 @@ from ft.systems.dmr.runtime.cursor import OperatorCall, operator_id
 from ft.systems.dmr.runtime.findings import Findings
 from ft.systems.dmr.runtime.operators import properties_of
 from ft.systems.dmr.runtime.queue import Replay, entry, verify
-from ft.systems.schedule.megatron import Pipeline, orders
-from ft.systems.schedule.units import Unit
+from ft.systems.schedule.kinds import Pipeline, orders
+from ft.systems.schedule.program import Unit
 
 _REPEATS = 20
 _LARGE = 1 << 22

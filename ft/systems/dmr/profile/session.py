@@ -25,7 +25,7 @@ from ft.systems.dmr.runtime.functions import functions_of_core
 from ft.systems.dmr.runtime.opaque import OpaqueCalls
 from ft.systems.dmr.runtime.queue import Queue
 from ft.systems.dmr.unstable import read_unstable
-from ft.systems.schedule.megatron import Pipeline
+from ft.systems.schedule.kinds import Pipeline
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.patches import double_execution

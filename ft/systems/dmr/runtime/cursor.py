@@ -1,7 +1,6 @@
 """Follow a rank's execution position in an iteration: phase, microbatch, model chunk, layer and number of the operator.
 
-DMR (dual modular redundancy, SpareTrain), which executes every operator twice, identifies an operator in profiles,
-plans and mismatches by this position.
+Profiles, plans and mismatches identify an operator by this position.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Collect the mismatches that DMR finds on one rank in one iteration.
 
-DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results, on accelerators by
-*digests*, 128-bit hashes of a tensor's bits. On a CPU a mismatch is known immediately; on an accelerator the results of
-comparisons stay on the device until one synchronisation at the end of the iteration.
+Accelerators compare by *digests*, 128-bit hashes of a tensor's bits. On a CPU a mismatch is known immediately; on an
+accelerator the results of comparisons stay on the device until one synchronisation at the end of the iteration.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,5 @@
 """The torch dispatch mode of DMR, which intercepts every operator of a protected iteration and has it verified.
 
-DMR (dual modular redundancy, SpareTrain) verifies an operator by executing it a second time and comparing the results.
 A strategy assigns each operator to a *set*, a way of verification: naive (immediately), P (with the recomputation of
 activation checkpointing), D_inter or D_intra (deferred), or unchecked.
 """

@@ -1,7 +1,6 @@
 """P-DMR: compare the forward pass of an activation-checkpointing segment with its recomputation (SpareTrain, Method 1).
 
-DMR (dual modular redundancy) verifies an operator by executing it twice and comparing the results. For operators of an
-activation-checkpointing segment, the recomputation is the second execution.
+For operators of an activation-checkpointing segment, the recomputation is the second execution.
 
 A digest of the results of every forward operator is kept and compared with the digest in the recomputation. Comparing
 only the output of the segment would miss errors: other tensors that the backward pass reads, such as the statistics of

@@ -1,8 +1,7 @@
 """Decide which rank is at fault when DMR finds an iteration wrong repeatedly.
 
-DMR (dual modular redundancy, SpareTrain) executes every operator twice and compares the results. An attempt at an
-iteration is wrong if results differed (a *mismatch*) on any rank; the iteration is then repeated. The decision is a
-pure function of what all ranks found, so that every rank comes to the same decision.
+An attempt at an iteration is wrong if results differed (a *mismatch*) on any rank; the iteration is then repeated. The
+decision is a pure function of what all ranks found, so that every rank comes to the same decision.
 """
 
 from collections import Counter

@@ -1,22 +1,242 @@
-"""The reordering controller of SPARe (SPARe, algorithm 2): its state, and its reaction to lost and returning groups.
+"""The reordering controller of SPARe (SPARe, algorithm 2): its state, also as saved in a checkpoint, and its reaction
+to lost and returning groups.
 
-A global batch is divided into N shard types, and each of N groups (replicas of the model) hosts r types, in an order
-that is called its stack. Per step, the groups compute the first S types of their stacks. When groups are lost, the
-controller reorders the stacks of the survivors, and increases S if it must, such that the survivors still compute every
-type. If a type has no surviving host (a wipe-out), the run has to restart from a checkpoint.
+When groups are lost, the controller reorders the stacks of the survivors, and increases S, the number of types that
+each group computes in a step, if it must, such that the survivors still compute every type. If a type has no surviving
+host (a wipe-out), the run has to restart from a checkpoint. Which types the survivors compute without any reordering is
+phase 0 of the algorithm (HK-Fixed). The core is run compiled by numba if requested and installed, else interpreted.
 """
 
-from collections.abc import Iterable
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ft.base.errors import UserError
-from ft.systems.spare.controller import core, saved, state
-from ft.systems.spare.controller.cover import wiped_out
-from ft.systems.spare.controller.engine import engine, initial, state_of
+from ft.systems.spare.controller import core
+from ft.systems.spare.controller.core import FOREVER, STACK, SURVIVORS, State
 from ft.systems.spare.placement import Placement
+
+
+def covered(orders: np.ndarray, alive: np.ndarray, stack: int) -> np.ndarray:
+    """Return which types are in the first ``stack`` positions of a surviving group's stack.
+
+    In a fixed order, each stack position has one type, so the matching of HK-Fixed is only a test of coverage.
+
+    Args:
+        orders: the type at each stack position of each group, int [N, r].
+        alive: which groups are alive, bool [N].
+        stack: number of positions.
+
+    Returns:
+        bool [N].
+    """
+    found = np.zeros(len(orders), dtype=bool)
+    found[orders[alive, :stack]] = True
+    return found
+
+
+def wiped_out(hosts: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """Return the types of which no host survives, in ascending order.
+
+    Args:
+        hosts: the groups that host each type, int [N, r].
+        alive: which groups are alive, bool [N].
+    """
+    return np.flatnonzero(~alive[hosts].any(axis=1))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The functions of :mod:`ft.systems.spare.controller.core`, compiled or interpreted.
+
+    Attributes:
+        name: "numba" or "interpreted".
+        lose: removes failed groups (``core.lose``).
+        missing: lists the types that only failed groups have computed in a step (``core.missing``).
+        bring_back: adds a group that has returned (``core.bring_back``).
+        trial: removes groups one by one until a shard type has no host left (``core.trial``).
+        start: sets a state to the initial layout (``core.start``).
+        numbers: converts integers to the sequences that these functions take: arrays if compiled, else lists.
+    """
+
+    name: str
+    lose: Callable
+    missing: Callable
+    bring_back: Callable
+    trial: Callable
+    start: Callable
+    numbers: Callable[[Any], Any]
+
+
+def engine(accelerate: bool | None = None) -> Engine:
+    """Return the engine to use; both engines give the same results.
+
+    Args:
+        accelerate: whether to use numba; None: if it is installed. The first compilation takes seconds; later processes
+            load the result in less than a second.
+
+    Raises:
+        UserError: numba is requested and cannot be imported.
+    """
+    if accelerate is False:
+        return INTERPRETED
+    try:
+        return _compiled()
+    except ImportError as error:
+        if accelerate:
+            raise UserError(f"numba cannot be used: {error}", "pip install 'megatron-ft[fast]'") from error
+        return INTERPRETED
+
+
+def state_of(placement: Placement, chosen: Engine) -> core.State:
+    """Return a new state of the controller's core, in which all groups are alive and no shard type has moved.
+
+    Args:
+        placement: which group hosts which shard types.
+        chosen: the engine whose functions will take the state.
+    """
+    n, r = placement.groups, placement.redundancy
+    mark = np.full(n, core.NONE)
+    mark[np.array(placement.ruler) % n] = np.arange(r)
+    lengths = {"orders": n * r, "depth": n * r, "moves": 4 * n, "later": n * r, "shifted": 2 * n}
+    given = {"size": [n, r, 1, n, *[0] * 9], "hosts": placement.host_table.ravel(), "mark": mark}
+    made = core.State(
+        **{
+            name: chosen.numbers(given[name] if name in given else np.zeros(lengths.get(name, n), dtype=np.int64))
+            for name in core.State._fields
+        }
+    )
+    chosen.start(made, initial(placement, chosen))
+    return made
+
+
+def initial(placement: Placement, chosen: Engine) -> Any:
+    """Return the initial order of shard types of all groups, flattened from [N, r], as ``chosen.start`` takes it."""
+    return chosen.numbers(placement.orders().ravel())
+
+
+def _list(numbers: Any) -> list[int]:
+    return np.asarray(numbers).tolist()
+
+
+def _array(numbers: Any) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+INTERPRETED = Engine("interpreted", core.lose, core.missing, core.bring_back, core.trial, core.start, _list)
+
+_SOURCES = (__file__, core.__file__)
+
+
+@cache
+def _compiled() -> Engine:
+    import numba
+    from numba.extending import register_jitable
+
+    # Without reference counts: the caller holds the two dozen arrays of a state, and every call of a helper would
+    # otherwise increment and decrement the count of each.
+    options = {"_nrt": False}
+    for _, function in inspect.getmembers(core, inspect.isfunction):
+        if function.__module__ == core.__name__:
+            register_jitable(**options)(function)
+    # Numba detects changes only in the file of the compiled function, so the cache folder is named by a hash of all
+    # source files.
+    digest = hashlib.sha256(b"".join(Path(path).read_bytes() for path in _SOURCES)).hexdigest()[:16]
+    entries = (core.lose, core.missing, core.bring_back, core.trial, core.start)
+    before = numba.config.CACHE_DIR
+    try:
+        numba.config.CACHE_DIR = str(Path(before or Path.home() / ".cache" / "megatron-ft") / f"spare-{digest}")
+        compiled = [numba.njit(cache=True, **options)(entry) for entry in entries]
+    except (RuntimeError, OSError):  # no cache folder is writable
+        compiled = [numba.njit(**options)(entry) for entry in entries]
+    finally:
+        numba.config.CACHE_DIR = before
+    return Engine("numba", *compiled, _array)
+
+
+class Saved(NamedTuple):
+    """A saved state of the controller, for N groups and N shard types of which each group hosts r.
+
+    Attributes:
+        placement: the initial placement of types on groups.
+        stack: S, the number of types that each group computes.
+        alive: which groups are alive, bool [N].
+        orders: the type at each stack position of each group, int64 [N, r].
+        owners: the group that computes each type, int64 [N].
+    """
+
+    placement: Placement
+    stack: int
+    alive: np.ndarray
+    orders: np.ndarray
+    owners: np.ndarray
+
+
+def _read(values: dict[str, Any]) -> Saved:
+    """Return the state that ``Controller.state`` saved.
+
+    Raises:
+        UserError: something is missing or has the wrong type, or the state is not valid for a controller.
+    """
+    try:
+        placement = Placement(int(values["groups"]), tuple(values["ruler"]))
+        found = Saved(
+            placement,
+            int(values["stack"]),
+            np.isin(np.arange(placement.groups), np.array(values["alive"], dtype=np.int64)),
+            np.array(values["orders"], dtype=np.int64),
+            np.array(values["owners"], dtype=np.int64),
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"the saved state of the controller cannot be read: {error!r}", _FIX) from error
+    if not _sound(found):
+        raise UserError("the saved state of the controller contradicts itself", _FIX)
+    return found
+
+
+def _fill(s: State, found: Saved) -> None:
+    """Overwrite ``s``, an initial state of the core, with the saved state ``found``."""
+    n, r = found.orders.shape
+    mark = np.zeros(n, dtype=np.int64)
+    mark[np.array(found.placement.ruler) % n] = np.arange(r)
+    depth = np.zeros((n, r), dtype=np.int64)
+    depth[found.orders, mark[(found.orders - np.arange(n)[:, None]) % n]] = np.arange(r)
+    cover = np.bincount(found.orders[found.alive, : found.stack].ravel(), minlength=n)
+    values = {
+        "orders": found.orders.ravel(),
+        "owner": found.owners,
+        "alive": found.alive.astype(np.int64),
+        "depth": depth.ravel(),
+        "load": np.bincount(found.owners, minlength=n),
+        "cover": cover,
+        "reached": np.where(found.alive, 0, FOREVER),
+        "living": found.alive[found.placement.host_table].sum(axis=1),
+    }
+    for name, numbers in values.items():
+        getattr(s, name)[:] = numbers if isinstance(s.owner, np.ndarray) else numbers.tolist()
+    s.size[STACK], s.size[SURVIVORS] = found.stack, int(found.alive.sum())
+
+
+def _sound(found: Saved) -> bool:
+    n, r = found.placement.groups, found.placement.redundancy
+    if found.orders.shape != (n, r) or found.owners.shape != (n,) or not 1 <= found.stack <= r:
+        return False
+    if not np.array_equal(np.sort(found.orders), np.sort(found.placement.orders())):
+        return False
+    if found.owners.min() < 0 or found.owners.max() >= n or not found.alive[found.owners].all():
+        return False
+    first = found.orders[found.owners, : found.stack]
+    at_home = (first == np.arange(n)[:, None]).any(axis=1).all()
+    return bool(at_home and covered(found.orders, found.alive, found.stack).all())
+
+
+_FIX = "start from a state that this version has saved, or from a new controller"
 
 
 class Move(NamedTuple):
@@ -84,7 +304,7 @@ class Controller:
     @property
     def stack(self) -> int:
         """Return S, the number of types of its stack after which a group takes part in the all-reduce."""
-        return int(self._state.size[state.STACK])
+        return int(self._state.size[core.STACK])
 
     @property
     def alive(self) -> np.ndarray:
@@ -123,7 +343,7 @@ class Controller:
             UserError: a group is out of range, given twice, or already lost.
         """
         self._engine.missing(self._state, self._engine.numbers(self._checked(groups, lost=False)))
-        return _as_tuple(self._state.seekers[: self._state.size[state.SEEKERS]])
+        return _as_tuple(self._state.seekers[: self._state.size[core.SEEKERS]])
 
     def lose(self, groups: Iterable[int]) -> Reordering:
         """Remove groups that were lost at the same time, and return the decision.
@@ -137,7 +357,7 @@ class Controller:
         phase = int(self._engine.lose(self._state, self._engine.numbers(lost)))
         if phase == core.WIPED_OUT:
             return self._wipe_out(lost)
-        missing = self._state.seekers[: self._state.size[state.SEEKERS]]
+        missing = self._state.seekers[: self._state.size[core.SEEKERS]]
         return Reordering(self.stack, self._moves(), (), phase, _as_tuple(missing))
 
     def bring_back(self, group: int) -> Reordering:
@@ -172,9 +392,9 @@ class Controller:
         Raises:
             UserError: the values are not a valid state of a controller.
         """
-        read = saved.read(values)
-        made = cls(read.placement, accelerate)
-        saved.fill(made._state, read)
+        saved = _read(values)
+        made = cls(saved.placement, accelerate)
+        _fill(made._state, saved)
         return made
 
     def _wipe_out(self, lost: list[int]) -> Reordering:
@@ -184,9 +404,9 @@ class Controller:
         return Reordering(self.stack, (), _as_tuple(gone), core.DEEPENED, self.missing(lost))
 
     def _moves(self) -> tuple[Move, ...]:
-        numbers = _as_tuple(self._state.moves[: 4 * self._state.size[state.MOVES]])
+        numbers = _as_tuple(self._state.moves[: 4 * self._state.size[core.MOVES]])
         return tuple(
-            Move(group, kind, None if start == state.NONE else start, end)
+            Move(group, kind, None if start == core.NONE else start, end)
             for group, kind, start, end in zip(*(numbers[i::4] for i in range(4)), strict=True)
         )
 

@@ -1,1 +1,0 @@
-"""The rows of the table of faults, grouped by the component that breaks."""
