@@ -25,6 +25,8 @@ NOT_SAVED = os.EX_IOERR
 """Exit code (74) of a run that has ended as planned, but could not save its last checkpoint."""
 ENDED_EARLY = os.EX_TEMPFAIL
 """Exit code (75) of a run that a signal has ended before its last step; another run can go on where it ended."""
+NOT_INJECTED = 76
+"""Exit code of ``ft run --inject-strict`` if a run ends well, but not all planned faults were injected."""
 PLANNED_ENDS = (0, NOT_SAVED, ENDED_EARLY)
 """Exit codes of runs that have ended as planned, so that nothing is to be repaired or started again."""
 

@@ -18,7 +18,7 @@ from ft import faults as inject
 from ft.adapters.megatron_lm import choice, tree
 from ft.base import files
 from ft.base.checkout import CHECKOUT
-from ft.base.errors import Problem
+from ft.base.errors import NOT_INJECTED, Problem
 from ft.commands import checkouts
 from ft.commands.arguments import misplaced
 from ft.faults.faults import Fault
@@ -195,7 +195,7 @@ def judge_faults(code: int, folder: Path, is_strict: bool, tell: Callable[[str],
     missed = inject.missed(folder)
     if missed:
         tell(missed)
-    return inject.NOT_INJECTED if missed and is_strict and code == 0 else code
+    return NOT_INJECTED if missed and is_strict and code == 0 else code
 
 
 def _never_act(flags: Sequence[str]) -> list[Problem]:

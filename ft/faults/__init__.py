@@ -6,11 +6,10 @@ faults with a victim and a time. Workers read the numbered faults from the file 
 each node) use :class:`ft.faults.agent.AgentInjector`.
 """
 
-from ft.faults.faults import NOT_INJECTED, Fault, from_json, left, missed, planned, to_json, write
+from ft.faults.faults import Fault, from_json, left, missed, planned, to_json, write
 from ft.faults.spec import FaultSpec, parse, read_scenario, read_specs, schedule
 
 __all__ = [
-    "NOT_INJECTED",
     "Fault",
     "FaultSpec",
     "from_json",

@@ -154,9 +154,6 @@ class Alarm:
             self._ring(fault)
 
 
-NOT_INJECTED = 76
-"""Exit code of ``ft run --inject-strict`` if a run ends well, but not all planned faults were injected."""
-
 FILE = "FT_FAULTS"
 """Name of the environment variable that tells a worker the path of the file of planned faults, written by ``write``.
 

@@ -30,7 +30,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from ft.net.streams import Network
+from ft.net.streams import TRANSPORT, Network, TcpNetwork
 
 FOLDER, RANK = "FT_MPI_FOLDER", "FT_MPI_RANK"
 """Environment variables of a worker: the folder in which its node's relay listens, and the MPI rank of that node."""
@@ -107,3 +107,10 @@ def answers(folder: str | Path, patience_s: float) -> bool:
         probe.sendall(b"ping\n")
         return probe.recv(1) == _YES
     return False
+
+
+def network_of(environment: Mapping[str, str] = os.environ) -> Network:
+    """Return the network that ``ft run`` has chosen for this worker (``--ft-transport``)."""
+    if environment.get(TRANSPORT) == "mpi":
+        return MpiNetwork.of(environment)
+    return TcpNetwork(environment.get("FT_HOST", "127.0.0.1"))

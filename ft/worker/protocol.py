@@ -9,15 +9,142 @@ has its result, and :func:`run` carries the coroutine through.
 """
 
 import contextlib
+import hashlib
+import json
+import os
+import queue
+import sys
 import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ft.base.errors import EpochClosed
-from ft.job.messages import Finish, WorkerDone, WorkerFailed, WorkerReady, WorkerSuspects
-from ft.worker.place import Place
+from ft.job.messages import Close, Finish, Look, Open, Seat, WorkerDone, WorkerFailed, WorkerReady, WorkerSuspects
 from ft.worker.progress import Progress
+
+
+class Place:
+    """The place of one worker, and what each order means for it.
+
+    Attributes:
+        worker: name of the worker.
+        node: name of its node agent.
+        rank: logical rank, -1 before the worker has one.
+        world_size: number of logical ranks.
+        local_rank: index of the worker's device on its node.
+        joins: whether the worker has taken over its rank in a running job, and gets its state from other ranks.
+        epoch: number of the worker's epoch, open or closed; -1 before the first.
+        closed_epoch: number of the newest epoch that is known to be closed, -1 if none is.
+        seats: logical rank -> worker that holds it, with its addresses.
+        rendezvous_address: host:port of the rendezvous store for this epoch's process groups.
+        fired: numbers of the planned faults that were injected already.
+    """
+
+    def __init__(self, worker: str, node: str, world_size: int = 1):
+        self.worker, self.node, self.world_size = worker, node, world_size
+        self.rank = self.local_rank = self.epoch = self.closed_epoch = -1
+        self.joins = False
+        self.seats: dict[int, Seat] = {}
+        self.rendezvous_address = ""
+        self.fired: set[int] = set()
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the worker's epoch is closed."""
+        return 0 <= self.epoch <= self.closed_epoch
+
+    def note_close(self, order: Close) -> bool:
+        """Record that an epoch is closed. Return whether that ends the worker's epoch."""
+        self.closed_epoch = max(self.closed_epoch, order.epoch)
+        return self.is_ended_by(order)
+
+    def is_ended_by(self, order: Any) -> bool:
+        """Return whether ``order`` closes the worker's epoch, or a later one that the worker has not entered yet."""
+        return isinstance(order, Close) and order.epoch >= self.epoch
+
+    def is_seated_by(self, order: Any) -> bool:
+        """Return whether ``order`` opens an epoch after the worker's in which the worker holds a logical rank."""
+        if not isinstance(order, Open) or order.epoch <= self.epoch:
+            return False
+        return any(seat.worker == self.worker for seat in order.seats.values())
+
+    def is_for(self, order: Any, kind: type) -> bool:
+        """Return whether ``order`` is of type ``kind`` and for the worker's epoch, or for all epochs."""
+        return isinstance(order, kind) and getattr(order, "epoch", self.epoch) == self.epoch
+
+    def enter(self, opened: Open) -> None:
+        """Enter the epoch of ``opened``, in which this worker has a seat, and adopt its assignment of ranks.
+
+        Raises:
+            SystemExit: the worker got another logical rank than before. Its model does not fit that rank, so the worker
+                has to be restarted.
+        """
+        rank = next(rank for rank, seat in opened.seats.items() if seat.worker == self.worker)
+        if self.rank not in (-1, rank):
+            raise SystemExit(f"seated as logical rank {rank}, assembled as {self.rank}")
+        self.joins = not opened.fresh if self.epoch < 0 else self.joins
+        self.rank, self.epoch = rank, opened.epoch
+        self.seats = dict(opened.seats)
+        self.world_size = len(self.seats)
+        self.rendezvous_address = opened.rendezvous_address
+        self.local_rank = self.seats[rank].local_rank
+        self.fired = set(opened.fired)
+
+    def topology(self, groups: str) -> str:
+        """Return a digest of the assignment of workers to ranks and of all process groups.
+
+        It must be equal on all workers (DEADPOOL, section V-C, invariant I1).
+
+        Args:
+            groups: digest of the names and members of all process groups.
+        """
+        seats = {rank: asdict(seat) for rank, seat in sorted(self.seats.items())}
+        return hashlib.sha256((json.dumps(seats, sort_keys=True) + groups).encode()).hexdigest()[:16]
+
+
+AGENT_LOST = 70
+"""Exit code of a worker whose agent has died."""
+
+
+class Orders:
+    """The worker's queue of orders.
+
+    Args:
+        on_close: called with each ``Close``, on the thread that received it, before the order enters the queue. It
+            interrupts the operations in which the training thread may be blocked.
+        on_look: called with each ``Look``, on the same thread; it never enters the queue, because the training thread
+            may be blocked.
+    """
+
+    def __init__(self, on_close: Callable[[Close], None], on_look: Callable[[Look], None] = lambda order: None):
+        self._on_close, self._on_look = on_close, on_look
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def deliver(self, order: Any) -> None:
+        """Put an order into the queue.
+
+        If ``order`` is None, the agent has died; exit, because no other process supervises this one.
+        """
+        if order is None:
+            sys.stderr.write("the agent of this worker is gone: ending\n")
+            sys.stderr.flush()
+            os._exit(AGENT_LOST)
+        if isinstance(order, Look):
+            self._on_look(order)
+            return
+        if isinstance(order, Close):
+            self._on_close(order)
+        self._queue.put(order)
+
+    def next(self, within_s: float | None) -> Any | None:
+        """Return the next order, None if none arrives within ``within_s`` seconds (None: wait for ever)."""
+        try:
+            return self._queue.get(timeout=within_s)
+        except queue.Empty:
+            return None
+
 
 REPEAT_S = 3.0
 """Seconds until an unanswered report is sent again: longer than an answer usually takes. The receiver ignores

@@ -15,23 +15,139 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from ft.base import token
 from ft.base.errors import DeviceUnusable, ReplaceNodeError, UserError
 from ft.base.step_clock import CLOCK
 from ft.faults.flip import Flip
 from ft.job.agent.link import Link
-from ft.job.control.timeouts import Timeouts
+from ft.job.control.timeouts import VARIABLE, Timeouts
 from ft.job.messages import Close, Look, Observed, Open, StepTimes
-from ft.net.choice import network_of
+from ft.net.framed import checksum
+from ft.net.mpi import network_of
 from ft.net.streams import TcpNetwork
 from ft.platform import stacks
+from ft.platform.versions import versions
 from ft.state.groups import Groups, Rendezvous
 from ft.state.snapshot import SnapshotServer
 from ft.worker import looks, protocol
-from ft.worker.admission import Admission
-from ft.worker.orders import Orders
 from ft.worker.progress import Heartbeat, Progress
-from ft.worker.settings import surroundings
+from ft.worker.protocol import Orders
+
+_PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVTE_", "GLOO_", "MKL_", "OMP_")
+# Variables that name a node's own hardware or paths may differ between nodes.
+_OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "OMP_PLACES")
+_OWN_ENDINGS = ("_IFNAME", "_HCA", "_HOME", "_PATH", "_FILE", "_DIR", "_DIRECTORY")
+
+
+def surroundings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables that affect the computation, the limits of the run, versions, and a digest of this
+    project's sources.
+    """
+    found = {f"environment {name}": value for name, value in environment.items() if _counts(name)}
+    found["limits"] = environment.get(VARIABLE, "{}")
+    return found | versions()
+
+
+def _counts(name: str) -> bool:
+    return name.startswith(_PREFIXES) and name not in _OWN and not name.endswith(_OWN_ENDINGS)
+
+
+PERIOD_S = 600.0
+"""Seconds after which a standby that still waits is checked again."""
+_SIZE, _COPY_BYTES = 384, 16 << 20
+_TRIES = 3
+_LOWEST = 19
+
+
+def examine(
+    reach: Callable[[], None],
+    seed: int = 0,
+    multiply: Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray] = numpy.matmul,
+    copy: Callable[[numpy.ndarray], numpy.ndarray] = numpy.copy,
+) -> None:
+    """Compute, copy and communicate, and compare every result with the one that is right.
+
+    Args:
+        reach: function that sends this process a message over its own data-plane address; it raises OSError if the
+            message does not arrive.
+        seed: seed of the data.
+        multiply: function that multiplies two matrices.
+        copy: function that copies an array.
+
+    Raises:
+        ReplaceNodeError: a result is wrong, or no message arrives in several tries.
+    """
+    draw = numpy.random.default_rng(seed)
+    # Sums of products of small whole numbers are exact in float32, in whatever order a library adds them up. So a
+    # difference is a fault of the machine, and not one of rounding.
+    left, right = (draw.integers(-8, 9, (_SIZE, _SIZE)).astype(numpy.float32) for _ in range(2))
+    first, second = multiply(left, right), multiply(left, right)
+    if first.tobytes() != second.tobytes():
+        raise ReplaceNodeError("the check of a standby failed: a product of matrices differs when it is computed twice")
+    if not numpy.array_equal(first.sum(axis=0, dtype=numpy.float64), left.sum(axis=0, dtype=numpy.float64) @ right):
+        raise ReplaceNodeError("the check of a standby failed: a product of matrices is wrong")
+    data = draw.integers(0, 256, _COPY_BYTES, dtype=numpy.uint8)
+    if checksum(memoryview(data)) != checksum(memoryview(copy(data))):
+        raise ReplaceNodeError(f"the check of a standby failed: a copy of {_COPY_BYTES >> 20} MiB has another checksum")
+    _reach(reach)
+
+
+def _reach(reach: Callable[[], None]) -> None:
+    """Try to reach this process several times: a machine under load, or one that was stopped, may miss a time limit."""
+    for number in range(1, _TRIES + 1):
+        try:
+            reach()
+            return
+        except OSError as error:
+            if number == _TRIES:
+                said = f"the check of a standby failed: {_TRIES} messages to itself were lost: {error}"
+                raise ReplaceNodeError(said) from error
+
+
+class Admission:
+    """Checks this standby while it waits for a logical rank.
+
+    Args:
+        reach: see :func:`examine`.
+        failed: function that is called, in another thread, with the error of a failed check.
+        period_s: seconds between two checks.
+        check: the check: a function of ``reach`` and a seed.
+    """
+
+    def __init__(
+        self,
+        reach: Callable[[], None],
+        failed: Callable[[ReplaceNodeError], None],
+        period_s: float = PERIOD_S,
+        check: Callable[[Callable[[], None], int], None] = examine,
+    ):
+        self._reach, self._failed, self._period_s, self._check = reach, failed, period_s, check
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        """Begin to check, in another thread."""
+        threading.Thread(target=self._go_on, name="ft-admission", daemon=True).start()
+
+    def stop(self) -> None:
+        """Begin no further check, and ignore the result of one that is under way."""
+        self._over.set()
+
+    def _go_on(self) -> None:
+        with contextlib.suppress(OSError):  # on Linux this is the priority of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        seed = 0
+        while not self._over.is_set():
+            try:
+                self._check(self._reach, seed)
+            except ReplaceNodeError as error:
+                if not self._over.is_set():
+                    self._failed(error)
+                return
+            seed += 1
+            self._over.wait(self._period_s)
+
 
 _REACH_S = 20.0
 """Longest time without progress of a standby's message to itself, in seconds."""

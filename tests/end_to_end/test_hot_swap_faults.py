@@ -11,9 +11,8 @@ import pytest
 import small_runs as runs
 from ft_runs import ROOT, Running, flags, ft_run
 
-from ft.base.errors import ENDED_EARLY, NOT_SAVED
+from ft.base.errors import ENDED_EARLY, NOT_INJECTED, NOT_SAVED
 from ft.cli import main as cli
-from ft.faults import NOT_INJECTED
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, fields, replace
 from unittest import mock
 
 from ft.job.control import ladder, recovery_plan, rungs
-from ft.job.control.ladder import Decision, decide
+from ft.job.control.ladder import Decision, Others, Restarts, Seats, Situation, decide
 from ft.job.control.recovery_plan import MIDDLE, PLUS, Memory, Stages
-from ft.job.control.situation import Others, Restarts, Seats, Situation
 from ft.job.control.state import GridPosition
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Holdings

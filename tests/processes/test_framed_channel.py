@@ -9,8 +9,7 @@ import time
 import pytest
 
 from ft.net import framed
-from ft.net.checksum import checksum
-from ft.net.framed import HEAD_BYTES, BadFrame, FramedChannel, Mark
+from ft.net.framed import HEAD_BYTES, BadFrame, FramedChannel, Mark, checksum
 from ft.net.handshake import Refused
 
 TOKEN, PURPOSE, LIMIT_S = "the token of this run", "ft-test-1", 5.0

@@ -140,7 +140,7 @@ def test_a_device_that_stays_full_or_turned_out_broken_is_not_used_again(plant):
 def test_a_device_that_is_broken_from_the_start_is_reported_with_the_node(plant):
     plant(SOUND, {**SOUND, "action": 4})
     found = known(2, 2)
-    assert found.described() == {"devices": 2, "unusable": {"1": "the driver asks for a drain and a reset"}}
+    assert found.described() == {"devices": 2, "unusable": {1: "the driver asks for a drain and a reset"}}
     assert found.sound(2) == [0]
 
 

@@ -21,7 +21,7 @@ import pytest
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
 from ft.job.quorum import FailureNotice, Limits, NoQuorum, QuorumClient, Report, wire
-from ft.job.quorum.connections import Connections
+from ft.job.quorum.server import Connections
 from ft.platform import election
 from ft.platform.election import QUORUM, SUCCEEDED
 from ft.systems.hsdp.components import Components

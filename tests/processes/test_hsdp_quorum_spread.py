@@ -11,7 +11,7 @@ import pytest
 
 from ft import cli
 from ft.job.quorum import wire
-from ft.job.quorum.connections import Connections
+from ft.job.quorum.server import Connections
 from ft.lab.simulate.quorum.run import Round, rounds
 from ft.lab.simulate.quorum.shape import WARM_UP, Job, processes
 from ft.lab.simulate.quorum.spread import Relay

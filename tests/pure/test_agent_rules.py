@@ -17,9 +17,9 @@ from ft.job import messages
 from ft.job.agent import environment, preload
 from ft.job.agent.carry_out import first_ranks
 from ft.job.agent.console import Console, last_lines, last_words
-from ft.job.agent.liveness import Watch, silent
 from ft.job.agent.options import resolve
 from ft.job.agent.script import search_path
+from ft.job.agent.workforce import Watch, silent
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
 from ft.platform import network, slurm

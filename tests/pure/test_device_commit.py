@@ -9,7 +9,7 @@ from ft.base.errors import EpochClosed
 from ft.job.messages import Close, GroupReport, Repair, Source
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
-from ft.worker.place import Place
+from ft.worker.protocol import Place
 from ft.worker.session import Session
 
 RIGHT, WRONG = "the sum over all ranks", "what was in the buffer"

@@ -33,7 +33,7 @@ from ft.faults.worker import ACTS, IN_TRAINING, Frames, Reports
 from ft.job import messages as m
 from ft.job.control.state import RUNNING
 from ft.systems.hot_swap.faults import _ACTS as SESSION_ACTS
-from ft.worker.settings import surroundings
+from ft.worker.session import surroundings
 from megatron.ft_trainer.arguments import parse as parse_flags
 
 ROOT_FOLDER = Path(__file__).parent.parent.parent

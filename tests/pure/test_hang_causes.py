@@ -67,7 +67,7 @@ def stands(*frames):
     "frames",
     [
         ("/lib/threading.py:331 wait", "ft/worker/session.py:128 wait_closed", "ft/worker/protocol.py:202 suspect"),
-        ("/checkout/ft/worker/orders.py:58 next", "ft/worker/session.py:125 next_order"),
+        ("/checkout/ft/worker/protocol.py:58 next", "ft/worker/session.py:125 next_order"),
         ("threading.py:355 wait", "threading.py:451 wait_for", "ft/state/snapshot/store.py:171 wait"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from ft import faults as inject
 from ft.base import events
-from ft.base.errors import UserError
+from ft.base.errors import NOT_INJECTED, UserError
 from ft.commands.protection import judge_faults
 from ft.faults import Fault, from_json, parse, read_scenario, schedule, to_json, write
 from ft.faults.spec import MOST_OF_A_DISTRIBUTION, Distribution, parse_duration
@@ -304,7 +304,7 @@ def test_faults_that_have_not_happened_are_named_in_the_report_and_strictly_they
     sentence = "1 of 2 planned fault(s) did not happen: hang of rank 2 at step 9 (evaluate)"
     told: list[str] = []
     codes = [judge_faults(code, tmp_path, strict, told.append) for code, strict in ((0, False), (0, True), (1, True))]
-    assert codes == [0, inject.NOT_INJECTED, 1] and told == [sentence] * 3
+    assert codes == [0, NOT_INJECTED, 1] and told == [sentence] * 3
     record = load(tmp_path)
     assert f"faults     {sentence}" in summary(record, []) and sentence in page(record, b"")
 

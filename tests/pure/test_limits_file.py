@@ -8,10 +8,9 @@ from test_agent_rules import PLACE, options
 
 from ft.base.errors import UserError
 from ft.job.agent import environment
-from ft.job.control.limits_file import timeouts_of
-from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
+from ft.job.control.timeouts import BEHIND_ETCD, Timeouts, timeouts_of
 from ft.job.replicas import replica
-from ft.worker.settings import surroundings
+from ft.worker.session import surroundings
 
 
 @pytest.fixture

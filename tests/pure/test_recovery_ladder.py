@@ -13,9 +13,8 @@ from control_world import LIMITS, World
 
 from ft.job import messages as m
 from ft.job.control import rungs
-from ft.job.control.ladder import decide
+from ft.job.control.ladder import Others, Restarts, Seats, Situation, decide
 from ft.job.control.recovery_plan import MIDDLE, Memory, Stages
-from ft.job.control.situation import Others, Restarts, Seats, Situation
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 

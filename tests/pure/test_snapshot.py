@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ft.base.errors import FallbackError
-from ft.net.checksum import checksum
+from ft.net.framed import checksum
 from ft.state.layout import ALIGNMENT, CHUNK, BadTable, Table
 from ft.state.placement.assign import ring_of
 from ft.state.snapshot.buffers import PingPong, Status

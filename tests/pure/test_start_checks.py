@@ -10,7 +10,7 @@ from control_world import World
 from ft.base import events, token
 from ft.base.errors import UserError
 from ft.job import messages as m
-from ft.job.agent import description, first_contact
+from ft.job.agent import first_contact, membership
 from ft.job.control.start_checks import NOTICE_S
 from ft.job.control.state import ENDED, GATHERING
 from ft.platform import election, network
@@ -130,7 +130,7 @@ def test_the_paths_of_a_command_line(tmp_path, monkeypatch):
     (tmp_path / "a.bin").touch()
     (tmp_path / "ckpt").mkdir()
     words = "--data-path 0.3 a 0.7 b --load ckpt --save out/run --lr 1 --vocab-file=v.json --data-path"
-    assert description.paths(words.split()) == {
+    assert membership.paths(words.split()) == {
         "--data-path a": "there",
         "--data-path b": "missing",
         "--load ckpt": "there",
@@ -140,7 +140,7 @@ def test_the_paths_of_a_command_line(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_folder_that_the_run_writes_itself_is_no_input():
-    assert list(description.paths(["--load", "x/y", "--save", "x/y"])) == ["folder of --save x/y"]
+    assert list(membership.paths(["--load", "x/y", "--save", "x/y"])) == ["folder of --save x/y"]
 
 
 def test_the_process_that_listens_on_a_port_is_found():

@@ -166,9 +166,9 @@ def described(count: int, workers: int, left_out: LeftOut) -> dict:
 
 
 def test_the_agent_reports_devices_that_are_left_out_as_unusable():
-    assert described(3, 2, LeftOut(devices={"1": "why"})) == {"devices": 3, "unusable": {"1": "why"}}
-    assert described(0, 2, LeftOut("why")) == {"devices": 1, "unusable": {"0": "why"}}
-    assert described(2, 2, LeftOut("why")) == {"devices": 2, "unusable": {"0": "why", "1": "why"}}
+    assert described(3, 2, LeftOut(devices={"1": "why"})) == {"devices": 3, "unusable": {1: "why"}}
+    assert described(0, 2, LeftOut("why")) == {"devices": 1, "unusable": {0: "why"}}
+    assert described(2, 2, LeftOut("why")) == {"devices": 2, "unusable": {0: "why", 1: "why"}}
 
 
 def test_the_control_plane_puts_no_worker_on_a_standby_node_that_is_left_out():

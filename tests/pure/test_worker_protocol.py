@@ -14,8 +14,8 @@ from ft.faults.hang.look import Rank
 from ft.job.messages import Close, Finish, Open, Repair, Resume, Seat
 from ft.worker import protocol
 from ft.worker.looks import running_threads
-from ft.worker.orders import Orders
 from ft.worker.progress import Progress
+from ft.worker.protocol import Orders
 from ft.worker.session import Session
 
 REPAIR = Repair(1, 7, [], [], {})
@@ -51,7 +51,7 @@ class Member(protocol.Member):
 
 
 def opens(epoch, *workers, fresh=False):
-    seats = {str(rank): Seat(name, "n0", f"{name}:1", rank) for rank, name in enumerate(workers)}
+    seats = {rank: Seat(name, "n0", f"{name}:1", rank) for rank, name in enumerate(workers)}
     return Open(epoch, seats, [], fresh)
 
 

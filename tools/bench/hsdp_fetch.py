@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from ft.net.checksum import checksum  # noqa: E402
+from ft.net.framed import checksum  # noqa: E402
 from ft.state.fetch import Refused, StateServer, fetch  # noqa: E402
 
 TOKEN, LIMIT_S, TENSORS = "bench", 60.0, 16

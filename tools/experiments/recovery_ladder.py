@@ -20,8 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 from ladder_situations import PLANTED, broken, situation  # noqa: E402
 
 from ft.job.control import rungs  # noqa: E402
-from ft.job.control.ladder import decide  # noqa: E402
-from ft.job.control.situation import Situation  # noqa: E402
+from ft.job.control.ladder import Situation, decide  # noqa: E402
 from ft.show import axes, palette  # noqa: E402
 from ft.show.text import percent, table  # noqa: E402
 

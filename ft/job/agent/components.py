@@ -12,14 +12,13 @@ from ft.base.files import needs_run_dir
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console
 from ft.job.agent.control_supervisor import ControlPlaneSupervisor
-from ft.job.agent.description import describe
 from ft.job.agent.devices import Devices
 from ft.job.agent.disk_space import Room
 from ft.job.agent.environment import NodeContext
 from ft.job.agent.faults import AgentFaults
 from ft.job.agent.health import HEALTH_ROOT, HealthWatch
 from ft.job.agent.listener import WorkerListener, listen
-from ft.job.agent.membership import Membership, claim_name
+from ft.job.agent.membership import Membership, claim_name, describe
 from ft.job.agent.options import RunOptions, count_gpus
 from ft.job.agent.pool import WarmPool
 from ft.job.agent.rendezvous import Masters

@@ -7,8 +7,10 @@ and standbys (workers that wait to replace a lost one).
 import contextlib
 import itertools
 import os
+import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,69 @@ from typing import Any
 from ft.base.errors import FtError, UserError
 from ft.job.agent.devices import Devices
 from ft.job.agent.environment import NodeContext
+from ft.job.agent.options import Cluster, Script
+from ft.job.control.start_checks import MISSING, OUTPUT, THERE
 from ft.job.messages import AgentJoined
-from ft.platform import election, holders, shared_state
+from ft.platform import election, holders, network, shared_state
 from ft.record.run import read_status
+
+_INPUTS = (
+    *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--per-split-data-args-path"),
+    *("--data-args-path", "--load", "--pretrained-checkpoint", "--tokenizer-model", "--vocab-file", "--merge-file"),
+)
+_OUTPUTS = ("--save",)
+_ENDINGS = ("", ".bin", ".idx")
+"""A data set is given by the beginning of the names of its two files."""
+
+
+def describe(cluster: Cluster, script: Script) -> dict[str, Any]:
+    """Return the fields of ``AgentJoined`` that say how this node is set up; takes a part of a second."""
+    from ft.platform.versions import versions
+
+    return {
+        "machine": socket.gethostname(),
+        "interfaces": network.interfaces(),
+        "about": {**versions(), "--nnodes": str(cluster.nnodes), "--standby-nodes": str(cluster.standby_nodes)},
+        "paths": paths(script.args),
+        "clock": time.time(),
+    }
+
+
+def paths(words: Sequence[str]) -> dict[str, str]:
+    """Return the paths of a command line, each with its flag, and whether this node has them.
+
+    For a folder that the run writes, it is the folder above that is looked for: the run creates the folder itself.
+    """
+    outputs = {value for flag, value in _values(words) if flag in _OUTPUTS}
+    found = {}
+    for flag, value in _values(words):
+        if flag in _INPUTS and value not in outputs and not _is_number(value):
+            found[f"{flag} {value}"] = THERE if any(os.path.exists(value + end) for end in _ENDINGS) else MISSING
+        elif flag in _OUTPUTS:
+            above = os.path.dirname(os.path.abspath(value))
+            found[f"{OUTPUT}{flag} {value}"] = THERE if os.path.isdir(above) else MISSING
+    return found
+
+
+def _values(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (flag, value) for the values of the flags that name paths; some flags have several values."""
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            if equals:
+                yield flag, value
+        elif flag in (*_INPUTS, *_OUTPUTS):
+            yield flag, word
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
 
 _FOLDER = "nodes"
 _MANY_KEYS = 20_000

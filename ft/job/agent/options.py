@@ -21,8 +21,7 @@ from ft.base import files, token
 from ft.base.errors import Problem, Problems, UserError
 from ft.base.quantities import whole
 from ft.job.agent import mpirun, suspects
-from ft.job.control.limits_file import timeouts_of
-from ft.job.control.timeouts import BEHIND_ETCD, Timeouts
+from ft.job.control.timeouts import BEHIND_ETCD, Timeouts, timeouts_of
 from ft.platform import election, etcd, slurm
 from ft.platform.topology import read_topology
 

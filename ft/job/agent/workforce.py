@@ -7,14 +7,13 @@ worker attaches by connecting to the agent and reporting that it is ready.
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ft.base import bounded_json
 from ft.job.agent import environment
-from ft.job.agent.liveness import Silence, Watch, silent
 from ft.job.agent.looks import Looks
 from ft.job.agent.pool import WarmPool
 from ft.job.control.timeouts import Timeouts
@@ -37,6 +36,57 @@ from ft.net.channel import Channel
 from ft.platform import processes
 from ft.platform.stacks import Handler
 from ft.platform.standstill import OwnPauses, Standstill
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Observations of one attached worker.
+
+    Attributes:
+        beat_at: time of the last heartbeat, in seconds.
+        state: state letter of the worker's process in /proc.
+    """
+
+    beat_at: float
+    state: str
+
+
+@dataclass(frozen=True)
+class Silence:
+    """One silent worker.
+
+    Attributes:
+        worker: name of the worker.
+        silent_s: seconds since the last heartbeat.
+        state: state letter of the worker's process in /proc.
+        reason: explanation for the log.
+    """
+
+    worker: str
+    silent_s: float
+    state: str
+    reason: str
+
+
+def silent(now: float, watches: Mapping[str, Watch], timeouts: Timeouts) -> list[Silence]:
+    """Return the workers that are silent at ``now``.
+
+    Args:
+        now: the present time, in seconds of the same clock as ``Watch.beat_at``.
+        watches: name of a worker -> observations of it.
+        timeouts: timeouts of the run.
+    """
+    found = []
+    for worker, watch in watches.items():
+        quiet = now - watch.beat_at
+        if watch.state in "Tt" and quiet > timeouts.stopped_s:
+            reason = f"its process is stopped and sent no beat for {quiet:.2f} s"
+            found.append(Silence(worker, quiet, watch.state, reason))
+        elif quiet > timeouts.silent_s:
+            reason = f"no beat for {quiet:.2f} s (limit {timeouts.silent_s:g} s)"
+            found.append(Silence(worker, quiet, watch.state, reason))
+    return found
+
 
 _STACK_S = 0.05
 _ANSWER_S, _TICK_S = 0.2, 0.005

@@ -7,12 +7,14 @@ Terms: an epoch is a version of the map logical rank -> worker; a seat is one en
 that is new to its seat. The training script is the user's program, which the agents start in every worker.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ft.base import events
+from ft.faults import verdict
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import devices, drift, health, start_checks
+from ft.job.control import devices, epochs, health, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
@@ -197,7 +199,7 @@ def master_chosen(state: State, now: float, report: m.MasterChosen, out: Decisio
 def observed(state: State, now: float, report: m.Observed, out: Decisions) -> None:
     """Record an event that a worker has observed.
 
-    A layout (of ranks and their copies) is stored. The settings of a worker (``drift.EVENT``) are compared with those
+    A layout (of ranks and their copies) is stored. The settings of a worker (``EVENT``) are compared with those
     of the other workers. A finding of a node about itself is logged and weighed. An injected fault is logged, and its
     number is stored, so that it does not happen again. That a step differs from its first try is printed, for the first
     rank of an epoch that says so. All other events are only logged.
@@ -218,10 +220,10 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
         known = ", ".join(f"rank {rank}" for rank in sorted(about))
         out.add(f"the layout of {known}" if known else f"stragglers are replaced from {state.evict_factor} on")
         return
-    if report.event == drift.EVENT:
+    if report.event == EVENT:
         worker = state.workers.get(str(detail.get("worker")))
         if worker is not None:
-            drift.compare(state, now, worker, detail.get("settings", {}), out)
+            compare(state, now, worker, detail.get("settings", {}), out)
         return
     if report.event == events.HEALTH_FOUND:
         health.record(state, now, detail, out)
@@ -264,3 +266,62 @@ def device_released(state: State, now: float, report: m.DeviceReleased, out: Dec
 
 def _where(state: State) -> str:
     return f"{state.epoch}, {state.phase}"
+
+
+EVENT = "settings"
+_UNSET = "not set"
+_MOST = 20
+
+
+def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str], out: Decisions) -> None:
+    """Compare the settings that ``worker`` reported with those of the first worker.
+
+    Before training begins, a difference ends the run: nothing is lost yet, and only the user knows which setting is
+    right. Later, only the new worker is rejected, and the run continues without it.
+    """
+    if not state.settings:
+        state.settings, state.settings_of = dict(settings), worker.name
+        out.add(f"{worker.name} says how it is set up: {len(settings)} settings")
+        return
+    found = differences(settings, worker.name, state.settings, state.settings_of)
+    if not found:
+        out.add(f"{worker.name} is set up as {state.settings_of} is")
+        return
+    judged = verdict.of_drift(found)
+    out.add(f"{worker.name}: {judged.category}: {judged.reason}")
+    out.note(
+        events.FAULT_DETECTED,
+        epoch=max(state.epoch, 0),
+        node=worker.node,
+        worker=worker.name,
+        rank=worker.started_for,
+        step=state.newest_step(),
+        category=judged.category,
+        action=judged.action if state.phase == GATHERING else verdict.REPLACE,
+        reason=judged.reason,
+        signal=judged.signal,
+    )
+    if state.phase == GATHERING:
+        message = f"{worker.name}: {judged.reason}\n  fix: start every node with the same flags, environment and code"
+        ends.stop(state, now, verdict.USER_CODE, message, out)
+        return
+    state.failed_starts += 1
+    epochs.vacate(state, worker, now)
+    out.add(f"{worker.name} must not join", m.Kill(worker.name, judged.reason))
+    out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, reason=judged.reason)
+
+
+def differences(mine: Mapping[str, str], who: str, theirs: Mapping[str, str], whose: str) -> list[str]:
+    """Return one sentence for each setting that differs.
+
+    Args:
+        mine: the settings of one worker.
+        who: its name.
+        theirs: the settings of the other worker.
+        whose: its name.
+    """
+    differ = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+    found = [
+        f"{name}: {mine.get(name, _UNSET)} ({who}), {theirs.get(name, _UNSET)} ({whose})" for name in differ[:_MOST]
+    ]
+    return found + ([f"and {len(differ) - _MOST} more"] if len(differ) > _MOST else [])

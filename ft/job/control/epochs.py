@@ -6,7 +6,7 @@ process groups belong; a seat is one entry of that map. A joiner is a worker tha
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control import devices, history, invariants, ladder, membership, standing
+from ft.job.control import devices, history, invariants, ladder, membership
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.rebuilds import plan_rebuild
@@ -159,7 +159,7 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         out.note(events.RELEASED, epoch=state.epoch - 1, steps=steps)
     if any(not w.assembled for w in seated):
         return
-    found = ladder.decide(standing.of_memory(state))
+    found = ladder.decide(ladder.of_memory(state))
     if found.plan is None:
         ends.descend(state, now, found, out)
         return

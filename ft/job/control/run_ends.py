@@ -4,7 +4,7 @@ from ft.base import events
 from ft.base.errors import ENDED_EARLY, NOT_SAVED, code_of_end
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import ladder, rungs, standing
+from ft.job.control import ladder, rungs
 from ft.job.control.decision import Decisions
 from ft.job.control.membership import place_ranks
 from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, State, Worker
@@ -38,7 +38,7 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
     This is the last resort if the run cannot be recovered from the snapshots in memory (the "external fallback" of the
     paper DEADPOOL). ``reason`` is why nothing in memory is used.
     """
-    descend(state, now, ladder.decide(standing.without_memory(state, reason)), out)
+    descend(state, now, ladder.decide(ladder.without_memory(state, reason)), out)
 
 
 def descend(state: State, now: float, found: ladder.Decision, out: Decisions) -> None:

@@ -170,7 +170,7 @@ class Lookout:
         Raises:
             OSError: a file cannot be read.
         """
-        self._pauses.look(now)
+        self._pauses.look(now)  # its launcher is paused together with all others if the job is suspended
         ended = marks.read(self._run_dir)
         if ended.finished or any(self._is_used(part) for part in self._mine):
             return None
@@ -186,7 +186,7 @@ class Lookout:
         found, known = election.read(folder_of(self._run_dir, place)), self._leases.get(place)
         if found is not None and (known is None or known[0] != found):
             known = self._leases[place] = found, now
-        return None if known is None else self._awake_s(known[1], now)
+        return None if known is None else self._pauses.between(known[1], now)
 
     def _idle(self, replica: int, now: float) -> float:
         """Return for how long a replica has not trained: it lacks workers, or its control plane is gone."""
@@ -194,16 +194,10 @@ class Lookout:
         control, known = election.read(folder), self._controls.get(replica)
         if known is None or known[0] != control:
             known = self._controls[replica] = control, now
-        if _trains(read_status(folder)) and self._awake_s(known[1], now) < LOST_S:
+        if _trains(read_status(folder)) and self._pauses.between(known[1], now) < LOST_S:
             self._idle_since.pop(replica, None)
             return 0.0
-        return self._awake_s(self._idle_since.setdefault(replica, now), now)
-
-    def _awake_s(self, at: float, now: float) -> float:
-        """Return for how many seconds since ``at`` this loop was not paused: its launcher is paused together with all
-        others if the job is suspended.
-        """
-        return self._pauses.between(at, now)
+        return self._pauses.between(self._idle_since.setdefault(replica, now), now)
 
     def _is_used(self, part: Part) -> bool:
         """Return whether workers of this node hold logical ranks of a replica that trains."""

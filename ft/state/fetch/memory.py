@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ft.base.errors import UserError
-from ft.net.checksum import checksum
+from ft.net.framed import checksum
 from ft.state import device as devices
 from ft.state.layout import Table
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ft.net.checksum import checksum
-from ft.net.framed import FramedChannel, Mark
+from ft.net.framed import FramedChannel, Mark, checksum
 from ft.state.fetch.memory import FlatState
 from ft.state.fetch.staging import Tensors, ToHost
 from ft.state.layout import Table

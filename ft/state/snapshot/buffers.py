@@ -17,7 +17,7 @@ from enum import Enum
 import torch
 
 from ft.base.errors import UserError
-from ft.net.checksum import checksum
+from ft.net.framed import checksum
 from ft.state import device as devices
 from ft.state.layout import CHUNK, Table, chunk_count
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ft.net import handshake
-from ft.net.checksum import checksum
-from ft.net.framed import BadFrame, FramedChannel, Mark, Message
+from ft.net.framed import BadFrame, FramedChannel, Mark, Message, checksum
 from ft.net.streams import Network
 from ft.state.layout import BadTable, Table
 from ft.state.transfer.moving import Gone, Memory, receive_range

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from ft.net.checksum import checksum
-from ft.net.framed import BadFrame, FramedChannel, Mark, Message
+from ft.net.framed import BadFrame, FramedChannel, Mark, Message, checksum
 from ft.net.listener import Listener
 from ft.net.streams import Network
 from ft.state.layout import Table

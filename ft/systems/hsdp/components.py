@@ -13,7 +13,7 @@ from ft.base.errors import FtError
 from ft.faults.hang.replicas import AGREEMENT
 from ft.faults.worker import Injector
 from ft.job.quorum import QuorumClient, Report
-from ft.net.choice import network_of
+from ft.net.mpi import network_of
 from ft.protection.contract import Layer
 from ft.protection.injection import make_injector, plant_phases
 from ft.protection.training_state import TrainingState

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ft.job import messages as m
-from ft.job.agent import liveness, succession
+from ft.job.agent import succession
+from ft.job.agent.workforce import Watch, silent
 from tests.simulation.control.clock import HostClock
 from tests.simulation.control.network import Link
 from tests.simulation.control.worker import Worker
@@ -224,8 +225,8 @@ class Agent:
         if not is_quiet or not worker.alive or not worker.attached:
             return
         clock = self.host.clock
-        watches = {worker.name: liveness.Watch(clock.read(since), state)}
-        for found in liveness.silent(clock.read(self.cluster.time.now), watches, self.cluster.timeouts):
+        watches = {worker.name: Watch(clock.read(since), state)}
+        for found in silent(clock.read(self.cluster.time.now), watches, self.cluster.timeouts):
             self.link.post(m.WorkerSilent(worker.name, self.node, round(found.silent_s, 3), state))
 
     # --- orders ------------------------------------------------------------------------------------------------------

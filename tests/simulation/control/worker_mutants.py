@@ -1,6 +1,6 @@
 """Bugs in the worker's production code for the mutation test (``mutants``).
 
-The code is ``ft.worker.place``, ``ft.worker.progress``, ``ft.worker.protocol`` and ``ft.systems.hot_swap.recovery``.
+The code is ``ft.worker.protocol``, ``ft.worker.progress``, ``ft.worker.protocol`` and ``ft.systems.hot_swap.recovery``.
 Each function here takes the right function and returns a wrong one.
 """
 
@@ -10,8 +10,8 @@ from unittest import mock
 from ft.job.messages import Open, Resume, WorkerDone
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
-from ft.worker.place import Place
 from ft.worker.progress import Progress
+from ft.worker.protocol import Place
 from tests.simulation.mutation import Replaced
 
 

@@ -26,7 +26,7 @@ def body(frame: bytes) -> dict[str, Any]:
 
 
 class Link:
-    """A leader's link to the quorum server, with the interface of ``ft.job.quorum.link.Link``.
+    """A leader's link to the quorum server, with the interface of ``ft.job.quorum.client.Link``.
 
     Args:
         world: the simulated run.

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from ft.job.control import sources
+from ft.job.control.ladder import Others, Restarts, Seats, Situation
 from ft.job.control.recovery_plan import Memory, Stages
-from ft.job.control.situation import Others, Restarts, Seats, Situation
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings
 from ft.lab.plan.policy.scenario import HOT_SWAP, Scenario
