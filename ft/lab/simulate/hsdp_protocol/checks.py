@@ -12,7 +12,7 @@ from ft.job.quorum.values import Quorum
 from ft.lab.simulate.hsdp_protocol.held import Contribution, Held, first
 from ft.lab.simulate.hsdp_protocol.ring import address_row
 from ft.lab.simulate.hsdp_protocol.shape import RING_LIMITS
-from ft.systems.hsdp.ports import Agreed
+from ft.systems.hsdp.protocol import Agreed
 
 if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.rank import Rank

@@ -12,9 +12,9 @@ from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
 from ft.lab.simulate.hsdp_protocol import server_mutants
 from ft.lab.simulate.mutation import Replaced, find_in
-from ft.systems.hsdp import equality, protocol
-from ft.systems.hsdp.protocol import Membership, Steps
-from ft.systems.hsdp.retry import Retry
+from ft.systems.hsdp import exchange as equality
+from ft.systems.hsdp import protocol
+from ft.systems.hsdp.protocol import Membership, Retry, Steps
 
 
 def _steps_alone_count(right):

@@ -20,7 +20,7 @@ from ft.lab.simulate.hsdp_protocol.link import Link
 from ft.lab.simulate.hsdp_protocol.rank import Rank
 from ft.lab.simulate.hsdp_protocol.ring import address_row
 from ft.lab.simulate.hsdp_protocol.tasks import Group, Signal
-from ft.systems.hsdp.ports import Agreed
+from ft.systems.hsdp.protocol import Agreed
 
 if TYPE_CHECKING:
     from ft.lab.simulate.hsdp_protocol.world import World
