@@ -162,7 +162,7 @@ def a_few_steps(flags: str) -> list:
     found = []
     for step in range(3):
         if step == 2:
-            ends.reset(job.trainee.optimizer, [param for _, param in doubles.params(job.trainee.chunks[0])])
+            ends.reset_moments(job.trainee.optimizer, [param for _, param in doubles.params(job.trainee.chunks[0])])
         report = train_step(job)
         held = {name: param.detach().clone() for name, param in doubles.params(job.trainee.chunks[0])}
         found.append((report.loss, report.grad_norm, held))

@@ -17,9 +17,8 @@ from ft.job.quorum import Quorum, Report
 from ft.net.store import StoreServer
 from ft.state.groups.tree import FAN_OUT, Shape, Tree
 from ft.systems.hsdp.agreement import Agreement
-from ft.systems.hsdp.digest import digest
-from ft.systems.hsdp.ports import Question
-from ft.systems.hsdp.votes import Votes
+from ft.systems.hsdp.protocol import Question
+from ft.systems.hsdp.rank import Votes, digest
 
 RELEASE_LIMIT_S = 5.0
 OPS = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}

@@ -8,7 +8,7 @@ import pytest
 from ft.job.quorum import Quorum, Report
 from ft.systems.hsdp import agreement
 from ft.systems.hsdp.agreement import Agreement
-from ft.systems.hsdp.ports import Question
+from ft.systems.hsdp.protocol import Question
 
 LIMIT_S = 30.0
 

@@ -11,12 +11,11 @@ from ft.job.messages import Finish
 from ft.job.quorum import Quorum
 from ft.protection.stack import Stack
 from ft.state.fetch import Fetched, Refused
-from ft.systems.hsdp import catch_up, votes
-from ft.systems.hsdp.last_save import LastSave, Turns
+from ft.systems.hsdp import catch_up
+from ft.systems.hsdp import rank as votes
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.ports import Agreed
+from ft.systems.hsdp.protocol import Agreed, LastSave, Retry, Turns
 from ft.systems.hsdp.replica_manager import ReplicaManager
-from ft.systems.hsdp.retry import Retry
 from ft.systems.hsdp.work import OwnStream
 
 REPLICA = 1

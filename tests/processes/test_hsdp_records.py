@@ -17,7 +17,7 @@ import torch
 from ft.base.errors import UserError
 from ft.systems.hsdp import commits, loader_state, lr
 from ft.systems.hsdp.commits import Commit, CommitLog
-from ft.systems.hsdp.initial_assignment import initial_assignment
+from ft.systems.hsdp.layer import initial_assignment
 from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.records import Records
@@ -114,10 +114,7 @@ import sys
 sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from ft.systems.hsdp import loader_state
-from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.initial_assignment import initial_assignment
 from ft.systems.hsdp.samples import SampleAssignment
 state = loader_state.LoaderState(0, 0, 1, SampleAssignment(1, 1), {{0: 0}})
 first = int(sys.argv[1])

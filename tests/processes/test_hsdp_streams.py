@@ -10,7 +10,7 @@ import torch
 
 from ft.base.errors import UserError
 from ft.protection.streams import StreamView
-from ft.systems.hsdp.data import Follower, Share
+from ft.systems.hsdp.layer import Follower, Share
 from ft.systems.hsdp.samples import Past, SampleAssignment
 from megatron import patches
 

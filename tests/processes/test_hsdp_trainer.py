@@ -12,12 +12,11 @@ from ft.job.replicas.deadlines import LONGEST_S, fetch_wait
 from ft.protection.contract import Layer
 from ft.protection.position import StepCounter
 from ft.systems.hsdp.exchange import Exchange
-from ft.systems.hsdp.initial_assignment import initial_assignment
+from ft.systems.hsdp.layer import initial_assignment
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.position import KEY, ReplicaPosition
+from ft.systems.hsdp.protocol import is_same_ring
 from ft.systems.hsdp.ring import Ring
-from ft.systems.hsdp.rings import is_same_ring
-from ft.systems.hsdp.samples import SampleAssignment
+from ft.systems.hsdp.samples import KEY, ReplicaPosition, SampleAssignment
 from ft.systems.hsdp.work import OwnStream
 
 TOKEN = "the token of the test"

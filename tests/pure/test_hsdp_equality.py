@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ft.systems.hsdp.equality import compare, table
+from ft.systems.hsdp.exchange import compare, table
 
 GOOD, BAD, WORSE = (
     torch.tensor([first, second]) for first, second in ((-(2**63), 2**63 - 1), (5, -1), (-(2**63), 2**63 - 2))

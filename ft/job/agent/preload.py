@@ -31,7 +31,7 @@ _TRAINER = (
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.helpers",
 )
-_REPLICAS = ("ft.systems.hsdp.components", "ft.systems.hsdp.initial_assignment")
+_REPLICAS = ("ft.systems.hsdp.components", "ft.systems.hsdp.layer")
 _FAULT_TOLERANCE = ("ft.worker.session", "ft.systems.hot_swap.protect", "ft.systems.checkfree.rebuilder")
 
 

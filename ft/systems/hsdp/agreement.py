@@ -20,7 +20,7 @@ from ft.base.errors import FtError
 from ft.job.quorum import Quorum, QuorumClient, Report
 from ft.net.codec import from_json
 from ft.state.groups.tree import Tree
-from ft.systems.hsdp.ports import Agreed, Question
+from ft.systems.hsdp.protocol import Agreed, Question
 
 THREAD = "ft-hsdp-agreement"
 """Name of the agreement thread."""

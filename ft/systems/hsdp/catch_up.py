@@ -5,11 +5,12 @@ Each rank fetches from the same rank of a healthy replica (a source). The replic
 gradients to the all-reduce of the step. It receives the result like all others, so that after the fetch and the
 optimizer update it has the same state as they have.
 
-A state consists of tensors and an envelope, which contains everything else, such as the states of the random number
-generators (RNG) and the model's buffers. The number of the quorum in which a step was committed is the lineage of the
-state after that step.
+A state consists of tensors by name and an envelope, which contains everything else, such as the states of the random
+number generators (RNG) and the model's buffers, as JSON values. The number of the quorum in which a step was committed
+is the lineage of the state after that step.
 """
 
+import base64
 import threading
 from typing import Any
 
@@ -18,12 +19,66 @@ import torch
 from ft.base import events
 from ft.base.errors import FtError
 from ft.job.quorum import Quorum
+from ft.protection.position import Position
+from ft.protection.training_state import TrainingState
 from ft.state import fetch
+from ft.state.snapshot.state import OWNED, REPLICATED, RankState
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.ports import Agreed
-from ft.systems.hsdp.protocol import sources
-from ft.systems.hsdp.state import ReplicaState
+from ft.systems.hsdp.protocol import Agreed, sources
 from ft.worker.session import Session
+
+
+class ReplicaState:
+    """The live training state of this rank. After a committed step, the same rank of every other replica has an equal
+    state.
+
+    Args:
+        subject: model, optimizer and scheduler.
+        position: the trainer's position (step, data position), including the number of samples that each replica has
+            taken.
+    """
+
+    def __init__(self, subject: TrainingState, position: Position):
+        self._subject, self._position = subject, position
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the live tensors by name."""
+        return _named(self._subject.state(self._position.get()))
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the model parameters by name, as forward passes use them.
+
+        They are not part of the transferred state, because they are derived from the optimizer's main parameters.
+        """
+        chunks = enumerate(self._subject.chunks)
+        return {f"chunk{at}/{name}": param.detach() for at, chunk in chunks for name, param in chunk.named_parameters()}
+
+    def whole(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the live tensors, and the envelope: counters, scheduler, position, RNG states and buffers as JSON
+        values.
+        """
+        state = self._subject.state(self._position.get())
+        blobs = {name: base64.b64encode(blob).decode() for name, blob in state.blobs.items()}
+        return _named(state), {"envelope": state.envelope, "blobs": blobs}
+
+    def apply(self, envelope: dict[str, Any]) -> None:
+        """Restore an envelope that :meth:`whole` has returned. Must be called on all ranks of the replica.
+
+        Raises:
+            UserError: the envelope belongs to another model or optimizer.
+        """
+        blobs = {name: base64.b64decode(text) for name, text in envelope["blobs"].items()}
+        position = self._subject.apply_envelope(RankState(envelope=envelope["envelope"], blobs=blobs))
+        self._position.set(position)
+
+
+def _named(state: RankState) -> dict[str, torch.Tensor]:
+    return {
+        f"{section}/{name}": tensor
+        for section, tensors in ((OWNED, state.owned), (REPLICATED, state.replicated))
+        for name, tensor in tensors.items()
+    }
+
 
 _ENVELOPE_S = 10.0
 """Time limit of the fetch of an envelope, in seconds."""

@@ -1,21 +1,129 @@
-"""The protection of FT-HSDP; see :mod:`ft.protection.contract`."""
+"""The protection of FT-HSDP (see :mod:`ft.protection.contract`): a replica's share of the training data, and the
+assignment of samples when it starts.
 
-from collections.abc import Sequence
-from dataclasses import replace
+Each replica reads its own stream of samples: position p of its loaders is the p-th sample of the stream, and its
+data-parallel ranks divide each microbatch as usual. With blocks of micro batch x data-parallel size, data-parallel rank
+d of replica r reads in each microbatch what data-parallel rank r * size + d of a single world of all replicas would
+read, as long as no replica has been absent.
+
+Validation and test data are not divided: every replica reads the same samples, so that no replica waits for another.
+
+The assignment says which replica gets which samples, and the positions are the numbers of samples that the replicas
+have taken (:mod:`ft.systems.hsdp.samples`). The replica may begin a run, resume from a checkpoint, or return to a run
+that continues.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from ft.base.errors import UserError
 from ft.job.quorum import QuorumClient
 from ft.protection.contract import Asked, Layer, Protection, Trainer
+from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.components import build
-from ft.systems.hsdp.data import Follower, Share
-from ft.systems.hsdp.initial_assignment import initial_assignment
-from ft.systems.hsdp.last_save import LastSave
+from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.position import KEY, Follow, ReplicaPosition
+from ft.systems.hsdp.protocol import LastSave
 from ft.systems.hsdp.replica_manager import ReplicaManager
+from ft.systems.hsdp.samples import KEY, Follow, ReplicaPosition, SampleAssignment, Stream, parse
 from ft.systems.hsdp.work import OwnStream, Work
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_REPLICAS
+
+
+@dataclass(frozen=True)
+class Share:
+    """One replica's part of the training data (``ft.protection.contract.DataShare``).
+
+    Attributes:
+        replica: number of the replica.
+        assignment: the assignment of samples to replicas.
+        positions: replica -> number of samples that it has taken from its stream.
+    """
+
+    replica: int
+    assignment: SampleAssignment
+    positions: Mapping[int, int]
+
+    @property
+    def position(self) -> int:
+        """Return the number of samples that this replica has taken."""
+        return self.positions.get(self.replica, 0)
+
+    @property
+    def stream(self) -> Stream:
+        """Return the stream of this replica's samples."""
+        return self.assignment.stream(self.replica)
+
+    def needed(self, steps: int, batch: int) -> int:
+        """Return how many samples the dataset needs for ``steps`` steps of ``batch`` samples over all replicas."""
+        return self.assignment.needed(steps, batch // self.assignment.replicas)
+
+
+class Follower:
+    """Makes the loaders of one rank read its replica's samples.
+
+    Args:
+        loaders: one for each model chunk, None for chunks that read no tokens; their datasets can ``follow`` a stream.
+        replica: number of the replica whose stream they read.
+    """
+
+    def __init__(self, loaders: Sequence[Any], replica: int):
+        self._loaders, self._replica = [loader for loader in loaders if loader is not None], replica
+
+    def __call__(self, assignment: SampleAssignment, position: int) -> None:
+        """Make the loaders read the replica's stream of ``assignment`` from ``position`` on."""
+        stream = assignment.stream(self._replica)
+        for loader in self._loaders:
+            loader.dataset.follow(stream)
+            loader.seek(position)
+
+    @property
+    def position(self) -> int | None:
+        """Return the stream position of the next microbatch, from a loader; None if this rank has no loader."""
+        return self._loaders[0].consumed_samples if self._loaders else None
+
+
+def initial_assignment(
+    place: ReplicaContext, extra: dict[str, Any], step: int, consumed: int, block: int
+) -> tuple[SampleAssignment, dict[int, int]]:
+    """Return which replica gets which samples from now on, and the position of each replica in its stream: the number
+    of samples that it has taken.
+
+    Args:
+        place: this replica.
+        extra: the trainer's extra state from the checkpoint; it contains an assignment if the checkpoint was written by
+            a run with replicas.
+        step: number of committed steps.
+        consumed: samples that all replicas together have taken in these steps.
+        block: samples that all ranks of a replica together take in one microbatch.
+    """
+    if KEY in extra:
+        assignment, positions = parse(extra[KEY])
+    elif consumed:
+        # The checkpoint was written by a run without replicas, in which a single stream contained all samples.
+        assignment, positions = SampleAssignment(1, 1), {0: consumed}
+    elif place.comes_back and (stored := _read_loader_state(place)) is not None:
+        # This determines only how many samples the dataset needs; the assignment and the positions that are used for
+        # training come with the state that this replica fetches from the others.
+        assignment, positions = stored.assignment, dict(stored.positions)
+    else:
+        assignment, positions = SampleAssignment(place.replicas, block), {}
+    return assignment.after(positions, step, place.replicas, block)
+
+
+def _read_loader_state(place: ReplicaContext) -> LoaderState | None:
+    """Return the contents of the file ``loader_state``; None if it is missing or damaged, as a returning replica can do
+    without it.
+    """
+    try:
+        return loader_state.read(place.run_dir)
+    except UserError as error:
+        print(
+            f"{error.problem}; the size of the dataset is computed as at the beginning of the run instead", flush=True
+        )
+        return None
 
 
 class DividesWork(Protocol):

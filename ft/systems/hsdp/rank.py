@@ -1,27 +1,83 @@
 """A real rank under FT-HSDP's protocol: its ring, votes, state server, trainer and records, as the protocol uses them.
 
-The interfaces are :class:`ft.systems.hsdp.ports.Rank` and :class:`ft.systems.hsdp.ports.Gradients`. All methods
+The interfaces are :class:`ft.systems.hsdp.protocol.Rank` and :class:`ft.systems.hsdp.protocol.Gradients`. All methods
 block, also those that are coroutines.
+
+A vote is an all-reduce of a few bytes over a tree that is used for nothing else.
 """
 
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ft.base import events
 from ft.base.errors import EpochClosed
 from ft.job.quorum import Quorum
 from ft.job.quorum.values import committed_in
-from ft.systems.hsdp.components import Components
-from ft.systems.hsdp.digest import digest
-from ft.systems.hsdp.outside import FETCHES, SERVES
-from ft.systems.hsdp.ports import Agreed, Question
-from ft.systems.hsdp.protocol import Membership
-from ft.systems.hsdp.votes import Votes
+from ft.state.groups.tree import Tree
+from ft.systems.hsdp.components import FETCHES, SERVES, Components
+from ft.systems.hsdp.protocol import Agreed, Membership, Question
 from megatron.patches.step_state import clear_aux_losses_tracker
+
+_BITS = 62
+
+
+def digest(tensors: Mapping[str, torch.Tensor], tree: Tree) -> int:
+    """Return the digest of the tensors of all ranks of ``tree``. All ranks have to call it, and get the same digest.
+
+    Each rank's contribution depends on names, order, every bit, and the rank.
+    """
+    word = tree.rank + 1
+    for name in sorted(tensors):
+        word = zlib.crc32(name.encode(), word)
+        content = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        word = zlib.crc32(content.numpy(), word)
+    mixed = torch.tensor([word * 0x9E3779B97F4A7C15 % (1 << _BITS) >> 16], dtype=torch.int64, device="cpu")
+    tree.all_reduce(mixed, dist.ReduceOp.SUM)
+    return int(mixed.item())
+
+
+_MOST_MEMBERS = 1024
+"""Maximum number of replicas that take part in a step."""
+
+
+class Votes:
+    """Votes over ``tree``. Every method is collective, and its result is the same on all ranks."""
+
+    def __init__(self, tree: Tree):
+        self._tree = tree
+        self._word = torch.zeros(1, dtype=torch.int32, device="cpu")
+
+    def all(self, is_so: bool) -> bool:
+        """Return whether ``is_so`` is true on every rank."""
+        self._word.fill_(int(is_so))
+        self._tree.all_reduce(self._word, dist.ReduceOp.MIN)
+        return bool(self._word.item())
+
+    def are_equal(self, values: Sequence[int]) -> bool:
+        """Return whether all ranks have called this method with the same values."""
+        word = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device="cpu")
+        self._tree.all_reduce(word, dist.ReduceOp.MIN)
+        least = word.tolist()
+        return all(low == -high for low, high in zip(least, least[len(values) :], strict=False))
+
+    def suspects(self, own: int | None, members: Sequence[int]) -> tuple[int, ...]:
+        """Return the replicas that any rank suspects to have broken the all-reduce between the replicas.
+
+        Args:
+            own: index in ``members`` of the replica that this rank suspects, or None.
+            members: the replicas that take part in the step.
+        """
+        is_reached = torch.ones(_MOST_MEMBERS, dtype=torch.int32, device="cpu")
+        if own is not None:
+            is_reached[own] = 0
+        self._tree.all_reduce(is_reached, dist.ReduceOp.MIN)
+        return tuple(member for member, is_fine in zip(members, is_reached.tolist(), strict=False) if not is_fine)
 
 
 class RingGradients:

@@ -12,7 +12,7 @@ from ft.job.quorum import Quorum
 from ft.systems.hsdp import loader_state
 from ft.systems.hsdp.commits import Commit, CommitLog
 from ft.systems.hsdp.loader_state import LoaderState
-from ft.systems.hsdp.position import ReplicaPosition
+from ft.systems.hsdp.samples import ReplicaPosition
 from ft.systems.hsdp.work import Work
 
 

@@ -20,13 +20,10 @@ from ft.job.messages import ASIDE, WorkerResumed
 from ft.job.quorum import MendNotice, QuorumClient
 from ft.protection.contract import Layer, StepUndone, Update
 from ft.systems.hsdp import lr
-from ft.systems.hsdp.components import Components
-from ft.systems.hsdp.last_save import LastSave
-from ft.systems.hsdp.outside import outside
-from ft.systems.hsdp.position import ReplicaPosition
-from ft.systems.hsdp.protocol import Steps
+from ft.systems.hsdp.components import Components, outside
+from ft.systems.hsdp.protocol import LastSave, PassIsOver, Retry, Steps
 from ft.systems.hsdp.rank import TrainingRank
-from ft.systems.hsdp.retry import PassIsOver, Retry
+from ft.systems.hsdp.samples import ReplicaPosition
 from ft.worker import protocol
 
 _TELLERS = (0, 1)

@@ -17,8 +17,7 @@ import torch
 from ft.job.quorum import Quorum
 from ft.protection.contract import Layer, Protection, Trainer
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.position import ReplicaPosition
-from ft.systems.hsdp.samples import SampleAssignment
+from ft.systems.hsdp.samples import ReplicaPosition, SampleAssignment
 from ft.systems.hsdp.work import Work
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.ledger import GradientStore

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ft.job.quorum.state import HERE
 from ft.job.quorum.values import Quorum
-from ft.systems.hsdp.ports import Agreed
+from ft.systems.hsdp.protocol import Agreed
 from tests.simulation.hsdp.held import Contribution, Held, first
 from tests.simulation.hsdp.ring import address_row
 from tests.simulation.hsdp.shape import RING_LIMITS

@@ -10,9 +10,9 @@ from unittest import mock
 from ft.job.quorum import blame, decide, reactions, values
 from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
-from ft.systems.hsdp import equality, protocol
-from ft.systems.hsdp.protocol import Membership, Steps
-from ft.systems.hsdp.retry import Retry
+from ft.systems.hsdp import exchange as equality
+from ft.systems.hsdp import protocol
+from ft.systems.hsdp.protocol import Membership, Retry, Steps
 from tests.simulation.hsdp import server_mutants
 from tests.simulation.mutation import Replaced, find_in
 

@@ -1,6 +1,6 @@
 """A simulated rank of a replica, around the production protocol (``ft.systems.hsdp.protocol``).
 
-It implements the protocol's interfaces (``ft.systems.hsdp.ports``) with models of the trainer, the network and the
+It implements the protocol's interfaces (``ft.systems.hsdp.protocol``) with models of the trainer, the network and the
 checkpoint, in virtual time. A quorum is the set of replicas that execute a step together; a life is one set of a
 replica's worker processes, whose rank 0 is the leader.
 """
@@ -10,10 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ft.job.quorum.values import Quorum
-from ft.systems.hsdp.equality import Comparison
-from ft.systems.hsdp.ports import Agreed, Question
-from ft.systems.hsdp.protocol import Membership, Steps, sources
-from ft.systems.hsdp.retry import Retry
+from ft.systems.hsdp.exchange import Comparison
+from ft.systems.hsdp.protocol import Agreed, Membership, Question, Retry, Steps, sources
 from tests.simulation.hsdp.held import NOTHING, Contribution, Held, after, first, spoiled
 from tests.simulation.hsdp.shape import RING_LIMITS
 from tests.simulation.hsdp.tasks import Signal, Sleep, Task
@@ -169,7 +167,7 @@ class Rank:
         if self.index == 0 and self.held.name > self.world.checkpoint.name:
             self.world.checkpoint = self.held
 
-    # --- ft.systems.hsdp.ports.Rank -----------------------------------------------------------------------------------
+    # --- ft.systems.hsdp.protocol.Rank --------------------------------------------------------------------------------
 
     @property
     def state(self) -> tuple[int, int]:
@@ -325,7 +323,7 @@ class Rank:
     def publish(self) -> None:
         self.model = self.held.chain
 
-    # --- ft.systems.hsdp.ports.Gradients, and the exchange ------------------------------------------------------------
+    # --- ft.systems.hsdp.protocol.Gradients, and the exchange ---------------------------------------------------------
 
     def give_up(self, problem: str) -> None:
         self._problem = self._problem or problem

@@ -15,7 +15,7 @@ from ft.base.errors import FtError
 from ft.job.quorum import client as clients
 from ft.job.quorum import values
 from ft.job.quorum.values import Quorum, Report
-from ft.systems.hsdp.ports import Agreed
+from ft.systems.hsdp.protocol import Agreed
 from tests.simulation.hsdp.held import Held
 from tests.simulation.hsdp.link import Link
 from tests.simulation.hsdp.rank import Rank

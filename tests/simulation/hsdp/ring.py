@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ft.job.quorum.values import Quorum
-from ft.systems.hsdp import equality
-from ft.systems.hsdp.equality import Comparison
+from ft.systems.hsdp import exchange
+from ft.systems.hsdp.exchange import Comparison
 from tests.simulation.hsdp.held import Contribution
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ class Ring:
         for at, each in enumerate(members):
             model = torch.tensor([1 + each if each in operation.wrong else 0, 0])
             has_computed = operation.joined[each][2] is not None
-            rows.append(equality.table(len(members), at, model if has_computed else None, _EQUAL))
-        return equality.compare(torch.stack(rows).sum(dim=0), members.index(replica))
+            rows.append(exchange.table(len(members), at, model if has_computed else None, _EQUAL))
+        return exchange.compare(torch.stack(rows).sum(dim=0), members.index(replica))
 
     def _deadline(self, operation: Operation, rank: "Rank") -> None:
         if self._is_broken or rank.replica in operation.through:
