@@ -27,8 +27,8 @@ from ft.faults.hang.places import DATA, KERNEL, LOCK, STORAGE, USER, place
 from ft.faults.hang.program import departure, missing_end
 from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
-from tests.simulation.hangs.campaign import case, count
-from tests.simulation.hangs.program import Layout
+from tests.simulation.hangs.machine import Layout
+from tests.simulation.hangs.run import case, count
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "all": (0, 1, 2)}
 
