@@ -40,7 +40,6 @@ def without_shape(flags: str) -> str:
     return flags
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("release", ["0.16", "0.19"])
 def test_a_run_goes_on_in_the_other_trainer_and_back(tmp_path, release):
     tree, flags = checkouts.tree(release), f"{FLAGS} {STAGES}"

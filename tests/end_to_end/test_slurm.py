@@ -202,6 +202,22 @@ def test_a_full_file_system_ends_no_agent_and_a_lost_node_is_replaced_on_it(disk
 
 @pytest.mark.long
 @pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_minute_of_suspension_costs_nothing_but_the_minute(cluster, corpus, reference, tmp_path):
+    job = Job(cluster, tmp_path, corpus, "hot_swap.sbatch", standby_nodes=1)
+    job.wait_for_step(5)
+    cluster.command("scontrol", "suspend", job.number)
+    assert job.wait_for_state("SUSPENDED", "COMPLETED")["JobState"] == "SUSPENDED", job.explain()
+    time.sleep(60)
+    cluster.command("scontrol", "resume", job.number)
+    done = job.wait_for_state("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED")
+    assert done["JobState"] == "COMPLETED", job.explain()
+    for name in (events.FAULT_DETECTED, events.WORKER_LOST, events.EPOCH_CLOSED, events.RESTARTED):
+        assert not job.events(name), job.explain()
+    assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_a_job_put_back_into_the_queue_goes_on_and_a_cancelled_one_saves(cluster, corpus, reference, tmp_path):
     here = ("--partition=all", "--cpus-per-task=4", "--gpus-per-node=8")
     job = Job(cluster, tmp_path, corpus, "hot_swap_cluster.sbatch", *here, standby_nodes=1)

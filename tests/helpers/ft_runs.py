@@ -32,6 +32,9 @@ class Finished:
         return events.read(self.folder / "events.jsonl")
 
     def named(self, name: str) -> list:
+        from ft.base import events
+
+        assert name in events.SCHEMA, f"{name} is not the name of an event"
         return [event for event in self.events if event.name == name]
 
     @property
