@@ -11,7 +11,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ft.faults.hang.look import DEAD, RECV, SEND, Look, Operation, Rank, Thread
-from tests.simulation.hangs.program import Layout
+from tests.simulation.hangs.machine import Layout
 
 FAULTS = ("busy", "node", "mismatch", "link", "scattered")
 """One rank computes; its node of 8 ranks is lost; it has started another collective; everybody has started the same

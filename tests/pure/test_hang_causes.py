@@ -28,8 +28,8 @@ from ft.faults.hang.look import (
 )
 from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
-from tests.simulation.hangs.campaign import case, count
-from tests.simulation.hangs.program import Layout
+from tests.simulation.hangs.machine import Layout
+from tests.simulation.hangs.run import case, count
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "all": (0, 1, 2)}
 

@@ -11,13 +11,14 @@ import pytest
 from recorded_seeds import seeds_to_try
 
 from tests.simulation.__main__ import main
-from tests.simulation.control.faults import BY_NAME, HARMLESS
-from tests.simulation.control.mutants import PLANTS, planted
-from tests.simulation.control.run import SimulationOptions, simulate
+from tests.simulation.campaign import histories, named, planted
+from tests.simulation.control.faults import HARMLESS, KINDS
+from tests.simulation.engine import Options
 
 ROOT = Path(__file__).parents[2]
+SIMULATION = named("control")
 FT = [sys.executable, "-m", "tests.simulation"]
-SEEDS, ANY = 150, SimulationOptions()
+SEEDS = 150
 
 
 def told(seed, hash_seed):
@@ -28,9 +29,9 @@ def told(seed, hash_seed):
     return done.stdout, done.returncode
 
 
-def holds(seed, options=ANY):
+def holds(seed, options=None):
     print("seed", seed)
-    history = simulate(seed, options)
+    history = SIMULATION.play(seed, options)
     assert not history.violation, f"python -m tests.simulation control --seed {seed}: {history.violation}"
     return history
 
@@ -54,17 +55,17 @@ def test_a_device_is_not_given_up_while_its_agent_is_stopped():
 
 def test_without_faults_every_run_is_finished_in_its_first_epoch():
     for seed in range(20):
-        history = holds(seed, SimulationOptions(faults=0))
-        assert (history.outcome, history.epochs, history.restarts) == ("finished", 1, 0)
+        history = holds(seed, Options(faults=0))
+        assert (history.outcome, history.counts["epochs"], history.counts["restarts"]) == ("finished", 1, 0)
 
 
-@pytest.mark.parametrize("kind", sorted(BY_NAME))
+@pytest.mark.parametrize("kind", sorted(kind.name for kind in KINDS))
 def test_each_kind_of_fault_strikes_and_is_survived(kind):
-    histories = [holds(seed, SimulationOptions(kinds=(kind,))) for seed in range(12)]
+    histories = [holds(seed, Options(faults=9, kinds=(kind,))) for seed in range(12)]
     assert kind in {struck for history in histories for struck, _ in history.struck}
     if kind in HARMLESS:
         assert {history.outcome for history in histories} <= {"finished", "recovered and finished"}
-        assert not any(history.restarts for history in histories)
+        assert not any(history.counts["restarts"] for history in histories)
 
 
 def test_a_seed_replays_byte_for_byte_in_another_process():
@@ -77,16 +78,24 @@ def test_a_seed_replays_byte_for_byte_in_another_process():
 
 def test_telling_a_history_does_not_change_it():
     for seed in range(20):
-        quiet, told_one = simulate(seed, SimulationOptions()), simulate(seed, SimulationOptions(), with_lines=True)
+        quiet, told_one = SIMULATION.play(seed), SIMULATION.play(seed, with_lines=True)
         told_one.lines = []
         assert quiet == told_one
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.title)
+@pytest.mark.long
+def test_ten_thousand_seeds_hold():
+    seeds = range(10_000)
+    failed = {
+        one.seed: one.violation for one in histories(SIMULATION, seeds, Options(9), os.cpu_count()) if one.violation
+    }
+    assert not failed
+
+
+@pytest.mark.parametrize("plant", SIMULATION.mutants, ids=lambda plant: plant.title)
 def test_a_planted_bug_is_found(plant):
     with planted(plant):
-        options = SimulationOptions()
-        assert any(simulate(seed, options).violation for seed in seeds_to_try("control", plant.title))
+        assert any(SIMULATION.play(seed).violation for seed in seeds_to_try("control", plant.title))
 
 
 def test_a_failure_is_told_with_its_seed_its_property_and_its_history(capsys):

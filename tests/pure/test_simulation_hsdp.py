@@ -10,16 +10,16 @@ import pytest
 from recorded_seeds import seeds_to_try
 
 from tests.simulation.__main__ import main
-from tests.simulation.hsdp.faults import BY_NAME
-from tests.simulation.hsdp.mutants import PLANTS
-from tests.simulation.hsdp.run import SimulationOptions, simulate
+from tests.simulation.campaign import histories, named, planted
+from tests.simulation.engine import Options
+from tests.simulation.hsdp.faults import KINDS, Schedule
 from tests.simulation.hsdp.shape import RING_LIMITS, Shape
 from tests.simulation.hsdp.world import World
-from tests.simulation.mutation import planted
 
 ROOT = Path(__file__).parents[2]
+SIMULATION = named("hsdp")
 FT = [sys.executable, "-m", "tests.simulation"]
-SEEDS, UNSEEN, ANY = 30, 10, SimulationOptions()
+SEEDS, UNSEEN = 30, 10
 SHOWN_BY = {"ignores the lineage": ("change of sides",)}
 """Planted bug -> kinds of faults that show it soon; with all kinds it takes a minute."""
 
@@ -32,16 +32,16 @@ def told(seed, hash_seed):
     return done.stdout, done.returncode
 
 
-def holds(seed, options=ANY):
+def holds(seed, options=None):
     print("seed", seed)
-    history = simulate(seed, options)
+    history = SIMULATION.play(seed, options)
     assert not history.violation, f"python -m tests.simulation hsdp --seed {seed}: {history.violation}"
     return history
 
 
 def test_the_first_seeds_hold_and_replicas_return_in_them():
     histories = [holds(seed) for seed in range(SEEDS)]
-    assert sum(history.returns for history in histories) > SEEDS
+    assert sum(history.counts["returns"] for history in histories) > SEEDS
 
 
 def test_seeds_that_nobody_has_seen_hold():
@@ -52,20 +52,20 @@ def test_seeds_that_nobody_has_seen_hold():
 
 def test_without_faults_nothing_is_done_again():
     for seed in range(10):
-        history = holds(seed, SimulationOptions(faults=0))
-        assert (history.redone, history.loads, history.struck) == (0, 0, [])
+        history = holds(seed, Options(faults=0))
+        assert (history.counts["redone"], history.counts["loads"], history.struck) == (0, 0, [])
 
 
-@pytest.mark.parametrize("kind", sorted(BY_NAME))
+@pytest.mark.parametrize("kind", sorted(kind.name for kind in KINDS))
 def test_each_kind_of_fault_strikes_and_is_survived(kind):
-    histories = [holds(seed, SimulationOptions(faults=5, kinds=(kind,))) for seed in range(5)]
+    histories = [holds(seed, Options(faults=5, kinds=(kind,))) for seed in range(5)]
     assert kind in {struck for history in histories for struck in history.struck}
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_after_a_checkpoint_only_the_first_attempt_at_a_step_may_take_as_long_as_a_checkpoint(seed):
     shape = Shape(3, 1, 1, 0.2, 0.1, 0.7, save_steps=5, save_s=2.0, hang_s=3.0, build_s=1.0)
-    world = World(random.Random(seed), shape, None)
+    world = World(random.Random(seed), shape, Schedule(random.Random(seed), 0, None), None)
     world.start()
     while not any(life.aside_since for life in world.lives()):
         assert world.time.turn()
@@ -84,11 +84,20 @@ def test_a_seed_replays_byte_for_byte_in_another_process():
     assert told(seed, hash_seed=2) == (text, code)
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.title)
+@pytest.mark.long
+def test_ten_thousand_seeds_hold():
+    seeds = range(10_000)
+    failed = {
+        one.seed: one.violation for one in histories(SIMULATION, seeds, Options(8), os.cpu_count()) if one.violation
+    }
+    assert not failed
+
+
+@pytest.mark.parametrize("plant", SIMULATION.mutants, ids=lambda plant: plant.title)
 def test_a_planted_bug_is_found(plant):
     with planted(plant):
-        options = SimulationOptions(kinds=SHOWN_BY.get(plant.title))
-        assert any(simulate(seed, options).violation for seed in seeds_to_try("hsdp_protocol", plant.title))
+        options = Options(faults=8, kinds=SHOWN_BY.get(plant.title))
+        assert any(SIMULATION.play(seed, options).violation for seed in seeds_to_try("hsdp_protocol", plant.title))
 
 
 def test_a_history_that_goes_wrong_is_told_with_its_seed(capsys):

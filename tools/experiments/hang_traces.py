@@ -20,9 +20,9 @@ from pathlib import Path
 from ft.faults.hang.causes import diagnose
 from ft.observe.diagnose.flight_recorder import read
 from ft.show.text import table
-from tests.simulation.hangs.campaign import choose
 from tests.simulation.hangs.faults import STEP
 from tests.simulation.hangs.machine import Machine
+from tests.simulation.hangs.run import choose
 
 VERSION = "2.10"
 _NAMES = {"all_gather": "_all_gather_base", "reduce_scatter": "_reduce_scatter_base"}

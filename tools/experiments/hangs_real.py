@@ -35,10 +35,9 @@ from ft.faults.hang.series import over_time
 from ft.observe.diagnose.looking import ask
 from ft.record import looks
 from ft.record.run import load
-from tests.simulation.hangs.campaign import Case, Chosen, choose, count, judge
-from tests.simulation.hangs.commands import as_text
 from tests.simulation.hangs.faults import KINDS, STEP
-from tests.simulation.hangs.program import Layout
+from tests.simulation.hangs.machine import Layout
+from tests.simulation.hangs.run import Case, Chosen, as_text, choose, count, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tools/experiments/results/hangs_real.txt"

@@ -21,7 +21,7 @@ from ft.faults.hang.look import DEAD, RECV, SEND, STOPPED
 from ft.job.messages import WorkerResumed
 from ft.state.groups import history
 from tests.simulation.hangs.faults import STEP
-from tests.simulation.hangs.program import Call
+from tests.simulation.hangs.machine import Call
 
 COMPUTE_S = 0.004
 LINK_S = 0.2

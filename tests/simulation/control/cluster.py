@@ -6,20 +6,22 @@ that led to the state.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control.state import Options
-from tests.simulation.control.agent import Agent, Host
-from tests.simulation.control.checks import Checks
-from tests.simulation.control.clock import HostClock, Timeline
-from tests.simulation.control.mesh import Mesh
+from ft.job.control.state import ENDED, Options
+from tests.simulation.control.agent import Agent, Host, HostClock
+from tests.simulation.control.checks import Checks, check_alone
+from tests.simulation.control.faults import Schedule
 from tests.simulation.control.plane import Plane
 from tests.simulation.control.shape import TIMEOUTS, Habits, Shape
+from tests.simulation.control.training import Mesh
 from tests.simulation.control.worker import Worker
+from tests.simulation.engine import History, World
 
 _JOIN_S, _RETURN_S = (0.0, 1.0), (0.2, 3.0)
 _RESTARTED_S, _MOVED_S = (0.1, 1.0), (1.0, 4.0)
@@ -29,40 +31,55 @@ control plane is started again on its host and on another host; and the error of
 """
 
 
-class Cluster:
+STUCK_S = 90.0
+"""Virtual seconds without progress and without a fault that count as a hang: all deadlines of one recovery together."""
+LONGEST_S = 3000.0
+"""Virtual seconds after which a run counts as a hang in any case."""
+_CATEGORIES = {
+    "told to end": "an agent was told to end",
+    "used up": "warm restarts used up",
+    "cannot hold": "too few nodes left",
+    "before training began": "node lost before training began",
+    "came within": "agents missing at the start",
+    "workers were announced": "agents missing at the start",
+    "the same error": "software error again after a restart",
+}
+"""Part of the message of an order to stop -> outcome of the history."""
+
+
+class Cluster(World):
     """The state of one simulated run.
 
     Args:
         rng: source of all randomness.
         shape: parameters of the run.
+        schedule: the faults.
         journal: path for the control plane's journal; None if the control plane will not die.
-        history: event log to append to, None if no log is needed.
+        lines: event log to append to, None if no log is needed.
 
     Attributes:
-        history: the event log.
         agents: node -> agent, including dead agents.
         everyone: worker name -> worker, including dead workers.
         trouble: faults of the next workers to start: "exits": the worker exits at once; "never": it never attaches to
             its agent; "late": it starts late.
-        calm_at: true time at which the last fault is over.
         returning: number of agents that are about to join again.
         poisoned: (logical rank, step) -> fault of every worker that executes that step in that rank.
-        struck: (true time, kind) of each fault so far.
         checkpoint: (step, history) of the newest complete checkpoint.
         on_order: callbacks that are called with every published order.
     """
 
-    def __init__(self, rng: random.Random, shape: Shape, journal: Path | None, history: list[str] | None):
-        self.rng, self.shape, self.history = rng, shape, history
-        self.time, self.timeouts, self.habits = Timeline(), TIMEOUTS, Habits()
+    def __init__(
+        self, rng: random.Random, shape: Shape, schedule: Schedule, journal: Path | None, lines: list[str] | None
+    ):
+        super().__init__(rng, lines)
+        self.shape, self._schedule, self.timeouts, self.habits = shape, schedule, TIMEOUTS, Habits()
         clocks = [HostClock(rng.uniform(0.0, 1e5), rng.uniform(0.97, 1.03)) for _ in shape.nodes]
         self.hosts = [Host(i, clock, rng.uniform(*_SKEW_S)) for i, clock in enumerate(clocks)]
         self.checks, self.mesh = Checks(self), Mesh(self)
         self.agents: dict[str, Agent] = {}
         self.everyone: dict[str, Worker] = {}
         self.trouble: list[str] = []
-        self.struck: list[tuple[float, str]] = []
-        self.calm_at, self.crashes, self._cut_until = 0.0, 0, 0.0
+        self.crashes, self._cut_until = 0, 0.0
         self.returning = 0
         self.poisoned: dict[tuple[int, int], str] = {}
         self.checkpoint, self._saves, self._loads = (0, 0), {}, {}
@@ -82,11 +99,45 @@ class Cluster:
             self.time.after(delay + 0.1, agent.start_first, list(range(first, first + seats)))
             first += seats
         self.plane.start()
+        self._schedule.begin(self)
 
-    def note(self, text: str, *values: Any) -> None:
-        """Append a line to the event log."""
-        if self.history is not None:
-            self.history.append(f"{self.time.now:10.4f}  {text.format(*values)}")
+    @property
+    def has_ended(self) -> bool:
+        return self.plane.state.phase == ENDED and self.plane.is_up
+
+    def look(self) -> bool:
+        """Check that the run does not hang; return whether no agent is alive, and none will join."""
+        if self.time.now > self.calm_at and not self.returning and not self.living():
+            return True
+        if self.checks.is_stuck(STUCK_S) or self.time.now > LONGEST_S:
+            state = self.plane.state
+            self.checks.fail(
+                f"a hang: {state.phase} for {self.plane.clock() - state.since:.1f} s; last progress at "
+                f"{self.checks.progress_at:.1f} s, last fault at {self.calm_at:.1f}, now {self.time.now:.1f}"
+            )
+        return False
+
+    def ended(self) -> None:
+        check_alone(self, *self._schedule.alone)
+
+    def sum_up(self, history: History) -> None:
+        state, log = self.plane.state, self.plane.log
+        history.struck = self._schedule.struck
+        restarts = sum(isinstance(order, m.Restart) for order in log)
+        history.messages = Counter(type(message).__name__ for message in (*self.plane.said, *log))
+        history.counts.update(
+            restarts=restarts, epochs=state.epoch + 1, redone=self.checks.redone, crashes=self.crashes
+        )
+        if history.violation:
+            history.outcome = "VIOLATION"
+        elif log and isinstance(log[-1], m.Finish):
+            how = "finished" if not history.struck else "recovered and finished"
+            history.outcome = "restarted and finished" if restarts else how
+        elif not self.has_ended:
+            history.outcome = "all nodes lost"
+        else:
+            history.outcome = "stopped: " + _category(log[-1].message)
+        self.note("{}{}{}", history.outcome, ": " if history.violation else "", history.violation)
 
     def lengthen(self, seconds: float) -> None:
         """Make the run long enough to train for about ``seconds``."""
@@ -129,25 +180,24 @@ class Cluster:
         self.returning -= 1
         agent.join()
 
-    def is_deserted(self) -> bool:
-        """Return whether no agent is alive, and none will join."""
-        return self.time.now > self.calm_at and not self.returning and not self.living()
-
     # --- networks ----------------------------------------------------------------------------------------------------
 
     def cut(self, host: Host, directions: tuple[str, ...], seconds: float) -> None:
         """Cut the host's network in the given directions for ``seconds`` virtual seconds."""
         for direction in directions:
-            host.cut[direction] = max(host.cut[direction], self.time.now + seconds)
+            self.network.cut((host, direction), seconds)
         self._cut_until = max(self._cut_until, self.time.now + seconds)
         self.time.after(seconds + 0.001, self.mesh.look_again)
 
     def cut_nodes(self) -> set[str]:
         """Return the nodes whose workers can reach no other node."""
-        now = self.time.now
-        if now >= self._cut_until:
+        if self.time.now >= self._cut_until:
             return set()
-        return {node for node, agent in self.agents.items() if agent.host.is_cut(now)}
+        return {node for node, agent in self.agents.items() if self.is_cut(agent.host)}
+
+    def is_cut(self, host: Host) -> bool:
+        """Return whether the host's workers cannot reach other hosts; they need both directions."""
+        return self.network.is_cut((host, "up")) or self.network.is_cut((host, "down"))
 
     def can_reach(self, node: str, other: str) -> bool:
         """Return whether workers of the two nodes can reach each other."""
@@ -156,11 +206,10 @@ class Cluster:
 
     def can_talk(self, host: Host, direction: str) -> bool:
         """Return whether messages pass between the host's agent and the control plane; "up" is to the control plane."""
-        here, now = self.plane.host, self.time.now
+        here, back = self.plane.host, "down" if direction == "up" else "up"
         if host is here:
             return True
-        back = "down" if direction == "up" else "up"
-        return host.cut[direction] <= now and here.cut[back] <= now and not here.is_down
+        return not (self.network.is_cut((host, direction)) or self.network.is_cut((here, back)) or here.is_down)
 
     # --- the control plane -------------------------------------------------------------------------------------------
 
@@ -170,7 +219,7 @@ class Cluster:
         self.note("the control plane dies")
         for agent in self.living():
             agent.link.control_ended()
-        homes = [agent.host for agent in self.living() if not agent.paused and not agent.host.is_cut(self.time.now)]
+        homes = [agent.host for agent in self.living() if not agent.paused and not self.is_cut(agent.host)]
         if self.plane.host in homes and self.rng.random() < 0.6:
             self.time.after(self.rng.uniform(*_RESTARTED_S), self._control_back, self.plane.host)
         elif homes:
@@ -193,7 +242,7 @@ class Cluster:
             self.control_waits()
             return
         self.note("the control plane is built again from its journal, on host {}", host.number)
-        self.calm_at = max(self.calm_at, self.time.now)
+        self.lasts(0.0)
         self.plane.restart(host)
 
     def ordered(self, order: Any) -> None:
@@ -220,3 +269,12 @@ class Cluster:
         All workers of the epoch get the same answer.
         """
         return self._loads.setdefault(epoch, self.checkpoint)
+
+
+def _category(message: str) -> str:
+    for words in _CATEGORIES:
+        if words in message:
+            return _CATEGORIES[words]
+    if "was killed by" in message or "exited with" in message:
+        return "worker lost before any attached"
+    return message[:80]

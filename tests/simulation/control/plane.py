@@ -16,9 +16,8 @@ from ft.job.control.state import ENDED, Options, State
 from ft.net.codec import to_json
 
 if TYPE_CHECKING:
-    from tests.simulation.control.agent import Host
+    from tests.simulation.control.agent import Host, Link
     from tests.simulation.control.cluster import Cluster
-    from tests.simulation.control.network import Link
 
 BEFORE, TORN, WRITTEN, AFTER = "before", "torn", "written", "after"
 """Moments of a crash while a report is processed: before the journal entry is written, while it is written (which
@@ -163,7 +162,7 @@ class Plane:
             self._cluster.time.after(self.host.clock.true(following - now), self._look, self._life)
 
     def _look(self, life: int) -> None:
-        self.was_cut_off |= self.host.is_cut(self._cluster.time.now)
+        self.was_cut_off |= self._cluster.is_cut(self.host)
         if life == self._life and self.is_up and not self.paused and self.state.phase != ENDED:
             self._take(None)
 

@@ -17,9 +17,9 @@ from ft.job import messages as m
 from ft.systems.hot_swap.recovery import Recovery
 from ft.worker import protocol
 from ft.worker.progress import Progress
-from tests.simulation.control.clock import pause
-from tests.simulation.control.memory import CopyStore
+from tests.simulation.control.snapshots import CopyStore
 from tests.simulation.control.training import Training
+from tests.simulation.engine import Thread, pause
 
 if TYPE_CHECKING:
     from tests.simulation.control.agent import Agent
@@ -73,8 +73,7 @@ class Worker(protocol.Member):
         self.recovery: Recovery | None = None
         self.broken_epoch = -1
         self._orders: deque[Any] = deque()
-        self._thread = None
-        self._busy = self._poked = False
+        self._thread = Thread(self._live, cluster.time.after, self._ends, self._runs)
 
     @property
     def empty(self) -> bool:
@@ -108,9 +107,7 @@ class Worker(protocol.Member):
 
     def poke(self) -> None:
         """Wake the training thread, because something has happened that it may be waiting for."""
-        if not self._poked:
-            self._poked = True
-            self.cluster.time.after(0.0, self._go_on)
+        self._thread.poke()
 
     def falls_silent(self) -> None:
         """Note that the process does not run from now on."""
@@ -122,29 +119,11 @@ class Worker(protocol.Member):
         self.cluster.mesh.look_again()
         self.poke()
 
-    def _wake(self) -> None:
-        self._busy = False
-        self.poke()
+    def _runs(self) -> bool:
+        return self.alive and not (self.stopped or self.deaf or self.spins)
 
-    def _go_on(self) -> None:
-        """Run the training thread until it is busy, waits or ends."""
-        self._poked = False
-        if not self.alive or self.stopped or self.deaf or self.spins or self._busy:
-            return
-        if self._thread is None:
-            self._thread = self._live()
-        try:
-            seconds = self._thread.send(None)
-        except StopIteration:
-            self._ends(0)
-        except SystemExit as end:
-            self._ends(end.code if isinstance(end.code, int) else 1)
-        else:
-            if seconds is not None:
-                self._busy = True
-                self.cluster.time.after(seconds, self._wake)
-
-    def _ends(self, code: int) -> None:
+    def _ends(self, why: int | str) -> None:
+        code = why if isinstance(why, int) else 1
         self.cluster.checks.ends_itself(self, code)
         self.agent.ended(self, code)
 

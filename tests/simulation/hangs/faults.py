@@ -17,8 +17,7 @@ from ft.faults.hang.causes import (
 )
 from ft.faults.hang.graph import EQUAL_SIZES
 from ft.faults.hang.look import DEAD, STOPPED
-from tests.simulation.hangs.machine import Wrong
-from tests.simulation.hangs.program import Batch, Call, Layout, Programs
+from tests.simulation.hangs.machine import Batch, Call, Layout, Programs, Wrong
 
 STEP = 2
 """The step in which something goes wrong; the steps before it show what is usual."""

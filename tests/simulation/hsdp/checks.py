@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ft.job.quorum.state import HERE
 from ft.job.quorum.values import Quorum
 from ft.systems.hsdp.protocol import Agreed
+from tests.simulation.engine import Violation
 from tests.simulation.hsdp.held import Contribution, Held, first
 from tests.simulation.hsdp.ring import address_row
 from tests.simulation.hsdp.shape import RING_LIMITS
@@ -33,10 +34,6 @@ KILLS = (
     *("kill between vote and step", "kill who catches up", "kill a source of catch-up", "kill after the last step"),
 )
 """Faults that end exactly one replica each."""
-
-
-class Violation(Exception):
-    """An invariant does not hold. The message names the invariant and the values that violate it."""
 
 
 class Checks:

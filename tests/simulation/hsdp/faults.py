@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tests.simulation import engine
+
 if TYPE_CHECKING:
     from tests.simulation.hsdp.rank import Rank
     from tests.simulation.hsdp.world import World
@@ -19,22 +21,16 @@ _FIRST_S, _GAP_S, _BURST_S = (1.5, 4.0), (0.3, 5.0), (0.0, 0.3)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of fault.
+class Kind(engine.Kind):
+    """A kind of fault. ``strike`` returns the fault's duration in virtual seconds, or None if the world has no target
+    for it.
 
     Attributes:
-        name: name for ``--kinds`` and the report.
-        weight: relative frequency.
-        strike: function that injects the fault into a world and returns the fault's duration in virtual seconds, or
-            None if the world has no target for it.
         blocks: whether training may stop for the duration of the fault. A fault of the network between replicas does
             not stop training, unless the quorum needs a minimum of more than one replica: the quorum server then has to
             find out by trial which replica to exclude.
     """
 
-    name: str
-    weight: float
-    strike: "Callable[[World], float | None]"
     blocks: bool = True
 
 
@@ -194,7 +190,7 @@ def _aimed(moment: str, act: "Callable[[Rank], None]", most: int = 3):
                 world.aims[moment].append(when)
                 return
             act(rank)
-            world.calm_at = max(world.calm_at, world.time.now)
+            world.lasts(0.0)
             world.blocked_until = max(world.blocked_until, world.time.now)
 
         world.aims.setdefault(moment, []).append(when)
@@ -266,7 +262,6 @@ KINDS = (
     Kind("change a model", 2, _aimed("begins", _corrupt)),
     Kind("kill the server after the last step", 2, _aimed("last", _end_with_server)),
 )
-BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 class Schedule:
@@ -279,9 +274,8 @@ class Schedule:
     """
 
     def __init__(self, rng: random.Random, most: int, names: tuple[str, ...] | None):
-        kinds = [kind for kind in KINDS if names is None or kind.name in names]
         number = rng.randint(0 if names is None else 1, most) if most else 0
-        self.kinds = rng.choices(kinds, [kind.weight for kind in kinds], k=number)
+        self.kinds = engine.draw(rng, KINDS, names, number)
         self._times, at = [], rng.uniform(*_FIRST_S)
         for _ in self.kinds:
             self._times.append(at)
@@ -300,4 +294,4 @@ class Schedule:
         if lasts is not None:
             world.struck.append((world.time.now, kind.name))
             world.over.append((world.time.now + lasts, kind.name))
-            world.calm_at = max(world.calm_at, world.time.now + lasts)
+            world.lasts(lasts)

@@ -1,20 +1,151 @@
-"""Mutation test: known bugs to inject, each of which the simulation must find.
+"""Known bugs in the code of the quorum server and of the replicas' protocol, which the simulation has to find.
 
-A bug is injected into the production code of the quorum server (more of them in ``server_mutants``) or of the
-replicas' protocol.
+Each function here takes the right function of the production code and returns a wrong one (``campaign.Mutant``). Those
+that replace a generator of acts change the acts that it yields, or leave some out.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 from ft.job.quorum import blame, decide, reactions, values
+from ft.job.quorum.dispatch import Act, Acts, Dispatch, KeepLease, Peer, Send
 from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
-from ft.systems.hsdp import exchange as equality
-from ft.systems.hsdp import protocol
+from ft.systems.hsdp import exchange, protocol
 from ft.systems.hsdp.protocol import Membership, Retry, Steps
-from tests.simulation.hsdp import server_mutants
-from tests.simulation.mutation import Replaced, find_in
+from tests.simulation.campaign import Mutant
+
+# --- the quorum server ------------------------------------------------------------------------------------------------
+
+
+def _changed(acts: Acts, change: Callable[[Act], Act | None]) -> Acts:
+    """Yield what ``change`` makes of each act of a generator, unless that is None; return the generator's result."""
+    answer = None
+    while True:
+        try:
+            act = change(acts.send(answer))
+        except StopIteration as end:
+            return end.value
+        answer = None if act is None else (yield act)
+
+
+def _first_rows_stay(right):
+    def give(self, peer, quorum, frame):
+        known = {member: quorum.lives[member] for member in peer.rows if member in quorum.lives}
+        peer.rows.update(known)
+        yield from right(self, peer, quorum, frame)
+
+    return give
+
+
+def _rows_follow(right):
+    def give(self, peer, quorum, frame):
+        rows = []
+        for act in right(self, peer, quorum, frame):
+            if act.frame is frame:
+                yield act
+            else:
+                rows.append(act)
+        yield from rows
+
+    return give
+
+
+def _entry_is_kept(table: str):
+    """Return a bug: a new connection of a replica does not replace the replica's entry in an attribute of Dispatch.
+
+    Args:
+        table: name of the attribute, a dictionary by replica.
+    """
+
+    def kept(right):
+        def welcome(self, now, peer, message):
+            entries, replica = getattr(self, table), message["replica"]
+            previous = entries.get(replica)
+            yield from right(self, now, peer, message)
+            if previous is not None:
+                entries[replica] = previous
+
+        return welcome
+
+    return kept
+
+
+def _last_quorum_is_not_read(right):
+    def welcome(self, now, peer, message):
+        yield from right(self, now, peer, {**message, "last": None})
+
+    return welcome
+
+
+def _beats_do_not_count(right):
+    def take(self, now, peer, message):
+        heard_at = self.state.of(peer.replica).heard_at if peer.replica is not None else None
+        yield from right(self, now, peer, message)
+        if heard_at is not None and message["kind"] == "beat":
+            self.state.of(peer.replica).heard_at = heard_at
+
+    return take
+
+
+def _reports_are_answered_in_part(right):
+    def publish(self, now, decision):
+        if decision.quorum is None or len(decision.to) == 1:
+            yield from right(self, now, decision)
+            return
+        last = self._leaders.get(decision.to[-1])
+        yield from _changed(right(self, now, decision), lambda act: None if _is_to(act, last) else act)
+
+    return publish
+
+
+def _is_to(act: Act, peer: Peer | None) -> bool:
+    return isinstance(act, Send) and act.peer is peer
+
+
+def _no_later_server(right):
+    def is_succeeded(self):
+        yield from ()
+        return False
+
+    return is_succeeded
+
+
+def _own_term_suffices(right):
+    def raise_term(self):
+        yield from ()
+        return True
+
+    return raise_term
+
+
+def _end_is_not_kept(right):
+    def turn(self, now):
+        return (yield from _changed(right(self, now), _without_end))
+
+    return turn
+
+
+def _without_end(act: Act) -> Act:
+    return replace(act, end=None) if isinstance(act, KeepLease) else act
+
+
+SERVER_PLANTS = (
+    Mutant("sends the addresses of a replica's first life only", Dispatch, "_give", _first_rows_stay),
+    Mutant("sends a quorum before the addresses of its members", Dispatch, "_give", _rows_follow),
+    Mutant("keeps the addresses of an earlier life", Dispatch, "_welcome", _entry_is_kept("_rows")),
+    Mutant("answers on a leader's first connection", Dispatch, "_welcome", _entry_is_kept("_leaders")),
+    Mutant("does not learn the last quorum from its clients", Dispatch, "_welcome", _last_quorum_is_not_read),
+    Mutant("does not count heartbeats", Dispatch, "take", _beats_do_not_count),
+    Mutant("does not answer the last member", Dispatch, "publish", _reports_are_answered_in_part),
+    Mutant("goes on beside a later server", Dispatch, "_is_succeeded", _no_later_server),
+    Mutant("stays in its term", Dispatch, "_raise_term", _own_term_suffices),
+    Mutant("forgets that the last step is done", Dispatch, "turn", _end_is_not_kept),
+)
+
+
+# --- decisions and replicas -------------------------------------------------------------------------------------------
 
 
 def _steps_alone_count(right):
@@ -191,51 +322,42 @@ def _leaves_at_once(right):
 
 
 PLANTS = (
-    Replaced("ignores the lineage", decide, "_quorum", _steps_alone_count),
-    Replaced(
-        "an estimate has the name of the exact state", values, "estimated", lambda _: lambda lineage, *__: lineage
-    ),
-    Replaced(
-        "two estimates have one name", values, "estimated", lambda right: lambda lineage, *_: right(lineage, 0, 0)
-    ),
-    Replaced("forgets how far a mended replica is", reactions, "hello", lambda right: lambda *given: right(*given[:5])),
-    Replaced(
+    Mutant("ignores the lineage", decide, "_quorum", _steps_alone_count),
+    Mutant("an estimate has the name of the exact state", values, "estimated", lambda _: lambda lineage, *__: lineage),
+    Mutant("two estimates have one name", values, "estimated", lambda right: lambda lineage, *_: right(lineage, 0, 0)),
+    Mutant("forgets how far a mended replica is", reactions, "hello", lambda right: lambda *given: right(*given[:5])),
+    Mutant(
         "a mended replica leaves before the last checkpoint",
         Steps,
         "__init__",
         lambda right: lambda self, *given: right(self, *given[:6]),
     ),
-    Replaced("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
-    Replaced("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: ()),
-    Replaced("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),
-    Replaced("leaves nobody out", blame, "judge", lambda right: lambda *arguments: {}),
-    Replaced("loads a checkpoint as soon as one has no state", decide, "_quorum", _one_without_state_is_enough),
-    Replaced("one rank ignores the vote", Steps, "vote", _one_rank_ignores_the_vote),
-    Replaced("each rank goes on with what it has fetched", Steps, "caught_up", _each_adopts_what_it_has),
-    Replaced("catches up without waiting for the fetch", Steps, "caught_up", _without_the_fetch),
-    Replaced("fetches over the state that it claims", Steps, "catching_up", _over_the_claimed_state),
-    Replaced("claims a state while it fetches it", Steps, "catching_up", _claims_what_it_fetches),
-    Replaced("serves a state while the optimizer changes it", Steps, "_end_offer", _offer_stays),
-    Replaced("never waits for who fetches", Steps, "_end_offer", _offer_ends_at_once),
-    Replaced("goes on in its samples after a failed step", Steps, "_begin_anew", _old_position),
-    Replaced("keeps the old model after a fetch", Steps, "_begin_anew", _old_model),
-    Replaced("keeps the old model if the update is skipped", Steps, "updated", _old_model_after_a_skipped_update),
-    Replaced("advances the positions of those behind", Steps, "updated", _advances_all),
-    Replaced("keeps the lineage of the step before", Steps, "updated", _old_lineage),
-    Replaced("contributes gradients while it is behind", Steps, "begins", _computes_though_behind),
-    Replaced("does not ask again after a failed step", Steps, "_ask", _asks_once_for_a_step),
-    Replaced("uses the ring of an old quorum again", protocol, "is_same_ring", _same_members_same_ring),
-    Replaced("gives its gradients to a step of the others", Membership, "join", _gives_though_left_out),
-    Replaced("leaves before the last checkpoint is there", Steps, "leaves", _leaves_at_once),
-    Replaced("waits in a ring without a deadline", RingLimits, "wait", lambda right: lambda *_, **__: 1e9),
-    Replaced("does not offer a new state", Steps, "committed", _old_offer_stays),
-    Replaced("computes at once after a failed step", Steps, "_begin_anew", _sure_after_a_failure),
-    Replaced("keeps a state that differs", equality, "compare", _nobody_is_stale),
-    Replaced("forgets those who have caught up", decide, "_most_steps", lambda right: lambda s, n: s.of(n).steps),
-    *server_mutants.PLANTS,
+    Mutant("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
+    Mutant("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: ()),
+    Mutant("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),
+    Mutant("leaves nobody out", blame, "judge", lambda right: lambda *arguments: {}),
+    Mutant("loads a checkpoint as soon as one has no state", decide, "_quorum", _one_without_state_is_enough),
+    Mutant("one rank ignores the vote", Steps, "vote", _one_rank_ignores_the_vote),
+    Mutant("each rank goes on with what it has fetched", Steps, "caught_up", _each_adopts_what_it_has),
+    Mutant("catches up without waiting for the fetch", Steps, "caught_up", _without_the_fetch),
+    Mutant("fetches over the state that it claims", Steps, "catching_up", _over_the_claimed_state),
+    Mutant("claims a state while it fetches it", Steps, "catching_up", _claims_what_it_fetches),
+    Mutant("serves a state while the optimizer changes it", Steps, "_end_offer", _offer_stays),
+    Mutant("never waits for who fetches", Steps, "_end_offer", _offer_ends_at_once),
+    Mutant("goes on in its samples after a failed step", Steps, "_begin_anew", _old_position),
+    Mutant("keeps the old model after a fetch", Steps, "_begin_anew", _old_model),
+    Mutant("keeps the old model if the update is skipped", Steps, "updated", _old_model_after_a_skipped_update),
+    Mutant("advances the positions of those behind", Steps, "updated", _advances_all),
+    Mutant("keeps the lineage of the step before", Steps, "updated", _old_lineage),
+    Mutant("contributes gradients while it is behind", Steps, "begins", _computes_though_behind),
+    Mutant("does not ask again after a failed step", Steps, "_ask", _asks_once_for_a_step),
+    Mutant("uses the ring of an old quorum again", protocol, "is_same_ring", _same_members_same_ring),
+    Mutant("gives its gradients to a step of the others", Membership, "join", _gives_though_left_out),
+    Mutant("leaves before the last checkpoint is there", Steps, "leaves", _leaves_at_once),
+    Mutant("waits in a ring without a deadline", RingLimits, "wait", lambda right: lambda *_, **__: 1e9),
+    Mutant("does not offer a new state", Steps, "committed", _old_offer_stays),
+    Mutant("computes at once after a failed step", Steps, "_begin_anew", _sure_after_a_failure),
+    Mutant("keeps a state that differs", exchange, "compare", _nobody_is_stale),
+    Mutant("forgets those who have caught up", decide, "_most_steps", lambda right: lambda s, n: s.of(n).steps),
+    *SERVER_PLANTS,
 )
-
-
-def find(name: str) -> list[Replaced]:
-    """Return the planted bugs with the title ``name``, or all of them for "all". See :func:`find_in`."""
-    return find_in(PLANTS, name)

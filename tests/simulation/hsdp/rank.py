@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ft.job.quorum.values import Quorum
 from ft.systems.hsdp.exchange import Comparison
 from ft.systems.hsdp.protocol import Agreed, Membership, Question, Retry, Steps, sources
+from tests.simulation.engine import Signal, Thread, pause
 from tests.simulation.hsdp.held import NOTHING, Contribution, Held, after, first, spoiled
 from tests.simulation.hsdp.shape import RING_LIMITS
-from tests.simulation.hsdp.tasks import Signal, Sleep, Task
 
 if TYPE_CHECKING:
     from tests.simulation.hsdp.replica import Life
@@ -72,10 +72,12 @@ class Rank:
         )
 
     def start(self) -> None:
-        for thread in (self._train(), self._agree()):
-            Task(self.do, thread, self._ends_itself).go_on_after(0.0)
+        for live in (self._train, self._agree):
+            Thread(live, self.do, self._ends_itself).poke()
 
-    def _ends_itself(self, reason: str) -> None:
+    def _ends_itself(self, reason: str | int) -> None:
+        if reason == 0:
+            return
         self.world.note("replica {} rank {}: ends: {}", self.replica, self.index, reason)
         self.world.checks.ends_itself(self, reason)
         self.life.has_given_up = True
@@ -105,7 +107,7 @@ class Rank:
         steps = self.steps
         await steps.attempts(self._loop)
         self.world.at("last", self)
-        await Sleep(0.0)
+        await pause(0.0)
         if await steps.leaves(lambda: self.world.checkpoint.step >= self.held.step):
             await self._save()
         await self.life.finished(self)
@@ -118,7 +120,7 @@ class Rank:
             if computes:
                 self.world.at("begins", self)
                 block, self._loader = self._loader, self._loader + 1
-                await Sleep(self.world.compute_s(self.replica))
+                await pause(self.world.compute_s(self.replica))
                 await self._reduce((self.replica, block))
             else:
                 await steps.catching_up()
@@ -126,7 +128,7 @@ class Rank:
                 await steps.caught_up()
             await steps.vote()
             self.world.at("decided", self)
-            await Sleep(0.0)
+            await pause(0.0)
             before = self.held, self.model
             self._update()
             if self._finds_wrong():
@@ -162,7 +164,7 @@ class Rank:
         if self.index == 0:
             self.life.aside_since = self.world.time.now
             self.world.note("replica {}: saves", self.replica)
-        await Sleep(self.world.shape.save_s)
+        await pause(self.world.shape.save_s)
         self.world.checks.saved_at = self.world.time.now
         if self.index == 0 and self.held.name > self.world.checkpoint.name:
             self.world.checkpoint = self.held
@@ -218,7 +220,7 @@ class Rank:
         self.is_stale = False
 
     async def take_leave(self, limit_s: float) -> None:
-        await Sleep(min(limit_s, 0.05))
+        await pause(min(limit_s, 0.05))
 
     def plan(self, quorum: Quorum | None) -> None:
         """Do nothing: each replica computes its own block."""
@@ -238,7 +240,7 @@ class Rank:
     # --- the state ----------------------------------------------------------------------------------------------------
 
     async def load(self) -> bool:
-        await Sleep(self.world.rng.uniform(*_LOAD_S))
+        await pause(self.world.rng.uniform(*_LOAD_S))
         self.held, self.is_wrong = self.world.checkpoint, False
         self.model, self._loader = self.held.chain, self.held.positions[self.replica]
         self.world.note("replica {} rank {}: loads {}", self.replica, self.index, self.held.name)
@@ -253,7 +255,7 @@ class Rank:
     async def withdraw(self, wait_s: float) -> bool:
         latest, self._is_closing = self.world.time.now + wait_s, True
         while self.fetchers and self.world.time.now < latest:
-            await Sleep(_POLL_S)
+            await pause(_POLL_S)
         was_cut, self.offered = bool(self.fetchers), None
         self.fetchers.clear()
         return was_cut
@@ -265,7 +267,7 @@ class Rank:
             self.held = spoiled(self.held, quorum.number)
         self.world.at("fetch", self)
         self._fetch_from(sources(quorum, self.replica, self.index), quorum, self.attempt)
-        await Sleep(_BEGIN_S)
+        await pause(_BEGIN_S)
 
     def _fetch_from(self, replicas: list[int], quorum: Quorum, attempt: int) -> None:
         if attempt != self.attempt:

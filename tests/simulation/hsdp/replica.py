@@ -8,7 +8,7 @@ the supervisor of a replica.
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ft.base.errors import FtError
@@ -16,11 +16,11 @@ from ft.job.quorum import client as clients
 from ft.job.quorum import values
 from ft.job.quorum.values import Quorum, Report
 from ft.systems.hsdp.protocol import Agreed
+from tests.simulation.engine import Signal, pause
 from tests.simulation.hsdp.held import Held
-from tests.simulation.hsdp.link import Link
 from tests.simulation.hsdp.rank import Rank
 from tests.simulation.hsdp.ring import address_row
-from tests.simulation.hsdp.tasks import Group, Signal
+from tests.simulation.hsdp.server import Link
 
 if TYPE_CHECKING:
     from tests.simulation.hsdp.world import World
@@ -29,6 +29,8 @@ _NOTICED_S, _CLOSING_S, _HANDOVER_S = (0.01, 0.05), (0.005, 0.05), 0.0005
 """Durations in virtual seconds, the first two as (least, most): detection of a dead rank, the end of the other ranks,
 and the handover of the quorum from the client to the agreement thread.
 """
+_SPREAD_S = (0.0005, 0.004)
+"""Virtual seconds (least, most) of a message between the ranks of a replica."""
 _MENDED = 0.3
 """Duration of the replacement of a worker in place, as a share of that of a new life."""
 
@@ -211,6 +213,48 @@ class Life:
         self._finished += 1
         if self._finished == len(self.ranks):
             self.world.time.after(self.world.rng.uniform(*_CLOSING_S), self.agent.finished, self)
+
+
+class Group:
+    """Collective operations between the ranks of a replica. All ranks call them equally often, in the same order.
+
+    Args:
+        world: the simulated run.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, world: "World", ranks: int):
+        self._world, self._ranks = world, ranks
+        self._calls = [0] * ranks
+        self._rounds: dict[int, tuple[list[Any], Signal]] = {}
+
+    async def gather(self, rank: int, value: Any) -> list[Any]:
+        """Return the values that all ranks give."""
+        values, signal = self._round(rank)
+        values.append(value)
+        if len(values) == self._ranks:
+            signal.set()
+        return await self._received(signal) or values
+
+    async def broadcast(self, rank: int, value: Any) -> Any:
+        """Return the value that rank 0 gives."""
+        _, signal = self._round(rank)
+        if rank == 0:
+            signal.set(value)
+            return value
+        return await self._received(signal)
+
+    def _round(self, rank: int) -> tuple[list[Any], Signal]:
+        call = self._calls[rank]
+        self._calls[rank] += 1
+        self._rounds.pop(min(self._calls) - 2, None)
+        return self._rounds.setdefault(call, ([], Signal()))
+
+    async def _received(self, signal: Signal) -> Any:
+        value = await signal
+        if self._ranks > 1:
+            await pause(self._world.rng.uniform(*_SPREAD_S))
+        return value
 
 
 def _links(world: "World", replica: int, rank: Rank | None):

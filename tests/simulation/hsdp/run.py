@@ -1,116 +1,63 @@
-"""Simulation of one run of FT-HSDP's protocol from a seed, with its invariants checked.
-
-A simulated run is called a history. Its replicas and faults are drawn from the seed.
-"""
+"""The simulation of FT-HSDP's protocol: how a seed becomes replicas with faults, and the report of many histories."""
 
 import random
-import traceback
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from tests.simulation.hsdp.checks import Violation
-from tests.simulation.hsdp.faults import Schedule
+from ft.show.text import seconds
+from tests.simulation.campaign import Simulation, Summary
+from tests.simulation.engine import Options
+from tests.simulation.hsdp.checks import BACK_S, FIRST_STEP_S, STUCK_S
+from tests.simulation.hsdp.faults import KINDS, Schedule
+from tests.simulation.hsdp.mutants import PLANTS
 from tests.simulation.hsdp.shape import draw_shape
 from tests.simulation.hsdp.world import World
 
-LONGEST_S = 400.0
-"""Virtual seconds after which a run counts as a hang."""
-LAST_STEPS = 3
-"""Number of steps that a run continues after all faults are over and all replicas are healthy."""
 
-
-@dataclass(frozen=True)
-class SimulationOptions:
-    """The user's options for all simulated runs.
-
-    Attributes:
-        faults: maximum number of faults in one run.
-        kinds: kinds of faults to use; None: all.
-    """
-
-    faults: int = 8
-    kinds: tuple[str, ...] | None = None
-
-
-@dataclass
-class History:
-    """The result of one simulated run.
-
-    Attributes:
-        seed: seed from which the run was drawn.
-        violation: the property that does not hold, "" if all properties hold.
-        struck: kinds of the injected faults.
-        seconds: duration of the run in virtual seconds.
-        steps: number of committed steps of the run.
-        redone: number of committed steps that were executed again.
-        returns: number of steps committed by replicas that were behind the others.
-        quorums: number of quorums (sets of replicas that execute a step together) that were formed.
-        loads: number of times that a checkpoint was loaded because all state was lost.
-        deaths_of_server: number of deaths of the quorum server.
-        pauses: kind of fault -> longest time without a commit that this kind caused, beyond a step, in virtual seconds.
-        lines: event log, empty unless requested.
-    """
-
-    seed: int
-    violation: str = ""
-    struck: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    steps: int = 0
-    redone: int = 0
-    returns: int = 0
-    quorums: int = 0
-    loads: int = 0
-    deaths_of_server: int = 0
-    pauses: dict[str, float] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-
-
-def simulate(seed: int, options: SimulationOptions, with_lines: bool = False) -> History:
-    """Simulate the run of ``seed``. The simulation is deterministic: the same arguments give the same result.
-
-    Args:
-        seed: seed of all randomness.
-        options: the user's options.
-        with_lines: whether to keep the event log.
-    """
-    history, rng = History(seed), random.Random(seed)
+@contextmanager
+def world(seed: int, options: Options, lines: list[str] | None) -> Iterator[World]:
+    """Yield the replicas and the quorum server of a seed, before their run."""
+    rng = random.Random(seed)
     shape, schedule = draw_shape(rng), Schedule(rng, options.faults, options.kinds)
-    if with_lines:
-        history.lines.append(f"seed {seed}: {shape}")
-        history.lines.append("planned faults: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
-    world = World(rng, shape, history.lines if with_lines else None)
-    try:
-        _play(world, schedule)
-    except Violation as violation:
-        history.violation = str(violation)
-    except Exception as error:  # an exception in the decision code is reported as a violation too
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        history.violation = f"{type(error).__name__} in {where.name}, line {where.lineno}: {error}"
-    checks = world.checks
-    history.struck, history.seconds = [name for _, name in world.struck], world.time.now
-    history.steps, history.redone, history.pauses = checks.newest_step, checks.redone, checks.pauses
-    history.loads = checks.loads
-    history.returns, history.quorums = checks.returns, checks.quorums
-    history.deaths_of_server = world.deaths_of_server
-    if history.violation:
-        world.note("VIOLATION: {}", history.violation)
-    return history
+    if lines is not None:
+        lines.append(f"seed {seed}: {shape}")
+        lines.append("planned faults: " + (", ".join(kind.name for kind in schedule.kinds) or "none"))
+    yield World(rng, shape, schedule, lines)
 
 
-def _play(world: World, schedule: Schedule) -> None:
-    world.start()
-    schedule.begin(world)
-    turns = 0
-    while world.unfinished:
-        if not world.time.turn():
-            world.checks.fail("no event is left, but the run has not ended")
-        turns += 1
-        if turns % 64:  # checking the state after every event would take too long
-            continue
-        if world.last_step is None and world.checks.all_healthy_at > world.calm_at:
-            # after a load, no step may have been committed yet: the state is then that of the checkpoint
-            world.last_step = max(world.checks.newest_step, world.checkpoint.step) + LAST_STEPS
-            world.note("all are healthy: the run ends after step {}", world.last_step)
-        world.checks.look()
-        if world.time.now > LONGEST_S:
-            world.checks.fail("the run does not end")
-    world.checks.ended()
+def report(summary: Summary) -> list[str]:
+    """Return the lines of the report that are about this simulation."""
+    count = summary.counts
+    return [
+        f"{sum(summary.struck.values())} faults, {count['quorums']} quorums, {count['steps']} steps, {count['redone']} "
+        f"committed ones done again, {count['loads']} loads of a checkpoint because nobody had a state any more,",
+        f"{count['returns']} steps committed by a replica that was behind, {count['deaths_of_server']} deaths of the "
+        "quorum server",
+        f"in each: training never stands still for {seconds(STUCK_S)} while the minimum lives "
+        f"({seconds(STUCK_S + FIRST_STEP_S)} before a life's first step), all are healthy within "
+        f"{seconds(BACK_S)} of the last fault",
+        "",
+        "faults                       struck  alone: longest time without a commit beyond a step (worst, median)",
+        *(f"  {kind:26s} {summary.struck[kind]:6d}  {_pause(summary, kind)}" for kind in sorted(summary.struck)),
+        f"  {'none':26s} {'':6s}  {_pause(summary, 'none')}",
+    ]
+
+
+def _pause(summary: Summary, kind: str) -> str:
+    found = sorted(summary.pauses.get(kind, []))
+    return f"{seconds(found[-1])}, {seconds(found[len(found) // 2])}" if found else "-"
+
+
+SIMULATION = Simulation(
+    "hsdp",
+    "FT-HSDP's protocol under simulated faults: plays histories of simulated replicas, each from its seed, with "
+    "production's protocol of replicas and quorum server in them, and checks that healthy replicas are equal, that the "
+    "line of steps that survives has every sample once, that at most the interrupted step is done again, and that "
+    "nobody waits for ever.",
+    KINDS,
+    most=8,
+    world=world,
+    mutants=PLANTS,
+    report=report,
+    columns=(56, 120),
+)

@@ -1,7 +1,9 @@
-"""Simulated process of FT-HSDP's quorum server, around the production dispatch (``ft.job.quorum.dispatch``).
+"""The simulated quorum server, around the production dispatch (``ft.job.quorum.dispatch``), and its connections.
 
-A quorum is the set of replicas that execute a training step together. Connections, the claims of terms, the lease
-record, pauses and deaths are simulated in virtual time; all decisions of the server are made by production code.
+All decisions of the server are made by production code; claims of terms, the lease record, pauses and deaths are
+simulated. The connections replace the link of the production client and its thread. Messages of one connection arrive
+in order. A cut of the network delays them. A broken connection loses the messages in transit, and the next connection
+starts with the client's greeting, so that messages may arrive twice, late, and at another server.
 """
 
 import math
@@ -9,14 +11,179 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import FtError
+from ft.job.quorum import wire
 from ft.job.quorum.decide import Decision
-from ft.job.quorum.dispatch import Act, Acts, ClaimTerm, Close, Dispatch, KeepLease, NewestTerm, Send, carry_out
+from ft.job.quorum.dispatch import Act, Acts, ClaimTerm, Close, Dispatch, KeepLease, NewestTerm, Peer, Send, carry_out
 from ft.job.quorum.state import Options, State
 from ft.job.quorum.values import Quorum
+from tests.simulation.engine import Lane
 
 if TYPE_CHECKING:
-    from tests.simulation.hsdp.link import Connection
     from tests.simulation.hsdp.world import World
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+_HEAD = len(wire.pack({})) - len("{}")
+_LATENCY_S, _DIAL_S, _AGAIN_S = (0.0003, 0.004), (0.001, 0.01), (0.02, 0.25)
+"""Durations as (least, most) virtual seconds: a message's latency, connecting, and the pause before a retry."""
+
+
+def body(frame: bytes) -> dict[str, Any]:
+    """Return the message in a frame."""
+    return wire.unpack(frame[_HEAD:])
+
+
+class Link:
+    """A leader's link to the quorum server, with the interface of ``ft.job.quorum.client.Link``.
+
+    Args:
+        world: the simulated run.
+        replica: replica of the leader, for network cuts.
+        rank: the leader; None: the link belongs to a process that neither pauses nor dies.
+        limits: timeouts of the quorum.
+        greet: function that returns the frames that open a connection.
+        take: function that is called with each received message.
+        away: function that is called with the seconds without a connection whenever an attempt to connect fails.
+    """
+
+    def __init__(self, world: "World", replica: int, rank, _run_dir, _token, limits, greet, take, away):
+        self.world, self.replica, self.rank = world, replica, rank
+        self._limits, self._greet, self._take, self._away = limits, greet, take, away
+        self._connection: Connection | None = None
+        self._closed, self._heard_at, self._gone_at = False, 0.0, 0.0
+        self.is_started = False
+
+    def start(self) -> None:
+        self.is_started = True
+        self._gone_at = self.world.time.now
+        self._dial()
+
+    def send(self, frame: bytes) -> None:
+        if self._connection is not None:
+            self._connection.to_server(frame)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._connection is not None:
+            self._connection.closed_by_client(heard=True)
+
+    def broke(self, connection: "Connection") -> None:
+        """Note that the connection has broken, and connect again after a pause of random length."""
+        if connection is self._connection:
+            self._connection, self._gone_at = None, self.world.time.now
+            self._later(self.world.rng.uniform(*_AGAIN_S), self._dial)
+
+    def arrives(self, connection: "Connection", frame: bytes) -> None:
+        self._later(0.0, self._taken, connection, frame)
+
+    def _taken(self, connection: "Connection", frame: bytes) -> None:
+        if connection is self._connection:
+            self._heard_at = self.world.time.now
+            message = body(frame)
+            if message["kind"] != "beat":
+                self._take(message)
+
+    def _later(self, seconds: float, action, *arguments: Any) -> None:
+        """Schedule an action in the leader's process, which may be paused or dead by then."""
+        if self.rank is not None:
+            self.rank.do(seconds, self._unless_closed, action, arguments)
+        else:
+            self.world.time.after(seconds, self._unless_closed, action, arguments)
+
+    def _unless_closed(self, action, arguments: tuple) -> None:
+        if not self._closed:
+            action(*arguments)
+
+    def _dial(self) -> None:
+        if self._connection is not None:
+            return
+        server, term = self.world.standing, self.world.lease_term
+        if not server.is_alive or self.world.cut_until(self.replica, None) > self.world.time.now:
+            self._away(self.world.time.now - self._gone_at, None)
+            self._later(self.world.rng.uniform(*_AGAIN_S), self._dial)
+            return
+        self._connection = Connection(self.world, self, server, term)
+        self._heard_at = self.world.time.now
+        for frame in self._greet():
+            self._connection.to_server(frame)
+        self._later(self._limits.beat_s, self._beat, self._connection)
+
+    def _beat(self, connection: "Connection") -> None:
+        if connection is not self._connection:
+            return
+        silent = self.world.time.now - self._heard_at
+        if silent > self._limits.contact_s or self.world.lease_term > connection.term:
+            connection.closed_by_client(heard=False)
+            self.broke(connection)
+            return
+        connection.to_server(wire.pack({"kind": "beat"}))
+        self._later(self._limits.beat_s, self._beat, connection)
+
+
+class Connection(Peer):
+    """One connection between a leader and the quorum server.
+
+    Args:
+        world: the simulated run.
+        link: the leader's end.
+        server: the server.
+        term: term in the lease record in which the leader has found the server.
+    """
+
+    def __init__(self, world: "World", link: Link, server: "Server", term: int):
+        super().__init__()
+        self.world, self.link, self.server, self.term = world, link, server, term
+        self._is_open = True
+        begins_at = world.time.now + world.rng.uniform(*_DIAL_S)
+        self._up, self._down = Lane(world.time, begins_at), Lane(world.time, begins_at)
+        server.connections.append(self)
+
+    def to_server(self, frame: bytes) -> None:
+        self._send(self._up, self._at_server, frame)
+
+    def to_client(self, frame: bytes) -> None:
+        self._send(self._down, self._at_client, frame)
+
+    def closed_by_client(self, heard: bool) -> None:
+        """Close the connection.
+
+        Args:
+            heard: whether the server observes the close. False models a client that gives up a dead network.
+        """
+        self._is_open = False
+        if heard:
+            self._send(self._up, self._end_at_server, None)
+
+    def closed_by_server(self) -> None:
+        self._is_open = False
+        self._send(self._down, self._end_at_client, None)
+
+    def _send(self, lane: Lane, arrive, frame: bytes | None) -> None:
+        lane.send(self.world.rng.uniform(*_LATENCY_S), self._through, arrive, frame)
+
+    def _through(self, arrive, frame: bytes | None) -> None:
+        held_up = self.world.cut_until(self.link.replica, None) - self.world.time.now
+        if held_up > 0:
+            self.world.time.after(held_up + 1e-6, self._through, arrive, frame)
+        else:
+            arrive(frame)
+
+    def _at_server(self, frame: bytes) -> None:
+        if self._is_open:
+            self.server.hears(self, body(frame))
+
+    def _at_client(self, frame: bytes) -> None:
+        if self._is_open:
+            self.link.arrives(self, frame)
+
+    def _end_at_server(self, _frame: None) -> None:
+        self.server.loses(self)
+
+    def _end_at_client(self, _frame: None) -> None:
+        self.link.broke(self)
+
+
+# --- server -----------------------------------------------------------------------------------------------------------
 
 
 class _CheckedDispatch(Dispatch):

@@ -6,12 +6,12 @@ processes. A ring is an all-reduce of gradients between the ranks with the same 
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 from ft.job.quorum.state import Options
 from ft.job.quorum.values import Quorum
-from tests.simulation.control.clock import Timeline
+from tests.simulation import engine
 from tests.simulation.hsdp.checks import Checks
+from tests.simulation.hsdp.faults import Schedule
 from tests.simulation.hsdp.held import Held, first
 from tests.simulation.hsdp.rank import Rank
 from tests.simulation.hsdp.replica import Agent, Life
@@ -23,17 +23,24 @@ _MOST_RINGS = 60
 """Number of rings above which those that nobody uses are forgotten."""
 
 
-class World:
+LONGEST_S = 400.0
+"""Virtual seconds after which a run counts as a hang."""
+LAST_STEPS = 3
+"""Number of steps that a run continues after all faults are over and all replicas are healthy."""
+
+
+class World(engine.World):
     """The state of one simulated run.
 
     Args:
-        rng: source of all randomness but one.
-        mending: source of what is decided about lost workers, so that the rest of a history does not depend on it.
-        fetching: source of what is decided about lost states.
+        rng: source of all randomness but that of ``mending`` and ``fetching``.
         shape: parameters of the run.
+        schedule: the faults.
         lines: event log to append to, None if no log is needed.
 
     Attributes:
+        mending: source of what is decided about lost workers, so that the rest of a history does not depend on it.
+        fetching: source of what is decided about lost states.
         standing: the quorum server that the lease record names (the file ``quorum.json``); clients connect to it.
         lease_term: the server's term in the lease record.
         newest_term: the last term that a quorum server has claimed; each new server has a higher term.
@@ -41,18 +48,17 @@ class World:
         last_step: step after which the run ends, None while undecided.
         checkpoint: the newest persistent checkpoint.
         aims: moment of the protocol -> actions to run when a rank reaches the moment.
-        calm_at: virtual time in seconds at which the last fault is over.
         blocked_until: virtual time in seconds until which training may stop because of a fault.
         outages: replica -> (begin, end) of the times in which the quorum server receives nothing from the replica.
-        struck: (virtual time, kind) of each fault so far.
         over: (virtual time of the end, kind) of each fault so far.
     """
 
-    def __init__(self, rng: random.Random, shape: Shape, lines: list[str] | None):
-        self.rng, self.shape, self.limits, self.lines = rng, shape, LIMITS, lines
+    def __init__(self, rng: random.Random, shape: Shape, schedule: Schedule, lines: list[str] | None):
+        super().__init__(rng, lines)
+        self.shape, self._schedule, self.limits = shape, schedule, LIMITS
         self.mending = random.Random(f"mending {shape!r}")
         self.fetching = random.Random(f"fetching {shape!r}")
-        self.time, self.checks = Timeline(), Checks(self)
+        self.checks = Checks(self)
         self.standing: Server
         self.lease_term, self._lease_end = -1, None
         self.newest_term, self.deaths_of_server = -1, 0
@@ -60,12 +66,10 @@ class World:
         self.last_step: int | None = None
         self.checkpoint: Held = first(shape)
         self.aims: dict[str, list[Callable[[Rank], None]]] = {}
-        self.struck: list[tuple[float, str]] = []
         self.over: list[tuple[float, str]] = []
-        self.calm_at = self.blocked_until = 0.0
+        self.blocked_until = 0.0
         self.outages: dict[int, list[tuple[float, float]]] = {replica: [] for replica in range(shape.replicas)}
         self._slow: dict[int, tuple[float, float]] = {}
-        self._cuts: dict[tuple[int, int | None], float] = {}
         self._rings: dict[tuple[int, int], Ring] = {}
         self.agents = [Agent(self, replica) for replica in range(shape.replicas)]
 
@@ -73,10 +77,33 @@ class World:
         self.start_server()
         for agent in self.agents:
             agent.build(self.rng.uniform(0.05, 1.0))
+        self._schedule.begin(self)
 
-    def note(self, text: str, *values: Any) -> None:
-        if self.lines is not None:
-            self.lines.append(f"{self.time.now:10.4f}  {text.format(*values)}")
+    @property
+    def has_ended(self) -> bool:
+        return not self.unfinished
+
+    def look(self) -> bool:
+        """Let the run end soon if all replicas are healthy, and check that it goes on."""
+        if self.last_step is None and self.checks.all_healthy_at > self.calm_at:
+            # after a load, no step may have been committed yet: the state is then that of the checkpoint
+            self.last_step = max(self.checks.newest_step, self.checkpoint.step) + LAST_STEPS
+            self.note("all are healthy: the run ends after step {}", self.last_step)
+        self.checks.look()
+        if self.time.now > LONGEST_S:
+            self.checks.fail("the run does not end")
+        return False
+
+    def ended(self) -> None:
+        self.checks.ended()
+
+    def sum_up(self, history: engine.History) -> None:
+        checks = self.checks
+        history.struck, history.pauses = [name for _, name in self.struck], checks.pauses
+        history.counts.update(steps=checks.newest_step, redone=checks.redone, returns=checks.returns)
+        history.counts.update(quorums=checks.quorums, loads=checks.loads, deaths_of_server=self.deaths_of_server)
+        if history.violation:
+            self.note("VIOLATION: {}", history.violation)
 
     # --- the quorum server -------------------------------------------------------------------------------------------
 
@@ -153,8 +180,7 @@ class World:
         """Cut the network between two replicas, or between a replica and the quorum server's host (None)."""
         if other is None:
             self.outage(one, seconds)
-        for key in ((one, other), (other, one)):
-            self._cuts[key] = max(self._cuts.get(key, 0.0), self.time.now + seconds)
+        self.network.cut(frozenset((one, other)), seconds)
 
     def outage(self, replica: int, seconds: float) -> None:
         """Record that the quorum server receives nothing from a replica for ``seconds`` virtual seconds."""
@@ -173,10 +199,10 @@ class World:
         return since
 
     def cut_until(self, one: int, other: int | None) -> float:
-        return self._cuts.get((one, other), 0.0)
+        return self.network.cut_until(frozenset((one, other)))
 
     def is_cut(self, one: int, other: int | None) -> bool:
-        return self.cut_until(one, other) > self.time.now
+        return self.network.is_cut(frozenset((one, other)))
 
     def at(self, moment: str, rank: Rank) -> None:
         """Run the action that waits for a rank to reach this moment of the protocol, if there is one."""
