@@ -1,0 +1,206 @@
+"""The model of a run under failures (``ft.lab.plan.goodput``) against exact values, and its scenario."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from ft.base.errors import UserError
+from ft.base.flags import Parser
+from ft.lab.plan.goodput import engine, histories, model, scenario
+from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
+from ft.lab.plan.spare.trials import run_trials
+from ft.lab.simulate.hsdp.model import Case, overlapping
+from ft.lab.simulate.spare import theory
+from ft.protection.table import HOT_SWAP, REPLICAS, STACKS
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import ruler
+
+BASE = "--gpus 64 --gpu-mtbf 320h --step-time 1s --save-time 60s --restart-time 600s --repair-time 0 --days 30"
+POINTS = 0.005
+
+
+def asked(words: str) -> scenario.Scenario:
+    parser = Parser(prog="ft")
+    scenario.add_flags(parser)
+    return scenario.read(parser.parse_args(words.split()))
+
+
+def effective(words: str, protection: Protection, standbys: int = 0, interval: float = 1000) -> model.Row:
+    number = 40_000 if engine.player()[0] == "numba" else 8000
+    return model.simulate(asked(words), protection, standbys, interval, number)
+
+
+@pytest.mark.parametrize(("mtbf", "interval"), [(320, 1000), (32, 500), (8, 300)])
+def test_checkpoints_take_the_time_of_dalys_exact_formula(mtbf, interval):
+    between, save, restart = mtbf * 3600 / 64, 60.0, 600.0
+    exact = interval / (between * math.exp(restart / between) * (math.exp((interval + save) / between) - 1))
+    row = effective(BASE.replace("320h", f"{mtbf}h"), Protection((CHECKPOINTS,)), interval=interval)
+    assert row.effective == pytest.approx(exact, abs=POINTS)
+
+
+@pytest.mark.parametrize("law", scenario.REPAIRS)
+@pytest.mark.parametrize("standbys", [0, 2, 5])
+def test_a_run_waits_as_often_as_the_birth_and_death_of_nodes_say(standbys, law):
+    words = (
+        BASE.replace("--repair-time 0", f"--repair-time 8h --repair-law {law}").replace("600s", "0").replace("60s", "0")
+    )
+    away = 8 / (8 + 320 / 8)
+    row = effective(words, Protection((CHECKPOINTS,)), standbys, 1)
+    assert row.shares["waiting for nodes"] == pytest.approx(1 - binom.cdf(standbys, 8 + standbys, away), abs=POINTS)
+
+
+@pytest.mark.parametrize("mtbf", [40, 160])
+def test_replicas_have_the_effective_time_of_overlapping_failures(mtbf):
+    between = mtbf * 3600 / 64
+    words = BASE.replace("320h", f"{mtbf}h").replace("1s", "10ms") + " --stall-time 180s"
+    row = effective(words, Protection((REPLICAS,), 8), interval=1e12)
+    assert row.effective == pytest.approx(overlapping(Case("", "", 8, between, 0.01, 180.0, 600.0)), abs=POINTS)
+
+
+def test_a_failure_every_18_minutes_leaves_what_ft_hsdp_says():
+    words = (
+        "--gpus 96 --gpu-mtbf 28.8h --law periodic --step-time 10ms --save-time 0 --restart-time 10m --repair-time 0"
+    )
+    assert effective(words, Protection((CHECKPOINTS,)), interval=1).effective == pytest.approx(8 / 18, abs=POINTS)
+    replicas = effective(words, Protection((REPLICAS,), 12), interval=1e12)
+    assert replicas.effective == pytest.approx((8 + 7 * 11 / 12) / 18, abs=POINTS)
+
+
+def test_hot_swap_costs_what_deadpool_says():
+    words = BASE + " --swap-time 30s"
+    row = effective(words, Protection((HOT_SWAP,), copies=1), 8, 100_000)
+    between = 320 * 3600 / 64
+    assert row.effective == pytest.approx(between / (between + 30.5 + 60 * between / 100_000), abs=POINTS)
+    # A copy is lost if its holder, one of the 7 other nodes, fails within the recovery.
+    assert row.totals["restarts"] < 3 * row.totals["swaps"] * 30 / between / 7
+
+
+@pytest.mark.parametrize(("groups", "redundancy"), [(16, 2), (64, 3), (200, 4)])
+def test_spares_groups_endure_what_its_controller_and_for_many_its_theorem_says(groups, redundancy):
+    words = f"--gpus {8 * groups} --gpu-mtbf 100d --step-time 1s --save-time 0 --restart-time 0 --repair-time 0"
+    row = effective(words, Protection((REPLICAS, STACKS), groups, 0, redundancy, returns=False), interval=1)
+    endured = row.totals["units lost"] / row.totals["losses"]
+    trials = run_trials(Placement(groups, ruler(groups, redundancy)), 2000, 1)
+    assert endured == pytest.approx(trials.failures_mean, rel=0.03)
+    if groups == 200:
+        assert endured == pytest.approx(theory.mu(groups, redundancy), rel=0.05)
+
+
+def test_interpreted_and_compiled_give_the_same():
+    if engine.player()[0] != "numba":
+        pytest.skip("numba is not installed")
+    given = asked(
+        BASE.replace("--repair-time 0", "--repair-time 4h --bad-spares 0.2 --rack-mtbf 50d --nodes-per-rack 4")
+    )
+    for protection in (Protection((HOT_SWAP,), copies=1), Protection((REPLICAS,), 4)):
+        found = []
+        for play in (engine.play, engine.player()[1]):
+            happen = model.events(given, 2, 500)
+            state, out = engine.begin(protection.units, given.nodes, 2, 0), np.zeros((1, 35))
+            play(model.options(given, protection, 500), happen, state, happen.at[-2:-1], out)
+            found.append(out)
+        assert np.array_equal(*found)
+
+
+def test_failures_also_strike_while_a_run_waits_restarts_and_saves():
+    row = effective(BASE.replace("320h", "4h"), Protection((CHECKPOINTS,)), interval=100)
+    assert row.totals["failures"] > 1.5 * row.totals["restarts"]
+
+
+def test_software_failures_need_no_standby():
+    words = BASE.replace("--gpu-mtbf 320h", "--software-mtbf 5h")
+    assert effective(words, Protection((HOT_SWAP,), copies=1)).totals["restarts"] == 0
+    assert effective(words, Protection((CHECKPOINTS,))).totals["restarts"] > 0
+
+
+def test_a_rack_takes_a_state_and_its_copies_unless_they_are_in_another():
+    words = BASE.replace("--gpu-mtbf 320h", "--rack-mtbf 10d --nodes-per-rack 4")
+    apart = effective(words, Protection((HOT_SWAP,), copies=1), 8)
+    assert apart.totals["swaps"] > 0
+    assert apart.totals["restarts"] < 0.1 * apart.totals["swaps"]
+
+
+def test_the_best_interval_minimises_dalys_exact_formula():
+    def cost(x: float) -> float:
+        return (math.exp((x + 60) / 1800) - 1) / x
+
+    best = model.best_interval(60.0, 1800.0, 1.0)
+    assert cost(best) <= min(cost(best - 5), cost(best + 5))
+
+
+def test_every_combination_is_one_that_the_table_allows_and_the_ladder_answers():
+    every = list(model.allowed())
+    assert () in every
+    assert all(REPLICAS in names for names in every if STACKS in names)
+    assert model.follows((HOT_SWAP,))["a node is lost, a standby is there"] == "standby"
+    assert model.follows(())["a node is lost, a standby is there"] == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--step-time -5s", "--step-time -5s: not a time"),
+        ("--step-time nan", "not a time"),
+        ("--gpus 1000000000000", "not a whole number from 1 to 10,000,000"),
+        ("--gpu-mtbf 1s", "no step would ever end"),
+        ("--gpus 65", "no whole nodes"),
+        ("--mtbf-gpu 1h", "give --gpu-mtbf"),
+        ("--checkpoint-cost 1s", "give --save-time"),
+        ("--gpuss 8", "did you mean --gpus"),
+        ("--history nowhere", "give one of"),
+        ("--law trace", "without recorded failures"),
+        ("--rack-mtbf 1h", "give --nodes-per-rack"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_give_instead(words, part):
+    with pytest.raises(UserError, match=part):
+        asked(f"{BASE} {words}")
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(UserError, match="3 problems"):
+        asked("--gpus 8 --gpu-mtbf 1h --step-time x --save-time y --restarts-time 1s --restart-time 1s")
+
+
+def test_a_scenario_file_has_the_keys_of_the_flags(tmp_path):
+    (tmp_path / "s.toml").write_text(scenario.template())
+    found = asked(str(tmp_path / "s.toml"))
+    assert (found.gpus, found.repair_time, found.origin["days"]) == (4096, 86400.0, "assumed")
+    (tmp_path / "s.toml").write_text("standbys = 3")
+    with pytest.raises(UserError, match="use spares"):
+        asked(str(tmp_path / "s.toml"))
+
+
+def test_published_histories_scale_to_a_cluster():
+    assert sum(histories.history("llama3").counts.values()) == 419
+    between = asked(BASE.replace("--gpu-mtbf 320h", "--history llama3").replace("64", "16384")).mtbf_s
+    assert between == pytest.approx(54 * 86400 / 419, rel=0.01)
+    assert {"llama3", "rsc", "b200-504", "ft-hsdp-98k", "ft-hsdp-32k"} == set(histories.names())
+
+
+def test_recorded_failures_are_replayed(tmp_path):
+    (tmp_path / "h.csv").write_text("# gpus: 64\n# hours: 10\ntime_s,cause,kind\n3600,gpu,node\n18000,crash,software\n")
+    found = asked(BASE.replace("--gpu-mtbf 320h", f"--history {tmp_path / 'h.csv'}"))
+    at = model.events(found, 0, 200)
+    assert at.at[:3].tolist() == [3600.0, 18000.0, 39600.0]
+    assert at.taken[:2].tolist() == [1, 0]
+
+
+def test_slurms_accounting_gives_a_rate(tmp_path):
+    (tmp_path / "s").write_text(
+        "JobID|State|ElapsedRaw|NNodes\n1|COMPLETED|3600|8\n2|NODE_FAIL|3600|2\n2.0|FAILED|1|2\n"
+    )
+    found = asked(BASE.replace("--gpu-mtbf 320h", f"--from-sacct {tmp_path / 's'}"))
+    assert found.mtbf_s == pytest.approx(36000 / 8)
+
+
+def test_a_row_says_what_it_costs():
+    row = effective(BASE, Protection((HOT_SWAP,), copies=1), 2)
+    given = asked(f"{BASE} --price-per-gpu-hour 2 --params 70B")
+    assert row.paid == pytest.approx(1.25 / row.effective)
+    assert row.memory(given) == pytest.approx(2 * 2 * 12 * 70e9 / 8)
+    assert row.money(given) == pytest.approx(2 * 24 * 80 * 30 / row.effective)
+    assert dataclasses.replace(row, protection=Protection((CHECKPOINTS,))).memory(given) == 0
