@@ -13,7 +13,6 @@ OF_CORE = {
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
     "TikTokenizer": "tiktoken",
-    "SFTTokenizer": "sft",
 }
 """Value of --tokenizer-type -> name of the library in megatron-core's tokenizers that reads its files."""
 
@@ -75,42 +74,7 @@ class DataOptions:
     dataloader_type: Literal["single", "cyclic"] | None = None
     """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
 
-    fim_data: bool = False
-    """Train on fill-in-the-middle samples: the middle of a document, or of its fragments, moves behind its end."""
-
-    fim_rate: float = 0.5
-    """Probability with which a document becomes a fill-in-the-middle document."""
-
-    fim_spm_rate: float = 0.5
-    """Probability of the order suffix, prefix, middle (else prefix, suffix, middle)."""
-
-    fim_split_sample: str | None = None
-    """Token at which a document is cut into fragments, each with a middle of its own."""
-
-    fim_fragment_rate: float | None = None
-    """Probability with which a fragment is rearranged."""
-
-    fim_no_prefix: str | None = None
-    """Leave documents and fragments that begin with this text as they are."""
-
-    fim_prefix_token: str = "<fim_prefix>"
-    """Token before the prefix."""
-
-    fim_middle_token: str = "<fim_middle>"
-    """Token before the middle."""
-
-    fim_suffix_token: str = "<fim_suffix>"
-    """Token before the suffix."""
-
-    fim_pad_token: str = "<fim_pad>"
-    """Token that fills up a sample that has become too short."""
-
-    fim_eod_token: str = "<|endoftext|>"
-    """Token that ends a document."""
-
     def __post_init__(self):
-        if self.fim_data:
-            self._check_fim()
         if self.data_args_path is not None:
             if self.data_path:
                 raise UserError("--data-args-path and --data-path were both given", "give one of them")
@@ -131,15 +95,6 @@ class DataOptions:
         if self.seq_length is not None and self.seq_length < 1:
             raise UserError(f"--seq-length is {self.seq_length}", "give at least 1")
 
-    def _check_fim(self) -> None:
-        if self.mock_data:
-            raise UserError("--fim-data rearranges text, and --mock-data has none", "give --data-path")
-        for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
-            if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
-                raise UserError(f"--{name.replace('_', '-')} is {value}", "give a probability in [0, 1]")
-        if self.fim_split_sample is not None and self.fim_fragment_rate is None:
-            raise UserError("--fim-split-sample was given without --fim-fragment-rate", "add --fim-fragment-rate 0.5")
-
 
 @dataclass
 class TokenizerOptions:
@@ -158,35 +113,6 @@ class TokenizerOptions:
 
     merge_file: str | None = None
     """Merges of a GPT2BPETokenizer."""
-
-    tokenizer_metadata: str | None = None
-    """Metadata file of megatron-core's tokenizers. It names the library that reads the files, instead of
-    --tokenizer-type."""
-
-    tokenizer_special_tokens: list[str] | None = None
-    """Further special tokens of a tokenizer of megatron-core's library."""
-
-    tokenizer_sentencepiece_legacy: bool = False
-    """Read a SentencePiece file as older releases did, which allows --tokenizer-special-tokens."""
-
-    tokenizer_hf_use_fast: bool = False
-    """Let a GPT2BPETokenizer use the compiled tokenizer of the transformers library."""
-
-    tokenizer_hf_include_special_tokens: bool = False
-    """Let the tokenizers of the Hugging Face libraries put their special tokens around each text."""
-
-    trust_remote_code: bool = False
-    """Let the transformers library run Python code that comes with a tokenizer."""
-
-    tiktoken_pattern: Literal["v1", "v2"] | None = None
-    """Pattern by which a TikTokenizer splits text into words."""
-
-    tiktoken_num_special_tokens: int = 1000
-    """Number of special tokens of a TikTokenizer."""
-
-    sft_tokenizer_prompt_format: str = "nemotron-h-aligned"
-    """Chat template of an SFTTokenizer: default (the tokenizer's own), identity, nemotron-h-aligned or
-    nemotron-nano-v2."""
 
     vocab_size: int | None = None
     """Size of the vocabulary before padding; needed by NullTokenizer, checked against the others."""

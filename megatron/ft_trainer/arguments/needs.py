@@ -32,7 +32,6 @@ _OF_TOKENIZERS = {
     "GPTSentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
     "TikTokenizer": "tiktoken",
-    "SFTTokenizer": "transformers",
 }
 
 

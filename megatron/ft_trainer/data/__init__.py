@@ -2,7 +2,7 @@
 
 In the order in which a run uses them:
 
-* ``sources``, ``preprocess``: files, folders and JSON lines become an indexed dataset (``P.bin``, ``P.idx``) with a
+* ``preprocess``: files, folders and JSON lines become an indexed dataset (``P.bin``, ``P.idx``) with a
 sidecar (``P.meta.json``) that records how it was made.
 * ``indexed``, ``sidecar``, ``blend``, ``checks``: find everything that is wrong with a dataset before megatron-core
 opens it.
@@ -11,7 +11,7 @@ opens it.
 * ``order``, ``streams``, ``loader``: the order of samples, and microbatches. With several replicas of the model
   (FT-HSDP), each replica reads a stream of its own.
 
-Preprocessing imports no torch, so that the tool and its workers start at once. For the same reason the names below are
+Preprocessing imports no torch, so that the tool starts at once. For the same reason the names below are
 imported when they are first used.
 """
 

@@ -31,7 +31,6 @@ from megatron.ft_trainer.arguments.data import DataOptions
 from megatron.ft_trainer.data import index_cache
 from megatron.ft_trainer.data.blend import Blend, Recipe, parse_recipe
 from megatron.ft_trainer.data.checks import check_enough, check_part, check_tokens
-from megatron.ft_trainer.data.fim import fill_in_the_middle
 from megatron.ft_trainer.data.indexed import read_index
 from megatron.ft_trainer.data.passes import Passes
 from megatron.ft_trainer.data.share import from_rank_0
@@ -87,7 +86,6 @@ def build_datasets(
     def check_and_index() -> str:
         _check(data, recipe, bounds, wanted, tokenizer, root)
         identity = [megatron.core.__version__, data.seq_length, seed, recipe.split, wanted, tokenizer.fingerprint]
-        identity += ["fim"] * data.fim_data  # megatron-core names index files by the class of the dataset
         identity += [[dataclasses.astuple(b) for b in recipe.blends if b]]
         identity += [[index_cache.dataset_identity(prefix) for prefix in recipe.prefixes]]
         return index_cache.prepare(root, index_cache.cache_key(identity), build)
@@ -156,7 +154,6 @@ def _check(data: DataOptions, recipe: Recipe, bounds, wanted, tokenizer: Tokeniz
 def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTDatasetConfig) -> tuple:
     """Return the datasets of the parts that the run takes samples from. Read or write index files in the cache."""
     opened = {}
-    kind = fill_in_the_middle(data) if data.fim_data else GPTDataset
 
     def low_level(prefix: str) -> IndexedDataset:
         if prefix not in opened:
@@ -164,7 +161,7 @@ def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTData
         return opened[prefix]
 
     def one(prefix: str, part: int, size: int | None) -> GPTDataset | Passes:
-        one_pass = _documents(kind, low_level(prefix), prefix, bounds[part], None, Split(part), config)
+        one_pass = _documents(GPTDataset, low_level(prefix), prefix, bounds[part], None, Split(part), config)
         cyclic = part == Split.train.value and data.dataloader_type == "cyclic"
         return one_pass if size is None or cyclic else Passes(one_pass, size, config.random_seed)
 
