@@ -11,18 +11,17 @@ from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
 from megatron.ft_trainer.job import Job
 
 
-def save(job: Job, *, blocking: bool = False, persistent: bool = True) -> None:
+def save(job: Job, *, blocking: bool = False) -> None:
     """Save a checkpoint.
 
     Args:
         job: the job.
         blocking: whether to wait until the checkpoint is complete, also with --async-save.
-        persistent: False: the checkpoint replaces the last non-persistent one.
     """
     parts = job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler
     is_last = job.ending is not None or job.state.step >= train_steps(job.options.training)
     with job.trainee.whole_params():
-        job.checkpointer.save(job.state, *parts, persistent=persistent, is_last=is_last)
+        job.checkpointer.save(job.state, *parts, is_last=is_last)
     job.checkpointer.maybe_finalize(blocking=blocking)
 
 
@@ -43,9 +42,8 @@ def load(
     """
     asked = options.checkpoint
     if is_restart and checkpointer.has_own():
-        asked.load, asked.ckpt_step = asked.save, None
-        asked.finetune = asked.no_load_optim = asked.no_load_rng = False
-    if state.step > 0 and (asked.finetune or asked.no_load_optim or asked.no_load_rng):
+        asked.load, asked.ckpt_step, asked.finetune = asked.save, None, False
+    if state.step > 0 and asked.finetune:
         return False  # it would keep a part of the present state: only a new process begins from such a checkpoint
     loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, options.training.seed)
     if loaded is not None:

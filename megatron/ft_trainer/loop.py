@@ -36,10 +36,9 @@ def train(job: Job) -> None:
             job.log.line(phase_times(job.timers, options.logging.log_interval))
         ends = job.ending is not None or state.step == last
         due = save_is_due(options, state.step, ends=ends)
-        also_due = not due and non_persistent_save_is_due(options, state.step)
-        if job.protection.saves(state.step, is_due=due or also_due, ends=ends) or job.checkpointer.owes_a_save:
+        if job.protection.saves(state.step, is_due=due, ends=ends) or job.checkpointer.owes_a_save:
             job.protection.at("save")
-            save(job, persistent=not also_due)
+            save(job)
         job.checkpointer.maybe_finalize()
         if garbage_is_due(options, state.step, evaluates):
             gc.collect()
@@ -73,12 +72,6 @@ def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
     """Return whether to save a checkpoint after ``step``; ``ends``: whether the run ends with this step."""
     c = options.checkpoint
     return c.save is not None and (ends or (c.save_interval is not None and step % c.save_interval == 0))
-
-
-def non_persistent_save_is_due(options: Options, step: int) -> bool:
-    """Return whether to save a non-persistent checkpoint after ``step``, unless another one is due."""
-    c = options.checkpoint
-    return c.save is not None and bool(c.non_persistent_save_interval) and step % c.non_persistent_save_interval == 0
 
 
 def garbage_is_due(options: Options, step: int, evaluated: bool) -> bool:

@@ -36,7 +36,7 @@ def load_for_inference(folder: Path) -> Trained:
     """
     options = stored_options(folder)
     options.core = options.core.on_one_rank()
-    options.checkpoint = CheckpointOptions(load=str(folder), finetune=True, no_load_optim=True, no_load_rng=True)
+    options.checkpoint = CheckpointOptions(load=str(folder), finetune=True)
     options.training.global_batch_size = options.training.rampup_batch_size = None
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     init_process_group(options.core, Launch(0, 1, 0))
@@ -61,4 +61,4 @@ def stored_options(folder: Path) -> Options:
     newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
     if newest is None:
         raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")
-    return Options.from_dict(verify.manifest_of(folder, newest).run["options"])
+    return Options.from_dict(verify.read_manifest(folder / newest.name).run["options"])

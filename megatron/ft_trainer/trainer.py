@@ -83,7 +83,7 @@ class JobTrainer:
         folder = self._job.options.checkpoint.save
         if folder is None or not Path(folder).is_dir():
             return None
-        newest = naming.newest_complete(verify.scan_all(self._job.options.checkpoint, Path(folder)))
+        newest = naming.newest_complete(verify.scan(Path(folder)))
         return None if newest is None else Path(folder) / newest.name
 
     def is_saved(self, step: int) -> bool:

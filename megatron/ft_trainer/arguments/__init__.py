@@ -12,7 +12,6 @@ import re
 import shlex
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from ft.base import bounded_json
@@ -21,7 +20,7 @@ from ft.base.flags import groups, read_flags
 from megatron.ft_trainer.arguments import core_options, known, schema
 from megatron.ft_trainer.arguments.check import check, examine
 from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
-from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL, CoreOptions
+from megatron.ft_trainer.arguments.core_options import CoreOptions
 from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
 from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
 from megatron.ft_trainer.arguments.layout import Layout, layout
@@ -45,11 +44,6 @@ __all__ = [
     "read",
     "refusals",
 ]
-
-_SIZES = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    "num_layers_per_virtual_pipeline_stage",
-)
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 
@@ -171,31 +165,8 @@ def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str
     if refused.found:
         return None, problems, doubtful
     options = Options(**concerns)
-    if options.checkpoint.use_checkpoint_args and options.checkpoint.load:
-        _take_from_checkpoint(options, Path(options.checkpoint.load))
     options.notices = (*notices, *known.idle(options))
     return options, problems, doubtful
-
-
-def _take_from_checkpoint(options: Options, folder: Path) -> None:
-    """Set the shape of the model and the tokenizer in ``options`` from the newest checkpoint in ``folder``, if there is
-    one.
-    """
-    from megatron.ft_trainer.checkpointing import naming, verify
-
-    newest = naming.newest_complete(verify.scan_all(options.checkpoint, folder))
-    if newest is None:
-        return
-    stored = Options.from_dict(verify.manifest_of(folder, newest).run["options"])
-    sizes = _SIZES if options.checkpoint.use_mp_args_from_checkpoint_args else ()
-    for name in (*OF_THE_MODEL, "max_position_embeddings", *sizes):
-        if hasattr(stored.core, name):
-            setattr(options.core, name, getattr(stored.core, name))
-    if options.tokenizer.vocab_size is not None:
-        stored.tokenizer.vocab_size = options.tokenizer.vocab_size
-    options.tokenizer = stored.tokenizer
-    if options.data.seq_length is None:
-        options.data.seq_length = stored.data.seq_length
 
 
 def all_flags() -> list[str]:

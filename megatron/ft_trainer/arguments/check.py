@@ -68,7 +68,7 @@ def examine(
     """
     found = list(_check_required(options))
     found += _check_world(options, world_size) if shapes_are_known else ()
-    without_shapes = (_check_schedule, _check_optimizer, _check_checkpoint, _check_data)
+    without_shapes = (_check_schedule, _check_optimizer, _check_data)
     if found or not shapes_are_known:
         return None, found + [problem for one in without_shapes for problem in one(options, None)]
     grid = layout(options.core, options.core.num_layers, world_size)
@@ -332,28 +332,6 @@ def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:
             )
     if options.core.optimizer == "sgd" and options.core.use_distributed_optimizer:
         yield "--optimizer sgd has no sharded state for --use-distributed-optimizer", "drop one of them"
-
-
-def _check_checkpoint(options, grid: Layout) -> Iterator[Problem]:
-    c = options.checkpoint
-    if c.distrib_optim_fully_reshardable_mem_efficient and not options.core.create_gloo_process_groups:
-        yield (
-            "--distrib-optim-fully-reshardable-mem-efficient gathers over gloo groups, and there are none",
-            "drop --disable-gloo-process-groups",
-        )
-    if c.stored_format != "torch" or not c.save:
-        return
-    if options.core.use_distributed_optimizer and not options.core.create_gloo_process_groups:
-        yield (
-            "--ckpt-format torch gathers the optimizer's state over gloo groups, and there are none",
-            "drop --disable-gloo-process-groups",
-        )
-    if options.training.data_parallel_random_init:
-        yield (
-            "--ckpt-format torch has generator states of one data-parallel rank, and --data-parallel-random-init makes "
-            "them differ",
-            "use --ckpt-format torch_dist",
-        )
 
 
 def _check_data(options, grid: Layout) -> Iterator[Problem]:

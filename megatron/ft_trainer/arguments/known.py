@@ -143,9 +143,6 @@ def idle(options: Any) -> list[str]:
         f"--save-interval {c.save_interval}: without --save no checkpoints are written": (
             c.save_interval is not None and c.save is None
         ),
-        f"--ckpt-format {c.ckpt_format}: checkpoints are written as torch_dist": (
-            c.ckpt_format not in ("torch_dist", "torch")
-        ),
         f"--attention-backend {o.attention_backend}: --transformer-impl local has one attention only": (
             o.attention_backend not in (None, "auto", "local") and o.transformer_impl == "local"
         ),

@@ -95,13 +95,13 @@ def prepare(folder: Path, step: int) -> tuple[Path, int]:
     return partial, naming.next_serial(scan(folder))
 
 
-def commit(partial: Path, manifest: Manifest, metadata: Metadata | None, reports: list[dict]) -> None:
+def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]) -> None:
     """Turn the partial folder into a checkpoint by renaming it last. Until then no existing checkpoint is affected.
 
     Args:
         partial: the folder with the files of all ranks.
         manifest: the manifest without its files.
-        metadata: metadata of the whole checkpoint, without the locations of the shards; None in the format ``torch``.
+        metadata: metadata of the whole checkpoint, without the locations of the shards.
         reports: the reports of all ranks' writers, all of them successful.
 
     Raises:
@@ -109,11 +109,8 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata | None, reports
     """
     written = [file for report in reports for file in report["files"]]
     files = {file["name"]: FileRecord(file["bytes"], file["crc32"]) for file in written}
-    if metadata is not None:
-        _describe(partial, metadata, written)
-        files |= {name: checksum(partial / name) for name in _CORE_FILES}
-    for folder in {(partial / name).parent for name in files}:
-        durable.fsync_folder(folder)
+    _describe(partial, metadata, written)
+    files |= {name: checksum(partial / name) for name in _CORE_FILES}
     durable.write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
     durable.fsync_folder(partial)
     target = partial.with_name(naming.checkpoint_name(manifest.step))
@@ -148,9 +145,7 @@ def discard(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def retire(
-    folder: Path, keep_last: int | None, distrusted: Collection[str], retain_interval: int | None = None
-) -> list[str]:
+def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> list[str]:
     """Remove checkpoints that were replaced or are not to be kept (``naming.to_remove``).
 
     Return one text for each failed removal.
@@ -159,13 +154,12 @@ def retire(
         folder: folder of the checkpoints.
         keep_last: number of checkpoints to keep; None: all.
         distrusted: names of checkpoints that failed verification.
-        retain_interval: keep only the newest, and those whose step is a multiple of this number; None: all.
     """
     failures = []
     for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
         with contextlib.suppress(OSError):
             durable.remove_folder(folder / name, folder / name)
-    for entry in naming.to_remove(scan(folder), keep_last, distrusted, retain_interval):
+    for entry in naming.to_remove(scan(folder), keep_last, distrusted):
         try:
             durable.remove_folder(folder / entry.name, folder / naming.removed_name(entry.name))
         except OSError as error:
