@@ -175,8 +175,8 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
     Raises:
         UserError: a flag is unknown or has a wrong value.
     """
+    from megatron.ft_trainer.arguments import explain
     from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
-    from megatron.ft_trainer.arguments.known import explain
     from megatron.ft_trainer.arguments.schema import add_flags, all_spellings, build
 
     known = all_spellings(FaultToleranceOptions)

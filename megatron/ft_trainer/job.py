@@ -3,13 +3,10 @@
 from dataclasses import dataclass, field
 
 from ft.protection.stack import Stack
-from megatron.core.timers import Timers
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.logging import LoggingOptions
 from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
 from megatron.ft_trainer.exits import Exits
 from megatron.ft_trainer.loaders import Loaders
-from megatron.ft_trainer.logging.profile import Profiler
 from megatron.ft_trainer.logging.runlog import RunLog
 from megatron.ft_trainer.model import Trainee
 
@@ -35,11 +32,9 @@ class Job:
     checkpointer: Checkpointer
     log: RunLog
     exits: Exits
-    timers: Timers | None = None
     ending: str | None = None
     protection: Stack = field(default_factory=Stack)
     verified: bool = False
-    profiler: Profiler = field(default_factory=lambda: Profiler(LoggingOptions(), 0))
 
     def microbatches(self, samples: int) -> int:
         """Return the number of forward passes on each data-parallel rank for ``samples`` samples."""

@@ -15,11 +15,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import import_module
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.config import data_parallel_config, transformer_config, uses_te
 from megatron.ft_trainer.optimizer import build_optimizer, build_scheduler
-from megatron.patches.releases import hybrid_model
 
 
 @dataclass
@@ -130,25 +128,11 @@ def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
 
 def _layer_spec(options: Options, config: TransformerConfig, vp_stage: int | None):
     c, use_te = options.core, uses_te(options)
-    if c.spec and (named := _named_spec(options)) is not None:
-        return named
-    if c.experimental_attention_variant is not None:
-        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
-
-        return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
     if c.num_experts:
         return specs.get_gpt_decoder_block_spec(
             config, use_te, normalization=c.normalization, qk_l2_norm=c.qk_l2_norm, vp_stage=vp_stage
         )
     return _plain_layer_spec(options, config)
-
-
-def _named_spec(options: Options):
-    """Return the specification that --spec names; None without the flag, or for Megatron-LM's word ``local``."""
-    words = [word for part in options.core.spec or [] for word in part.rsplit(".", 1)]
-    if not options.core.spec or options.core.spec == ["local"]:
-        return None
-    return import_module(tuple(options.core.spec) if len(options.core.spec) > 1 else tuple(words))
 
 
 def _plain_layer_spec(options: Options, config: TransformerConfig):
@@ -182,30 +166,23 @@ def _gpt_chunks(
         heads = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         if ends is not None:
             embeds, heads = ends.embeds, ends.heads
-        common = {
-            "vocab_size": vocab_size,
-            "max_sequence_length": m.max_position_embeddings,
-            "pre_process": embeds,
-            "post_process": heads,
-            "fp16_lm_cross_entropy": m.fp16_lm_cross_entropy,
-            "share_embeddings_and_output_weights": not m.untie_embeddings_and_output_weights,
-            "position_embedding_type": m.position_embedding_type,
-            "rotary_percent": m.rotary_percent,
-            "rotary_base": m.rotary_base,
-            "seq_len_interpolation_factor": m.rotary_seq_len_interpolation_factor,
-            "vp_stage": vp_stage,
-        }
-        if m.hybrid_override_pattern or m.hybrid_layer_pattern:
-            chunk = hybrid_model(config, _named_spec(options), m, **common)
-        else:
-            chunk = GPTModel(
-                config=config,
-                transformer_layer_spec=_layer_spec(options, config, vp_stage),
-                rope_scaling=m.use_rope_scaling,
-                rope_scaling_factor=m.rope_scaling_factor,
-                mtp_block_spec=_prediction_spec(options, config, vp_stage),
-                **common,
-            )
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(options, config, vp_stage),
+            vocab_size=vocab_size,
+            max_sequence_length=m.max_position_embeddings,
+            pre_process=embeds,
+            post_process=heads,
+            share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
+            position_embedding_type=m.position_embedding_type,
+            rotary_percent=m.rotary_percent,
+            rotary_base=m.rotary_base,
+            rope_scaling=m.use_rope_scaling,
+            rope_scaling_factor=m.rope_scaling_factor,
+            seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+            mtp_block_spec=_prediction_spec(options, config, vp_stage),
+            vp_stage=vp_stage,
+        )
         chunk.model_type = ModelType.encoder_or_decoder
         if vp_stage is not None:
             chunk.vp_stage = vp_stage

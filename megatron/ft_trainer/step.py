@@ -133,12 +133,7 @@ def _apply(job: Job, samples: int, reported: list[torch.Tensor]) -> Update:
     trainee = job.trainee
     job.exits.ask()
     lr = get_canonical_lr_for_logging(trainee.optimizer.param_groups) or 0.0
-    level = job.options.training.empty_unused_memory_level
-    if level:
-        torch.cuda.empty_cache()
     applied, grad_norm, num_zeros = trainee.optimizer.step()
-    if level > 1:
-        torch.cuda.empty_cache()
     if applied:
         trainee.scheduler.step(increment=samples)
     return Update(samples, lr, mean_loss(reported), applied, grad_norm, num_zeros)

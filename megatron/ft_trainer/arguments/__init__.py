@@ -7,17 +7,19 @@ passed to the code that needs them.
 """
 
 import argparse
+import difflib
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any
 
 from ft.base import bounded_json
 from ft.base.errors import Problem, Problems, UserError
-from ft.base.flags import groups, read_flags
-from megatron.ft_trainer.arguments import core_options, known, schema
+from ft.base.flags import groups, nearest, read_flags
+from megatron.ft_trainer.arguments import core_options, schema
 from megatron.ft_trainer.arguments.check import check, examine
 from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
 from megatron.ft_trainer.arguments.core_options import CoreOptions
@@ -36,6 +38,7 @@ __all__ = [
     "Options",
     "all_flags",
     "check",
+    "explain",
     "help_text",
     "layout",
     "may_have_gpu",
@@ -46,6 +49,8 @@ __all__ = [
 ]
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
+_ALIKE = 0.75
+"""Similarity of an unknown flag to a known one, from which on it is taken for a misspelling."""
 
 
 @dataclass
@@ -62,8 +67,13 @@ class Options:
     logging: LoggingOptions = field(default_factory=LoggingOptions)
     fault_tolerance: FaultToleranceOptions = field(default_factory=FaultToleranceOptions)
 
-    notices: ClassVar[tuple[str, ...]] = ()
-    """Sentences about flags that have no effect, which a run prints once."""
+    @property
+    def notices(self) -> list[str]:
+        """Return sentences about flags that have no effect, which a run prints once."""
+        c = self.checkpoint
+        if c.save is not None or c.save_interval is None:
+            return []
+        return [f"without effect here: --save-interval {c.save_interval}: without --save no checkpoints are written"]
 
     def as_dict(self) -> dict:
         """Return a nested plain dict, as stored in checkpoints and event files."""
@@ -103,7 +113,7 @@ def parse(argv: list[str] | str) -> Options:
     """Parse a command line (words, or one string).
 
     Raises:
-        UserError: flags are unknown, unsupported or have a wrong value; the message names the nearest known flag.
+        UserError: flags are unknown or have a wrong value; the message names the nearest known flag.
     """
     options, problems, _ = read(argv)
     if problems:
@@ -136,11 +146,37 @@ def refusals(
     return options, problems
 
 
-def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str]]:
+NVIDIAS = (
+    "for a flag of Megatron-LM run NVIDIA's trainer: --nvidia-trainer (megatron-core >= 0.19 on Python >= 3.12), or "
+    "ft run with the script of a Megatron-LM checkout"
+)
+"""What to do with a flag that only NVIDIA's trainer has."""
+
+
+def explain(unknown: str, supported: Sequence[str]) -> tuple[Problem, str | None]:
+    """Explain what is wrong with ``unknown``, and what to write instead.
+
+    Args:
+        unknown: a command-line word that starts with ``--``, without ``=value``.
+        supported: every flag of the parser.
+
+    Returns:
+        ((problem, fix), the flag that was probably meant, None if there is no candidate).
+    """
+    if unknown.startswith(("--ft-hsdp-", "--ft-spare-", "--ft-transport")):
+        return (f"{unknown} is an option of ft run", f"give it before the script: ft run {unknown} ... SCRIPT"), None
+    meant = nearest(unknown, supported)
+    if meant is not None and difflib.SequenceMatcher(None, unknown, meant).ratio() < _ALIKE:
+        meant = None
+    return (f"unknown flag {unknown}", f"did you mean {meant}? Else {NVIDIAS}" if meant else NVIDIAS), meant
+
+
+def read(argv: list[str] | str, *, guesses: bool = True) -> tuple[Options | None, list[Problem], list[str]]:
     """Read a command line, and return (options, problems, doubtful flags).
 
     Args:
         argv: the command line (words, or one string).
+        guesses: whether an unknown flag is read as the one that was probably meant.
 
     Returns:
         (the options, or None if a value is rejected; the problems of single flags; flags whose values could not be
@@ -148,9 +184,12 @@ def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str
     """
     words = shlex.split(argv) if isinstance(argv, str) else list(argv)
     parser, supported = _parser()
-    explain = partial(known.explain, supported=supported)
-    prepared, notices = _prepared(words)
-    namespace, problems, doubtful = read_flags(parser, prepared, supported, explain)
+
+    def about(unknown: str) -> tuple[Problem, str | None]:
+        problem, meant = explain(unknown, supported)
+        return problem, meant if guesses else None
+
+    namespace, problems, doubtful = read_flags(parser, _prepared(words), supported, about)
     for name, given in vars(namespace).items():
         if any(value != value for value in (given if isinstance(given, list) else [given])):  # true of NaN only
             problems.append((f"--{name.replace('_', '-')} is not a number", "give a number"))
@@ -164,9 +203,7 @@ def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str
     problems += refused.found
     if refused.found:
         return None, problems, doubtful
-    options = Options(**concerns)
-    options.notices = (*notices, *known.idle(options))
-    return options, problems, doubtful
+    return Options(**concerns), problems, doubtful
 
 
 def all_flags() -> list[str]:
@@ -191,7 +228,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser, and all its flags."""
     parser = _Parser(
         prog="pretrain_gpt.py",
-        description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings.",
+        description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings; " + NVIDIAS,
         allow_abbrev=False,
     )
     core_options.add_flags(parser)
@@ -206,26 +243,20 @@ def _topics():
     return [f for f in fields(Options) if f.name != "core"]
 
 
-def _prepared(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return (the words that are to be parsed, a sentence about each flag that has no effect).
+def _prepared(words: list[str]) -> list[str]:
+    """Return the words that are to be parsed.
 
     A list may be written in brackets, in one word or several: ``--recompute-modules "[mlp moe_act]"``.
     """
     kept: list[str] = []
-    ignored: dict[str, list[str]] = {}
     for group in groups(words):
         flag, equals, value = group[0].partition("=")
-        reason = known.without_effect(flag)
-        if reason is not None:
-            ignored.setdefault(reason, []).append(flag)
-            continue
         if flag in _list_flags() and len(group) + len(equals) > 1:
             listed = " ".join([*([value] if equals else []), *group[1:]]).strip()
             bare = listed[1:-1] if listed.startswith("[") and listed.endswith("]") else listed
             group = [flag, *bare.split()]
         kept += group
-    notices = [f"without effect here: {', '.join(dict.fromkeys(flags))} ({why})" for why, flags in ignored.items()]
-    return kept, notices
+    return kept
 
 
 @cache

@@ -1,19 +1,14 @@
-"""Computes the number of samples in a step, which is constant, or grows in a ramp or in steps during training."""
+"""Computes the number of samples in a step, which is constant, or grows in a ramp during training."""
 
-import itertools
-
-from megatron.ft_trainer.arguments.training import TrainingOptions, read_schedule
+from megatron.ft_trainer.arguments.training import TrainingOptions
 
 
 def global_batch_size(options: TrainingOptions, consumed_samples: int) -> int:
     """Return the number of samples in the step that begins after ``consumed_samples``.
 
     With a ramp (START INCREMENT SAMPLES), the batch grows by INCREMENT at equal distances in samples, and reaches the
-    full size after SAMPLES. With a schedule of steps, the batch is that of the last threshold that is reached.
+    full size after SAMPLES.
     """
-    if options.step_batch_size_schedule is not None:
-        steps = read_schedule(options.step_batch_size_schedule, 1)
-        return [size for threshold, size in steps if threshold <= consumed_samples][-1]
     if options.rampup_batch_size is None:
         return options.global_batch_size
     start, increment, ramp_samples = options.rampup_batch_size
@@ -25,8 +20,6 @@ def global_batch_size(options: TrainingOptions, consumed_samples: int) -> int:
 
 def batch_sizes(options: TrainingOptions) -> set[int]:
     """Return all global batch sizes of the run."""
-    if options.step_batch_size_schedule is not None:
-        return {size for _, size in read_schedule(options.step_batch_size_schedule, 1)}
     if options.rampup_batch_size is not None:
         start, increment, _ = options.rampup_batch_size
         return set(range(start, options.global_batch_size + 1, increment))
@@ -38,12 +31,6 @@ def train_steps(options: TrainingOptions) -> int:
     if options.train_iters is not None or options.train_samples is None:
         return options.train_iters or 0
     steps = consumed = 0
-    if options.step_batch_size_schedule is not None:
-        entries = [*read_schedule(options.step_batch_size_schedule, 1), (options.train_samples, 1)]
-        for (_, size), (end, _) in itertools.pairwise(entries):
-            more = max(0, -(-(min(end, options.train_samples) - consumed) // size))
-            steps, consumed = steps + more, consumed + more * size
-        return steps - (consumed > options.train_samples)
     if options.rampup_batch_size is None:
         return options.train_samples // options.global_batch_size
     while consumed <= options.rampup_batch_size[2] and consumed < options.train_samples:

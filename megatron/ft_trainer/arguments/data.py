@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ft.base import files
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.schema import flag
 
 OF_CORE = {
     "GPT2BPETokenizer": "megatron",
@@ -26,9 +24,6 @@ class DataOptions:
     data_path: list[str] | None = None
     """Indexed dataset prefix, or a blend: weight prefix weight prefix ... (or prefixes alone, weighted by size)."""
 
-    data_args_path: str | None = None
-    """File with the words of --data-path, instead of that flag."""
-
     split: str | None = None
     """Comma-separated shares of documents for train, valid and test, e.g. 969,30,1."""
 
@@ -47,7 +42,7 @@ class DataOptions:
     mock_data: bool = False
     """Train on synthetic samples; needs no data path."""
 
-    seq_length: int | None = flag(None, on=["--seq-length", "--encoder-seq-length"])
+    seq_length: int | None = None
     """Tokens in a sample."""
 
     num_workers: int = 2
@@ -62,26 +57,10 @@ class DataOptions:
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
 
-    create_attention_mask_in_dataloader: bool = True
-    """Build attention masks with the samples (they are built only where a mask is not simply causal)."""
-
-    mmap_bin_files: bool = True
-    """Map .bin files into memory rather than reading them."""
-
-    num_dataset_builder_threads: int = 1
-    """Threads that build the datasets of a blend."""
-
     dataloader_type: Literal["single", "cyclic"] | None = None
     """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
 
     def __post_init__(self):
-        if self.data_args_path is not None:
-            if self.data_path:
-                raise UserError("--data-args-path and --data-path were both given", "give one of them")
-            try:
-                self.data_path = files.read_text(self.data_args_path).split()
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"--data-args-path {self.data_args_path}: {error}", "give a file of words") from error
         per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
         if self.data_path and any(per_split):
             raise UserError(

@@ -11,7 +11,6 @@ import math
 import os
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import torch.distributed as dist
@@ -118,14 +117,12 @@ def _config(
         sequence_length=data.seq_length,
         path_to_cache=folder,
         tokenizer=tokenizer,
-        mmap_bin_files=data.mmap_bin_files,
-        num_dataset_builder_threads=data.num_dataset_builder_threads,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         # Attention applies a causal mask anyway; an explicit one would cost seq_length**2 bytes of memory traffic per
         # sample.
-        create_attention_mask=data.reset_attention_mask and data.create_attention_mask_in_dataloader,
+        create_attention_mask=data.reset_attention_mask,
         **source,
     )
 
@@ -186,8 +183,7 @@ def _blended(blend: Blend, part: int, size: int, one: Callable, config: GPTDatas
         targets = [math.ceil(size * weight) for weight in weights]
         # As in megatron-core, with a surplus: a blend may take slightly more samples from a dataset than its share.
         sizes = [math.ceil(target * (1 + config.mid_level_dataset_surplus)) for target in targets]
-    with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
-        parts = list(pool.map(lambda item: one(item[0], part, item[1]), zip(blend.prefixes, sizes, strict=True)))
+    parts = [one(prefix, part, own) for prefix, own in zip(blend.prefixes, sizes, strict=True)]
     if blend.weights:
         size = sum(targets)
     else:
