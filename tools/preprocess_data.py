@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments import schema
-from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 
 

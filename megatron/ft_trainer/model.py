@@ -11,13 +11,14 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import gpt_layer_specs as specs
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.config import data_parallel_config, transformer_config, uses_te
-from megatron.ft_trainer.optimizer import build_optimizer, build_scheduler
+from megatron.ft_trainer.arguments.topics import train_steps
+from megatron.ft_trainer.config import data_parallel_config, params_dtype, same_names, transformer_config, uses_te
+from megatron.patches.releases import optimizer_of
 
 
 @dataclass
@@ -226,3 +227,44 @@ def _connect(options: Options, config: TransformerConfig, chunks: list[Distribut
             config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
     if options.core.overlap_param_gather and chunks[0].ddp_config.align_param_gather:
         config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def build_optimizer(options: Options, chunks: list[DistributedDataParallel]):
+    """Return the optimizer over all chunks of this rank."""
+    given = same_names(OptimizerConfig, options)
+    given |= {"lr": options.core.lr or 0.0, "params_dtype": params_dtype(options)}
+    config = OptimizerConfig(**given)
+    return optimizer_of(config, chunks, with_gloo=options.core.create_gloo_process_groups)
+
+
+def build_scheduler(options: Options, optimizer) -> OptimizerParamScheduler:
+    """Return the schedule of learning rate and weight decay. It counts samples, not steps, as in megatron-core."""
+    s, t, decay = options.schedule, options.training, options.core.weight_decay
+    if t.train_samples is not None:
+        total = t.train_samples
+        decay_steps, warmup = s.lr_decay_samples or total, s.lr_warmup_samples
+        anneal = s.lr_wsd_decay_samples
+    else:
+        batch = t.global_batch_size
+        total = (train_steps(t) or 1) * batch
+        decay_steps, warmup = (s.lr_decay_iters * batch if s.lr_decay_iters else total), s.lr_warmup_iters * batch
+        anneal = s.lr_wsd_decay_iters * batch if s.lr_wsd_decay_iters else None
+    if s.lr_warmup_fraction is not None:
+        warmup = s.lr_warmup_fraction * decay_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=s.lr_warmup_init,
+        max_lr=options.core.lr or 0.0,
+        min_lr=options.core.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=s.lr_decay_style,
+        start_wd=decay if s.start_weight_decay is None else s.start_weight_decay,
+        end_wd=decay if s.end_weight_decay is None else s.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=s.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=s.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=s.override_opt_param_scheduler,
+        wsd_decay_steps=anneal,
+        lr_wsd_decay_style=s.lr_wsd_decay_style,
+    )

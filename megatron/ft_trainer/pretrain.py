@@ -16,21 +16,19 @@ from ft.record.run import EVENTS
 from ft.worker.session import Session
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.batch import train_steps
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
+from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
-from megatron.ft_trainer.checkpoints import load, say
 from megatron.ft_trainer.config import transformer_config
 from megatron.ft_trainer.data import dataset_prefixes
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
-from megatron.ft_trainer.evaluate import evaluate, validate
 from megatron.ft_trainer.exits import Exits
 from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
-from megatron.ft_trainer.job import Job
+from megatron.ft_trainer.job import Job, load, say
 from megatron.ft_trainer.loaders import make_loaders
+from megatron.ft_trainer.logging.figures import count_parameters, startup_summary
 from megatron.ft_trainer.logging.runlog import RunLog
-from megatron.ft_trainer.logging.summary import count_parameters, startup_summary
-from megatron.ft_trainer.loop import train
+from megatron.ft_trainer.loop import evaluate, train, validate
 from megatron.ft_trainer.trainer import JobTrainer
 from megatron.ft_trainer.warm_up import compile_fused_functions
 

@@ -198,7 +198,7 @@ def _as_nobody(cases: list[dict]) -> list[str]:
     import torch.distributed as dist
 
     from ft.base.errors import UserError
-    from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+    from megatron.ft_trainer.arguments.topics import CheckpointOptions
     from megatron.ft_trainer.checkpointing import Checkpointer
 
     # A store in memory: the harness's is a file, which only its owner may open.

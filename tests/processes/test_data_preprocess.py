@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.indexed import FILES, encode_index, read_index
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 from megatron.ft_trainer.data.sidecar import read_sidecar

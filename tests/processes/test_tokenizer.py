@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 from megatron.ft_trainer.data.sidecar import Sidecar
 from megatron.ft_trainer.data.tokenizer import (

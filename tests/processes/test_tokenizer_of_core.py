@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron import patches
-from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.tokenizer import build_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1", "the quick brown fox jumps over the lazy dog", "words, and numbers 123 456"]

@@ -110,7 +110,7 @@ def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
 
 
 def test_resuming_drops_the_steps_that_are_done_anew_from_the_metrics(tmp_path):
-    from megatron.ft_trainer.arguments.logging import LoggingOptions
+    from megatron.ft_trainer.arguments.topics import LoggingOptions
     from megatron.ft_trainer.logging.runlog import RunLog
 
     path = tmp_path / "m.jsonl"

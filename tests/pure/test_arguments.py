@@ -8,7 +8,7 @@ import pytest
 from ft.base.errors import UserError
 from megatron.ft_trainer import arguments
 from megatron.ft_trainer.arguments import Options, check, core_options, parse, schema
-from megatron.ft_trainer.arguments.batch import global_batch_size, train_steps
+from megatron.ft_trainer.arguments.topics import global_batch_size, train_steps
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 "

@@ -21,15 +21,19 @@ from ft.base.errors import Problem, Problems, UserError
 from ft.base.flags import groups, nearest, read_flags
 from megatron.ft_trainer.arguments import core_options, schema
 from megatron.ft_trainer.arguments.check import check, examine
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
 from megatron.ft_trainer.arguments.core_options import CoreOptions
-from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
-from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
 from megatron.ft_trainer.arguments.layout import Layout, layout
-from megatron.ft_trainer.arguments.logging import LoggingOptions
 from megatron.ft_trainer.arguments.needs import may_have_gpu, may_have_te
-from megatron.ft_trainer.arguments.schedule import ScheduleOptions
-from megatron.ft_trainer.arguments.training import EvaluationOptions, TrainingOptions
+from megatron.ft_trainer.arguments.topics import (
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    FaultToleranceOptions,
+    LoggingOptions,
+    ScheduleOptions,
+    TokenizerOptions,
+    TrainingOptions,
+)
 
 _OF_A_NODE = ("metrics_file", "tensorboard_dir", "data_cache_path", "progress_bar")
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from ft.base.errors import Problem, UserError
 from ft.protection.table import problems as problems_of_protections
-from megatron.ft_trainer.arguments.batch import batch_sizes, global_batch_size
 from megatron.ft_trainer.arguments.layout import Layout, expanded, layout
 from megatron.ft_trainer.arguments.needs import GPU, TE, is_installed, needs, unmet
+from megatron.ft_trainer.arguments.topics import batch_sizes, global_batch_size
 
 REQUIRED = {
     "core": ("num_layers", "hidden_size", "num_attention_heads"),

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from ft.base import events
 from ft.base.errors import UserError
 from megatron.core import parallel_state
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.arguments.topics import CheckpointOptions
 from megatron.ft_trainer.checkpointing import commit, content, naming, optimizer_state, rng, verify
-from megatron.ft_trainer.checkpointing.channel import Channel
+from megatron.ft_trainer.checkpointing.channel import Channel, Progress
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.load import Loader, LoadReport
-from megatron.ft_trainer.checkpointing.pending import Progress
 from megatron.ft_trainer.checkpointing.plan import SavePlanning
 from megatron.ft_trainer.checkpointing.save import Description, Outcome, Saver
 from megatron.ft_trainer.checkpointing.writer import bytes_in_words
@@ -137,8 +136,8 @@ class Checkpointer:
         Args:
             state: receives the position of the run.
             model: model chunks.
-            optimizer: the optimizer.
-            scheduler: the learning-rate schedule.
+            optimizer: the optimizer; None: its state is not loaded.
+            scheduler: the learning-rate schedule, or None.
             seed: the run's seed. If the saved states of the random generators belong to another layout, the generators
                 are reseeded from the seed and the step.
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ft.base.errors import FallbackError, UserError
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.arguments.topics import CheckpointOptions
 from megatron.ft_trainer.checkpointing import content, naming, optimizer_state, rng, verify
 from megatron.ft_trainer.checkpointing.channel import Channel
 from megatron.ft_trainer.checkpointing.compare import (

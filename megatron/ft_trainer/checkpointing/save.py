@@ -14,9 +14,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.ft_trainer.checkpointing import commit, naming
-from megatron.ft_trainer.checkpointing.channel import Channel
+from megatron.ft_trainer.checkpointing.channel import Channel, InThread, Pending
 from megatron.ft_trainer.checkpointing.manifest import Manifest
-from megatron.ft_trainer.checkpointing.pending import InThread, Pending
 from megatron.ft_trainer.checkpointing.plan import SavePlanning
 from megatron.ft_trainer.checkpointing.writer import (
     ForkedWriter,

@@ -17,7 +17,7 @@ import numpy
 
 from ft.base import bounded_json
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import OF_CORE, TokenizerOptions
+from megatron.ft_trainer.arguments.topics import OF_CORE, TokenizerOptions
 from megatron.ft_trainer.data.sidecar import Sidecar, read_sidecar
 
 NO_TOKEN = -1

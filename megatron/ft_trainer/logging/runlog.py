@@ -14,7 +14,7 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.record.metrics import MetricsFile
-from megatron.ft_trainer.arguments.logging import LoggingOptions
+from megatron.ft_trainer.arguments.topics import LoggingOptions
 
 
 @dataclass
