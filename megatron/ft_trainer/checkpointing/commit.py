@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ft.base.errors import UserError
 from ft.job.replicas.host import FOLDER as LAUNCHERS
-from ft.platform import holders
+from ft.platform import holders, shared_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.ft_trainer.checkpointing import naming
 from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest
@@ -57,7 +57,7 @@ def occupy(folder: Path, environment: Mapping[str, str]) -> None:
         return
     path, mine = folder / naming.HOLDER, holders.holder(os.getppid(), Path(run))
     try:
-        holders.claim(path, mine)
+        shared_state.Folder(folder).create(naming.HOLDER, mine.encode())
         other = holders.read(path)
         if other is not None and _is_same(other.run, run):
             return
