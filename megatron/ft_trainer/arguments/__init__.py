@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
-_ALIKE = 0.75
+_ALIKE = 0.85
 """Similarity of an unknown flag to a known one, from which on it is taken for a misspelling."""
 
 
@@ -151,8 +151,8 @@ def refusals(
 
 
 NVIDIAS = (
-    "for a flag of Megatron-LM run NVIDIA's trainer: --nvidia-trainer (megatron-core >= 0.19 on Python >= 3.12), or "
-    "ft run with the script of a Megatron-LM checkout"
+    "NVIDIA's trainer has all flags of Megatron-LM: --nvidia-trainer (megatron-core >= 0.19 on Python >= 3.12), or ft "
+    "run with the script of a Megatron-LM checkout"
 )
 """What to do with a flag that only NVIDIA's trainer has."""
 
@@ -172,7 +172,7 @@ def explain(unknown: str, supported: Sequence[str]) -> tuple[Problem, str | None
     meant = nearest(unknown, supported)
     if meant is not None and difflib.SequenceMatcher(None, unknown, meant).ratio() < _ALIKE:
         meant = None
-    return (f"unknown flag {unknown}", f"did you mean {meant}? Else {NVIDIAS}" if meant else NVIDIAS), meant
+    return (f"unknown flag {unknown}", f"did you mean {meant}? {NVIDIAS}" if meant else NVIDIAS), meant
 
 
 def read(argv: list[str] | str, *, guesses: bool = True) -> tuple[Options | None, list[Problem], list[str]]:
