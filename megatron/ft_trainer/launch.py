@@ -17,6 +17,7 @@ from ft.base.errors import FtError, UserError, code_of_end
 from ft.job.replicas.flags import save_interval
 from ft.protection.stack import Protections
 from megatron import patches
+from megatron.core.config import set_experimental_flag
 from megatron.ft_trainer import determinism
 from megatron.ft_trainer.arguments import Layout, Options, check
 from megatron.ft_trainer.arguments.topics import AUTO
@@ -36,6 +37,8 @@ def launch(options: Options) -> int:
         if options.checkpoint.save_interval == AUTO:
             options.checkpoint.save_interval = save_interval(os.environ)
         layout = check(options, place.world_size, has_te=has_te, has_gpu=has_gpu, replicas=replicas)
+        if options.training.enable_experimental:
+            set_experimental_flag(True)
         protections = Protections.of(options.fault_tolerance, os.environ)
         transformer_config(options, layout)
     except UserError as error:  # depends on flags and world size only: every rank gets the same error, one prints it

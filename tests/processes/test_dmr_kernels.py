@@ -143,7 +143,7 @@ def test_context_parallelism_is_accepted():
         "--defer-embedding-wgrad-compute",
         "--overlap-moe-expert-parallel-comm",
         "--overlap-param-gather-with-optimizer-step",
-        f"{MOE} --moe-router-padding-for-fp8 --moe-permute-fusion",
+        f"{MOE} --moe-router-padding-for-fp8 --moe-permute-fusion --enable-experimental",
     ],
 )
 def test_what_computes_outside_of_functions_is_refused(flags):

@@ -48,6 +48,9 @@ class TrainingOptions:
     check_for_nan_in_loss_and_grad: bool = True
     """Look for NaN and infinity in loss and gradients."""
 
+    enable_experimental: bool = False
+    """Allow what megatron-core calls experimental."""
+
     def __post_init__(self):
         for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval"):
             if (value := getattr(self, name)) is not None and value < 1:
