@@ -320,6 +320,11 @@ def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:
             "--use-megatron-fsdp shards parameters in a way that this trainer neither saves nor recovers",
             "use --use-distributed-optimizer, which shards the optimizer's state",
         )
+    if options.core.tp_comm_overlap:
+        yield (
+            "--tp-comm-overlap needs buffers of Transformer Engine, which this trainer does not make",
+            "drop it, or use --nvidia-trainer, which makes them",
+        )
     if options.core.optimizer == "sgd" and options.core.use_distributed_optimizer:
         yield "--optimizer sgd has no sharded state for --use-distributed-optimizer", "drop one of them"
 
