@@ -28,8 +28,8 @@ from ft.protection import table
 
 if TYPE_CHECKING:
     from ft.job.agent.options import Script
-    from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
     from megatron.ft_trainer.arguments.needs import Need
+    from megatron.ft_trainer.arguments.topics import FaultToleranceOptions
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
 _SUPPORTED_FLAGS = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
@@ -175,9 +175,9 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
     Raises:
         UserError: a flag is unknown or has a wrong value.
     """
-    from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
-    from megatron.ft_trainer.arguments.known import explain
+    from megatron.ft_trainer.arguments import explain
     from megatron.ft_trainer.arguments.schema import add_flags, all_spellings, build
+    from megatron.ft_trainer.arguments.topics import FaultToleranceOptions
 
     known = all_spellings(FaultToleranceOptions)
     for text in flags:

@@ -16,11 +16,14 @@ from ft.lab.reproducibility.probe import Probe
 from megatron import patches
 from megatron.ft_trainer import determinism
 from megatron.ft_trainer.arguments import Options, check, parse
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
-from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
-from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
-from megatron.ft_trainer.arguments.logging import LoggingOptions
-from megatron.ft_trainer.arguments.training import EvaluationOptions
+from megatron.ft_trainer.arguments.topics import (
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    FaultToleranceOptions,
+    LoggingOptions,
+    TokenizerOptions,
+)
 from megatron.ft_trainer.config import transformer_config
 from megatron.ft_trainer.data import dataset_prefixes
 from megatron.ft_trainer.data.tokenizer import build_tokenizer
