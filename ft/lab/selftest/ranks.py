@@ -26,7 +26,8 @@ import torch.distributed as dist
 from ft.base import bounded_json, files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import EpochClosed, FtError
-from ft.lab.selftest.values import Context, Failed
+from ft.lab.selftest.session import last_line
+from ft.lab.selftest.table import Context, Failed
 from ft.net.store import StoreConnection, StoreServer
 from ft.platform import processes
 from ft.state.groups import Groups, Rendezvous
@@ -165,7 +166,7 @@ class Crew:
 
     def _problem(self, number: int) -> str:
         how = processes.how_it_ended(self._codes[number])
-        return f"rank {number} {how}: {_last(self._folder / f'{number}.log')}"
+        return f"rank {number} {how}: {last_line(self._folder / f'{number}.log')}"
 
     def _where(self, number: int) -> str:
         """Return the innermost line of this project in the dump of a rank's main thread, which comes last."""
@@ -308,8 +309,3 @@ def _read(path: Path) -> str:
             raise FtError(f"{path} did not appear")
         time.sleep(_LOOK_S)
     return path.read_text()
-
-
-def _last(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")

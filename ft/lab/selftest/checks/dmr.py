@@ -6,7 +6,7 @@ import time
 import torch
 
 from ft.lab.reproducibility.cases import cases
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.selftest.table import Context, Failed, Measured
 from ft.show.text import count
 from ft.systems.dmr.digest import backend, digest
 from megatron import patches

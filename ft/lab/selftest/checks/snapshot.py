@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.selftest.table import Context, Failed, Measured
 from ft.show.text import seconds
 from ft.state.snapshot.buffers import Slot
 from ft.state.snapshot.copier import Copier, Plan, tables_of
