@@ -136,12 +136,7 @@ class LastSaveFailed(FtError):
 
 
 class EpochClosed(RecoverableError):
-    """The epoch that this operation belongs to is over: leave the step, and wait for the next epoch.
-
-    Args:
-        epoch: the epoch that was closed.
-        reason: why it was closed, in words.
-    """
+    """The epoch that this operation belongs to is over: leave the step, and wait for the next epoch."""
 
     def __init__(self, epoch: int, reason: str):
         self.epoch, self.reason = epoch, reason

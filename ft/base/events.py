@@ -208,9 +208,6 @@ class Event:
         wall: time in seconds since 1970.
         monotonic: time in seconds on the host's monotonic clock.
         node: name of the node that the event is about.
-        worker: name of the worker.
-        rank: logical rank.
-        epoch: number of the epoch.
         step: number of committed steps.
         detail: all other values, as JSON values.
     """

@@ -104,7 +104,6 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
     """Return how the run is protected, and the problems found in the trainer's flags and in ``asked.flags``.
 
     Args:
-        script: the training script and its arguments.
         asked: settings from the command line of ``ft run``; None if the flags of ``ft run`` are invalid.
         faults: all faults that will be injected into the run.
     """
@@ -187,10 +186,7 @@ def judge_faults(code: int, folder: Path, is_strict: bool, tell: Callable[[str],
     """Tell which planned faults of a run that has ended were not injected, and return the exit code of ``ft run``.
 
     Args:
-        code: exit code of the run.
-        folder: directory of the run.
         is_strict: whether a run that ends with code 0 shall have another code if faults were not injected.
-        tell: prints a message.
     """
     missed = inject.missed(folder)
     if missed:

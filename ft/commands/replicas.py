@@ -53,7 +53,6 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     that were not injected, 128+N after signal N, others as the failure that ended the last replica.
 
     Args:
-        given: the parsed command line.
         job: the Slurm or MPI job that this node is part of; None: read from the environment.
 
     Raises:
@@ -158,13 +157,7 @@ def _standby_flags(whole: RunOptions) -> list[str]:
 
 
 def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOptions:
-    """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own.
-
-    Args:
-        part: the part of the replica on this node.
-        whole: the options of the run.
-        asked: the replica options of the run.
-    """
+    """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own."""
     host, port = _host(whole), 0
     if part.node_rank:  # the replica's control plane is on another node; its address is in the replica's folder
         host, port = whole.cluster.host, whole.cluster.port

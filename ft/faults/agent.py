@@ -112,8 +112,6 @@ class AgentInjector:
     """Carries out the planned faults of one agent.
 
     Args:
-        faults: planned faults of the whole run.
-        node: node of this agent.
         run_dir: directory of the run, which contains the control plane's lease record.
         announce: called before each fault, as for ``ft.faults.worker.Injector``; possibly from another thread.
 

@@ -130,7 +130,6 @@ class Alarm:
     Args:
         faults: planned faults that have a ``time``.
         began: wall-clock time in seconds from which their times count.
-        ring: called with each fault.
     """
 
     def __init__(self, faults: Sequence[Fault], began: float, ring: Callable[[Fault], None]):

@@ -39,7 +39,6 @@ class Flip:
             detect a bit that is stuck in both executions.)
         nth: number of the first matching result that may be hit, counted from 1.
         probability: probability of each matching result to be hit.
-        seed: seed of all random draws.
     """
 
     operator: str = ANY
@@ -61,7 +60,6 @@ class Flip:
 
         Args:
             operator: name of the operator, such as ``add_.Tensor``; of a received message, its kind.
-            phase: phase of the step in which it runs.
             execution: which of the two executions this is; None for a received message.
         """
         if self.phase not in (ANY, phase):
@@ -87,7 +85,6 @@ def read_flip(values: Mapping[str, Any], text: str) -> Flip:
     """Return the flip that its keys describe, as texts or JSON values.
 
     Args:
-        values: key -> value.
         text: origin of the values, for messages.
 
     Raises:

@@ -395,7 +395,6 @@ class Scenario:
     """The content of a scenario file.
 
     Attributes:
-        specs: the faults that were asked for.
         seed: seed for random victims and times, or None if the file has none.
     """
 
@@ -475,11 +474,8 @@ def schedule(
     changes no other.
 
     Args:
-        specs: the faults that were asked for.
-        world_size: number of logical ranks.
         nodes: names of the nodes, in the order of their node ranks. The first node hosts the control plane; a random
             node is one of the others if there are any.
-        seed: seed of the random draws.
         horizon_s: limit for drawn times, in seconds.
 
     Raises:

@@ -199,7 +199,6 @@ def damage_checkpoint(checkpoint: Path, kind: str) -> Path:
     """Damage the largest file of a checkpoint.
 
     Args:
-        checkpoint: folder of the checkpoint.
         kind: "corrupt-checkpoint" (flip one bit), "truncate-checkpoint" (remove the second half of the file) or
             "remove-checkpoint" (remove the file).
 
@@ -269,8 +268,6 @@ class Reports:
 
     Args:
         kind: kind of the fault, which ends in "reports".
-        seconds: duration of the fault in seconds.
-        clock: returns the time in seconds.
     """
 
     def __init__(self, kind: str, seconds: float, clock: Callable[[], float] = time.monotonic):
@@ -317,9 +314,6 @@ class Injector:
     """Carries out the planned faults of one logical rank, in the worker that holds it.
 
     Args:
-        faults: planned faults of the whole run.
-        rank: logical rank of this worker.
-        node: node of this worker.
         fired: numbers of the faults that have happened; a repeated step has no fault the second time.
         announce: called before each fault; returns once the fault is recorded. After a SIGKILL the worker could not
             report.

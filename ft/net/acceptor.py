@@ -28,18 +28,9 @@ _MARK = Mark()
 class Peer:
     """The connection of one dialer.
 
-    Args:
-        connection: an accepted connection.
-        token: token of the run.
-        purpose: name and version of the protocol.
-        address: address of the dialer.
-
     Attributes:
-        socket: the connection.
-        address: address of the dialer.
         is_member: whether the dialer has proved that it belongs to the run.
         since: time at which it connected, by the monotonic clock.
-        is_closed: whether the connection is closed.
     """
 
     def __init__(self, connection: socket.socket, token: str, purpose: str, address: str):
@@ -140,7 +131,6 @@ class Acceptor:
 
     Args:
         listener: listening socket; the acceptor owns it from now on.
-        token: token of the run.
         purpose: name and version of the protocol, at most 16 ASCII characters.
         name: name of the server in its messages on stderr.
     """

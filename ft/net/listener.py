@@ -28,12 +28,8 @@ class Listener:
     """Listens from its construction until :meth:`close`.
 
     Args:
-        network: network at whose address to listen.
-        token: token of the run.
-        purpose: name and version of the protocol.
         serve: called as serve(channel, address of the peer) in the connection's thread; returns or raises when the
             connection has ended.
-        name: name of the threads.
         is_background: whether the threads of the connections have a low scheduling priority, so that training has
             priority where CPU cores are scarce.
 

@@ -48,7 +48,6 @@ class Relay:
     """The event loop that relays streams between this node's workers and the relays of other nodes.
 
     Args:
-        world: the communicator of the MPI processes of all nodes.
         folder: folder with the Unix sockets of ``listener`` and of this node's workers.
         listener: socket for this node's workers.
     """

@@ -72,7 +72,6 @@ class Stream:
     """One end of a stream.
 
     Attributes:
-        key: identifier of this end.
         peer: MPI rank of the relay at the other end.
         sock: non-blocking socket to this node's worker; the relay closes it.
         send: function that sends a frame to the relay with a given rank.
@@ -152,7 +151,6 @@ class Stream:
         """Process a frame for this stream.
 
         Args:
-            kind: kind of the frame.
             number: number in the header: the bytes of a CREDIT.
             rest: bytes after the header: the data, or the reason of a RESET.
         """

@@ -32,7 +32,6 @@ class LeaseRecord:
     """The lease of a leader.
 
     Attributes:
-        term: number of the term.
         life: number of the restart with which the present journal (the control plane's log of decisions) began; 0 for
             the first start of the run.
         where: address at which the leader accepts messages, "" until it accepts them.
@@ -60,8 +59,6 @@ def claim(run_dir: Path, term: int, node: str) -> bool:
     """Claim a term; return False if the term was claimed before, by any process.
 
     Args:
-        run_dir: directory of the election.
-        term: number of the term.
         node: name of the node or process that claims the term, for people.
 
     Raises:
@@ -74,8 +71,6 @@ def claim_next(run_dir: Path, node: str, least: int = 0) -> int:
     """Claim the first term that is free, and return its number.
 
     Args:
-        run_dir: directory of the election.
-        node: name of the node or process that claims the term.
         least: lower bound of the term.
 
     Raises:
@@ -117,8 +112,6 @@ def renew(run_dir: Path, standing: LeaseRecord, file: str = CONTROL) -> None:
     """Write the lease atomically: readers see the old or the new content.
 
     Args:
-        run_dir: directory of the election.
-        standing: the lease.
         file: CONTROL or QUORUM.
 
     Raises:
@@ -145,7 +138,6 @@ class LeaseKeeper:
     accepts connections, it renews the lease itself, and this keeper only watches.
 
     Args:
-        folder: directory of the election.
         period_s: seconds between two looks at the lease.
         mine: lease to renew from the first look on, unless its leader accepts connections by then.
 

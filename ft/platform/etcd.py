@@ -259,9 +259,6 @@ class _EtcdLog:
     """A log in pieces; the name of each piece is the number of bytes before it, so that no two writers use the same.
 
     Args:
-        etcd: the values of the run.
-        name: name of the log.
-        content: its present content.
         copy: receives the same lines on this node, for people.
     """
 

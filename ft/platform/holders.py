@@ -16,11 +16,8 @@ class Holder:
     """A process that holds something.
 
     Attributes:
-        host: name of its host.
-        pid: its pid there.
         since: wall-clock time since which it holds it, in seconds.
         process: the process as ``processes.identity`` returns it.
-        run: directory of its run.
     """
 
     host: str
@@ -67,7 +64,6 @@ def is_at_work(found: Holder, leases: Iterable[Path]) -> bool:
     """Return whether a holder, or another process that goes on with its run, is alive; may take 2 s for each folder.
 
     Args:
-        found: the holder.
         leases: folders with the leases of its run.
     """
     return bool(found.lives) or any(map(election.is_kept, leases))

@@ -69,11 +69,7 @@ class SharedState(Protocol):
 
 
 class Folder(SharedState):
-    """The values as files of a folder that all nodes share.
-
-    Args:
-        path: the folder.
-    """
+    """The values as files of a folder that all nodes share."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -170,7 +166,6 @@ def keep_on_etcd(folder: Path, url: str, run: str, token: str) -> str:
     """Keep the values of the run with this folder on servers of etcd, and see that they answer.
 
     Args:
-        folder: the run's folder on this node.
         url: ``etcd://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...][/PATH]``.
         run: name of the run, the same on all its nodes, and another one for each run.
         token: secret of the run, which authenticates its values.

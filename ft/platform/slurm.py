@@ -37,7 +37,6 @@ class SlurmJob:
 
     Attributes:
         job: id of the job, with its restart count if it was requeued.
-        nnodes: number of nodes.
         node_rank: position of this process's node among the nodes, from 0.
         hosts: host names in Slurm's order.
         in_step: whether srun has started this process, so that every node runs a process like it; False in a batch
@@ -269,9 +268,7 @@ def end_orphaned_job(
     Slurm has to confirm that the script's node is down, which it does only after its SlurmdTimeout (usually 300 s).
 
     Args:
-        environment: environment variables.
         is_first_lost: whether the run has lost the first node of the allocation, which runs the batch script.
-        say: function that prints a message.
         patience_s: maximum wait for Slurm's confirmation, in seconds.
     """
     job, launcher = job_name(environment), environment.get("SLURM_SRUN_COMM_HOST")

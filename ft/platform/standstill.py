@@ -31,8 +31,6 @@ class Standstill:
         A gap between two calls counts for at most 2 s, so that a pause of the caller does not count.
 
         Args:
-            now: monotonic time.
-            pid: pid of the process.
             said: number of messages received from the process so far; a new message counts as activity.
         """
         passed = now - self._looked_at

@@ -128,7 +128,6 @@ class Supervisor:
 
         Args:
             module: module whose function ``main`` the child calls.
-            arguments: its command-line arguments.
             out: file that standard output is appended to.
             on_exit: called by ``turn`` with the exit code, or the negated number of the signal that killed the child.
             err: file that standard error is appended to; None: ``out``.

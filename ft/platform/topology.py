@@ -29,7 +29,6 @@ class Topology:
     """Failure domains of hosts.
 
     Attributes:
-        path: path of the file.
         hosts: host name -> kind -> name of the domain. In the own format all hosts have the same kinds; in Slurm's
             format a kind is missing where the branches of the tree differ in depth.
         has_agents: whether the file may also name a host by its node number (n0, n1, ...).

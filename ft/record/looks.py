@@ -53,13 +53,7 @@ class Moment:
 
 
 def path(run: Path, number: int, node: str) -> Path:
-    """Return the path of one node's part of a look.
-
-    Args:
-        run: folder of the run.
-        number: number of the look.
-        node: name of the node's agent.
-    """
+    """Return the path of one node's part of a look."""
     return run / _FOLDER / f"{number:04d}" / f"{node}.json"
 
 
@@ -70,10 +64,6 @@ def wanted(run: Path) -> Path:
 
 def want(run: Path, why: str) -> None:
     """Ask a run for a look.
-
-    Args:
-        run: folder of the run, or of one replica.
-        why: why, for people.
 
     Raises:
         OSError: the folder cannot be written.
@@ -104,7 +94,6 @@ def of_parts(run: Path, said: Iterable[Mapping[str, Any]]) -> Look:
     """Return the look that the nodes' parts, as they are stored, make up; see :func:`read`.
 
     Args:
-        run: folder of the run.
         said: JSON values of the parts, at least one.
 
     Raises:
@@ -223,7 +212,6 @@ def read_together(run: Path, looks: Mapping[int, int], lost: Iterable[int] = ())
     """Return one look at the replicas of a run.
 
     Args:
-        run: folder of the run.
         looks: replica -> number of its look.
         lost: replicas that were asked and have not answered.
 
@@ -243,9 +231,7 @@ def note_server(run: Path, wall: float, said: Rank) -> None:
     """Store what the operating system says of the quorum server's process.
 
     Args:
-        run: folder of the run of replicas.
         wall: when, in seconds since 1970.
-        said: what it says.
 
     Raises:
         OSError: the folder cannot be written.

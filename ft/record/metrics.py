@@ -19,7 +19,6 @@ class MetricsFile:
     (``ft.base.lines``).
 
     Args:
-        path: path of the file.
         first_step: number of steps that the run has done before this process started.
         tell: function that prints messages about waiting lines; None: print them to standard error.
 

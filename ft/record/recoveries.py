@@ -39,9 +39,7 @@ class SeatChange:
     """A logical rank that is held by another worker after a recovery than before.
 
     Attributes:
-        rank: the logical rank.
         before: name of the previous worker, None where it is unknown.
-        after: name of the new worker.
     """
 
     rank: int
@@ -177,7 +175,6 @@ class _Open:
     Attributes:
         seats_before: logical rank -> worker before the recovery.
         injected: the injected faults that caused the recovery.
-        detected: the events that report a detected fault.
         events: all events of the recovery so far.
     """
 

@@ -26,7 +26,6 @@ class Run:
     """The record of a run, as read from its folder.
 
     Attributes:
-        folder: path of the folder.
         events: all events in order of time.
         metrics: one mapping per committed step, in order of steps.
         status: content of ``status.json``, empty where there is none.
@@ -156,7 +155,6 @@ def lacking(run: Run, step: int = 0) -> list[str]:
     """Return one sentence for each file that lacks something.
 
     Args:
-        run: the run's folder as read.
         step: a step that the caller knows to be committed.
     """
     found = [f"{name} has {count} damaged line(s), which are ignored" for name, count in run.damaged.items() if count]

@@ -23,10 +23,6 @@ class Span:
 
     Attributes:
         wall: time at which the span ended, in seconds since 1970.
-        epoch: epoch of the steps.
-        first: number of the first step.
-        last: number of the last step.
-        ranks: logical ranks.
         roles: role of each rank; ranks with the same role have the same work.
         steps: number of steps that each rank has reported.
         step_ms: duration of a step.

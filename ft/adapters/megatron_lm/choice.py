@@ -23,7 +23,6 @@ def choose(flags: Sequence[str], release: tuple[int, ...] | None) -> tuple[bool,
     """Return (whether NVIDIA's trainer runs; the flags without those that choose the trainer).
 
     Args:
-        flags: the arguments of ``pretrain_gpt.py``.
         release: (major, minor, patch) of the installed megatron-core, if it carries the trainer; None: it does not.
 
     Raises:

@@ -27,7 +27,6 @@ def install(run: Run, metrics: Path | None) -> None:
     """Wrap every seam in a process that trains with the protections ``run.protections``.
 
     Args:
-        run: the state of the run, which the wrappers read and write.
         metrics: the file that gets a line for each step; None: there is none.
     """
     initialize, training = tree.module("initialize"), tree.module("training")
@@ -108,8 +107,6 @@ def _repeat(run: Run, metrics: Path | None, rest: Callable[[], None]) -> None:
     """Call ``rest``, and call it again after every recovery, until training is over; then end this worker's session.
 
     Args:
-        run: the state of the run.
-        metrics: the file that gets a line for each step; None: there is none.
         rest: the last part of the trainer's main function: training, the last save and the evaluations.
 
     Raises:

@@ -20,9 +20,6 @@ from megatron.patches.replace import replace
 class Iterators:
     """The training, validation and test iterators of one rank.
 
-    Args:
-        training: the checkout's module ``training``.
-
     Attributes:
         loaders: loaders of the training data, one for each model chunk that reads it, if this world reads a part.
     """
@@ -42,7 +39,6 @@ class Iterators:
         """Read only a part of the training data. Call it before the first iterators are made.
 
         Args:
-            share: the part.
             block: samples that all data-parallel ranks of this world together take in one microbatch.
             lock: file that keeps the worlds that share the training data from building its index at the same time.
         """
@@ -71,7 +67,6 @@ class Iterators:
         """Return the data loader of a dataset.
 
         Args:
-            dataset: the dataset.
             consumed: samples to skip; ignored for a part of the training data, whose loader exists already.
         """
         mine = next((loader for loader in self.loaders if loader.dataset is dataset), None)

@@ -45,9 +45,7 @@ def compute_part(run: Run, original: Callable[..., Losses], **given: Any) -> Los
     """Run the passes of this world's part of the step, and return the losses of all worlds.
 
     Args:
-        run: the state of the run.
         original: the checkout's ``forward_backward_func``.
-        given: its arguments.
     """
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
@@ -73,7 +71,6 @@ def rehearse(run: Run, samples: int) -> None:
     """Run forward and backward passes before the trainer's loop is entered, and discard the results.
 
     Args:
-        run: the state of the run.
         samples: number of samples, over all data-parallel ranks of this world.
     """
     own, config, several = run.args, run.config, len(run.chunks) > 1

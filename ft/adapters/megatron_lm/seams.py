@@ -25,7 +25,6 @@ class Seam:
 
     Attributes:
         file: path of its module in the checkout.
-        symbol: its name.
         why: the reason why the adapter wraps or calls it.
         parameters: names of parameters that the adapter reads or passes.
         calls: functions that its body has to call.
@@ -145,7 +144,6 @@ class Finding:
     """What the check of one seam has found.
 
     Attributes:
-        seam: the seam.
         status: FITS, MISSING or CHANGED.
         differs: the difference from what the adapter needs, as a clause; "" if the seam fits.
     """
@@ -168,7 +166,6 @@ def problems(tree: Tree, findings: Sequence[Finding] | None = None) -> Iterator[
     """Yield (problem, fix) for each function that the adapter relies on and that the checkout lacks or has changed.
 
     Args:
-        tree: the checkout.
         findings: what :func:`check_tree` has returned for the checkout; None: this function calls it.
     """
     fix = f"use a checkout of {_releases()}, or leave the --ft flags out"

@@ -34,17 +34,13 @@ class Run:
     Attributes:
         protections: the systems that protect the run.
         arguments: the checkout's command line, the same on all workers.
-        session: this worker's place in the run.
         provider: the script's function that builds the data sets.
         forward_step: the script's function that runs the forward pass of a microbatch.
         loss_name: name of the loss that the script reports.
-        iterators: the data iterators of this rank.
         stack: the layers of the protections; None before model and data are built.
         log: writer of the values that are logged for each step.
         args: the checkout's own arguments, which also hold its counters.
         chunks: wrapped model chunks.
-        optimizer: megatron-core's optimizer.
-        scheduler: learning-rate schedule.
         checkpointing_context: data that the checkout carries over from one save to the next.
         step: number of committed steps.
         first_step: number of steps done before this job started.

@@ -26,7 +26,6 @@ class Tree:
     """One checkout.
 
     Attributes:
-        root: its folder.
         release: (major, minor, patch) of the megatron-core in it.
     """
 

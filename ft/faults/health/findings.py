@@ -31,9 +31,7 @@ class Finding:
     """Something about a node that its operators should know.
 
     Attributes:
-        node: name of the node.
         device: name of the device, "" for the node as a whole.
-        observation: name of the observation.
         category: class of fault, as in ``ft.faults.verdict``.
         action: "watch", "evict at the next step" or "drain".
         cause: where the cause is, as in ``ft.faults.health.rows``.
@@ -70,7 +68,6 @@ def rules(before: Reading | None, now: Reading, table: Sequence[Rule] = (*GPU_RU
 
     Args:
         before: the earlier reading. None: growth cannot be judged, and all events of the later one count.
-        now: the later reading.
         table: the rules; the first that is about an observation applies to it.
     """
     found = [*_of_events(before, now, table), *_of_counters(before, now, table), *_of_values(before, now, table)]

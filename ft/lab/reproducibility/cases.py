@@ -37,7 +37,6 @@ class Case:
     """One model that the self-test trains for a few steps.
 
     Attributes:
-        name: name of the case in the output.
         flags: command-line flags for the trainer, ``pretrain_gpt.py``.
     """
 

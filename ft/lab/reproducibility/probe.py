@@ -45,7 +45,6 @@ class Kind:
 
     Attributes:
         operator: DMR's name of the operator.
-        dtypes: dtypes of the input tensors.
         magnitude: bit length of the largest input's number of elements; kernels for larger inputs may split their work
             differently, and so have other results.
     """
@@ -60,7 +59,6 @@ class Finding:
     """The result of executing calls of one kind repeatedly.
 
     Attributes:
-        kind: kind of the calls.
         case: name of the training step in which the kind occurred first.
         shapes: shapes of the input tensors of the first call.
         calls: number of calls that were repeated.
@@ -91,7 +89,6 @@ class Probe(TorchDispatchMode):
     """Dispatch mode that repeats the first ``calls`` calls of each kind ``runs`` times.
 
     Attributes:
-        findings: kind -> finding.
         case: name of the training step that is being executed.
     """
 

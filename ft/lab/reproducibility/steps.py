@@ -36,7 +36,6 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
     """Train ``case`` under ``probe``.
 
     Args:
-        case: the model to train.
         probe: the dispatch mode that repeats the operators and compares their results.
         layers: largest number of layers to train; 0: all layers of the model.
 

@@ -28,12 +28,7 @@ class Outcome:
     """The result of a self-test.
 
     Attributes:
-        device: name of the device.
-        threads: number of CPU threads.
-        torch: version of torch.
         deterministic: whether torch's deterministic algorithms were enabled.
-        cases: the training configurations that were executed.
-        findings: one finding for each kind of calls.
     """
 
     device: str

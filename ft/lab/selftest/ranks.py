@@ -58,11 +58,8 @@ class Rank:
     """What a rank's function is given.
 
     Attributes:
-        number: its rank.
-        size: number of ranks.
         address: address of the store.
         planted: whether the check's fault is to be made.
-        store: connection to the store.
         gpus: number of GPUs that the ranks use; 0: none.
     """
 
@@ -94,8 +91,6 @@ class Crew:
     """The ranks of a check.
 
     Args:
-        context: the check's context.
-        size: number of ranks.
         function: what each rank does; it takes a :class:`Rank` and returns JSON values.
         name: distinguishes several crews of a check.
     """
@@ -207,14 +202,8 @@ class Member:
     In a run, the control plane closes epochs; here the check's process or another rank does.
 
     Args:
-        rank: the rank.
         timeout_s: timeout of an operation, in seconds.
         waits: whether a failed operation waits for the epoch to be closed before it raises, as in a run.
-
-    Attributes:
-        groups: the groups of this rank.
-        epoch: the present epoch.
-        device: the rank's device.
     """
 
     def __init__(self, rank: Rank, timeout_s: float, *, waits: bool = True):

@@ -39,7 +39,6 @@ class Row:
     """A check with its results.
 
     Attributes:
-        check: the check.
         results: one result for each node.
     """
 
@@ -57,9 +56,7 @@ class Outcome:
 
     Attributes:
         rows: one row for each check, in order.
-        nodes: names of the nodes.
         folder: folder with the logs.
-        seconds: duration.
     """
 
     rows: Sequence[Row]
@@ -124,7 +121,6 @@ class Place:
 
     Attributes:
         node: number of this node, from 0.
-        nnodes: number of nodes.
         host: host of node 0.
         port: port of the store on node 0.
     """
@@ -139,7 +135,6 @@ class Nodes:
     """The other nodes, seen from one node. With one node, nothing is connected.
 
     Attributes:
-        place: this node's place.
         host: address at which the other nodes reach this one.
         names: names of the nodes, in order; on other nodes than node 0 only this one's.
         address: address of the store, "" with one node.
@@ -215,7 +210,6 @@ class Nodes:
         """On node 0: return the results of the other nodes; a node that does not answer has failed.
 
         Args:
-            number: number of the check.
             deadline: monotonic time at which the nodes kill the check's processes.
         """
         found = []
@@ -300,11 +294,7 @@ _STUCK = "a process is stuck in the kernel, as with a hung driver: look at dmesg
 
 
 class Interrupted(Exception):
-    """The self-test was asked to end.
-
-    Args:
-        signum: the signal.
-    """
+    """The self-test was asked to end."""
 
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
@@ -339,8 +329,6 @@ class Executor:
         """Run a check and return its result. Kill its processes when ``context.limit_s`` is over.
 
         Args:
-            check: the check.
-            context: what it is given.
             is_cut: whether that limit is what was left of ``--minutes`` instead of the check's own.
 
         Raises:
@@ -416,12 +404,9 @@ class Plan:
     """What a self-test is to do.
 
     Attributes:
-        checks: the checks, in order.
         planted: names of the checks whose fault is made.
-        seconds: longest duration.
         run_dir: the folder that the checks may write to, which all nodes share.
         gpus: largest number of GPUs to use on each node; None: all.
-        place: this node's place among the nodes.
     """
 
     checks: Sequence[Check]
@@ -433,12 +418,7 @@ class Plan:
 
 
 class SelfTest:
-    """A self-test on this node.
-
-    Args:
-        plan: what to do.
-        executor: runs the checks.
-    """
+    """A self-test on this node."""
 
     def __init__(self, plan: Plan, executor: Executor):
         self._plan, self._executor = plan, executor

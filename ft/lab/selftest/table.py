@@ -24,9 +24,7 @@ class Failed(Exception):
     """A check has shown that something does not work.
 
     Args:
-        problem: what does not work.
         fix: what the owner of the cluster can do about it.
-        measured: what was measured before.
     """
 
     def __init__(self, problem: str, fix: str, measured: Measured | None = None):
@@ -65,14 +63,12 @@ class Context:
     """What a check is given.
 
     Attributes:
-        check: name of the check.
         folder: folder of the check on this node, for logs and files.
         run_dir: the folder of the self-test, which all nodes share.
         gpus: largest number of GPUs to use; None: all that this node has.
         limit_s: seconds until this check is killed.
         planted: whether to make the check's fault, which it then has to find.
         node: number of this node, from 0.
-        nnodes: number of nodes.
         host: address at which the other nodes reach this one.
         store: address of the store in which the nodes of this check meet; "" with one node.
         token: shared secret of the self-test's processes.
@@ -123,8 +119,6 @@ class Result:
         outcome: PASS, FAIL or SKIPPED.
         text: what was found, or the reason.
         fix: what to do about a failure, otherwise "".
-        measured: the measured values.
-        seconds: duration.
         node: name of the node; "" for all nodes together.
     """
 
@@ -302,7 +296,6 @@ def chosen(names: list[str], flag: str) -> list[Check]:
 
     Args:
         names: values of ``flag``; each may be several names with commas between them.
-        flag: the flag, for the error message.
 
     Raises:
         UserError: there is no check of that name.

@@ -29,7 +29,6 @@ class StoreConnection(dist.Store):
 
     Args:
         address: ``StoreServer.address``, as host:port.
-        token: the run's token.
         timeout_s: timeout of connecting and of blocking calls, in seconds.
 
     Attributes:

@@ -35,9 +35,6 @@ class _Request:
     """A request of a client.
 
     Attributes:
-        peer: its connection.
-        message: the request.
-        keys: the keys that it names.
         waits_for: the key without which it cannot be answered; None: it does not wait.
     """
 
@@ -53,7 +50,6 @@ class StoreServer:
     Args:
         host: name or IPv4 address at which clients reach this node.
         port: port to listen on; 0: any free one.
-        token: the run's token.
         contents: the store of torch's that holds the entries; None: one in this process's memory.
 
     Attributes:

@@ -37,7 +37,6 @@ class History:
 
     Attributes:
         name: the folder, as it was given.
-        events: its events.
         coverage: (the least share of operators that was verified in a step, the step); None if it is not on record.
     """
 
@@ -51,9 +50,7 @@ class Device:
     """The mismatches of one device.
 
     Attributes:
-        host: name of the machine.
         device: name of the device, such as "cuda:1 (NVIDIA H100)".
-        mismatches: number of mismatches.
         operators: name of an operator -> number of its mismatches.
         steps: (run, step) in which there was a mismatch.
         ranks: logical ranks that the device has had.

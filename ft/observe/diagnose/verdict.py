@@ -24,7 +24,6 @@ def coordinates(rank: int, layout: Mapping[str, int | None], pipeline_first: boo
     ``edp``.
 
     Args:
-        rank: the logical rank.
         layout: sizes as in a checkpoint (``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``world_size``); 1 if absent.
         pipeline_first: --use-tp-pp-dp-mapping: the pipeline dimension varies faster than data parallelism.
     """
@@ -54,7 +53,6 @@ def copies(rank: int, layout: Mapping[str, int | None], pipeline_first: bool, ex
     """Return the other ranks that hold the same shard of a parameter as ``rank``: its data-parallel replicas.
 
     Args:
-        rank: the logical rank.
         layout: sizes as for ``coordinates``.
         pipeline_first: as for ``coordinates``.
         expert: whether the parameter belongs to an expert; with expert parallelism its replicas are other ranks.
@@ -110,7 +108,6 @@ class Row:
     Attributes:
         run: number of the run that deviates.
         reference: number of a run that it is compared with.
-        subject: what differs.
         elements: number of elements of the whole subject.
         difference: the differences of all shards merged; its positions are in the first shard that differs.
         index: index of the first differing element in the whole subject; ``()`` where elements have no order.
@@ -206,8 +203,6 @@ class RankShare:
     """The pieces that one logical rank of a deviating run wrote.
 
     Attributes:
-        run: number of the run.
-        rank: the logical rank.
         place: coordinates of the rank in the parallel grid.
         copies: ranks that hold copies of the rank's parameters, which were not stored.
         pieces: number of pieces that the rank wrote.

@@ -55,7 +55,6 @@ class Mismatch:
     The properties format the fields of the event for tables.
 
     Attributes:
-        event: the mismatch event.
         follows: the action that DMR took after that attempt at the step, as text, such as "step redone".
     """
 

@@ -61,8 +61,6 @@ def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: 
 
     Args:
         metrics: one mapping per step, with ``step_time_s``.
-        history: events in order of time.
-        found: the recoveries in ``history``.
     """
     times = [t for m in metrics if (t := number(m, "step_time_s")) is not None]
     productive = sum(times)
@@ -104,7 +102,6 @@ def asynchronous(between_s: float, repair_s: float, stall_s: float, replicas: fl
         between_s: seconds from one failure to the next.
         repair_s: seconds until the lost replicas contribute again.
         stall_s: seconds of the failure and the rejoin during which all replicas stall.
-        replicas: number of replicas.
         lost: number of replicas lost in one failure.
     """
     stall = min(stall_s, between_s)
@@ -150,9 +147,6 @@ def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], 
 
     Args:
         steps: the surviving steps, that is, the committed steps that are part of the current training state.
-        pace: durations of these steps.
-        incidents: failures and rejoins of replicas.
-        replicas: number of replicas of the run.
     """
     wall = sum(pace.took)
     if not steps or wall <= 0:
@@ -168,12 +162,7 @@ def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], 
 
 
 def effective_of_one(times: Goodput, found: Sequence[Recovery]) -> Effective:
-    """Return the effective training time of a run with one replica, which waits for each of its recoveries.
-
-    Args:
-        times: where the run's time went.
-        found: the recoveries of the run.
-    """
+    """Return the effective training time of a run with one replica, which waits for each of its recoveries."""
     if times.step is None or times.wall <= 0:
         return Effective(None)
     took = [r.total for r in found if r.total is not None]
@@ -191,7 +180,6 @@ def _effective(
         lost: number of replicas lost in each failure.
         stalled: seconds of the stalls of all failures and rejoins.
         away: seconds until a lost replica contributed again, for each that did.
-        replicas: number of replicas of the run.
     """
     measured, failures = min(1.0, useful / wall), len(lost)
     if not failures:

@@ -65,7 +65,6 @@ class Lineage:
     """The steps of the surviving state, in order, and all other commits.
 
     Attributes:
-        steps: the steps of the surviving state.
         superseded: the committed steps that are not in the surviving state.
         missing: (first, last) numbers of steps that are in the state but in no replica's record.
         conflicts: sentences about replicas of one quorum whose lines about a step, or whose state digests, differ.

@@ -55,12 +55,7 @@ Card = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Panel:
-    """A section of the page.
-
-    Attributes:
-        title: its heading.
-        content: its HTML.
-    """
+    """A section of the page."""
 
     title: str
     content: Markup
@@ -70,7 +65,6 @@ def page(record: Record, timeline: bytes) -> str:
     """Return the report as HTML text.
 
     Args:
-        record: the run's record.
         timeline: the picture of ``ft.observe.report.timeline`` as PNG.
     """
     panels = [make(record) for make in (*_PANELS, partial(_timeline, timeline), *_PANELS_BELOW)]

@@ -27,8 +27,6 @@ class Action:
     """One action of a protection, which all ranks took together.
 
     Attributes:
-        step: the step that the action concerns.
-        protection: name of the protection.
         what: what the protection did, as text that begins with a verb.
     """
 

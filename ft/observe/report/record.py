@@ -70,7 +70,6 @@ class Mark:
 
     Attributes:
         at: position of the line on the horizontal axis.
-        colour: colour of the line.
         title: what happened there.
     """
 
@@ -101,7 +100,6 @@ class Record:
     """The record of a run.
 
     Attributes:
-        folder: folder of the run.
         replicas: number of a replica -> its record, for the replicas that have a folder.
         has_quorum: whether the run is one of FT-HSDP, with a quorum server and commit logs.
         events: events of the quorum server, in order of time.

@@ -53,7 +53,6 @@ def depth(step: Step, adopted: bool = True) -> int:
     """Return the largest number of shard types that one group computed in the step: its stack and its patch computes.
 
     Args:
-        step: the step.
         adopted: whether to count types that had no host.
     """
     commit = step.commit

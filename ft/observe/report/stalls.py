@@ -80,7 +80,6 @@ class _Span:
     Attributes:
         first: index of its first step.
         last: index of its last step.
-        replicas: the replicas that failed or rejoined.
         away_s: the absence of each rejoined replica in seconds.
     """
 

@@ -33,10 +33,6 @@ def summary(record: Record, files: Sequence[Path]) -> str:
     It has key figures, tables of replicas, of their failures and rejoins, of recoveries, of DMR mismatches (operators
     whose two executions differed), of actions of user-defined protections and of pipeline stages rebuilt by CheckFree,
     and the paths of written files.
-
-    Args:
-        record: the run's record.
-        files: paths of the files that the report has written.
     """
     lines = [f"{name:<10} {value}" for name, value in facts(record)]
     if record.has_quorum:

@@ -27,7 +27,6 @@ class _Copy:
     Attributes:
         gb_s: gigabytes per second of the fastest copy, checksums included.
         blocks_s: seconds for which the call that starts that copy blocks the training thread.
-        seconds: duration of that copy.
     """
 
     gb_s: float
