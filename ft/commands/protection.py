@@ -1,10 +1,8 @@
 """Determine from the command line of ``ft run`` how a run is protected, and find flags that can have no effect.
 
-A run is protected by hot-swap (standbys, that is, warm workers, take over from failed ones with state from peers'
-memory), by replicas (FT-HSDP: several copies of the model train together), or not at all. For this project's own
-trainer, ``pretrain_gpt.py``, the trainer's flags decide. Any other script enables its protection at run time by calling
-``ft.attach`` or ``ft.protect``. If a script never calls them, this is noticed only when the run ends
-(:mod:`ft.job.control.run_ends`).
+For this project's own trainer, ``pretrain_gpt.py``, the trainer's flags decide. Any other script enables its protection
+at run time by calling ``ft.attach`` or ``ft.protect``. If a script never calls them, this is noticed only when the run
+ends (:mod:`ft.job.control.run_ends`).
 """
 
 import argparse

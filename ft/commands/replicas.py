@@ -1,9 +1,6 @@
 """Implement ``ft run --ft-hsdp-replicas R``: read the command line and run the launcher of FT-HSDP replicas on a node.
 
-In FT-HSDP (fault-tolerant hybrid-shared data parallelism, a paper) a run consists of R replicas: full copies of the
-model, each with its own workers. The quorum server decides at every step which replicas take part. The launcher is
-the process that ``ft run`` starts on each node; it runs the agents, which supervise the workers, of all replicas on the
-node.
+The launcher is the process that ``ft run`` starts on each node; it runs the agents of all replicas on the node.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Injector of the faults that an agent carries out: it ends its node, cuts its network, or kills the control plane.
 
-An agent is the supervisor process of one node. It can cut its network if it runs in a network namespace of its own.
+It can cut its network if it runs in a network namespace of its own.
 """
 
 import contextlib

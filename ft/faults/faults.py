@@ -1,9 +1,4 @@
-"""Planned faults: the kind, time and victim of each, the file that carries them to agents and workers, and a timer.
-
-Terms: a logical rank is a position in the parallel grid, held by a worker process; an agent is the supervisor process
-of one node; a recovery opens a new epoch, a new version of the map logical rank -> worker. A replica (FT-HSDP) is a
-full copy of the model with its own workers; a replica that was restarted fetches its state from healthy ones.
-"""
+"""Planned faults: the kind, time and victim of each, the file that carries them to agents and workers, and a timer."""
 
 import contextlib
 import json

@@ -192,7 +192,7 @@ class FramedChannel:
         self.be_patient(patience_s)
 
     def dial(self, token: str, purpose: str, limit_s: float) -> None:
-        """Run the dialer's part of the handshake, before anything else. Raises as :func:`ft.net.handshake.dial` does."""
+        """Run the dialer's part of the handshake, before anything else; raises as :func:`ft.net.handshake.dial`."""
         party = Party(token, purpose, is_dialer=True)
         theirs, _ = dial(self.socket, party, limit_s)
         self._frames = Frames(party, theirs)

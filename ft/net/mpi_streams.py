@@ -1,7 +1,6 @@
 """The protocol between two MPI relays: byte streams between workers, as frames in MPI messages, with flow control.
 
-A relay is the MPI process of a node. The node's workers (training processes) connect to it over sockets. Each end of a
-stream is a relay with a socket to one worker. A frame is a header and, for some kinds, bytes:
+Each end of a stream is a relay with a socket to one worker. A frame is a header and, for some kinds, bytes:
 
     OPEN name    a worker requests a stream to worker ``name``; answered by OPENED, or by RESET with the reason
     DATA bytes   data; at most WINDOW bytes may be sent beyond the bytes that the other end has credited

@@ -1,8 +1,6 @@
 """Format the block of text that ``ft run`` prints when a recovery from a failure is over.
 
-The text names the worker that failed, the worker that took over its logical rank (its position in the parallel grid),
-the seconds that each phase of the recovery took (:mod:`ft.record.recoveries` lists the phases), and the cause of a
-hang, which follows from what the run has recorded of all ranks shortly before.
+The cause of a hang follows from what the run has recorded of all ranks shortly before.
 """
 
 import textwrap

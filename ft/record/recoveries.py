@@ -1,9 +1,5 @@
 """Derive a run's recoveries from its events: what failed, how the failure was classified, and how long each phase took.
 
-A logical rank is a position in the parallel grid, held by one worker process at a time. An epoch is one version of the
-map from logical ranks to workers: a failure closes the epoch, and the recovery opens the next one, in which a standby
-(a warm worker without a rank) may hold the rank of the failed worker.
-
 The phases follow each other in this order (DEADPOOL, figures 10 and 11, breaks a recovery down similarly):
 
     detect    from the fault to its detection (known only for faults that were injected)

@@ -1,8 +1,7 @@
 """Read the folder of a run: events, metrics, status, and the journal in which the control plane logs its decisions.
 
 The run may still be in progress, or may have died in the middle of writing a line; incomplete lines are skipped. What
-is missing is known: damaged lines, and committed steps (every rank has finished its optimizer update) without a line in
-``metrics.jsonl``.
+is missing is known: damaged lines, and committed steps without a line in ``metrics.jsonl``.
 """
 
 from dataclasses import dataclass, field

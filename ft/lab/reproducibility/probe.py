@@ -1,9 +1,8 @@
 """Execute the operators of a real training step repeatedly on their actual inputs, and compare the results.
 
-The self-test of DMR (dual modular redundancy: each operator is executed twice and compared) uses this to find operators
-that are not reproducible. Repetition happens at the moment of the call, when the inputs exist with their strides and
-aliases; nothing is recorded for later. Random operators draw again from the same state of the generator, and operators
-that write in place are computed on copies (``ft.systems.dmr.runtime.operators``), as DMR does at run time.
+Repetition happens at the moment of the call, when the inputs exist with their strides and aliases; nothing is recorded
+for later. Random operators draw again from the same state of the generator, and operators that write in place are
+computed on copies (``ft.systems.dmr.runtime.operators``), as DMR does at run time.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Format the outcome of ``ft dmr selftest`` as text or JSON values.
-
-The self-test finds operators that are not reproducible bit for bit, and for which DMR (redundant execution) would raise
-false alarms.
-"""
+"""Format the outcome of ``ft dmr selftest`` as text or JSON values."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Compare the checkpoints of several runs of the same training bit for bit, up to the first step that differs.
 
-A piece is one shard of a tensor, or one object, in a checkpoint. The manifest is the checkpoint's list of its files,
-with their sizes and checksums. ULP (unit in the last place) is the distance of two floating-point numbers, counted in
-representable numbers.
+ULP (unit in the last place) is the distance of two floating-point numbers, counted in representable numbers.
 """
 
 import struct

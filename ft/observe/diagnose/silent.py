@@ -1,8 +1,7 @@
 """Find out which machines and devices have computed wrongly, from what DMR recorded in the events of several runs.
 
-DMR (dual modular redundancy, from the SpareTrain paper) executes each operator twice and compares the results. One
-mismatch may be a cosmic ray; a device on which results are wrong in several steps, or that a run has evicted, should be
-pulled. An operator that differs on several devices is not reproducible: then no device is at fault.
+One mismatch may be a cosmic ray; a device on which results are wrong in several steps, or that a run has evicted, should
+be pulled. An operator that differs on several devices is not reproducible: then no device is at fault.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""Format the result of ``ft diagnose compare``, a bitwise comparison of runs' checkpoints, as text or JSON values.
-
-A subject is a parameter or optimizer state that differs; a rank is a logical rank (position in the parallel grid).
-"""
+"""Format the result of ``ft diagnose compare``, a bitwise comparison of runs' checkpoints, as text or JSON values."""
 
 import math
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
-"""Attribute the differences between runs' checkpoints to a run, a parameter and a logical rank.
+"""Attribute the differences between runs' checkpoints to a run, a parameter and a logical rank. All functions are pure.
 
-A piece is one shard of a tensor, or one object, in a checkpoint. A logical rank is a position in the parallel grid,
-which has the dimensions of megatron-core: tensor (tp), context (cp), data (dp) and pipeline parallelism (pp), and for
-experts expert-tensor (etp), expert (ep) and expert-data parallelism (edp). ULP (unit in the last place) is the distance
-of two floating-point numbers counted in representable numbers. All functions are pure.
+The parallel grid has the dimensions of megatron-core: tensor (tp), context (cp), data (dp) and pipeline parallelism
+(pp), and for experts expert-tensor (etp), expert (ep) and expert-data parallelism (edp).
 """
 
 import math

@@ -1,10 +1,5 @@
 """Audit an FT-HSDP run: prove from its commit logs that every data sample was trained exactly once.
 
-A replica is a full copy of the model with its own workers. The sample assignment is the rule by which samples are
-divided among the replicas; each replica reads its own stream of samples, and its position is the number of samples that
-it has read. A surviving step is a committed step that is part of the current training state. A replica is healthy in a
-step if it contributed gradients.
-
 The audit compares two sets. The samples trained are those that the healthy replicas of each surviving step read: from
 the position that the replica's data loader recorded (``at``) or, without such a record, from its position after the
 previous step. The samples consumed are those that lie before the positions after the last step. Both are sets of

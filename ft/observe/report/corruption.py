@@ -1,10 +1,6 @@
 """Summarise what redundant execution (DMR) recorded in a run's events about silent data corruption.
 
-DMR (dual modular redundancy, from the SpareTrain paper) executes each operator twice and compares the results. The
-second execution happens at once, or as part of activation checkpointing's recomputation, or in a window, that is, a
-time in which the GPU would otherwise be idle. The summary says how many operators were verified in which way, which
-operators mismatched, and what followed (retry of the step, eviction of a node, end of the run). The events are written
-by ``ft.systems.dmr.runtime.protection``. Malformed values in their details are tolerated.
+The events are written by ``ft.systems.dmr.runtime.protection``. Malformed values in their details are tolerated.
 """
 
 from collections import Counter

@@ -1,13 +1,11 @@
 """Compute goodput, the share of a run's wall time that was spent on committed steps, and effective training time.
 
-A step is committed when every rank has finished its optimizer update. Steps that are rolled back and computed again
-count only once. An epoch is a version of the map from logical ranks to workers; training begins when the first epoch
-opens.
+Steps that are rolled back and computed again count only once. Training begins when the first epoch opens.
 
 Effective training time (FT-HSDP, section 6.1) is the share of the wall time that the same work would take without
-failures. The example there: a failure happens every 18 minutes; a replica (a full copy of the model) is then absent for
-10 minutes, and during 3 of these 10 minutes all replicas stall. With 12 replicas the effective training time is
-(8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair, it is (18 - 10) / 18 = 44 %.
+failures. The example there: a failure happens every 18 minutes; a replica is then absent for 10 minutes, and during 3
+of these 10 minutes all replicas stall. With 12 replicas the effective training time is (8 + 7 * 11/12) / 18 = 80 %. If
+all replicas wait for the repair, it is (18 - 10) / 18 = 44 %.
 """
 
 import statistics

@@ -1,9 +1,5 @@
 """Determine which committed steps of an FT-HSDP run are part of its current training state (the surviving steps).
 
-A replica is a full copy of the model with its own workers; each replica writes one line (a commit) to its commit log
-for each step that it commits. A quorum is the set of replicas that take part in an attempt at a step; quorums are
-numbered.
-
 In a failure, some replicas may commit a step while others do not. The others then commit this step again in a later
 quorum, and the former replicas fetch the new state, or are lost. Therefore the lineage starts from the latest commit
 and follows the predecessor that each commit names. Commits outside of this chain are superseded: their results are no

@@ -1,9 +1,4 @@
-"""List what protections did during a run: actions of user-defined ones, and stages that CheckFree rebuilt.
-
-A user-defined protection wraps each training step in order to detect or repair failures, and reports its actions as
-events. CheckFree replaces the lost parameters of a pipeline stage by a weighted average of the neighbouring stages'
-parameters, so that training continues without a checkpoint.
-"""
+"""List what protections did during a run: actions of user-defined ones, and stages that CheckFree rebuilt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

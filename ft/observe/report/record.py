@@ -1,9 +1,7 @@
 """Read the folder of a run, and compute once what status and report show of it.
 
-A run has one or more replicas (full copies of the model, each with its own workers). With FT-HSDP the run's folder has
-a folder for each replica, a quorum server determines which replicas take part in each step, and each replica logs the
-steps that it commits. Without it the run's folder is that of its only replica. The run may still be in progress:
-folders of replicas may be missing, and files may end in incomplete lines.
+With FT-HSDP the run's folder has a folder for each replica; without it, it is that of its only replica. The run may
+still be in progress: folders of replicas may be missing, and files may end in incomplete lines.
 """
 
 import re

@@ -1,10 +1,8 @@
 """Summarise an FT-HSDP run that uses SPARe: how many data shards each group computed per step, and how many patches.
 
-In SPARe a shard type is one of the N parts of a step's data, and each group (here: an FT-HSDP replica) hosts several
-types. The stack of a step is the number of types that each group computes in it. When a group is lost during a step,
-surviving groups compute those of its types that none of them has computed, in the same step; this is a patch compute.
-A wipe-out is a step in which no host of some type was present, so that other groups computed the type.
-``ft.observe.report.text`` prints the summary.
+When a group is lost during a step, surviving groups compute those of its types that none of them has computed, in the
+same step; this is a patch compute. A wipe-out is a step in which no host of some type was present, so that other groups
+computed the type.
 """
 
 import statistics

@@ -1,9 +1,6 @@
 """Measure how many seconds failures and rejoins of replicas cost the other replicas of an FT-HSDP run.
 
-A replica is a full copy of the model with its own workers. A quorum is the set of replicas that take part in an attempt
-at a step; a failure during the step makes the quorum server form another quorum, and the step is retried. A replica
-rejoins by fetching the training state from the others. The stall of a step is its duration in excess of the median
-duration of undisturbed steps around it.
+The stall of a step is its duration in excess of the median duration of undisturbed steps around it.
 """
 
 import statistics

@@ -1,9 +1,7 @@
 """Compute and format the current state of a run for ``ft status``, from what its processes wrote last.
 
-Every run has a status of its whole. Without FT-HSDP, a run's control plane (the process that directs recoveries) tells
-the state of its workers and of the copies of their snapshots. With FT-HSDP, the replicas' commit logs tell which
-replicas take part in the steps. The run's files look the same after a SIGKILL of the process that directs it; whether
-one is left is seen by its lease, a file that it renews periodically.
+The run's files look the same after a SIGKILL of the process that directs it; whether one is left is seen by its lease,
+a file that it renews periodically.
 """
 
 import time

@@ -1,9 +1,4 @@
-"""Build the text that ``ft report`` prints about a run; the HTML page reuses parts of it.
-
-Surviving steps are the committed steps that are part of the current training state; superseded steps were committed by
-some replicas only, or were rolled back. The audit checks that every sample was trained exactly once. A stall is the
-time that a failure or rejoin of a replica costs the other replicas.
-"""
+"""Build the text that ``ft report`` prints about a run; the HTML page reuses parts of it."""
 
 import statistics
 from collections.abc import Sequence
