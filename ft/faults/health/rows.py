@@ -229,11 +229,6 @@ _OTHERS = (
 _XIDS = (*_OF_PROGRAMS, *_OF_MEMORY, *_OF_DEVICES, *_OF_LINKS, *_RECOVERIES, *_OTHERS)
 
 
-def _gpu_row(name: str, condition: str, limit: float, category: str, action: str, cause: str, *words: str) -> Rule:
-    meaning, advice, source = words
-    return Rule(name, condition, limit, category, action, cause, meaning, advice, source)
-
-
 _RETRAIN = "Check the seating of the GPU and its riser; a reboot trains the link again."
 _COOLING = "Check fans, air flow and the temperature of the room; a slow GPU holds up all others."
 _POWER = "Check the power supplies and what limits them; a slow GPU holds up all others."
@@ -248,51 +243,41 @@ _FIELDS = f"{_NVML}, NVML_FI_DEV_NVLINK_COUNT fields"
 
 GPU_RULES = (
     *_XIDS,
-    _gpu_row(
-        "log.gpu.off_the_bus", HAPPENED, 1, HOST, DRAIN, THIS, "the GPU has fallen off the bus", _RETRAIN, _CATALOG
-    ),
-    _gpu_row(
-        "log.gpu.init", HAPPENED, 1, DEVICE, DRAIN, THIS, "the driver could not initialize the GPU", _RESET, _INIT
-    ),
-    _gpu_row("sxid.switch", HAPPENED, 1, HOST, DRAIN, THIS, "an NVSwitch of the node failed", _NVSWITCH, _SWITCH),
-    _gpu_row("sxid.heat", HAPPENED, 1, HOST, WATCH, THIS, "heat slows an NVSwitch down", _COOLING, _SWITCH),
-    _gpu_row("sxid.fatal", HAPPENED, 1, NETWORK, WATCH, LINK, "a fatal error of an NVSwitch", _CABLE, _SWITCH),
-    _gpu_row("sxid.corrected", HAPPENED, 100, NETWORK, WATCH, LINK, "many corrected NVSwitch errors", _CABLE, _SWITCH),
-    _gpu_row("sxid.other", HAPPENED, 1, NETWORK, WATCH, LINK, "an error of an NVSwitch", _CABLE, _SWITCH),
-    _gpu_row("gpu.lost", AT_LEAST, 1, HOST, DRAIN, THIS, "the GPU does not answer, or needs a reset", _RESET, _NVML),
-    _gpu_row(
-        "gpu.rows.failed", AT_LEAST, 1, DEVICE, DRAIN, THIS, "a defective row cannot be replaced", _REPLACE, _MEMORY
-    ),
-    _gpu_row("gpu.rows.pending", AT_LEAST, 1, DEVICE, WATCH, THIS, "rows are replaced at the reset", _LATER, _MEMORY),
-    _gpu_row("gpu.rows.uncorrected", GREW, 1, DEVICE, WATCH, THIS, "a row failed uncorrectably", _REPLACE, _MEMORY),
-    _gpu_row("gpu.rows.banks_without_spare", ROSE, 1, DEVICE, WATCH, THIS, "a bank has no spare rows", _SPARE, _MEMORY),
-    _gpu_row("gpu.sram.over_threshold", AT_LEAST, 1, DEVICE, EVICT, THIS, "too many errors of the SRAM", _SRAM, _BOUND),
-    _gpu_row("gpu.pages.pending", AT_LEAST, 1, DEVICE, EVICT, THIS, "pages are retired at the reboot", _RESET, _MEMORY),
-    _gpu_row("gpu.ecc.uncorrected", GREW, 1, DEVICE, WATCH, THIS, "uncorrectable memory errors", _REPLACE, _MEMORY),
-    _gpu_row("gpu.ecc.corrected", GREW, 1000, DEVICE, WATCH, THIS, "many corrected memory errors", _REPLACE, _MEMORY),
-    _gpu_row("gpu.throttled.heat_hardware", AT_LEAST, 1, HOST, WATCH, THIS, "heat slows the GPU down", _COOLING, _NVML),
-    _gpu_row("gpu.throttled.heat_software", AT_LEAST, 1, HOST, WATCH, THIS, "heat slows the GPU down", _COOLING, _NVML),
-    _gpu_row("gpu.throttled.power_brake", AT_LEAST, 1, HOST, WATCH, THIS, "the power supply brakes", _POWER, _NVML),
-    _gpu_row("gpu.throttled.hardware", AT_LEAST, 1, HOST, WATCH, THIS, "hardware slows the GPU down", _POWER, _NVML),
-    _gpu_row("gpu.temperature.margin", AT_MOST, 2, HOST, WATCH, THIS, "almost too hot, degrees left", _COOLING, _NVML),
-    _gpu_row(
-        "gpu.fabric.unready", AT_LEAST, 1, NETWORK, WATCH, ELSEWHERE, "NVLink is not set up yet", _MANAGER, _FABRIC
-    ),
-    _gpu_row("gpu.fabric.failed", AT_LEAST, 1, NETWORK, WATCH, ELSEWHERE, "NVLink cannot be used", _MANAGER, _FABRIC),
-    _gpu_row(
-        "gpu.fabric.unhealthy", AT_LEAST, 1, NETWORK, WATCH, LINK, "faults of the NVLink fabric", _MANAGER, _FABRIC
-    ),
-    _gpu_row("gpu.pcie.replays", GREW, 100, HOST, WATCH, THIS, "packets repeated on PCIe", _RETRAIN, _NVML),
-    _gpu_row("gpu.pcie.lanes_lost", ROSE, 1, HOST, WATCH, THIS, "the PCIe link lost lanes", _RETRAIN, _NVML),
-    _gpu_row("nvlink.up", FELL, 1, NETWORK, WATCH, LINK, "an NVLink went down", _CABLE, _NVML),
-    _gpu_row("nvlink.recoveries", GREW, 1, NETWORK, WATCH, LINK, "an NVLink was trained again", _CABLE, _NVML),
-    _gpu_row("nvlink.recoveries_failed", GREW, 1, NETWORK, WATCH, LINK, "an NVLink could not recover", _CABLE, _FIELDS),
-    _gpu_row("nvlink.replays", GREW, 100, NETWORK, WATCH, LINK, "packets repeated on an NVLink", _CABLE, _NVML),
-    _gpu_row("nvlink.crc_flit", GREW, 1000, NETWORK, WATCH, LINK, "checksum errors of an NVLink", _CABLE, _NVML),
-    _gpu_row("nvlink.crc_data", GREW, 1000, NETWORK, WATCH, LINK, "checksum errors of an NVLink", _CABLE, _NVML),
-    _gpu_row("nvlink.receive_errors", GREW, 10, NETWORK, WATCH, LINK, "damaged packets on an NVLink", _CABLE, _FIELDS),
-    _gpu_row("nvlink.integrity_errors", GREW, 1, NETWORK, WATCH, LINK, "link errors of an NVLink", _CABLE, _FIELDS),
-    _gpu_row("nvlink.symbol_errors", GREW, 10, NETWORK, WATCH, LINK, "symbol errors of an NVLink", _CABLE, _FIELDS),
+    Rule("log.gpu.off_the_bus", HAPPENED, 1, HOST, DRAIN, THIS, "the GPU has fallen off the bus", _RETRAIN, _CATALOG),
+    Rule("log.gpu.init", HAPPENED, 1, DEVICE, DRAIN, THIS, "the driver could not initialize the GPU", _RESET, _INIT),
+    Rule("sxid.switch", HAPPENED, 1, HOST, DRAIN, THIS, "an NVSwitch of the node failed", _NVSWITCH, _SWITCH),
+    Rule("sxid.heat", HAPPENED, 1, HOST, WATCH, THIS, "heat slows an NVSwitch down", _COOLING, _SWITCH),
+    Rule("sxid.fatal", HAPPENED, 1, NETWORK, WATCH, LINK, "a fatal error of an NVSwitch", _CABLE, _SWITCH),
+    Rule("sxid.corrected", HAPPENED, 100, NETWORK, WATCH, LINK, "many corrected NVSwitch errors", _CABLE, _SWITCH),
+    Rule("sxid.other", HAPPENED, 1, NETWORK, WATCH, LINK, "an error of an NVSwitch", _CABLE, _SWITCH),
+    Rule("gpu.lost", AT_LEAST, 1, HOST, DRAIN, THIS, "the GPU does not answer, or needs a reset", _RESET, _NVML),
+    Rule("gpu.rows.failed", AT_LEAST, 1, DEVICE, DRAIN, THIS, "a defective row cannot be replaced", _REPLACE, _MEMORY),
+    Rule("gpu.rows.pending", AT_LEAST, 1, DEVICE, WATCH, THIS, "rows are replaced at the reset", _LATER, _MEMORY),
+    Rule("gpu.rows.uncorrected", GREW, 1, DEVICE, WATCH, THIS, "a row failed uncorrectably", _REPLACE, _MEMORY),
+    Rule("gpu.rows.banks_without_spare", ROSE, 1, DEVICE, WATCH, THIS, "a bank has no spare rows", _SPARE, _MEMORY),
+    Rule("gpu.sram.over_threshold", AT_LEAST, 1, DEVICE, EVICT, THIS, "too many errors of the SRAM", _SRAM, _BOUND),
+    Rule("gpu.pages.pending", AT_LEAST, 1, DEVICE, EVICT, THIS, "pages are retired at the reboot", _RESET, _MEMORY),
+    Rule("gpu.ecc.uncorrected", GREW, 1, DEVICE, WATCH, THIS, "uncorrectable memory errors", _REPLACE, _MEMORY),
+    Rule("gpu.ecc.corrected", GREW, 1000, DEVICE, WATCH, THIS, "many corrected memory errors", _REPLACE, _MEMORY),
+    Rule("gpu.throttled.heat_hardware", AT_LEAST, 1, HOST, WATCH, THIS, "heat slows the GPU down", _COOLING, _NVML),
+    Rule("gpu.throttled.heat_software", AT_LEAST, 1, HOST, WATCH, THIS, "heat slows the GPU down", _COOLING, _NVML),
+    Rule("gpu.throttled.power_brake", AT_LEAST, 1, HOST, WATCH, THIS, "the power supply brakes", _POWER, _NVML),
+    Rule("gpu.throttled.hardware", AT_LEAST, 1, HOST, WATCH, THIS, "hardware slows the GPU down", _POWER, _NVML),
+    Rule("gpu.temperature.margin", AT_MOST, 2, HOST, WATCH, THIS, "almost too hot, degrees left", _COOLING, _NVML),
+    Rule("gpu.fabric.unready", AT_LEAST, 1, NETWORK, WATCH, ELSEWHERE, "NVLink is not set up yet", _MANAGER, _FABRIC),
+    Rule("gpu.fabric.failed", AT_LEAST, 1, NETWORK, WATCH, ELSEWHERE, "NVLink cannot be used", _MANAGER, _FABRIC),
+    Rule("gpu.fabric.unhealthy", AT_LEAST, 1, NETWORK, WATCH, LINK, "faults of the NVLink fabric", _MANAGER, _FABRIC),
+    Rule("gpu.pcie.replays", GREW, 100, HOST, WATCH, THIS, "packets repeated on PCIe", _RETRAIN, _NVML),
+    Rule("gpu.pcie.lanes_lost", ROSE, 1, HOST, WATCH, THIS, "the PCIe link lost lanes", _RETRAIN, _NVML),
+    Rule("nvlink.up", FELL, 1, NETWORK, WATCH, LINK, "an NVLink went down", _CABLE, _NVML),
+    Rule("nvlink.recoveries", GREW, 1, NETWORK, WATCH, LINK, "an NVLink was trained again", _CABLE, _NVML),
+    Rule("nvlink.recoveries_failed", GREW, 1, NETWORK, WATCH, LINK, "an NVLink could not recover", _CABLE, _FIELDS),
+    Rule("nvlink.replays", GREW, 100, NETWORK, WATCH, LINK, "packets repeated on an NVLink", _CABLE, _NVML),
+    Rule("nvlink.crc_flit", GREW, 1000, NETWORK, WATCH, LINK, "checksum errors of an NVLink", _CABLE, _NVML),
+    Rule("nvlink.crc_data", GREW, 1000, NETWORK, WATCH, LINK, "checksum errors of an NVLink", _CABLE, _NVML),
+    Rule("nvlink.receive_errors", GREW, 10, NETWORK, WATCH, LINK, "damaged packets on an NVLink", _CABLE, _FIELDS),
+    Rule("nvlink.integrity_errors", GREW, 1, NETWORK, WATCH, LINK, "link errors of an NVLink", _CABLE, _FIELDS),
+    Rule("nvlink.symbol_errors", GREW, 10, NETWORK, WATCH, LINK, "symbol errors of an NVLink", _CABLE, _FIELDS),
 )
 
 
@@ -331,123 +316,94 @@ _TIME = "Check the time service (chrony, ntpd) of the node."
 _HEAT = "Check fans and the temperature of the room; a slow node holds up all others."
 
 
-def _node_row(name: str, condition: str, limit: float, category: str, action: str, cause: str, *words: str) -> Rule:
-    meaning, advice, source = words
-    return Rule(name, condition, limit, category, action, cause, meaning, advice, source)
-
-
 _PORTS = (
-    _node_row("port.up", FELL, 1, NETWORK, WATCH, LINK, "a network port went down", _PORT_CABLE, _INFINIBAND),
-    _node_row("port.rate", FELL, 1, NETWORK, WATCH, LINK, "a network port became slower", _PORT_CABLE, _INFINIBAND),
-    _node_row("port.link_downed", GREW, 1, NETWORK, WATCH, LINK, "a network link was lost", _PORT_CABLE, _INFINIBAND),
-    _node_row(
+    Rule("port.up", FELL, 1, NETWORK, WATCH, LINK, "a network port went down", _PORT_CABLE, _INFINIBAND),
+    Rule("port.rate", FELL, 1, NETWORK, WATCH, LINK, "a network port became slower", _PORT_CABLE, _INFINIBAND),
+    Rule("port.link_downed", GREW, 1, NETWORK, WATCH, LINK, "a network link was lost", _PORT_CABLE, _INFINIBAND),
+    Rule(
         "port.link_error_recovery", GREW, 1, NETWORK, WATCH, LINK, "a link was trained again", _PORT_CABLE, _INFINIBAND
     ),
-    _node_row("port.symbol_error", GREW, 10, NETWORK, WATCH, LINK, "symbol errors of a link", _PORT_CABLE, _INFINIBAND),
-    _node_row(
-        "port.local_link_integrity_errors", GREW, 1, NETWORK, WATCH, LINK, "link errors", _PORT_CABLE, _INFINIBAND
-    ),
-    _node_row(
-        "port.port_rcv_errors", GREW, 10, NETWORK, WATCH, LINK, "damaged packets arrived", _PORT_CABLE, _INFINIBAND
-    ),
-    _node_row(
-        "port.port_rcv_remote_physical_errors", GREW, 10, NETWORK, WATCH, LINK, "bad packets", _PEER, _INFINIBAND
-    ),
-    _node_row("port.excessive_buffer_overrun_errors", GREW, 1, NETWORK, WATCH, LINK, "overruns", _PEER, _INFINIBAND),
-    _node_row("port.port_xmit_discards", GREW, 100, NETWORK, WATCH, LINK, "packets not sent", _PEER, _INFINIBAND),
-    _node_row("port.local_ack_timeout_err", GREW, 10, NETWORK, WATCH, LINK, "a peer did not answer", _PEER, _COUNTERS),
-    _node_row("port.rnr_nak_retry_err", GREW, 10, NETWORK, WATCH, LINK, "a peer was not ready", _PEER, _COUNTERS),
-    _node_row("port.packet_seq_err", GREW, 100, NETWORK, WATCH, LINK, "packets repeated for a peer", _PEER, _COUNTERS),
-    _node_row("port.out_of_sequence", GREW, 1000, NETWORK, WATCH, LINK, "packets out of order", _PEER, _COUNTERS),
-    _node_row("port.rx_icrc_encapsulated", GREW, 1, NETWORK, WATCH, LINK, "RoCE packets damaged", _PEER, _COUNTERS),
-    _node_row("port.roce_adp_retrans", GREW, 1000, NETWORK, WATCH, LINK, "RoCE packets repeated", _PEER, _COUNTERS),
-    _node_row("interface.up", FELL, 1, NETWORK, WATCH, LINK, "a network interface went down", _PORT_CABLE, _INTERFACE),
-    _node_row(
-        "interface.rate", FELL, 0.001, NETWORK, WATCH, LINK, "an interface became slower", _PORT_CABLE, _INTERFACE
-    ),
-    _node_row("interface.carrier_downs", GREW, 1, NETWORK, WATCH, LINK, "a link was lost", _PORT_CABLE, _INTERFACE),
-    _node_row(
-        "interface.rx_crc_errors", GREW, 10, NETWORK, WATCH, LINK, "damaged packets arrived", _PORT_CABLE, _INTERFACE
-    ),
-    _node_row("interface.rx_errors", GREW, 100, NETWORK, WATCH, LINK, "packets not received", _PORT_CABLE, _INTERFACE),
-    _node_row("interface.tx_errors", GREW, 100, NETWORK, WATCH, LINK, "packets not sent", _PORT_CABLE, _INTERFACE),
-    _node_row("log.nic.dead", HAPPENED, 1, NETWORK, EVICT, THIS, "the network adapter failed", _ADAPTER, _MLX5),
-    _node_row("log.nic.heat", HAPPENED, 1, NETWORK, WATCH, THIS, "the network adapter is hot", _HEAT, _MLX5),
-    _node_row(
-        "log.nic.power", HAPPENED, 1, HOST, WATCH, THIS, "the adapter's slot gives too little power", _SLOT, _MLX5
-    ),
-    _node_row("log.nic.cable", HAPPENED, 1, NETWORK, WATCH, LINK, "a cable or transceiver failed", _PORT_CABLE, _MLX5),
-    _node_row("log.nic.timeout", HAPPENED, 1, NETWORK, WATCH, THIS, "the adapter answered late", _ADAPTER, _MLX5),
-    _node_row("log.nic.down", HAPPENED, 1, NETWORK, WATCH, LINK, "a network link was lost", _PORT_CABLE, _MLX5),
+    Rule("port.symbol_error", GREW, 10, NETWORK, WATCH, LINK, "symbol errors of a link", _PORT_CABLE, _INFINIBAND),
+    Rule("port.local_link_integrity_errors", GREW, 1, NETWORK, WATCH, LINK, "link errors", _PORT_CABLE, _INFINIBAND),
+    Rule("port.port_rcv_errors", GREW, 10, NETWORK, WATCH, LINK, "damaged packets arrived", _PORT_CABLE, _INFINIBAND),
+    Rule("port.port_rcv_remote_physical_errors", GREW, 10, NETWORK, WATCH, LINK, "bad packets", _PEER, _INFINIBAND),
+    Rule("port.excessive_buffer_overrun_errors", GREW, 1, NETWORK, WATCH, LINK, "overruns", _PEER, _INFINIBAND),
+    Rule("port.port_xmit_discards", GREW, 100, NETWORK, WATCH, LINK, "packets not sent", _PEER, _INFINIBAND),
+    Rule("port.local_ack_timeout_err", GREW, 10, NETWORK, WATCH, LINK, "a peer did not answer", _PEER, _COUNTERS),
+    Rule("port.rnr_nak_retry_err", GREW, 10, NETWORK, WATCH, LINK, "a peer was not ready", _PEER, _COUNTERS),
+    Rule("port.packet_seq_err", GREW, 100, NETWORK, WATCH, LINK, "packets repeated for a peer", _PEER, _COUNTERS),
+    Rule("port.out_of_sequence", GREW, 1000, NETWORK, WATCH, LINK, "packets out of order", _PEER, _COUNTERS),
+    Rule("port.rx_icrc_encapsulated", GREW, 1, NETWORK, WATCH, LINK, "RoCE packets damaged", _PEER, _COUNTERS),
+    Rule("port.roce_adp_retrans", GREW, 1000, NETWORK, WATCH, LINK, "RoCE packets repeated", _PEER, _COUNTERS),
+    Rule("interface.up", FELL, 1, NETWORK, WATCH, LINK, "a network interface went down", _PORT_CABLE, _INTERFACE),
+    Rule("interface.rate", FELL, 0.001, NETWORK, WATCH, LINK, "an interface became slower", _PORT_CABLE, _INTERFACE),
+    Rule("interface.carrier_downs", GREW, 1, NETWORK, WATCH, LINK, "a link was lost", _PORT_CABLE, _INTERFACE),
+    Rule("interface.rx_crc_errors", GREW, 10, NETWORK, WATCH, LINK, "damaged packets arrived", _PORT_CABLE, _INTERFACE),
+    Rule("interface.rx_errors", GREW, 100, NETWORK, WATCH, LINK, "packets not received", _PORT_CABLE, _INTERFACE),
+    Rule("interface.tx_errors", GREW, 100, NETWORK, WATCH, LINK, "packets not sent", _PORT_CABLE, _INTERFACE),
+    Rule("log.nic.dead", HAPPENED, 1, NETWORK, EVICT, THIS, "the network adapter failed", _ADAPTER, _MLX5),
+    Rule("log.nic.heat", HAPPENED, 1, NETWORK, WATCH, THIS, "the network adapter is hot", _HEAT, _MLX5),
+    Rule("log.nic.power", HAPPENED, 1, HOST, WATCH, THIS, "the adapter's slot gives too little power", _SLOT, _MLX5),
+    Rule("log.nic.cable", HAPPENED, 1, NETWORK, WATCH, LINK, "a cable or transceiver failed", _PORT_CABLE, _MLX5),
+    Rule("log.nic.timeout", HAPPENED, 1, NETWORK, WATCH, THIS, "the adapter answered late", _ADAPTER, _MLX5),
+    Rule("log.nic.down", HAPPENED, 1, NETWORK, WATCH, LINK, "a network link was lost", _PORT_CABLE, _MLX5),
 )
 
 _MAIN_MEMORY = (
-    _node_row("memory.uncorrected", GREW, 1, HOST, EVICT, THIS, "uncorrectable memory errors", _DIMM, _EDAC),
-    _node_row("memory.corrected", GREW, 100, HOST, WATCH, THIS, "many corrected memory errors", _DIMM, _EDAC),
-    _node_row("log.memory.uncorrected", HAPPENED, 1, HOST, EVICT, THIS, "an uncorrectable memory error", _DIMM, _EDAC),
-    _node_row("log.memory.corrected", HAPPENED, 100, HOST, WATCH, THIS, "many corrected memory errors", _DIMM, _EDAC),
-    _node_row("memory.corrupted", ROSE, 1, HOST, WATCH, THIS, "memory was taken out of use", _DIMM, _PROC),
-    _node_row(
-        "memory.available_share", AT_MOST, 0.02, SOFTWARE, WATCH, PROGRAM, "little memory left", _LESS_MEMORY, _PROC
-    ),
-    _node_row(
-        "memory.oom_kills", GREW, 1, SOFTWARE, WATCH, PROGRAM, "processes killed for memory", _LESS_MEMORY, _PROC
-    ),
-    _node_row(
-        "log.oom_kill", HAPPENED, 1, SOFTWARE, WATCH, PROGRAM, "a process killed for memory", _LESS_MEMORY, _PROC
-    ),
+    Rule("memory.uncorrected", GREW, 1, HOST, EVICT, THIS, "uncorrectable memory errors", _DIMM, _EDAC),
+    Rule("memory.corrected", GREW, 100, HOST, WATCH, THIS, "many corrected memory errors", _DIMM, _EDAC),
+    Rule("log.memory.uncorrected", HAPPENED, 1, HOST, EVICT, THIS, "an uncorrectable memory error", _DIMM, _EDAC),
+    Rule("log.memory.corrected", HAPPENED, 100, HOST, WATCH, THIS, "many corrected memory errors", _DIMM, _EDAC),
+    Rule("memory.corrupted", ROSE, 1, HOST, WATCH, THIS, "memory was taken out of use", _DIMM, _PROC),
+    Rule("memory.available_share", AT_MOST, 0.02, SOFTWARE, WATCH, PROGRAM, "little memory left", _LESS_MEMORY, _PROC),
+    Rule("memory.oom_kills", GREW, 1, SOFTWARE, WATCH, PROGRAM, "processes killed for memory", _LESS_MEMORY, _PROC),
+    Rule("log.oom_kill", HAPPENED, 1, SOFTWARE, WATCH, PROGRAM, "a process killed for memory", _LESS_MEMORY, _PROC),
 )
 
 _MACHINE = (
-    _node_row(
+    Rule(
         "log.machine_check.fatal", HAPPENED, 1, HOST, EVICT, THIS, "an uncorrected machine check", _DIAGNOSTICS, _EDAC
     ),
-    _node_row("log.machine_check", HAPPENED, 1, HOST, WATCH, THIS, "machine checks were logged", _DIAGNOSTICS, _EDAC),
-    _node_row("log.pcie.fatal", HAPPENED, 1, HOST, EVICT, THIS, "a fatal PCIe error", _DIAGNOSTICS, _PCIE),
-    _node_row("log.pcie.uncorrected", HAPPENED, 1, HOST, WATCH, THIS, "an uncorrected PCIe error", _DIAGNOSTICS, _PCIE),
-    _node_row("log.pcie.corrected", HAPPENED, 10, HOST, WATCH, THIS, "corrected PCIe errors", _DIAGNOSTICS, _PCIE),
-    _node_row("log.pcie.contained", HAPPENED, 1, HOST, WATCH, THIS, "a PCIe port was switched off", _DIAGNOSTICS, _DPC),
-    _node_row(
-        "log.pcie.limited", HAPPENED, 1, HOST, WATCH, THIS, "a PCIe link is slower than its device", _SLOT, _LIMITED
-    ),
-    _node_row("pcie.fatal", GREW, 1, HOST, EVICT, THIS, "fatal PCIe errors", _DIAGNOSTICS, _AER),
-    _node_row("pcie.uncorrected", GREW, 1, HOST, WATCH, THIS, "uncorrected PCIe errors", _DIAGNOSTICS, _AER),
-    _node_row("pcie.corrected", GREW, 100, HOST, WATCH, THIS, "corrected PCIe errors", _SLOT, _AER),
-    _node_row("pcie.lanes_lost", ROSE, 1, HOST, WATCH, THIS, "a PCIe link lost lanes", _SLOT, _LINK_WIDTH),
-    _node_row("log.lockup", HAPPENED, 1, HOST, WATCH, THIS, "a processor was blocked", _DIAGNOSTICS, _LOCKUP),
-    _node_row("log.hung_task", HAPPENED, 1, HOST, WATCH, PROGRAM, "a process waits for a device", _DISK, _LOCKUP),
-    _node_row("cpu.throttled", GREW, 1, HOST, WATCH, THIS, "heat slowed the processors down", _HEAT, _HOT),
-    _node_row("cpu.offline", ROSE, 1, HOST, WATCH, THIS, "processors went offline", _DIAGNOSTICS, _HOTPLUG),
+    Rule("log.machine_check", HAPPENED, 1, HOST, WATCH, THIS, "machine checks were logged", _DIAGNOSTICS, _EDAC),
+    Rule("log.pcie.fatal", HAPPENED, 1, HOST, EVICT, THIS, "a fatal PCIe error", _DIAGNOSTICS, _PCIE),
+    Rule("log.pcie.uncorrected", HAPPENED, 1, HOST, WATCH, THIS, "an uncorrected PCIe error", _DIAGNOSTICS, _PCIE),
+    Rule("log.pcie.corrected", HAPPENED, 10, HOST, WATCH, THIS, "corrected PCIe errors", _DIAGNOSTICS, _PCIE),
+    Rule("log.pcie.contained", HAPPENED, 1, HOST, WATCH, THIS, "a PCIe port was switched off", _DIAGNOSTICS, _DPC),
+    Rule("log.pcie.limited", HAPPENED, 1, HOST, WATCH, THIS, "a PCIe link is slower than its device", _SLOT, _LIMITED),
+    Rule("pcie.fatal", GREW, 1, HOST, EVICT, THIS, "fatal PCIe errors", _DIAGNOSTICS, _AER),
+    Rule("pcie.uncorrected", GREW, 1, HOST, WATCH, THIS, "uncorrected PCIe errors", _DIAGNOSTICS, _AER),
+    Rule("pcie.corrected", GREW, 100, HOST, WATCH, THIS, "corrected PCIe errors", _SLOT, _AER),
+    Rule("pcie.lanes_lost", ROSE, 1, HOST, WATCH, THIS, "a PCIe link lost lanes", _SLOT, _LINK_WIDTH),
+    Rule("log.lockup", HAPPENED, 1, HOST, WATCH, THIS, "a processor was blocked", _DIAGNOSTICS, _LOCKUP),
+    Rule("log.hung_task", HAPPENED, 1, HOST, WATCH, PROGRAM, "a process waits for a device", _DISK, _LOCKUP),
+    Rule("cpu.throttled", GREW, 1, HOST, WATCH, THIS, "heat slowed the processors down", _HEAT, _HOT),
+    Rule("cpu.offline", ROSE, 1, HOST, WATCH, THIS, "processors went offline", _DIAGNOSTICS, _HOTPLUG),
 )
 
 _DISKS = (
-    _node_row("disk.live", FELL, 1, NETWORK, WATCH, THIS, "an NVMe disk does not work any more", _DISK, _NVME),
-    _node_row("log.disk.dead", HAPPENED, 1, NETWORK, EVICT, THIS, "an NVMe disk was given up", _DISK, _NVME),
-    _node_row("log.disk.reset", HAPPENED, 1, NETWORK, WATCH, THIS, "an NVMe disk was reset", _DISK, _NVME),
-    _node_row("log.disk.timeout", HAPPENED, 1, NETWORK, WATCH, THIS, "an NVMe disk answered late", _DISK, _NVME),
-    _node_row(
-        "log.disk.medium", HAPPENED, 1, NETWORK, WATCH, THIS, "a disk cannot read some of its data", _DISK, _BLOCK
-    ),
-    _node_row("log.disk.error", HAPPENED, 1, NETWORK, WATCH, THIS, "reading or writing a disk failed", _DISK, _BLOCK),
-    _node_row("disk.errors", GREW, 10, NETWORK, WATCH, THIS, "errors that a disk counts", _DISK, _BLOCK),
-    _node_row("log.file_system", HAPPENED, 1, NETWORK, EVICT, THIS, "a file system is damaged", _DISK, _BLOCK),
+    Rule("disk.live", FELL, 1, NETWORK, WATCH, THIS, "an NVMe disk does not work any more", _DISK, _NVME),
+    Rule("log.disk.dead", HAPPENED, 1, NETWORK, EVICT, THIS, "an NVMe disk was given up", _DISK, _NVME),
+    Rule("log.disk.reset", HAPPENED, 1, NETWORK, WATCH, THIS, "an NVMe disk was reset", _DISK, _NVME),
+    Rule("log.disk.timeout", HAPPENED, 1, NETWORK, WATCH, THIS, "an NVMe disk answered late", _DISK, _NVME),
+    Rule("log.disk.medium", HAPPENED, 1, NETWORK, WATCH, THIS, "a disk cannot read some of its data", _DISK, _BLOCK),
+    Rule("log.disk.error", HAPPENED, 1, NETWORK, WATCH, THIS, "reading or writing a disk failed", _DISK, _BLOCK),
+    Rule("disk.errors", GREW, 10, NETWORK, WATCH, THIS, "errors that a disk counts", _DISK, _BLOCK),
+    Rule("log.file_system", HAPPENED, 1, NETWORK, EVICT, THIS, "a file system is damaged", _DISK, _BLOCK),
     # A folder of the run may be on storage that all nodes share.
-    _node_row("log.storage.waiting", HAPPENED, 1, NETWORK, WATCH, LINK, "a file server does not answer", _SERVER, _NFS),
-    _node_row("disk.read_only", AT_LEAST, 1, NETWORK, WATCH, LINK, "a folder cannot be written", _DISK, _PROC),
-    _node_row("disk.unreachable", AT_LEAST, 1, NETWORK, WATCH, LINK, "a folder cannot be reached", _DISK, _PROC),
-    _node_row("disk.free_share", AT_MOST, 0.01, SOFTWARE, WATCH, PROGRAM, "a disk is almost full", _ROOM, _PROC),
-    _node_row("disk.free_inodes_share", AT_MOST, 0.01, SOFTWARE, WATCH, PROGRAM, "too many files", _ROOM, _PROC),
-    _node_row("disk.temperature", AT_LEAST, 80, NETWORK, WATCH, THIS, "a disk is hot", _HEAT, _NVME),
+    Rule("log.storage.waiting", HAPPENED, 1, NETWORK, WATCH, LINK, "a file server does not answer", _SERVER, _NFS),
+    Rule("disk.read_only", AT_LEAST, 1, NETWORK, WATCH, LINK, "a folder cannot be written", _DISK, _PROC),
+    Rule("disk.unreachable", AT_LEAST, 1, NETWORK, WATCH, LINK, "a folder cannot be reached", _DISK, _PROC),
+    Rule("disk.free_share", AT_MOST, 0.01, SOFTWARE, WATCH, PROGRAM, "a disk is almost full", _ROOM, _PROC),
+    Rule("disk.free_inodes_share", AT_MOST, 0.01, SOFTWARE, WATCH, PROGRAM, "too many files", _ROOM, _PROC),
+    Rule("disk.temperature", AT_LEAST, 80, NETWORK, WATCH, THIS, "a disk is hot", _HEAT, _NVME),
 )
 
 _TIMES = (
-    _node_row("clock.ahead", MOVED, 0.5, HOST, WATCH, THIS, "the clock was set while the node ran", _TIME, _CLOCK),
-    _node_row("clock.error", AT_LEAST, 5, HOST, WATCH, THIS, "the clock may be wrong", _TIME, _CLOCK),
-    _node_row("clock.unsynchronized", ROSE, 1, HOST, WATCH, THIS, "the clock lost its time service", _TIME, _CLOCK),
-    _node_row(
-        "clock.slow_source", ROSE, 1, HOST, WATCH, THIS, "the kernel fell back to a slow clock", _DIAGNOSTICS, _CLOCK
-    ),
-    _node_row(
+    Rule("clock.ahead", MOVED, 0.5, HOST, WATCH, THIS, "the clock was set while the node ran", _TIME, _CLOCK),
+    Rule("clock.error", AT_LEAST, 5, HOST, WATCH, THIS, "the clock may be wrong", _TIME, _CLOCK),
+    Rule("clock.unsynchronized", ROSE, 1, HOST, WATCH, THIS, "the clock lost its time service", _TIME, _CLOCK),
+    Rule("clock.slow_source", ROSE, 1, HOST, WATCH, THIS, "the kernel fell back to a slow clock", _DIAGNOSTICS, _CLOCK),
+    Rule(
         "log.clock.unstable", HAPPENED, 1, HOST, WATCH, THIS, "the processors' clock is unstable", _DIAGNOSTICS, _CLOCK
     ),
 )

@@ -1,6 +1,6 @@
 """Find out which machines and devices have computed wrongly, from what DMR recorded in the events of several runs.
 
-One mismatch may be a cosmic ray; a device on which results are wrong in several steps, or that a run has evicted, should
+One mismatch may be a cosmic ray; a device with wrong results in several steps, or that a run has evicted, should
 be pulled. An operator that differs on several devices is not reproducible: then no device is at fault.
 """
 
