@@ -57,7 +57,7 @@ def _accused(found: Comparison, run: int) -> str:
     places = [rank_place(manifest, rank) for rank in among]
     shared = {name: at for name, at in places[0].items() if all(place[name] == at for place in places)}
     what = f"{among[0]}" if len(among) == 1 else f"one or more of {', '.join(map(str, among))}"
-    return f"rank: {what} ({_place(shared)}) in {found.runs[run].name}"
+    return f"rank: {what} ({_shown_place(shared)}) in {found.runs[run].name}"
 
 
 def _span(found: Comparison) -> str:
@@ -107,11 +107,11 @@ def _ranks(found: Comparison, wrote: Sequence[RankShare]) -> str:
     cells = []
     for s in wrote:
         numbers = (s.pieces, s.differing, s.elements, "-" if s.ulp is None else s.ulp)
-        cells.append([found.runs[s.run].name, str(s.rank), _place(s.place), *map(str, numbers)])
+        cells.append([found.runs[s.run].name, str(s.rank), _shown_place(s.place), *map(str, numbers)])
     return table(head, cells, right=(1, 3, 4, 5, 6))
 
 
-def _place(place: dict[str, int]) -> str:
+def _shown_place(place: dict[str, int]) -> str:
     return " ".join(f"{name} {at}" for name, at in place.items())
 
 
