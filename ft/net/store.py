@@ -5,7 +5,8 @@ Process groups rendezvous in it, and the control channel uses it. torch's own TC
 The server is a thread that carries out the requests of authenticated clients on one of torch's stores. A request is a
 message of :mod:`ft.net.framed`: its kind says what to do, its words name keys, its byte strings are values. Each
 request gets one answer. One that waits for keys, or for an entry of a queue, is answered when they are there, or with
-``LATE`` after the seconds that it names. Nobody else writes to torch's store, so that no key appears unnoticed."""
+``LATE`` after the seconds that it names. Nobody else writes to torch's store, so that no key appears unnoticed.
+"""
 
 import heapq
 import itertools

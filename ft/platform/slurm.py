@@ -21,7 +21,8 @@ placement of copies survives the loss of that switch.
 
 With ``--no-kill``, the job step and the run continue after the batch script of the job has died with its node. When the
 run is over, no process is left that would end the job, and Slurm would keep the other nodes allocated until the time
-limit of the job (seen with Slurm 22.05). So ``ft run`` ends it."""
+limit of the job (seen with Slurm 22.05). So ``ft run`` ends it.
+"""
 
 import re
 import signal

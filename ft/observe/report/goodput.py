@@ -15,8 +15,7 @@ from typing import Any
 
 from ft.base import events
 from ft.base.events import Event, elapsed
-from ft.observe.report.lineage import Step
-from ft.observe.report.stalls import FAILURE, REJOIN, Incident, Pace
+from ft.observe.report.lineage import FAILURE, REJOIN, Incident, Pace, Step
 from ft.record.recoveries import Recovery
 from ft.record.run import number
 

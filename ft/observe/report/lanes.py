@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ft.base import events
 from ft.base.events import Event
-from ft.observe.report.lineage import Step
-from ft.observe.report.stalls import replica_of
+from ft.observe.report.lineage import Step, replica_of
 from ft.record.recoveries import Recovery, seats_of
 
 if TYPE_CHECKING:

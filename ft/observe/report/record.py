@@ -13,13 +13,11 @@ from pathlib import Path
 from ft.base import events
 from ft.base.errors import UserError
 from ft.base.events import Event
-from ft.observe.report import goodput, lanes, stalls
-from ft.observe.report.audit import Audit, audit
-from ft.observe.report.corruption import Corruption, corruption
+from ft.observe.report import goodput, lanes
 from ft.observe.report.goodput import Effective, Goodput
 from ft.observe.report.lanes import OFFLINE, ONLINE, REBUILDING, ReplicaInterval
-from ft.observe.report.lineage import Lineage, Step, lineage
-from ft.observe.report.stalls import FAILURE, Incident, Pace
+from ft.observe.report.lineage import FAILURE, Audit, Incident, Lineage, Pace, Step, audit, find, lineage, replica_of
+from ft.observe.report.protections import Corruption, corruption
 from ft.record import run
 from ft.record.block import what_failed
 from ft.record.recoveries import Recovery, recoveries
@@ -122,7 +120,7 @@ class Record:
     def count(self) -> int:
         """Return the number of replicas of the run, with or without a folder."""
         from_commits = (commit.assignment.replicas for one in self.replicas.values() for commit in one.commits)
-        from_events = (1 + number for event in self.events if (number := stalls.replica_of(event)) is not None)
+        from_events = (1 + number for event in self.events if (number := replica_of(event)) is not None)
         return max([1 + max(self.replicas), *from_commits, *from_events])
 
     @cached_property
@@ -169,7 +167,7 @@ class Record:
 
     @cached_property
     def _found(self) -> tuple[Pace, list[Incident]]:
-        return stalls.find(self.steps, self.events)
+        return find(self.steps, self.events)
 
     @property
     def pace(self) -> Pace:

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ft import faults
-from ft.observe.report import corruption, protections
+from ft.observe.report import protections
 from ft.observe.report.goodput import Effective
 from ft.observe.report.lanes import STATES
+from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, Incident, has_stacks, stacks_line, wipe_outs_line
 from ft.observe.report.record import Record, Replica
-from ft.observe.report.stacks import has_stacks, stacks_line, wipe_outs_line
-from ft.observe.report.stalls import FAILURE, REJOIN, RESTART, Incident
 from ft.observe.report.status import saves
 from ft.record import run as records
 from ft.record.block import what_differs, what_failed
@@ -48,7 +47,7 @@ def summary(record: Record, files: Sequence[Path]) -> str:
 
 def _parts_of(replica: Replica) -> list[str]:
     """Return the tables about what protections did in one replica."""
-    wrong = "" if replica.corruption is None else corruption.text_table(replica.corruption)
+    wrong = "" if replica.corruption is None else protections.text_table(replica.corruption)
     parts = [wrong] if wrong else []
     if acted := protections.actions(replica):
         parts.append(table(protections.ACTION_HEAD, protections.action_rows(acted), right=(0,)))
@@ -63,7 +62,7 @@ def facts(record: Record) -> Facts:
     found = _quorum_facts(record) if record.has_quorum else _facts_of_one(record)
     for number, checked in record.corruptions:
         of = f"replica {number}: " if record.has_quorum else ""
-        found.append(("DMR", of + corruption.summary_of(checked)))
+        found.append(("DMR", of + protections.summary_of(checked)))
     found += [("saved", text) for text in saves([event for _, event in record.history])]
     missed = faults.missed(record.folder)
     found += [("faults", missed)] if missed else []

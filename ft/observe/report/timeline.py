@@ -23,9 +23,8 @@ from ft.observe.report.lanes import (
     end_of_time,
     rank_intervals,
 )
+from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, depth, has_stacks
 from ft.observe.report.record import Record
-from ft.observe.report.stacks import depth, has_stacks
-from ft.observe.report.stalls import FAILURE, REJOIN, RESTART
 from ft.record.recoveries import PHASES, Recovery
 from ft.record.recoveries import RESTART as RESTARTED
 from ft.record.run import number
