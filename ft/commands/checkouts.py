@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ft.adapters.megatron_lm import refusals, seams, tree
-from ft.adapters.megatron_lm.own_flags import own_flags
+from ft.adapters.megatron_lm.seams import own_flags
 from ft.base import files
 from ft.base.errors import Problem, UserError
 from ft.commands.arguments import launchers_flags, misplaced

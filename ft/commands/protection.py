@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft import faults as inject
-from ft.adapters.megatron_lm import choice, tree
+from ft.adapters.megatron_lm import tree
 from ft.base import files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import NOT_INJECTED, Problem
@@ -78,7 +78,7 @@ def trainers_flags() -> list[str]:
     """Return all flags of this project's trainer, ``pretrain_gpt.py``."""
     from megatron.ft_trainer.arguments import all_flags
 
-    return [*all_flags(), choice.NVIDIA, choice.REFERENCE]
+    return [*all_flags(), tree.NVIDIA, tree.REFERENCE]
 
 
 def choose_trainer(given: argparse.Namespace) -> None:
@@ -88,12 +88,12 @@ def choose_trainer(given: argparse.Namespace) -> None:
         given: the parsed command line; its ``script``, ``script_args`` and ``module`` are changed.
 
     Raises:
-        UserError: the trainer that is asked for cannot be used (:func:`ft.adapters.megatron_lm.choice.choose`).
+        UserError: the trainer that is asked for cannot be used (:func:`ft.adapters.megatron_lm.tree.choose`).
     """
     is_module = getattr(given, "module", False)
     if given.script is None or not is_trainer(Script(given.script, is_module, given.script_args)):
         return
-    is_nvidias, given.script_args = choice.choose(given.script_args, choice.installed_release())
+    is_nvidias, given.script_args = tree.choose(given.script_args, tree.installed_release())
     if is_nvidias:
         given.script, given.module = str(tree.SCRIPT), False
 

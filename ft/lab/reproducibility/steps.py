@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import UserError
-from ft.lab.reproducibility.cases import Case
-from ft.lab.reproducibility.probe import Probe
+from ft.lab.reproducibility.probe import Case, Probe
 from megatron import patches
 from megatron.ft_trainer import determinism
 from megatron.ft_trainer.arguments import Options, check, parse
