@@ -20,7 +20,7 @@ from ft.record import looks
 
 BEGIN = """
 import ctypes, dataclasses, json, os, signal, sys, threading, time
-from ft.platform import stacks
+from ft.platform import processes
 def say(handler):
     print(json.dumps(dataclasses.asdict(handler)), flush=True)
 """
