@@ -61,8 +61,7 @@ def every_stage_in_turn(flags: str) -> list[dict]:
         ranks = range(lost * per, (lost + 1) * per)
         before, after = (-per if lost > 0 else None), (per if lost < last else None)
         beside = {
-            str(r): Neighbours(None if before is None else r + before, None if after is None else r + after)
-            for r in ranks
+            r: Neighbours(None if before is None else r + before, None if after is None else r + after) for r in ranks
         }
         order = Repair(1, job.state.step, [], [], {}, {}, beside)
         subject.abandon_step()
@@ -71,7 +70,7 @@ def every_stage_in_turn(flags: str) -> list[dict]:
                 parameter.data.fill_(float("nan"))
             for group in trainee.optimizer.param_groups:
                 group["lr"] = 0.0  # a new worker's, in whose schedule no step was done
-            at, _ = keeper.rebuild(job.state.step, beside[str(rank)])
+            at, _ = keeper.rebuild(job.state.step, beside[rank])
         else:
             at = position.get()
             keeper.lend(order, subject.state(at).envelope)

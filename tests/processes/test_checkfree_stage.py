@@ -46,7 +46,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
         keeper.committed(job.state.step)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     beside = dist.get_world_size() // layout.pp
-    lost = {str(r): Neighbours(r - beside, r + beside) for r in range(beside, 2 * beside)}
+    lost = {r: Neighbours(r - beside, r + beside) for r in range(beside, 2 * beside)}
     order = Repair(1, STEPS, [], [], {}, {}, lost)
     lr = trainee.optimizer.param_groups[0]["lr"]
     seen = {"stage": stage, "norms": keeper.kept["norms"], "grad_norm": report.grad_norm}
@@ -62,7 +62,7 @@ def rebuilt_in_the_middle(flags: str) -> dict:
             for parameter in trainee.chunks[0].parameters():
                 parameter.data.fill_(float("nan"))
             job.state.step = 0
-            at, how = keeper.rebuild(STEPS, lost[str(dist.get_rank())])
+            at, how = keeper.rebuild(STEPS, lost[dist.get_rank()])
             subject.publish_parameters()
             position.set(at)
             seen |= {"how": how, "event": [event for event in told if event[0] == "stage_rebuilt"]}

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ft.base.errors import UserError
 from ft.job.replicas.host import FOLDER as LAUNCHERS
-from ft.platform import election
+from ft.platform import election, shared_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.ft_trainer.checkpointing import durable, naming
 from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest
@@ -53,7 +53,7 @@ def occupy(folder: Path, environment: Mapping[str, str]) -> None:
         return
     path, mine = folder / naming.HOLDER, election.holder(os.getppid(), Path(run))
     try:
-        election.claim(path, mine)
+        shared_state.Folder(folder).create(naming.HOLDER, mine.encode())
         other = election.read_holder(path)
         if other is not None and _is_same(other.run, run):
             return
