@@ -148,8 +148,6 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
     """Examine a launch line.
 
     Args:
-        script: the training script.
-        words: its arguments.
         gpus: number of GPUs of a machine that has all that the line needs; None: the question is about this machine,
             and the fewest GPUs that the layout needs.
 
@@ -274,8 +272,6 @@ def _protections(
     """Return for each protection whether it can be added to the line, as in ``Answer.protections``.
 
     Args:
-        options: the options of the line.
-        grid: sizes of the parallel groups.
         of_checkout: the script of a checkout and the problems of the checkout's files; None for this project's trainer.
     """
     entries = [entry for entry in table.TABLE if entry.name != table.PROFILE]

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import UserError
-from ft.lab.reproducibility.cases import Case
-from ft.lab.reproducibility.probe import Probe
+from ft.lab.reproducibility.probe import Case, Probe
 from megatron import patches
 from megatron.ft_trainer import determinism
 from megatron.ft_trainer.arguments import Options, check, parse
@@ -39,7 +38,6 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
     """Train ``case`` under ``probe``.
 
     Args:
-        case: the model to train.
         probe: the dispatch mode that repeats the operators and compares their results.
         layers: largest number of layers to train; 0: all layers of the model.
 

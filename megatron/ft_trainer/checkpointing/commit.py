@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ft.base.errors import UserError
 from ft.job.replicas.host import FOLDER as LAUNCHERS
-from ft.platform import holders, shared_state
+from ft.platform import election, shared_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.ft_trainer.checkpointing import naming
 from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest
@@ -55,17 +55,17 @@ def occupy(folder: Path, environment: Mapping[str, str]) -> None:
     run = environment.get("FT_HSDP_RUN_DIR") or environment.get("FT_RUN_DIR")
     if run is None:
         return
-    path, mine = folder / naming.HOLDER, holders.holder(os.getppid(), Path(run))
+    path, mine = folder / naming.HOLDER, election.holder(os.getppid(), Path(run))
     try:
         shared_state.Folder(folder).create(naming.HOLDER, mine.encode())
-        other = holders.read(path)
+        other = election.read_holder(path)
         if other is not None and _is_same(other.run, run):
             return
-        if other is not None and holders.is_at_work(other, [Path(other.run), Path(other.run) / LAUNCHERS]):
+        if other is not None and election.is_at_work(other, [Path(other.run), Path(other.run) / LAUNCHERS]):
             raise UserError(
                 f"--save {folder} is in use by the run {other.run} ({other})", "give another --save, or end that run"
             )
-        holders.replace(path, mine)
+        election.write_holder(path, mine)
     except OSError as error:
         raise UserError(f"--save: {explain(error, folder)}", "give a folder that this user can write to") from error
 
