@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ft.base import bounded_json, token
 from ft.base.errors import UserError
@@ -55,6 +56,7 @@ class Nodes:
         self.host, self.address, self.token = "127.0.0.1", "", "selftest"
         self.names = [os.uname().nodename]
         self._lost: set[int] = set()  # nodes that did not answer once are not waited for again
+        self._server: Any = None
         if place.nnodes > 1:
             self._connect(run_dir)
 
@@ -95,6 +97,11 @@ class Nodes:
                 raise UserError(f"{who} has not joined within {limit_s:.0f} s", "start ft selftest on every node")
             self._turn()
         return self._store.get(key).decode()
+
+    def close(self) -> None:
+        """On node 0: end the store, whose thread must not be inside torch when the process exits: it would abort."""
+        if self._server is not None:
+            self._server.close()
 
     def announce(self, number: int, name: str, limit_s: float, is_cut: bool) -> None:
         """On node 0: tell the other nodes which check is next; the name "" ends the self-test."""

@@ -75,6 +75,7 @@ class SelfTest:
                 self._nodes.announce(number, SKIPPED, 0.0, True)
             rows.append(Row(check, results))
         self._nodes.announce(len(self._plan.checks), "", 0.0, False)
+        self._nodes.close()
         _progress("")
         return Outcome(rows, self._nodes.names, str(self._folder), time.monotonic() - self._began)
 
