@@ -146,6 +146,7 @@ class Nodes:
         self.host, self.address, self.token = "127.0.0.1", "", "selftest"
         self.names = [os.uname().nodename]
         self._lost: set[int] = set()  # nodes that did not answer once are not waited for again
+        self._server: Any = None
         if place.nnodes > 1:
             self._connect(run_dir)
 
@@ -186,6 +187,11 @@ class Nodes:
                 raise UserError(f"{who} has not joined within {limit_s:.0f} s", "start ft selftest on every node")
             self._turn()
         return self._store.get(key).decode()
+
+    def close(self) -> None:
+        """On node 0: end the store, whose thread must not be inside torch when the process exits: it would abort."""
+        if self._server is not None:
+            self._server.close()
 
     def announce(self, number: int, name: str, limit_s: float, is_cut: bool) -> None:
         """On node 0: tell the other nodes which check is next; the name "" ends the self-test."""
@@ -447,6 +453,7 @@ class SelfTest:
                 self._nodes.announce(number, SKIPPED, 0.0, True)
             rows.append(Row(check, results))
         self._nodes.announce(len(self._plan.checks), "", 0.0, False)
+        self._nodes.close()
         _progress("")
         return Outcome(rows, self._nodes.names, str(self._folder), time.monotonic() - self._began)
 
