@@ -1,4 +1,4 @@
-"""Says which ``ft run`` holds something that all nodes see: a node's place in a run, a checkpoint folder."""
+"""Records of which ``ft run`` uses something that all nodes share: a node's place in a run, or a checkpoint folder."""
 
 import json
 import socket
