@@ -25,11 +25,11 @@ from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
 from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Alarm, Fault, FaultTimer, planned
 
 _ROOM = 64 << 20
-"""Bytes of address space that remain after the limit is lowered."""
+"""Bytes that a worker can still allocate after a planned lack of memory has lowered its RLIMIT_AS."""
 _PIECE = 1 << 20
 """Bytes of one allocation."""
 _FILES_LEFT = 16
-"""File descriptors that remain after the limit is lowered."""
+"""Files that a worker can still open after a planned lack of descriptors has lowered its RLIMIT_NOFILE."""
 
 
 def use_up_memory(fault: Fault) -> None:

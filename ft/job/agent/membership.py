@@ -34,7 +34,10 @@ _ENDINGS = ("", ".bin", ".idx")
 
 
 def describe(cluster: Cluster, script: Script) -> dict[str, Any]:
-    """Return the fields of ``AgentJoined`` that say how this node is set up; takes a part of a second."""
+    """Return the fields of ``AgentJoined`` that say how this node is set up.
+
+    The call takes a part of a second, because it reads the versions of the installed packages.
+    """
     from ft.platform.versions import versions
 
     return {

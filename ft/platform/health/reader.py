@@ -239,7 +239,13 @@ def _total(counts: str | None) -> float | None:
 
 
 def read_processors(root: Path, node: str, when: float) -> Source:
-    """Return the observations of the processors. ``root``: root of the file tree; ``when``: wall time in seconds."""
+    """Read how often heat has slowed the processors of a node down, and how many processors are offline.
+
+    Args:
+        root: root of the file tree.
+        node: name of the node.
+        when: wall time of the observations in seconds.
+    """
     found = Source(node, when)
     base = root / "sys/devices/system/cpu"
     packages: dict[str, float] = {}
