@@ -7,7 +7,7 @@ trainer of this project.
 import os
 import sys
 
-from ft.adapters.megatron_lm import choice, tree
+from ft.adapters.megatron_lm import tree
 from ft.base.errors import UserError
 from ft.job.agent import script
 from megatron.ft_trainer.arguments import Options, help_text, may_have_gpu, may_have_te, parse, refusals
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     0 finished or ended by a signal after saving, 1 failed, 2 the input cannot work.
     """
     try:
-        is_nvidias, argv = choice.choose(argv, choice.installed_release())
+        is_nvidias, argv = tree.choose(argv, tree.installed_release())
         if is_nvidias:
             return run_nvidias(argv)
     except UserError as error:
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     if "-h" in argv or "--help" in argv:
-        print(help_text() + choice.HELP)
+        print(help_text() + tree.HELP)
         return 0
     try:
         options = parse(argv)
@@ -74,7 +74,7 @@ def run(options: Options) -> int:
     from megatron import patches
 
     if is_first_rank():
-        print(choice.announcement(None), flush=True)
+        print(tree.announcement(None), flush=True)
 
     patches.apply()  # before any module of megatron.core is imported
     from megatron.ft_trainer.launch import launch

@@ -37,9 +37,8 @@ def write_text(arguments: argparse.Namespace) -> None:
     from megatron import patches
 
     patches.apply()
-    from megatron.ft_trainer.generate import generate
     from megatron.ft_trainer.initialize import destroy
-    from megatron.ft_trainer.restore import load_for_inference
+    from megatron.ft_trainer.restore import generate, load_for_inference
 
     trained = load_for_inference(arguments.load)
     prompt = trained.tokenizer.tokenize(arguments.prompt)

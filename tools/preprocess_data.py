@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments import schema
-from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 
 
@@ -31,8 +31,7 @@ def main(argv: list[str]) -> int:
     try:
         options = schema.build(PreprocessOptions, namespace)
         started = time.monotonic()
-        with _Bar() as bar:
-            sidecar, skipped, existed = preprocess(options, schema.build(TokenizerOptions, namespace), bar)
+        sidecar, skipped, existed = preprocess(options, schema.build(TokenizerOptions, namespace))
     except UserError as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)
         return error.exit_code
@@ -47,27 +46,6 @@ def main(argv: list[str]) -> int:
     if skipped:
         print("skipped: " + ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())))
     return 0
-
-
-class _Bar:
-    """A progress bar on a terminal; it prints nothing elsewhere."""
-
-    def __enter__(self):
-        self._bar = None
-        return self
-
-    def __call__(self, n: int) -> None:
-        """Advance by ``n`` bytes; a first call with a negative ``n`` sets the total to ``-n`` bytes."""
-        if n <= 0 and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=-n, unit="B", unit_scale=True, leave=False)
-        elif self._bar is not None:
-            self._bar.update(n)
-
-    def __exit__(self, *exc):
-        if self._bar is not None:
-            self._bar.close()
 
 
 if __name__ == "__main__":

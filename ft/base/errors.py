@@ -1,8 +1,5 @@
 """The exception hierarchy of ``ft``: the class of an exception determines how a failure is handled.
 
-A worker is a training process. It holds a logical rank (a position in the parallel layout); a standby is a worker that
-holds none and can replace a lost one. An epoch is a version of the assignment of workers to logical ranks.
-
 =====================  =========================================================================
 exception class        how the failure is handled
 =====================  =========================================================================
@@ -136,12 +133,7 @@ class LastSaveFailed(FtError):
 
 
 class EpochClosed(RecoverableError):
-    """The epoch that this operation belongs to is over: leave the step, and wait for the next epoch.
-
-    Args:
-        epoch: the epoch that was closed.
-        reason: why it was closed, in words.
-    """
+    """The epoch that this operation belongs to is over: leave the step, and wait for the next epoch."""
 
     def __init__(self, epoch: int, reason: str):
         self.epoch, self.reason = epoch, reason

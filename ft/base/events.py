@@ -1,10 +1,5 @@
 """The event log of an ``ft run``: one JSON object per line of ``events.jsonl``, the source of all recovery reports.
 
-The log records faults, recoveries, checkpoints and results. Terms used in it: a logical rank is a position in the
-parallel layout, a worker is the process that holds it, and a standby is a worker that holds none. An epoch is a version
-of the assignment of workers to logical ranks: a failure closes an epoch, and the recovery opens the next one. A step is
-committed when all ranks have finished its optimizer update.
-
 Two clocks stamp an event: ``wall`` (seconds since 1970, comparable between hosts as far as their clocks agree) and
 ``monotonic`` (comparable on one host only). :func:`elapsed` uses the better of the two.
 """
@@ -208,9 +203,6 @@ class Event:
         wall: time in seconds since 1970.
         monotonic: time in seconds on the host's monotonic clock.
         node: name of the node that the event is about.
-        worker: name of the worker.
-        rank: logical rank.
-        epoch: number of the epoch.
         step: number of committed steps.
         detail: all other values, as JSON values.
     """

@@ -23,7 +23,6 @@ def read(path: str | Path, most: int = MOST_BYTES) -> bytes:
     refused, the second is empty.
 
     Args:
-        path: the file.
         most: largest size that is accepted, in bytes.
 
     Raises:

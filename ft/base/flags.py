@@ -21,9 +21,6 @@ def read_flags(
 
     Args:
         parser: a parser whose ``error`` raises :class:`UserError`.
-        words: the command line.
-        known: every flag that the parser knows.
-        explain: describes an unknown flag.
 
     Returns:
         (the parsed values, the problems, flags whose values could not be parsed).

@@ -28,7 +28,6 @@ class Lines:
     incomplete last line from a writer that crashed is terminated in the same way.
 
     Args:
-        path: the file.
         most: maximum number of lines that wait in memory; above it the oldest line is dropped. None: no limit.
         is_shared: other processes may append to the file at the same time.
         tell: function that prints a message. It is called when lines begin to wait, when they have been written, and

@@ -28,7 +28,6 @@ def seconds(value: Any, least: float = 1e-3, bare: float | None = None) -> float
     """Parse a time, such as "500ms", "90s", "2m", "2min", "1h" or "1d", and return seconds. Zero needs no unit.
 
     Args:
-        value: the text or number.
         least: shortest time that is accepted, in seconds.
         bare: the unit of a number without one, in seconds; None: such a number is rejected.
 
@@ -52,7 +51,6 @@ def size(value: Any, bare: float | None = 1.0) -> float:
     """Parse a size and return bytes: "80GB" and "80G" are 80e9, "80GiB" is 80 * 2**30.
 
     Args:
-        value: the text or number.
         bare: the unit of a number without one, in bytes; None: such a number is rejected.
 
     Raises:

@@ -41,8 +41,6 @@ class Block:
     """The times of several steps.
 
     Attributes:
-        epoch: epoch of the steps.
-        steps: numbers of the steps.
         step_s: duration of each step in seconds.
         own_s: the part of each step in which this rank did not wait for others, in seconds.
         parts: sum over the steps of the time in each part of ``OWN``, in seconds.
@@ -60,7 +58,6 @@ class Block:
         """Add a step.
 
         Args:
-            step: its number.
             spent: seconds that the training thread has spent in each part.
             stalls: seconds for which the GPU has waited, by name. The host computes or waits for the GPU meanwhile, so
                 they are taken from the time in ``COMPUTE``.
@@ -84,7 +81,6 @@ class StepClock:
         clock: returns the time in seconds.
 
     Attributes:
-        is_running: whether steps are measured.
         cut_device: see :data:`CutDevice`; None: this process uses no GPU, or nothing measures it.
         blocks: complete blocks that nobody has taken yet; another thread may take them with ``popleft``.
     """

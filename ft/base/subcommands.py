@@ -16,8 +16,6 @@ def add_group(subparsers, name: str, modules: Sequence[str], command: str = "ft"
     alone raises :class:`UserError`.
 
     Args:
-        subparsers: the argparse subparsers of ``command``.
-        name: name of the new command.
         modules: modules with a function ``add_parser(subparsers)``, in the order in which the help lists them. Modules
             whose package is not installed are skipped.
         command: the command to which the new one belongs.

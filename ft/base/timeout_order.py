@@ -11,7 +11,6 @@ def check(table: Any, noun: str, ladder: Iterable[tuple[str, str]], may_be_zero:
     """Check a dataclass of timeouts in seconds.
 
     Args:
-        table: the dataclass.
         noun: word for one of its fields, for messages.
         ladder: (shorter, longer) pairs of field names. The shorter timeout must expire first: its expiry handles the
             failure before the longer timeout would react to the same failure.

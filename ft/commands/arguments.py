@@ -1,9 +1,4 @@
-"""Define the flags of ``ft run``, the launcher that replaces torchrun.
-
-The flags are those of torchrun, spelled with dashes or underscores, and additional flags for fault tolerance: standbys
-(warm workers that replace failed ones), fault injection, and FT-HSDP replicas (several copies of the model, each
-trained by its own workers, that continue when one copy fails).
-"""
+"""Define the flags of ``ft run``: those of torchrun, with dashes or underscores, and flags for fault tolerance."""
 
 import argparse
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ft.adapters.megatron_lm.seams import Finding
 from ft.base.errors import Problem, UserError
+from ft.base.flags import groups
 from ft.base.quantities import count
 from ft.commands import checkouts
 from ft.commands.arguments import misplaced
@@ -40,8 +41,6 @@ def memory(options: Options, grid: Layout) -> dict[str, Any] | None:
         ``gpu``: bytes of weights, gradients, optimizer state and activations, and what DMR adds; ``host``: bytes that
         snapshots and peer copies take with --ft-hot-swap; ``assumes``: the assumptions of the estimate.
     """
-    if options.core.hybrid_override_pattern or options.core.hybrid_layer_pattern:
-        return None
     assumed, assumes = copy.deepcopy(options), "vocabulary as given"
     if not (assumed.tokenizer.vocab_size or assumed.tokenizer.padded_vocab_size):
         assumed.tokenizer.vocab_size = _VOCABULARIES.get(assumed.tokenizer.tokenizer_type, _ANY_VOCABULARY)
@@ -149,8 +148,6 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
     """Examine a launch line.
 
     Args:
-        script: the training script.
-        words: its arguments.
         gpus: number of GPUs of a machine that has all that the line needs; None: the question is about this machine,
             and the fewest GPUs that the layout needs.
 
@@ -160,7 +157,8 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
     given = Script(str(script), False, words)
     program = program_of(given)
     defaults = ["--transformer-impl", "transformer_engine"] if program == "checkout" else []
-    options, problems, doubtful = read([*defaults, *words])
+    options, problems, doubtful = read([*defaults, *words], guesses=program == "trainer")
+    pattern = _layer_pattern(words) if program == "checkout" else None
     problems = [misplaced(problem) or (problem, fix) for problem, fix in problems]
     answer = Answer(program)
     world = None if options is None else gpus or smallest_world(options)
@@ -182,7 +180,6 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
             if not set(doubtful) & set(_FLAG.findall(f"{entry[0]} {entry[1]}"))
             and (program == "trainer" or not _is_limit_of_trainer(entry))
         ]
-        pattern = options.core.hybrid_layer_pattern or options.core.hybrid_override_pattern
         of_model = checkouts.needs_of_model(given, pattern) if program == "checkout" else []
         answer.needs = in_words([*needs(options, grid), *of_model])
         answer.missing = [] if gpus else [name for name in answer.needs if not is_here(name)]
@@ -191,10 +188,18 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
             answer.notices = [] if of_files else checkouts.notices(given.target)
         if grid is not None:
             _describe(answer, options, grid)
+            answer.memory = None if pattern else answer.memory
             of_checkout = (given, of_files) if program == "checkout" else None
             answer.protections = _protections(options, grid, of_checkout)
     answer.refused = _as_dicts(dict.fromkeys(problems))
     return answer
+
+
+def _layer_pattern(words: list[str]) -> str | None:
+    """Return the kinds of layers of a hybrid model of Mamba, attention and MLP layers; None for a GPT."""
+    flags = "--hybrid-layer-pattern", "--hybrid-override-pattern"
+    found = [group for group in groups(words) if group[0].partition("=")[0] in flags]
+    return " ".join([found[-1][0].partition("=")[2], *found[-1][1:]]).strip() if found else None
 
 
 def program_of(script: Script) -> str:
@@ -267,8 +272,6 @@ def _protections(
     """Return for each protection whether it can be added to the line, as in ``Answer.protections``.
 
     Args:
-        options: the options of the line.
-        grid: sizes of the parallel groups.
         of_checkout: the script of a checkout and the problems of the checkout's files; None for this project's trainer.
     """
     entries = [entry for entry in table.TABLE if entry.name != table.PROFILE]

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ft.adapters.megatron_lm import refusals, seams, tree
-from ft.adapters.megatron_lm.own_flags import own_flags
+from ft.adapters.megatron_lm.seams import own_flags
 from ft.base import files
 from ft.base.errors import Problem, UserError
 from ft.commands.arguments import launchers_flags, misplaced
@@ -28,8 +28,8 @@ from ft.protection import table
 
 if TYPE_CHECKING:
     from ft.job.agent.options import Script
-    from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
     from megatron.ft_trainer.arguments.needs import Need
+    from megatron.ft_trainer.arguments.topics import FaultToleranceOptions
 
 MODULE, PRELOAD = "ft.adapters.megatron_lm", "ft.adapters.megatron_lm.preload"
 _SUPPORTED_FLAGS = "--ft-hot-swap, --ft-dmr, --ft-checkfree, --ft-hsdp-replicas or --ft-spare-redundancy"
@@ -104,7 +104,6 @@ def examine(script: "Script", world_size: int | None, replicas: int) -> tuple[An
     """Examine a protected run of a checkout's script before anything starts: the checkout's files and the flags.
 
     Args:
-        script: a script of a checkout.
         world_size: number of ranks; None if it is unknown.
         replicas: number of FT-HSDP replicas; 0: none.
 
@@ -147,7 +146,6 @@ def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tu
     """Return what is known of the options of a checkout's trainer, and the problems of the script's flags.
 
     Args:
-        script: a script of a checkout.
         world_size: number of ranks; None if it is unknown.
         replicas: number of FT-HSDP replicas; 0: none.
 
@@ -175,9 +173,9 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
     Raises:
         UserError: a flag is unknown or has a wrong value.
     """
-    from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
-    from megatron.ft_trainer.arguments.known import explain
+    from megatron.ft_trainer.arguments import explain
     from megatron.ft_trainer.arguments.schema import add_flags, all_spellings, build
+    from megatron.ft_trainer.arguments.topics import FaultToleranceOptions
 
     known = all_spellings(FaultToleranceOptions)
     for text in flags:
@@ -200,7 +198,6 @@ def needs_of_model(script: "Script", layer_pattern: str | None) -> "list[Need]":
     its last norm with Transformer Engine.
 
     Args:
-        script: a script of a checkout.
         layer_pattern: kinds of the layers, such as "M*M-", where M is a Mamba layer; None if the flags give none.
     """
     from megatron.ft_trainer.arguments.needs import TE, Need

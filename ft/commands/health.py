@@ -103,7 +103,6 @@ def examine(reader: Reader, since_s: float, between_s: float = _BETWEEN_S) -> tu
     """Read a node twice.
 
     Args:
-        reader: reads the node.
         since_s: age in seconds up to which events count.
         between_s: seconds between the readings.
 

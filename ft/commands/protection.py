@@ -1,10 +1,8 @@
 """Determine from the command line of ``ft run`` how a run is protected, and find flags that can have no effect.
 
-A run is protected by hot-swap (standbys, that is, warm workers, take over from failed ones with state from peers'
-memory), by replicas (FT-HSDP: several copies of the model train together), or not at all. For this project's own
-trainer, ``pretrain_gpt.py``, the trainer's flags decide. Any other script enables its protection at run time by calling
-``ft.attach`` or ``ft.protect``. If a script never calls them, this is noticed only when the run ends
-(:mod:`ft.job.control.run_ends`).
+For this project's own trainer, ``pretrain_gpt.py``, the trainer's flags decide. Any other script enables its protection
+at run time by calling ``ft.attach`` or ``ft.protect``. If a script never calls them, this is noticed only when the run
+ends (:mod:`ft.job.control.run_ends`).
 """
 
 import argparse
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft import faults as inject
-from ft.adapters.megatron_lm import choice, tree
+from ft.adapters.megatron_lm import tree
 from ft.base import files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import NOT_INJECTED, Problem
@@ -80,7 +78,7 @@ def trainers_flags() -> list[str]:
     """Return all flags of this project's trainer, ``pretrain_gpt.py``."""
     from megatron.ft_trainer.arguments import all_flags
 
-    return [*all_flags(), choice.NVIDIA, choice.REFERENCE]
+    return [*all_flags(), tree.NVIDIA, tree.REFERENCE]
 
 
 def choose_trainer(given: argparse.Namespace) -> None:
@@ -90,12 +88,12 @@ def choose_trainer(given: argparse.Namespace) -> None:
         given: the parsed command line; its ``script``, ``script_args`` and ``module`` are changed.
 
     Raises:
-        UserError: the trainer that is asked for cannot be used (:func:`ft.adapters.megatron_lm.choice.choose`).
+        UserError: the trainer that is asked for cannot be used (:func:`ft.adapters.megatron_lm.tree.choose`).
     """
     is_module = getattr(given, "module", False)
     if given.script is None or not is_trainer(Script(given.script, is_module, given.script_args)):
         return
-    is_nvidias, given.script_args = choice.choose(given.script_args, choice.installed_release())
+    is_nvidias, given.script_args = tree.choose(given.script_args, tree.installed_release())
     if is_nvidias:
         given.script, given.module = str(tree.SCRIPT), False
 
@@ -104,7 +102,6 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
     """Return how the run is protected, and the problems found in the trainer's flags and in ``asked.flags``.
 
     Args:
-        script: the training script and its arguments.
         asked: settings from the command line of ``ft run``; None if the flags of ``ft run`` are invalid.
         faults: all faults that will be injected into the run.
     """
@@ -187,10 +184,7 @@ def judge_faults(code: int, folder: Path, is_strict: bool, tell: Callable[[str],
     """Tell which planned faults of a run that has ended were not injected, and return the exit code of ``ft run``.
 
     Args:
-        code: exit code of the run.
-        folder: directory of the run.
         is_strict: whether a run that ends with code 0 shall have another code if faults were not injected.
-        tell: prints a message.
     """
     missed = inject.missed(folder)
     if missed:

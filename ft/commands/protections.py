@@ -1,8 +1,4 @@
-"""Define the command ``ft protections``, which prints a table of this project's fault-tolerance mechanisms.
-
-For each mechanism (protection) the table shows its position in the order in which protections wrap a training step, how
-a user enables it, and which other protections it cannot be combined with.
-"""
+"""Define the command ``ft protections``: the table of protections, their order, flags and contradictions."""
 
 import argparse
 

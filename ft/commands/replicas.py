@@ -1,9 +1,6 @@
 """Implement ``ft run --ft-hsdp-replicas R``: read the command line and run the launcher of FT-HSDP replicas on a node.
 
-In FT-HSDP (fault-tolerant hybrid-shared data parallelism, a paper) a run consists of R replicas: full copies of the
-model, each with its own workers. The quorum server decides at every step which replicas take part. The launcher is
-the process that ``ft run`` starts on each node; it runs the agents, which supervise the workers, of all replicas on the
-node.
+The launcher is the process that ``ft run`` starts on each node; it runs the agents of all replicas on the node.
 """
 
 import argparse
@@ -53,7 +50,6 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
     that were not injected, 128+N after signal N, others as the failure that ended the last replica.
 
     Args:
-        given: the parsed command line.
         job: the Slurm or MPI job that this node is part of; None: read from the environment.
 
     Raises:
@@ -158,13 +154,7 @@ def _standby_flags(whole: RunOptions) -> list[str]:
 
 
 def replica_options(part: Part, whole: RunOptions, asked: Replicas) -> RunOptions:
-    """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own.
-
-    Args:
-        part: the part of the replica on this node.
-        whole: the options of the run.
-        asked: the replica options of the run.
-    """
+    """Return the options of the agent of ``part``; each replica is a run of its own with a folder of its own."""
     host, port = _host(whole), 0
     if part.node_rank:  # the replica's control plane is on another node; its address is in the replica's folder
         host, port = whole.cluster.host, whole.cluster.port

@@ -1,8 +1,4 @@
-"""Define the commands ``ft status RUN`` and ``ft report RUN``, which show the current state and the history of a run.
-
-Both read only the files in the run's folder, which may be that of one replica or, with FT-HSDP, of several (full copies
-of the model, each with its own workers).
-"""
+"""Define the commands ``ft status RUN`` and ``ft report RUN``, which show the state and history of a run."""
 
 import argparse
 import json

@@ -87,8 +87,6 @@ def prepare(
     """Return the options, the planned faults, and how the run is protected.
 
     Args:
-        given: the parsed command line.
-        environment: environment variables of ``ft run``.
         job: the Slurm or MPI job that ``ft run`` is part of; None: it is in no job.
 
     Raises:

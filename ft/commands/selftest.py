@@ -14,12 +14,9 @@ from ft.base import files
 from ft.base.errors import Problems, UserError
 from ft.base.flags import Parser
 from ft.base.quantities import argument, between, count
-from ft.lab.selftest import nodes
-from ft.lab.selftest.execute import Executor, Interrupted
-from ft.lab.selftest.nodes import Place
-from ft.lab.selftest.session import Plan, SelfTest
+from ft.lab.selftest import session
+from ft.lab.selftest.session import Executor, Interrupted, Place, Plan, SelfTest, as_text, as_values
 from ft.lab.selftest.table import CHECKS, chosen
-from ft.lab.selftest.text import as_text, as_values
 from ft.platform import slurm
 
 _DESCRIPTION = """\
@@ -73,7 +70,7 @@ def main(given: argparse.Namespace) -> int:
         UserError: the flags cannot work, or a node has not joined.
     """
     job = None if given.nodes == 1 else slurm.read(os.environ)
-    if nodes.is_alone_in(job, os.environ):
+    if session.is_alone_in(job, os.environ):
         return _on_all_nodes(given)
     plan = plan_of(given, job, os.environ)
     try:
@@ -152,7 +149,7 @@ def _on_all_nodes(given: argparse.Namespace) -> int:
     plan_of(argparse.Namespace(**{**vars(given), "nodes": None}), None, os.environ)  # all problems, before srun starts
     words = [sys.executable, "-m", "ft", *_without_nodes(sys.argv[1:])]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with subprocess.Popen(nodes.srun(given.nodes, os.environ, words)) as child:
+    with subprocess.Popen(session.srun(given.nodes, os.environ, words)) as child:
         while True:
             try:
                 code = child.wait()

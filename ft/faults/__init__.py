@@ -1,9 +1,8 @@
 """Fault injection: description, planning and execution of faults in a run, to test its recovery.
 
 ``parse`` reads ``--inject`` and ``read_scenario`` reads scenario files; ``schedule`` turns their entries into numbered
-faults with a victim and a time. Workers read the numbered faults from the file that the environment variable
-``FT_FAULTS`` names, and carry theirs out with :class:`ft.faults.worker.Injector`; agents (the supervisor process of
-each node) use :class:`ft.faults.agent.AgentInjector`.
+faults with a victim and a time. Workers carry out theirs with :class:`ft.faults.worker.Injector`, agents with
+:class:`ft.faults.agent.AgentInjector`.
 """
 
 from ft.faults.faults import Fault, from_json, left, missed, planned, to_json, write

@@ -1,6 +1,6 @@
 """Injector of the faults that an agent carries out: it ends its node, cuts its network, or kills the control plane.
 
-An agent is the supervisor process of one node. It can cut its network if it runs in a network namespace of its own.
+It can cut its network if it runs in a network namespace of its own.
 """
 
 import contextlib
@@ -9,14 +9,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
 from ft.base import bounded_json
 from ft.base.errors import UserError
-from ft.faults.faults import Alarm, Fault
+from ft.faults.faults import Alarm, Fault, FaultTimer
 from ft.platform import election
 
 _NET_ADMIN = 12
@@ -108,12 +108,10 @@ def _capabilities() -> int:
     return 0
 
 
-class AgentInjector:
+class AgentInjector(FaultTimer):
     """Carries out the planned faults of one agent.
 
     Args:
-        faults: planned faults of the whole run.
-        node: node of this agent.
         run_dir: directory of the run, which contains the control plane's lease record.
         announce: called before each fault, as for ``ft.faults.worker.Injector``; possibly from another thread.
 
@@ -128,45 +126,32 @@ class AgentInjector:
         run_dir: str | Path,
         announce: Callable[[Fault], None],
     ):
-        self.mine = agents_faults(faults, node)
-        self._run_dir, self._node, self._announce = Path(run_dir), node, announce
-        self._lock = threading.Lock()
-        self._fired: set[int] = set()
-        self._alarm: Alarm | None = None
+        super().__init__(agents_faults(faults, node), announce)
+        self._run_dir, self._node = Path(run_dir), node
         self._outages: list[Outage] = []
-        if any(fault.kind == "partition" for fault in self.mine):
+        if any(fault.kind == "partition" for fault in self._mine):
             check_allowed()
 
     def begin(self, began: float | None = None) -> None:
         """Start the timer for faults with a time. ``began``: wall-clock time at which training began; default: now."""
-        timed = [fault for fault in self.mine if fault.step is None]
+        timed = [fault for fault in self._mine if fault.step is None]
         if timed and self._alarm is None:
             self._alarm = Alarm(timed, time.time() if began is None else began, self._fire)
 
     def progressed(self, step: int) -> None:
         """Carry out the faults of the step after ``step``, which a worker has reported as the last committed one."""
-        for fault in self.mine:
+        for fault in self._mine:
             if fault.step is not None and fault.step <= step + 1:
                 self._fire(fault)
 
-    def update(self, fired: Iterable[int]) -> None:
-        """Add the numbers of faults that have happened, as an ``Open`` order (which opens an epoch) lists them."""
-        with self._lock:
-            self._fired |= set(fired)
-
     def close(self) -> None:
         """Stop the timer, and restore a network that was cut."""
-        if self._alarm is not None:
-            self._alarm.close()
+        super().close()
         for outage in self._outages:
             outage.end()
 
     def _fire(self, fault: Fault) -> None:
-        with self._lock:
-            if fault.number in self._fired:
-                return
-            self._fired.add(fault.number)
-        if fault.kind == "kill-control" and not controls(self._run_dir, self._node):
+        if not self._is_first(fault) or (fault.kind == "kill-control" and not controls(self._run_dir, self._node)):
             return
         self._announce(fault)
         if fault.kind == "kill":

@@ -1,16 +1,11 @@
-"""Planned faults: the kind, time and victim of each, the file that carries them to agents and workers, and a timer.
-
-Terms: a logical rank is a position in the parallel grid, held by a worker process; an agent is the supervisor process
-of one node; a recovery opens a new epoch, a new version of the map logical rank -> worker. A replica (FT-HSDP) is a
-full copy of the model with its own workers; a replica that was restarted fetches its state from healthy ones.
-"""
+"""Planned faults: the kind, time and victim of each, the file that carries them to agents and workers, and a timer."""
 
 import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +125,6 @@ class Alarm:
     Args:
         faults: planned faults that have a ``time``.
         began: wall-clock time in seconds from which their times count.
-        ring: called with each fault.
     """
 
     def __init__(self, faults: Sequence[Fault], began: float, ring: Callable[[Fault], None]):
@@ -152,6 +146,40 @@ class Alarm:
             if self._stop.wait(max(0.0, self._began + fault.time - time.monotonic())):
                 return
             self._ring(fault)
+
+
+class FaultTimer:
+    """What the injectors of agents and workers share: which faults have happened, and the alarm for those with a time.
+
+    Args:
+        mine: the planned faults that this process carries out.
+        announce: called before each fault; returns once the fault is recorded. After a SIGKILL nothing could be
+            reported.
+        fired: numbers of the faults that have happened; a repeated step has no fault the second time.
+    """
+
+    def __init__(self, mine: Sequence[Fault], announce: Callable[[Fault], None], fired: Iterable[int] = ()):
+        self._mine, self._announce = mine, announce
+        self._lock = threading.Lock()
+        self._fired = set(fired)
+        self._alarm: Alarm | None = None
+
+    def update(self, fired: Iterable[int]) -> None:
+        """Add the numbers of faults that have happened, as an ``Open`` order (which opens an epoch) lists them."""
+        with self._lock:
+            self._fired |= set(fired)
+
+    def close(self) -> None:
+        """Stop the timer for faults with a time."""
+        if self._alarm is not None:
+            self._alarm.close()
+
+    def _is_first(self, fault: Fault) -> bool:
+        """Note that a fault happens; return whether it has not happened before."""
+        with self._lock:
+            is_first = fault.number not in self._fired
+            self._fired.add(fault.number)
+        return is_first
 
 
 FILE = "FT_FAULTS"

@@ -45,13 +45,7 @@ _MEMORY_WORDS = ("out of memory", "cannot allocate memory", "outofmemory", "std:
 
 @dataclass(frozen=True)
 class Frame:
-    """One call of a stack trace.
-
-    Attributes:
-        file: path of the source file.
-        line: number of the line in it.
-        name: name of the function.
-    """
+    """One call of a stack trace."""
 
     file: str
     line: int
@@ -64,7 +58,6 @@ class Raised:
 
     Attributes:
         kinds: class names of the exception and of its base classes as far as they are known, most specific first.
-        message: its text.
         frames: its stack, innermost call last.
     """
 
@@ -79,7 +72,6 @@ class CrashError:
 
     Attributes:
         worker: name of the worker, or of the agent if the error is the agent's; "": unknown.
-        node: name of its node.
         rank: its logical rank, None for a standby.
         chain: the exceptions of the traceback, the original one first; empty for an error without exception.
         trace: the traceback or stack as it was written; "": there is none.
@@ -88,7 +80,6 @@ class CrashError:
         observed: the class in the order of causes if the error is no exception (HANG, NODE, ...), "" otherwise.
         told: the sentence of the control plane about the error, for one that has no exception.
         when: time in seconds since 1970; None: unknown.
-        epoch: epoch of the worker.
         step: last committed step.
         attempt: number of times that training had resumed before the error.
         by_us: whether this project has ended the process.
@@ -233,7 +224,6 @@ def first_cause(errors: Iterable[CrashError], world_size: int = 0) -> FirstCause
     If the last attempt has only consequences, the attempts before it are searched for a cause, the latest first.
 
     Args:
-        errors: the errors of a run, in any order.
         world_size: number of logical ranks; 0: unknown.
     """
     attempts: dict[int, list[CrashError]] = {}

@@ -4,7 +4,7 @@ The runtime of DMR (``ft.systems.dmr.runtime.injection``) carries a flip out, be
 So bit flips can be injected only in runs with DMR.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -39,7 +39,6 @@ class Flip:
             detect a bit that is stuck in both executions.)
         nth: number of the first matching result that may be hit, counted from 1.
         probability: probability of each matching result to be hit.
-        seed: seed of all random draws.
     """
 
     operator: str = ANY
@@ -61,7 +60,6 @@ class Flip:
 
         Args:
             operator: name of the operator, such as ``add_.Tensor``; of a received message, its kind.
-            phase: phase of the step in which it runs.
             execution: which of the two executions this is; None for a received message.
         """
         if self.phase not in (ANY, phase):
@@ -87,19 +85,12 @@ def read_flip(values: Mapping[str, Any], text: str) -> Flip:
     """Return the flip that its keys describe, as texts or JSON values.
 
     Args:
-        values: key -> value.
         text: origin of the values, for messages.
 
     Raises:
         UserError: a value is not valid.
     """
-    read = {}
-    for key, value in values.items():
-        try:
-            read[key] = _READERS[key](value)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{text!r}: {key}={value} is wrong: {error}", _ALLOWED[key]) from error
-    flip = Flip(**read)
+    flip = Flip(**read_values(_READERS, values, text))
     if flip.is_payload and flip.execution != ANY:
         raise UserError(
             f"{text!r}: {flip.operator} is sent once and has no {flip.execution} execution", "remove execution"
@@ -111,6 +102,29 @@ def read_flip(values: Mapping[str, Any], text: str) -> Flip:
     if flip.mode == STUCK and flip.probability != 1.0:
         raise UserError(f"{text!r}: a stuck bit is stuck in every execution", "remove probability, or give mode=repeat")
     return flip
+
+
+def read_values(
+    readers: Mapping[str, tuple[Callable[[Any], Any], str]], values: Mapping[str, Any], text: str
+) -> dict[str, Any]:
+    """Return the values of the keys, read.
+
+    Args:
+        readers: key -> (function that reads its value, what is allowed, in words).
+        values: key -> value.
+        text: origin of the values, for messages.
+
+    Raises:
+        UserError: a value is not valid.
+    """
+    found = {}
+    for key, value in values.items():
+        read, allowed = readers[key]
+        try:
+            found[key] = read(value)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{text!r}: {key}={value} is wrong: {error}", allowed) from error
+    return found
 
 
 def _word(value: Any) -> str:
@@ -162,20 +176,15 @@ def _share(value: Any) -> float:
 
 
 _READERS = {
-    "operator": _word,
-    "phase": one_of(ANY, *PHASES),
-    "execution": one_of(ANY, PRIMARY, CHECKER),
-    "bit": _bit,
-    "mode": one_of(ONCE, REPEAT, STUCK),
-    "nth": whole(1),
-    "probability": _share,
+    "operator": (
+        _word,
+        f"an operator name of torch, such as mm, add_ or *norm*, or one of: {ANY}, {', '.join(PAYLOADS)}",
+    ),
+    "phase": (one_of(ANY, *PHASES), f"one of: {ANY}, {', '.join(PHASES)}"),
+    "execution": (one_of(ANY, PRIMARY, CHECKER), f"one of: {ANY}, {PRIMARY}, {CHECKER}"),
+    "bit": (_bit, f"a number from 0, the lowest, or {ANY}"),
+    "mode": (one_of(ONCE, REPEAT, STUCK), f"one of: {ONCE}, {REPEAT}, {STUCK}"),
+    "nth": (whole(1), "a number from 1"),
+    "probability": (_share, "a number above 0 and at most 1"),
 }
-_ALLOWED = {
-    "operator": f"an operator name of torch, such as mm, add_ or *norm*, or one of: {ANY}, {', '.join(PAYLOADS)}",
-    "phase": f"one of: {ANY}, {', '.join(PHASES)}",
-    "execution": f"one of: {ANY}, {PRIMARY}, {CHECKER}",
-    "bit": f"a number from 0, the lowest, or {ANY}",
-    "mode": f"one of: {ONCE}, {REPEAT}, {STUCK}",
-    "nth": "a number from 1",
-    "probability": "a number above 0 and at most 1",
-}
+"""Key -> (function that reads its value, what is allowed, in words)."""

@@ -190,9 +190,7 @@ def add_parser(subparsers) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    """Print the table or the page; return 0."""
-    from ft.faults.page import page, read_times
-
+    """Print the table of faults, or with ``--markdown`` the page; return the exit code 0."""
     print(page(read_times(CHECKOUT)) if given.markdown else text(), end="")
     return 0
 

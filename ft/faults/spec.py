@@ -26,8 +26,8 @@ failures of another run, one a line::
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from ft.base import bounded_json, files, structured_file
 from ft.base.errors import Problems, UserError
 from ft.base.quantities import seconds
 from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES, Fault
-from ft.faults.flip import BIT_FLIP, Flip, one_of, read_flip, whole
+from ft.faults.flip import BIT_FLIP, one_of, read_flip, read_values, whole
 from ft.faults.flip import KEYS as FLIP_KEYS
 from ft.faults.table import NAMES
 
@@ -135,52 +135,32 @@ ONLY_FOR = {
 """Key -> the kinds of faults that accept it, for the keys that only some kinds accept."""
 
 
-@dataclass(frozen=True)
-class FaultSpec:
+@dataclass(frozen=True, kw_only=True)
+class FaultSpec(Fault):
     """One entry of ``--inject`` as the user wrote it. Random victims and times are drawn later, by the fault schedule.
 
-    Exactly one of ``step``, ``time``, ``every`` and ``trace`` is not None.
+    Exactly one of ``step``, ``time``, ``every`` and ``trace`` is not None. What is not listed here is as in ``Fault``.
 
     Attributes:
         text: the entry as written, for messages.
-        kind: kind of the fault, as in ``Fault``.
-        step: step in which the fault happens, counted from 1.
-        time: seconds from the beginning of training to the fault.
         every: distribution of the times between faults.
         trace: path of a file of recorded failures.
         rank: logical rank that is hit, "random", or None.
         node: node that is hit, "random", or None.
-        phase: point of the step or of the recovery at which the fault happens, as in ``Fault``.
-        seconds: duration of the fault in seconds, as in ``Fault``.
-        factor: slowdown of a step, as in ``Fault``.
-        error: kind of exception, as in ``Fault``.
-        copies: which snapshots are corrupted, as in ``Fault``.
-        value: how a tensor is corrupted, as in ``Fault``.
         count: maximum number of faults of a distribution or trace.
         until: seconds from the beginning of training after which a distribution or trace causes no more faults.
         replica: replica to which ``rank`` or ``node`` belongs, or "random". None: ranks and nodes are numbered over all
             replicas.
-        flip: options of a bit flip; None for other kinds.
     """
 
     text: str
-    kind: str
-    step: int | None = None
-    time: float | None = None
+    number: int = 0
     every: Distribution | None = None
     trace: str | None = None
     rank: int | str | None = None
-    node: str | None = None
-    phase: str = "between"
-    seconds: float | None = None
-    factor: float = 3.0
-    error: str = "recoverable"
-    copies: str = "own"
-    value: str = "bit"
     count: int | None = None
     until: float | None = None
     replica: int | str | None = None
-    flip: Flip | None = None
 
 
 def parse(text: str) -> list[FaultSpec]:
@@ -218,7 +198,7 @@ def from_values(values: Mapping[str, Any], text: str) -> FaultSpec:
         # the beginning of its step, so FaultSpec.phase keeps its default.
         flip = read_flip({key: keys.pop(key) for key in FLIP_KEYS if key in keys}, text)
     _check_combination(kind, keys, text)
-    read = {_FIELDS.get(key, key): _read(key, value, text) for key, value in keys.items()}
+    read = {_FIELDS.get(key, key): value for key, value in read_values(_READERS, keys, text).items()}
     read.setdefault("seconds", _LASTING.get(kind))
     return FaultSpec(text=text, kind=kind, flip=flip, **read)
 
@@ -282,13 +262,6 @@ _RECOVERY = ", ".join(RECOVERY_PHASES)
 _FIELDS = {"for": "seconds"}
 
 
-def _read(key: str, value: Any, text: str) -> Any:
-    try:
-        return _READERS[key](value)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{text!r}: {key}={value} is wrong: {error}", _ALLOWED[key]) from error
-
-
 def _rank(value: Any) -> int | str:
     return "random" if value == "random" else whole(0)(value)
 
@@ -300,41 +273,28 @@ def _factor(value: Any) -> float:
     return number
 
 
-_READERS = {
-    "step": whole(1),
-    "time": lambda value: parse_duration(value, least=0.0),
-    "every": parse_distribution,
-    "trace": str,
-    "rank": _rank,
-    "replica": _rank,
-    "node": str,
-    "phase": one_of(*PHASES),
-    "for": parse_duration,
-    "factor": _factor,
-    "error": one_of(*ERRORS),
-    "copies": one_of(*COPIES),
-    "value": one_of(*VALUES),
-    "count": whole(1),
-    "until": parse_duration,
-}
 _DURATION = "seconds, or a number with ms, s, m or h: 500ms, 90s, 2m"
-_ALLOWED = {
-    "step": "a step number from 1",
-    "time": _DURATION,
-    "every": "exponential(mean=60s) or weibull(shape=0.7,scale=90s), or with steps: exponential(mean=20steps)",
-    "trace": "the path of a file",
-    "rank": "a logical rank from 0, or random",
-    "replica": "a replica from 0, or random",
-    "node": "a node's name (n0, n1, ...), its number, or random",
-    "phase": f"one of: {', '.join(PHASES)}",
-    "for": _DURATION,
-    "factor": "a number above 1 and at most 1000",
-    "error": f"one of: {', '.join(ERRORS)}",
-    "copies": f"one of: {', '.join(COPIES)}",
-    "value": f"one of: {', '.join(VALUES)}",
-    "count": "a number from 1",
-    "until": _DURATION,
+_READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "step": (whole(1), "a step number from 1"),
+    "time": (lambda value: parse_duration(value, least=0.0), _DURATION),
+    "every": (
+        parse_distribution,
+        "exponential(mean=60s) or weibull(shape=0.7,scale=90s), or with steps: exponential(mean=20steps)",
+    ),
+    "trace": (str, "the path of a file"),
+    "rank": (_rank, "a logical rank from 0, or random"),
+    "replica": (_rank, "a replica from 0, or random"),
+    "node": (str, "a node's name (n0, n1, ...), its number, or random"),
+    "phase": (one_of(*PHASES), f"one of: {', '.join(PHASES)}"),
+    "for": (parse_duration, _DURATION),
+    "factor": (_factor, "a number above 1 and at most 1000"),
+    "error": (one_of(*ERRORS), f"one of: {', '.join(ERRORS)}"),
+    "copies": (one_of(*COPIES), f"one of: {', '.join(COPIES)}"),
+    "value": (one_of(*VALUES), f"one of: {', '.join(VALUES)}"),
+    "count": (whole(1), "a number from 1"),
+    "until": (parse_duration, _DURATION),
 }
+"""Key -> (function that reads its value, what is allowed, in words)."""
 
 
 def read_trace(spec: FaultSpec) -> list[FaultSpec]:
@@ -395,7 +355,6 @@ class Scenario:
     """The content of a scenario file.
 
     Attributes:
-        specs: the faults that were asked for.
         seed: seed for random victims and times, or None if the file has none.
     """
 
@@ -475,11 +434,8 @@ def schedule(
     changes no other.
 
     Args:
-        specs: the faults that were asked for.
-        world_size: number of logical ranks.
         nodes: names of the nodes, in the order of their node ranks. The first node hosts the control plane; a random
             node is one of the others if there are any.
-        seed: seed of the random draws.
         horizon_s: limit for drawn times, in seconds.
 
     Raises:
@@ -515,21 +471,9 @@ def _moments(spec: FaultSpec, rng: random.Random, horizon_s: float) -> list[Faul
 
 
 def _seat(spec: FaultSpec, world_size: int, nodes: Sequence[str], rng: random.Random) -> Fault:
-    return Fault(
-        number=0,
-        kind=spec.kind,
-        step=spec.step,
-        time=spec.time,
-        rank=_drawn_rank(spec, world_size, rng),
-        node=_node(spec, nodes, rng),
-        phase=spec.phase,
-        seconds=spec.seconds,
-        factor=spec.factor,
-        error=spec.error,
-        copies=spec.copies,
-        value=spec.value,
-        flip=None if spec.flip is None else replace(spec.flip, seed=rng.getrandbits(32)),
-    )
+    flip = None if spec.flip is None else replace(spec.flip, seed=rng.getrandbits(32))
+    drawn = {"rank": _drawn_rank(spec, world_size, rng), "node": _node(spec, nodes, rng), "flip": flip}
+    return Fault(**{f.name: getattr(spec, f.name) for f in fields(Fault)} | drawn)
 
 
 def _drawn_rank(spec: FaultSpec, world_size: int, rng: random.Random) -> int | None:

@@ -67,8 +67,6 @@ class Rule:
     Attributes:
         kinds: class names, one of which the exception or a base class must have; empty: any class.
         words: words, one of which the lower-case text must contain; empty: any text.
-        category: category of the verdict.
-        action: action of the verdict.
         node_suspect: whether the node is at fault.
         also: further words, one of which the text must contain as well; empty: any text.
         device_unusable: whether the worker's device is at fault.
@@ -187,7 +185,6 @@ def of_stall(where: str, seconds: float, limit_s: float) -> Verdict:
     Args:
         where: the communication operation that the worker is in; "": none.
         seconds: time for which it has been there.
-        limit_s: the limit of this time, in seconds.
     """
     reason = f"in {where or 'no group operation'} for {seconds:.1f} s while others wait for it (limit {limit_s:.1f} s)"
     return Verdict(HOST, REPLACE, reason, "stall", key="stall", in_vain=True)
@@ -199,7 +196,6 @@ def of_standstill(group: str, seconds: float, limit_s: float, cause: str = "") -
     Args:
         group: name of the process group in which this worker waits.
         seconds: time for which it has waited.
-        limit_s: the limit of this time, in seconds.
         cause: the cause, for people; "": unknown.
     """
     reason = f"all workers wait, this one in {group} for {seconds:.1f} s (limit {limit_s:.1f} s)"
@@ -227,7 +223,6 @@ def of_lateness(what: str, limit_s: float, action: str = REPLACE) -> Verdict:
 
     Args:
         what: what the worker has not done, as the beginning of a sentence that goes on with "within 10 s".
-        limit_s: time that it had, in seconds.
         action: REPLACE or another action of this module.
     """
     category = HOST if action == REPLACE else TRANSIENT
@@ -262,7 +257,6 @@ def gravity(action: str, observed: str) -> tuple[int, int]:
     workers that live.
 
     Args:
-        action: action of the verdict.
         observed: the observation that revealed the fault (``Verdict.signal``).
     """
     least = len(_NOBODY_DIED)

@@ -22,14 +22,14 @@ from typing import Any, Protocol
 
 from ft.base import events
 from ft.base.errors import RecoverableError, ReplaceNodeError, UserError
-from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Alarm, Fault, planned
+from ft.faults.faults import RECOVERY_PHASES, STEP_PHASES, Alarm, Fault, FaultTimer, planned
 
 _ROOM = 64 << 20
-"""Bytes of address space that remain after the limit is lowered."""
+"""Bytes that a worker can still allocate after a planned lack of memory has lowered its RLIMIT_AS."""
 _PIECE = 1 << 20
 """Bytes of one allocation."""
 _FILES_LEFT = 16
-"""File descriptors that remain after the limit is lowered."""
+"""Files that a worker can still open after a planned lack of descriptors has lowered its RLIMIT_NOFILE."""
 
 
 def use_up_memory(fault: Fault) -> None:
@@ -199,7 +199,6 @@ def damage_checkpoint(checkpoint: Path, kind: str) -> Path:
     """Damage the largest file of a checkpoint.
 
     Args:
-        checkpoint: folder of the checkpoint.
         kind: "corrupt-checkpoint" (flip one bit), "truncate-checkpoint" (remove the second half of the file) or
             "remove-checkpoint" (remove the file).
 
@@ -269,8 +268,6 @@ class Reports:
 
     Args:
         kind: kind of the fault, which ends in "reports".
-        seconds: duration of the fault in seconds.
-        clock: returns the time in seconds.
     """
 
     def __init__(self, kind: str, seconds: float, clock: Callable[[], float] = time.monotonic):
@@ -313,13 +310,10 @@ class Actions(Protocol):
         """Carry out ``fault``, of a kind that is not in ``ACTS``."""
 
 
-class Injector:
+class Injector(FaultTimer):
     """Carries out the planned faults of one logical rank, in the worker that holds it.
 
     Args:
-        faults: planned faults of the whole run.
-        rank: logical rank of this worker.
-        node: node of this worker.
         fired: numbers of the faults that have happened; a repeated step has no fault the second time.
         announce: called before each fault; returns once the fault is recorded. After a SIGKILL the worker could not
             report.
@@ -337,19 +331,13 @@ class Injector:
         actions: Actions,
         began: float | None = None,
     ):
-        self._lock = threading.Lock()
-        self._fired = set(fired)
-        self._announce, self._actions = announce, actions
-        self._mine = [
-            f
-            for f in faults
-            if not f.is_injected_by_agent and (f.rank == rank or (f.node is not None and f.node == node))
-        ]
+        mine = [f for f in faults if f.rank == rank or (f.node is not None and f.node == node)]
+        super().__init__([f for f in mine if not f.is_injected_by_agent], announce, fired)
+        self._actions = actions
         self._pending: list[Fault] = []
         self._steps = {fault.number: fault.step for fault in faults}
         self._slowdown = _Slowdown()
         self._planned: dict[tuple[str, int], list[Fault]] = {}
-        self._alarm: Alarm | None = None
         self._arm(time.time() if began is None else began)
         # Lets ``at`` return at once if no fault is planned for this worker.
         self.is_armed = bool(self._mine)
@@ -376,11 +364,6 @@ class Injector:
         with self._lock:
             return any(f.phase == phase and f.step is not None and f.number not in self._fired for f in self._mine)
 
-    def update(self, fired: Iterable[int]) -> None:
-        """Add the numbers of faults that have happened, as an ``Open`` order (which opens an epoch) lists them."""
-        with self._lock:
-            self._fired |= set(fired)
-
     def at(self, phase: str, step: int) -> None:
         """Carry out the faults that are due at ``phase`` of ``step`` (counted from 1).
 
@@ -396,11 +379,6 @@ class Injector:
             self._do(self._pending.pop(0))
         for fault in self._due(phase, step):
             self._fire(fault)
-
-    def close(self) -> None:
-        """Stop the timer for faults with a time."""
-        if self._alarm is not None:
-            self._alarm.close()
 
     def _arm(self, began: float) -> None:
         timed = []
@@ -426,10 +404,8 @@ class Injector:
             return [f for f in self._mine if f.phase == phase and f.number not in self._fired and f.step <= latest]
 
     def _fire(self, fault: Fault) -> None:
-        with self._lock:
-            if fault.number in self._fired:
-                return
-            self._fired.add(fault.number)
+        if not self._is_first(fault):
+            return
         self._announce(fault)
         if fault.step is None and fault.kind in IN_TRAINING:
             self._pending.append(fault)  # on the timer's thread; the training thread carries it out

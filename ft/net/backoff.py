@@ -13,12 +13,7 @@ def doubled(failures: int, first_s: float, longest_s: float) -> float:
 
 
 class Backoff:
-    """Counts failures in a row, and computes how long to wait after each.
-
-    Args:
-        first_s: pause after the first failure, in seconds.
-        longest_s: longest pause, in seconds.
-    """
+    """Counts failures in a row, and computes how long to wait after each."""
 
     def __init__(self, first_s: float, longest_s: float):
         self._first_s, self._longest_s = first_s, longest_s

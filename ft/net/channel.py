@@ -18,7 +18,6 @@ class Channel:
         sock: a connected socket; it is made non-blocking.
 
     Attributes:
-        sock: the socket.
         gone: whether the peer has closed the connection, or has sent a line that is too long.
     """
 

@@ -27,7 +27,6 @@ class BadMessage(FtError):
     """A received value does not match its type.
 
     Args:
-        problem: what is wrong.
         path: names of fields, keys and indices that lead to the wrong part, from the outside to the inside.
     """
 

@@ -87,9 +87,7 @@ class Head(NamedTuple):
 
     Attributes:
         kind: kind of the frame, 4 bytes, defined by the protocol that uses the channel.
-        mark: the state that the frame belongs to.
         offset: place of bulk data in the state, in bytes.
-        length: length of the payload in bytes.
         check: checksum of bulk data, or keyed hash of a message.
     """
 
@@ -105,8 +103,6 @@ class Message:
     """A received message.
 
     Attributes:
-        kind: kind of the frame.
-        mark: the state that the message belongs to.
         words: JSON values.
         bodies: byte strings.
     """
@@ -180,7 +176,6 @@ class FramedChannel:
         patience_s: time limit, see :meth:`be_patient`.
 
     Attributes:
-        socket: the connection.
         is_shut: whether this end has shut the connection down.
     """
 
@@ -197,13 +192,7 @@ class FramedChannel:
         self.be_patient(patience_s)
 
     def dial(self, token: str, purpose: str, limit_s: float) -> None:
-        """Run the dialer's part of the handshake, before anything else. Raises as :func:`ft.net.handshake.dial` does.
-
-        Args:
-            token: token of the run.
-            purpose: name and version of the protocol, at most 16 ASCII characters.
-            limit_s: time limit of the handshake in seconds.
-        """
+        """Run the dialer's part of the handshake, before anything else; raises as :func:`ft.net.handshake.dial`."""
         party = Party(token, purpose, is_dialer=True)
         theirs, _ = dial(self.socket, party, limit_s)
         self._frames = Frames(party, theirs)
@@ -233,7 +222,6 @@ class FramedChannel:
 
         Args:
             kind: kind of the frame, 4 bytes.
-            mark: the state that the message belongs to.
             words: JSON values.
             bodies: byte strings.
         """
@@ -284,7 +272,6 @@ class FramedChannel:
         """Receive the bulk data of the frame whose head was received last.
 
         Args:
-            head: the head.
             into: memory for the data, of ``head.length`` bytes.
 
         Returns:

@@ -82,7 +82,6 @@ class Party:
     """One end of one connection.
 
     Args:
-        token: the run's token.
         purpose: name and version of the protocol; at most 16 ASCII characters.
         is_dialer: whether this end opened the connection.
 
@@ -120,7 +119,6 @@ class Party:
 
         Args:
             given: the proof that the other end has sent.
-            theirs: the other end's challenge.
             said: the content that the other end has sent.
         """
         expected = self._prove(not self.is_dialer, self.challenge, theirs, said)
@@ -172,7 +170,6 @@ def dial(
 
     Args:
         connection: a new connection; its timeout is restored afterwards.
-        party: the dialer.
         limit_s: maximum seconds for the whole handshake.
         message: content to send to the acceptor.
         reply_bytes: size of the acceptor's message.
@@ -209,8 +206,6 @@ def accept(
 
     Args:
         connection: a new accepted connection; its timeout is restored afterwards.
-        party: the acceptor.
-        limit_s: maximum seconds for the whole handshake.
         message_bytes: size of the dialer's message.
         reply_bytes: size of the reply. A dialer with another token gets that many zeros, and zeros as the proof.
 

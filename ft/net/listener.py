@@ -1,20 +1,23 @@
-"""Accepts the connections of framed channels, and serves each in a thread of its own, with bounded resources.
+"""Accepts framed channels, with bounded resources: each in a thread of its own, or all in one thread that never blocks.
 
-A peer has to prove within :data:`HELLO_S` seconds that it belongs to the run, however slowly its bytes arrive. Peers
-that have not done so yet are the first to be disconnected when there are too many connections.
+:mod:`ft.net.framed` describes what the other ends, the dialers, send. Whoever connects has to prove within
+:data:`HELLO_S` seconds that it belongs to the run, however slowly its bytes arrive. Until then its connection is the
+first to be closed when there are too many, or when this process has no free file descriptor.
 """
 
 import contextlib
 import os
+import selectors
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ft.net.framed import BadFrame, FramedChannel
-from ft.net.handshake import NotAMember, Refused
+from ft.net.framed import HEAD_BYTES, MAX_MESSAGE, BadFrame, FramedChannel, Frames, Head, Mark, Message
+from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, NotAMember, Party, Refused
 from ft.net.streams import Network
 
 HELLO_S = 5.0
@@ -24,16 +27,34 @@ _NOTES_S, _MAX_NOTES = 60.0, 20
 _NICENESS = 10
 
 
+class _Notes:
+    """Prints what happened to strangers on standard error, at a limited rate, so that they cannot fill a disk.
+
+    Args:
+        name: name of the server, with which each line begins.
+    """
+
+    def __init__(self, name: str):
+        self._name, self._noted, self._lock = name, deque[float](), threading.Lock()
+
+    def tell(self, what: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            while self._noted and now - self._noted[0] > _NOTES_S:
+                self._noted.popleft()
+            if len(self._noted) >= _MAX_NOTES:
+                return
+            self._noted.append(now)
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{self._name}: {what}", file=sys.stderr, flush=True)
+
+
 class Listener:
     """Listens from its construction until :meth:`close`.
 
     Args:
-        network: network at whose address to listen.
-        token: token of the run.
-        purpose: name and version of the protocol.
         serve: called as serve(channel, address of the peer) in the connection's thread; returns or raises when the
             connection has ended.
-        name: name of the threads.
         is_background: whether the threads of the connections have a low scheduling priority, so that training has
             priority where CPU cores are scarce.
 
@@ -59,7 +80,7 @@ class Listener:
         self._lock = threading.Lock()
         self._channels: dict[FramedChannel, bool] = {}  # value: whether the peer has authenticated
         self._threads: set[threading.Thread] = set()
-        self._noted: deque[float] = deque()
+        self._notes = _Notes(name)
         self._closed = False
         self._socket, self.address = network.listen()
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
@@ -117,11 +138,11 @@ class Listener:
                 self._channels[channel] = True
             self._serve(channel, peer)
         except (BadFrame, Refused, NotAMember) as error:
-            self._note(f"refused {peer}: {str(error)[:200]!a}")
+            self._notes.tell(f"refused {peer}: {str(error)[:200]!a}")
         except OSError:
             pass  # the peer is gone or too slow, and reports the failure of its own operation
         except Exception as error:
-            self._note(f"a request from {peer} failed: {error!r}")
+            self._notes.tell(f"a request from {peer} failed: {error!r}")
         finally:
             with self._lock:
                 self._channels.pop(channel, None)
@@ -138,20 +159,247 @@ class Listener:
         unknown.shutdown()
         return True
 
-    def _note(self, what: str) -> None:
-        """Print ``what``, at a limited rate, so that unauthenticated peers cannot fill the log."""
-        now = time.monotonic()
-        with self._lock:
-            while self._noted and now - self._noted[0] > _NOTES_S:
-                self._noted.popleft()
-            if len(self._noted) >= _MAX_NOTES:
-                return
-            self._noted.append(now)
-        print(f"{self._name}: {what}", file=sys.stderr, flush=True)
-
 
 def _step_back() -> None:
     """Lower the scheduling priority of this thread only (Linux has one priority for each thread)."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):  # not permitted here; the lower priority is only an optimization
         os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
+MOST_STRANGERS = 128
+_MOST_UNREAD = 64 << 20
+_PIECE = 1 << 18
+_FULL_S = 0.1
+
+_MARK = Mark()
+
+
+class Peer:
+    """The connection of one dialer.
+
+    Attributes:
+        is_member: whether the dialer has proved that it belongs to the run.
+        since: time at which it connected, by the monotonic clock.
+    """
+
+    def __init__(self, connection: socket.socket, token: str, purpose: str, address: str):
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket, self.address, self.since = connection, address, time.monotonic()
+        self._party, self._frames = Party(token, purpose, is_dialer=False), None
+        self._in, self._out = bytearray(), bytearray(self._party.greeting())
+        self._head: Head | None = None
+        self.is_closed = False
+
+    @property
+    def is_member(self) -> bool:
+        return self._frames is not None
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes wait until the dialer reads."""
+        return bool(self._out)
+
+    def send(self, kind: bytes, words: dict[str, Any] | None = None, bodies: Sequence[bytes] = ()) -> None:
+        """Send a message; :meth:`flush` sends later what the kernel does not take at once.
+
+        Raises:
+            ConnectionError: the dialer is gone, or does not read what it has asked for.
+        """
+        for piece in self._frames.message(kind, _MARK, words or {}, bodies):
+            self._out += piece
+        if len(self._out) > _MOST_UNREAD:
+            raise ConnectionError("it does not read")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the kernel takes it. Raise ConnectionError if the dialer is gone."""
+        with contextlib.suppress(BlockingIOError):
+            while self._out:
+                del self._out[: self.socket.send(memoryview(self._out)[:_PIECE])]
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived, without waiting for more.
+
+        Raises:
+            ConnectionError: the dialer is gone.
+            NotAMember: the dialer uses another protocol, or has another token.
+            BadFrame: the bytes received are not what a member of the run has sent.
+        """
+        try:
+            piece = self.socket.recv(_PIECE)
+        except BlockingIOError:
+            return []
+        if not piece:
+            raise ConnectionError("it has closed the connection")
+        self._in += piece
+        if self._frames is None and not self._admit():
+            return []
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def _admit(self) -> bool:
+        """Check the dialer's greeting and proof, and return whether they are complete."""
+        if not self._party.may_begin(bytes(self._in[:GREETING_BYTES])):
+            raise NotAMember("it uses another protocol")
+        if len(self._in) < GREETING_BYTES + PROOF_BYTES:
+            return False
+        theirs = self._party.read_greeting(self._take(GREETING_BYTES))
+        if self._party.open(theirs, self._take(PROOF_BYTES)) is None:
+            self._out += self._party.REFUSAL
+            self.flush()
+            raise NotAMember("its token is not that of this run")
+        self._frames = Frames(self._party, theirs)
+        self._out += self._party.seal(theirs)
+        self.flush()
+        return True
+
+    def _next(self) -> Message | None:
+        if self._head is None:
+            if len(self._in) < HEAD_BYTES:
+                return None
+            self._head = self._frames.read_head(self._take(HEAD_BYTES))
+            if self._head.length > MAX_MESSAGE:
+                raise BadFrame(f"a message of {self._head.length} bytes; at most {MAX_MESSAGE} are allowed")
+        if len(self._in) < self._head.length:
+            return None
+        head, self._head = self._head, None
+        return self._frames.read_message(head, self._take(head.length))
+
+    def _take(self, length: int) -> bytes:
+        data = bytes(memoryview(self._in)[:length])
+        del self._in[:length]
+        return data
+
+
+class Acceptor:
+    """The listening socket of one protocol and all connections to it. Only one thread may use it.
+
+    Args:
+        listener: listening socket; the acceptor owns it from now on.
+        purpose: name and version of the protocol, at most 16 ASCII characters.
+        name: name of the server in its messages on stderr.
+    """
+
+    def __init__(self, listener: socket.socket, token: str, purpose: str, name: str):
+        self._listener, self._token, self._purpose = listener, token, purpose
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._strangers: dict[Peer, None] = {}  # oldest first
+        self._gone: list[Peer] = []
+        self._accepts_from = 0.0
+        self._notes = _Notes(name)
+
+    def turn(self, wait_s: float | None) -> tuple[list[tuple[Peer, Message]], list[Peer]]:
+        """Wait for messages for at most ``wait_s`` seconds (None: until there is one), and serve the connections.
+
+        Returns:
+            The messages that have arrived, each with its sender, and the members that are gone.
+        """
+        messages: list[tuple[Peer, Message]] = []
+        for key, mask in self._selector.select(self._patience(wait_s)):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif not key.data.is_closed:
+                messages += [(key.data, message) for message in self._serve(key.data, mask)]
+        self._tend(time.monotonic())
+        gone, self._gone = self._gone, []
+        return messages, gone
+
+    def answer(
+        self, peer: Peer, kind: bytes, words: dict[str, Any] | None = None, bodies: Sequence[bytes] = ()
+    ) -> None:
+        """Send a message to a member; do nothing if it is gone."""
+        if peer.is_closed:
+            return
+        try:
+            peer.send(kind, words, bodies)
+            self._watch(peer)
+        except OSError as error:
+            self._close(peer, str(error))
+
+    def wake(self) -> None:
+        """Make ``turn`` return in the thread that is in it, and listen no more. Any thread may call it."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the listening socket and all connections."""
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()
+        self._selector.close()
+
+    def _patience(self, wait_s: float | None) -> float | None:
+        due = HELLO_S if self._strangers else None
+        if self._accepts_from:
+            due = _FULL_S
+        return min((limit for limit in (wait_s, due) if limit is not None), default=None)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, (host, port, *_) = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no file descriptor is free, or a caller has given up
+                if not self._strangers:
+                    self._pause()
+                    return
+                self._close(next(iter(self._strangers)), "no file descriptor is free")
+                continue
+            try:
+                peer = Peer(connection, self._token, self._purpose, f"{host}:{port}")
+                peer.flush()
+            except OSError:  # it is gone already
+                connection.close()
+                continue
+            self._strangers[peer] = None
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
+            if len(self._strangers) > MOST_STRANGERS:
+                self._close(next(iter(self._strangers)), "too many connections without proof")
+
+    def _pause(self) -> None:
+        """Leave callers in the listen queue for a moment: the selector would otherwise report them without pause."""
+        self._selector.unregister(self._listener)
+        self._accepts_from = time.monotonic() + _FULL_S
+
+    def _tend(self, now: float) -> None:
+        for peer in [peer for peer in self._strangers if now - peer.since > HELLO_S]:
+            self._close(peer, f"no proof within {HELLO_S:.0f} s")
+        if self._accepts_from and now >= self._accepts_from:
+            self._accepts_from = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _serve(self, peer: Peer, mask: int) -> list[Message]:
+        messages = []
+        try:
+            if mask & selectors.EVENT_WRITE:
+                peer.flush()
+            if mask & selectors.EVENT_READ:
+                messages = peer.receive()
+                if peer.is_member:
+                    self._strangers.pop(peer, None)
+            self._watch(peer)
+        except (OSError, BadFrame) as error:
+            self._close(peer, str(error))
+        return messages
+
+    def _watch(self, peer: Peer) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
+        if self._selector.get_key(peer.socket).events != wanted:
+            self._selector.modify(peer.socket, wanted, peer)
+
+    def _close(self, peer: Peer, why: str) -> None:
+        self._selector.unregister(peer.socket)
+        peer.socket.close()
+        peer.is_closed = True
+        self._strangers.pop(peer, None)
+        if peer.is_member:
+            self._gone.append(peer)
+        else:
+            self._notes.tell(ascii(f"refused {peer.address}: {why}"))

@@ -3,19 +3,22 @@
 Leadership is divided into numbered terms. A process claims a term by creating a value, which can succeed only once. The
 holder of the newest claim renews its lease, a JSON text. A holder that finds a newer claim than its own has been
 replaced, and stops taking decisions. Other processes detect a live leader by watching the renewal count in the lease,
-so that clocks of different hosts are never compared.
+so that clocks of different hosts are never compared. A :class:`Holder` says which ``ft run`` holds something that all
+nodes see: the place of a node in a run, a checkpoint folder.
 """
 
 import contextlib
 import json
+import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from ft.base import bounded_json
-from ft.platform import shared_state
-from ft.platform.standstill import OwnPauses
+from ft.base import bounded_json, files
+from ft.platform import processes, shared_state
+from ft.platform.processes import OwnPauses
 
 CONTROL, QUORUM = "control.json", "quorum.json"
 """Names of leases: CONTROL of the control plane's lease and, in the launchers' own folder, of the lease of the
@@ -32,7 +35,6 @@ class LeaseRecord:
     """The lease of a leader.
 
     Attributes:
-        term: number of the term.
         life: number of the restart with which the present journal (the control plane's log of decisions) began; 0 for
             the first start of the run.
         where: address at which the leader accepts messages, "" until it accepts them.
@@ -60,8 +62,6 @@ def claim(run_dir: Path, term: int, node: str) -> bool:
     """Claim a term; return False if the term was claimed before, by any process.
 
     Args:
-        run_dir: directory of the election.
-        term: number of the term.
         node: name of the node or process that claims the term, for people.
 
     Raises:
@@ -74,8 +74,6 @@ def claim_next(run_dir: Path, node: str, least: int = 0) -> int:
     """Claim the first term that is free, and return its number.
 
     Args:
-        run_dir: directory of the election.
-        node: name of the node or process that claims the term.
         least: lower bound of the term.
 
     Raises:
@@ -117,8 +115,6 @@ def renew(run_dir: Path, standing: LeaseRecord, file: str = CONTROL) -> None:
     """Write the lease atomically: readers see the old or the new content.
 
     Args:
-        run_dir: directory of the election.
-        standing: the lease.
         file: CONTROL or QUORUM.
 
     Raises:
@@ -145,7 +141,6 @@ class LeaseKeeper:
     accepts connections, it renews the lease itself, and this keeper only watches.
 
     Args:
-        folder: directory of the election.
         period_s: seconds between two looks at the lease.
         mine: lease to renew from the first look on, unless its leader accepts connections by then.
 
@@ -239,3 +234,70 @@ class LeaseKeeper:
         else:
             self._mine = replace(self._mine, count=self._mine.count + 1)
             renew(self._folder, self._mine)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds something.
+
+    Attributes:
+        since: wall-clock time since which it holds it, in seconds.
+        process: the process as ``processes.identity`` returns it.
+    """
+
+    host: str
+    pid: int
+    since: float
+    process: str
+    run: str
+
+    def __str__(self) -> str:
+        return f"ft run on {self.host}, pid {self.pid}, since {time.strftime('%F %T', time.localtime(self.since))}"
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def lives(self) -> bool | None:
+        """Return whether the process is alive, None if it belongs to another host."""
+        return processes.lives(self.process)
+
+
+def holder(pid: int, run: Path) -> Holder:
+    """Return the holder that the process ``pid`` of this host is from now on, for the run in the folder ``run``."""
+    return Holder(socket.gethostname(), pid, time.time(), processes.identity(pid), str(run))
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Return the holder in a file, None if there is no such file or it does not say."""
+    try:
+        return decode_holder(files.read(path))
+    except OSError:
+        return None
+
+
+def decode_holder(data: bytes) -> Holder | None:
+    """Return the holder that :meth:`Holder.encode` has written; None if ``data`` is something else."""
+    try:
+        values = bounded_json.loads(data)
+        return Holder(**{f.name: f.type(values[f.name]) for f in fields(Holder)})
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def is_at_work(found: Holder, leases: Iterable[Path]) -> bool:
+    """Return whether a holder, or another process that goes on with its run, is alive; may take 2 s for each folder.
+
+    Args:
+        leases: folders with the leases of its run.
+    """
+    return bool(found.lives) or any(map(is_kept, leases))
+
+
+def write_holder(path: Path, mine: Holder) -> None:
+    """Write who holds something in the place of a holder that is not at work.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    files.replace(path, mine.encode())

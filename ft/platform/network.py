@@ -229,8 +229,6 @@ def own_address(host: str, port: int, is_host: bool) -> str:
     """Return the address at which other nodes reach this one: that of the interface that leads to the control plane.
 
     Args:
-        host: host of the control plane.
-        port: port of the control plane.
         is_host: whether the control plane is on this node.
 
     Raises:

@@ -1,12 +1,26 @@
-"""Linux processes: their states, ancestry and sessions, and ways to kill whole process trees."""
+"""Linux processes: their states, ancestry and sessions, ways to kill whole process trees, their progress and stacks.
+
+The stacks are those of a process whose interpreter lock is held, so that no thread of it can run Python code. The
+process registers a handler of :mod:`faulthandler` for a real-time signal (:func:`register_handler`). The handler runs
+in C, without the lock, and writes the Python calls of all threads into a file in memory, which another process opens
+through /proc. So it works while storage hangs. It costs nothing before the signal comes.
+
+The default action of the signal would kill the process, and its handler could be that of a program which has registered
+one later. So the signal is sent only to a process that has said that it has registered, still has the file, and has a
+handler for the signal.
+"""
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -233,3 +247,176 @@ def how_it_ended(code: int) -> str:
 def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+_LOOK_S = 1.0
+_SLACK_S = 1.0
+_MOST_PAUSES = 64
+MOST_IN_A_ROW = 3
+"""Number of processes in a row that may be killed for making no progress; then the run ends instead of restarting."""
+
+
+class Standstill:
+    """Measures for how long a process and all its descendants have done nothing at all.
+
+    Imports on a busy machine take long, but use the processor. A process that is stopped or blocked for ever uses none.
+    """
+
+    def __init__(self):
+        self._seen: Hashable = None
+        self._looked_at = self._for_s = 0.0
+
+    def look(self, now: float, pid: int, said: int = 0) -> float:
+        """Return the seconds without activity.
+
+        A gap between two calls counts for at most 2 s, so that a pause of the caller does not count.
+
+        Args:
+            said: number of messages received from the process so far; a new message counts as activity.
+        """
+        passed = now - self._looked_at
+        if self._seen is None or passed >= _LOOK_S:
+            seen = (pid, said, activity(pid))
+            self._for_s = self._for_s + min(passed, 2 * _LOOK_S) if seen == self._seen else 0.0
+            self._seen, self._looked_at = seen, now
+        return self._for_s
+
+
+class OwnPauses:
+    """Records when a loop that judges others by their silence did not run itself.
+
+    During a pause of the loop, others may have been silent or not: nobody looked. The process was stopped (SIGSTOP,
+    ``scontrol suspend``) or its virtual machine was paused, often together with those that it judges. So it does not
+    count the pause.
+
+    Args:
+        period_s: longest time between two calls of ``look`` that the loop intends, in seconds.
+    """
+
+    def __init__(self, period_s: float):
+        self._longest_s = period_s + _SLACK_S
+        self._looked_at: float | None = None
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=_MOST_PAUSES)
+
+    def look(self, now: float) -> float:
+        """Return the seconds for which the loop has not run just before ``now``, 0 if it ran as it intends."""
+        last, self._looked_at = self._looked_at, now
+        if last is None or now - last <= self._longest_s:
+            return 0.0
+        self._pauses.append((last, now))
+        return now - last
+
+    def since(self, at: float) -> float:
+        """Return the seconds of all pauses after ``at``."""
+        return sum(end - max(begin, at) for begin, end in self._pauses if end > at)
+
+    def between(self, begin: float, end: float) -> float:
+        """Return the seconds from ``begin`` to ``end``, without the pauses."""
+        return max(0.0, end - begin - self.since(begin) + self.since(end))
+
+
+_NAME = "ft-stacks"
+_SIGNALS = range(50, 40, -1)
+"""Signals that may be used: real-time signals that neither C libraries nor common runtimes use."""
+_LIMIT_S, _PAUSE_S = 0.2, 0.005
+_LONGEST = 1 << 20
+"""Maximum length of the stacks, in bytes."""
+
+
+@dataclass(frozen=True)
+class Handler:
+    """The handler that a process has registered.
+
+    Attributes:
+        signum: the signal.
+        fd: descriptor, in that process, of the file that the stacks are written to.
+        thread: identifier of its main thread, as ``threading.get_ident`` returns it.
+    """
+
+    signum: int
+    fd: int
+    thread: int
+
+    @classmethod
+    def of(cls, values: Any) -> "Handler | None":
+        """Return the handler from the JSON values that a process has sent; None if they describe no handler."""
+        try:
+            return cls(int(values["signum"]), int(values["fd"]), int(values["thread"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+_registered: tuple[int, Handler] | None = None
+
+
+def register_handler(thread: int) -> Handler | None:
+    """Register the handler in this process, unless it has one; None if no signal is free, or there is no memory file.
+
+    Args:
+        thread: identifier of the main thread.
+    """
+    global _registered
+    pid, signum = os.getpid(), None
+    if _registered is not None:
+        if _registered[0] == pid:
+            return _registered[1]
+        signum = _registered[1].signum  # a fork has inherited the handler, with the file of its parent
+    signum = signum or next((one for one in _SIGNALS if _is_free(one)), None)
+    if signum is None:
+        return None
+    try:
+        fd = os.memfd_create(_NAME)
+        faulthandler.register(signum, file=fd, all_threads=True, chain=False)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    _registered = pid, Handler(signum, fd, thread)
+    return _registered[1]
+
+
+def _is_free(signum: int) -> bool:
+    """Return whether this process neither handles, ignores nor blocks a signal."""
+    masks = signals(os.getpid())
+    return signal.SIGRTMIN <= signum <= signal.SIGRTMAX and not any(signum in mask for mask in masks.values())
+
+
+def stacks_of(asked: Mapping[str, tuple[int, Handler]], is_whole: Callable[[str, Handler], bool]) -> dict[str, str]:
+    """Return the stacks of processes as text, as far as they write them within 0.2 s.
+
+    Args:
+        asked: name -> pid of a process, and its handler.
+        is_whole: returns whether a text contains all that is wanted.
+    """
+    files: dict[str, tuple[int, int]] = {}
+    found: dict[str, str] = {}
+    try:
+        for name, (pid, handler) in asked.items():
+            if (opened := _ask(pid, handler)) is not None:
+                files[name] = opened
+        deadline = time.monotonic() + _LIMIT_S
+        open_ = set(files)
+        while open_ and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+            for name in sorted(open_):
+                before = found.get(name, "")
+                text = found[name] = os.pread(files[name][0], _LONGEST, files[name][1]).decode(errors="replace")
+                if text == before and is_whole(text, asked[name][1]):
+                    open_.discard(name)
+    finally:
+        for descriptor, _ in files.values():
+            os.close(descriptor)
+    return {name: text for name, text in found.items() if text}
+
+
+def _ask(pid: int, handler: Handler) -> tuple[int, int] | None:
+    """Send the signal if that is safe. Return (descriptor of the file here, its length so far), else None."""
+    path = Path(f"/proc/{pid}/fd/{handler.fd}")
+    with contextlib.suppress(OSError):
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}") or state(pid) in "TtZX":
+            return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        length = os.fstat(descriptor).st_size
+        if handler.signum in signals(pid)["SigCgt"]:
+            send(pid, handler.signum)
+            return descriptor, length
+        os.close(descriptor)
+    return None

@@ -1,18 +1,27 @@
-"""Slurm: the job of this process from environment variables, failure domains from topology.conf, and the job's end.
+"""Slurm: the job of this process and its end, and the failure domains of hosts (sets of hosts that fail together).
 
-``topology.conf`` describes a tree of switches (topology/tree) or blocks of nodes (topology/block):
+The file of ``ft run --topology`` says the failure domains. In the own format of this project, a line names a host or a
+set of hosts (in the bracket notation of Slurm) and the failure domains that they belong to, of kinds that can be chosen
+freely. A host may be given in several lines. Hosts with the same name for the same kind are in one failure domain::
+
+    # hosts      kind=name ...
+    node[01-04]  rack=r1  power=a
+    node[05-08]  rack=r2  power=b
+
+A file that begins with ``SwitchName=``, ``BlockName=`` or ``BlockSizes=`` is a ``topology.conf`` of Slurm, a tree of
+switches (topology/tree) or blocks of nodes (topology/block)::
 
     SwitchName=s0 Nodes=n[0-3]
     SwitchName=s1 Nodes=n[4-7]
     SwitchName=core Switches=s[0-1]
 
-The kinds of failure domains (sets of hosts that can fail together) are ``switch`` (the leaf switch that a host is
-connected to), ``switch2`` (the switch above the leaf switch), and so on, and ``block``. A level of switches that has a
-single switch above all hosts is left out: no placement of copies survives the loss of that switch.
+Its kinds of failure domains are ``switch`` (the leaf switch that a host is connected to), ``switch2`` (the switch above
+the leaf switch), and so on, and ``block``. A level of switches that has a single switch above all hosts is left out: no
+placement of copies survives the loss of that switch.
 
-With ``--no-kill``, the job step and the run continue after the job's batch script has died with its node. When the run
-is over, no process is left that would end the job, and Slurm would keep the other nodes allocated until the job's time
-limit (seen with Slurm 22.05). So ``ft run`` ends it.
+With ``--no-kill``, the job step and the run continue after the batch script of the job has died with its node. When the
+run is over, no process is left that would end the job, and Slurm would keep the other nodes allocated until the time
+limit of the job (seen with Slurm 22.05). So ``ft run`` ends it.
 """
 
 import re
@@ -20,9 +29,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from ft.base import files
 from ft.base.errors import UserError
 from ft.platform.supervisor import END_SIGNALS
 
@@ -37,7 +48,6 @@ class SlurmJob:
 
     Attributes:
         job: id of the job, with its restart count if it was requeued.
-        nnodes: number of nodes.
         node_rank: position of this process's node among the nodes, from 0.
         hosts: host names in Slurm's order.
         in_step: whether srun has started this process, so that every node runs a process like it; False in a batch
@@ -269,9 +279,7 @@ def end_orphaned_job(
     Slurm has to confirm that the script's node is down, which it does only after its SlurmdTimeout (usually 300 s).
 
     Args:
-        environment: environment variables.
         is_first_lost: whether the run has lost the first node of the allocation, which runs the batch script.
-        say: function that prints a message.
         patience_s: maximum wait for Slurm's confirmation, in seconds.
     """
     job, launcher = job_name(environment), environment.get("SLURM_SRUN_COMM_HOST")
@@ -347,3 +355,126 @@ def _answers(host: str, port: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+NODE = "node"
+"""The kind of failure domain that every run has: the node itself."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Failure domains of hosts.
+
+    Attributes:
+        hosts: host name -> kind -> name of the domain. In the own format all hosts have the same kinds; in Slurm's
+            format a kind is missing where the branches of the tree differ in depth.
+        has_agents: whether the file may also name a host by its node number (n0, n1, ...).
+    """
+
+    path: str
+    hosts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    has_agents: bool = True
+
+    def find(self, names: Iterable[str], agent: str) -> tuple[str, dict[str, str]]:
+        """Return the failure domains of one host.
+
+        Args:
+            names: names that the host may have in the file, the preferred one first.
+            agent: the host's node number as a name, such as "n0".
+
+        Returns:
+            (the name that was found, kind -> name of the domain).
+
+        Raises:
+            UserError: the file has none of these names.
+        """
+        names = [name for name in names if name]
+        for name in [*names, *([agent] if self.has_agents else [])]:
+            if name in self.hosts:
+                return name, dict(self.hosts[name])
+        known = sorted(self.hosts)
+        shown = ", ".join(known[:8]) + (f", ... ({len(known)} hosts)" if len(known) > 8 else "")
+        called = " or ".join([*dict.fromkeys(names), *([f"{agent} (its agent)"] if self.has_agents else [])])
+        raise UserError(f"the topology {self.path} does not have this host, {called}: it has {shown}", "add a line")
+
+
+def read_topology(path: str | Path) -> Topology:
+    """Read a topology file of either format.
+
+    Raises:
+        UserError: the file cannot be read or is malformed; the message has the line number.
+    """
+    try:
+        text = files.read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise UserError(f"the topology {path} cannot be read: {reason}", "check the path of --topology") from error
+    lines = numbered_lines(text)
+    if not lines:
+        raise UserError(f"the topology {path} is empty", "give each host a line: HOST rack=NAME")
+    if is_topology(lines[0][1]):
+        return Topology(str(path), parse_topology(lines, str(path)), has_agents=False)
+    return Topology(str(path), _parse(lines, str(path)))
+
+
+def numbered_lines(text: str) -> list[tuple[int, str]]:
+    """Return (line number, content) of the lines that are not empty, without comments.
+
+    A backslash at the end of a line joins the next line to it.
+    """
+    lines, start, pending = [], 0, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.split("#", 1)[0].rstrip()
+        start = start or number
+        if line.endswith("\\"):
+            pending += line[:-1] + " "
+            continue
+        whole = (pending + line).strip()
+        if whole:
+            lines.append((start, whole))
+        start, pending = 0, ""
+    return [*lines, (start, pending.strip())] if pending.strip() else lines
+
+
+def _parse(lines: list[tuple[int, str]], path: str) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for number, line in lines:
+        names, *pairs = line.split()
+        if "=" in names or not pairs:
+            raise UserError(
+                f"{path}, line {number}: {line!r} is not of the form HOSTS KIND=NAME ...",
+                "write for example: node[01-04] rack=r1 power=a",
+            )
+        for host in _hosts_of(names, path, number):
+            for pair in pairs:
+                _note(found.setdefault(host, {}), host, pair, f"{path}, line {number}")
+    kinds = list(dict.fromkeys(kind for domains in found.values() for kind in domains))
+    for host, domains in found.items():
+        missing = [kind for kind in kinds if kind not in domains]
+        if missing:
+            raise UserError(
+                f"{path}: {host} has no {missing[0]}, but other hosts have one", f"add: {host} {missing[0]}=NAME"
+            )
+    return {host: {kind: domains[kind] for kind in kinds} for host, domains in found.items()}
+
+
+def _hosts_of(names: str, path: str, number: int) -> list[str]:
+    try:
+        return hosts(names)
+    except UserError as error:
+        raise UserError(f"{path}, line {number}: {error.problem}", "write hosts as a,b[1-3]") from error
+
+
+def _note(domains: dict[str, str], host: str, pair: str, where: str) -> None:
+    kind, equals, name = pair.partition("=")
+    if not (kind and equals and name):
+        raise UserError(f"{where}: {pair!r} is not of the form KIND=NAME", "for example rack=r1")
+    if kind == NODE:
+        raise UserError(
+            f"{where}: the kind {NODE!r} is reserved: every host is a failure domain of it", "use another word"
+        )
+    if domains.get(kind, name) != name:
+        raise UserError(
+            f"{where}: {host} is in {kind} {name}, but an earlier line puts it in {kind} {domains[kind]}", "keep one"
+        )
+    domains[kind] = name

@@ -32,7 +32,7 @@ _ORPHANED = 70
 """Exit code of a child whose parent has died before the child could ask the kernel to be killed with it."""
 _BOOT = (
     "import sys; sys.path[0] = sys.argv.pop(1); from ft.platform.supervisor import begin; begin(); "
-    "from {} import main; main()"
+    "from {} import main; sys.exit(main())"
 )
 
 
@@ -40,7 +40,7 @@ def command(module: str, arguments: Sequence[str], parent: int, ignores_signals:
     """Return the command of a process that imports ``ft`` from this process's folder, and dies with its parent.
 
     Args:
-        module: module whose function ``main`` is called.
+        module: module whose function ``main`` is called; what it returns is the exit code.
         arguments: content of ``sys.argv[1:]`` at that call.
         parent: pid of the parent.
         ignores_signals: whether the process ignores END_SIGNALS.
@@ -128,7 +128,6 @@ class Supervisor:
 
         Args:
             module: module whose function ``main`` the child calls.
-            arguments: its command-line arguments.
             out: file that standard output is appended to.
             on_exit: called by ``turn`` with the exit code, or the negated number of the signal that killed the child.
             err: file that standard error is appended to; None: ``out``.

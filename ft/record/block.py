@@ -1,8 +1,6 @@
 """Format the block of text that ``ft run`` prints when a recovery from a failure is over.
 
-The text names the worker that failed, the worker that took over its logical rank (its position in the parallel grid),
-the seconds that each phase of the recovery took (:mod:`ft.record.recoveries` lists the phases), and the cause of a
-hang, which follows from what the run has recorded of all ranks shortly before.
+The cause of a hang follows from what the run has recorded of all ranks shortly before.
 """
 
 import textwrap
@@ -42,13 +40,7 @@ class Cause(NamedTuple):
 
 
 def cause_of_hang(run: Path, history: Sequence[events.Event], recovery: Recovery) -> Cause | None:
-    """Return the cause of a hang; None if the run has taken no look, or nobody was at fault in it.
-
-    Args:
-        run: folder of the run.
-        history: all events of the run.
-        recovery: the recovery from the hang.
-    """
+    """Return the cause of a hang; None if the run has taken no look, or nobody was at fault in it."""
     number = _look_of(history, recovery)
     if number is None:
         return None
@@ -93,7 +85,6 @@ def recovery_block(history: Sequence[Event], run: Path | None = None) -> str:
     """Return 8 to 15 lines of text about the last recovery in ``history``, or "" if there is none.
 
     Args:
-        history: all events of the run so far.
         run: folder of the run, for the cause of a hang; None leaves it out.
     """
     all_of_them = found.recoveries(history)
@@ -108,10 +99,6 @@ def describe(recovery: Recovery, cause: Cause | None = None) -> str:
 
     The text says what failed, how the failure was classified and why, which worker took over, and how long each phase
     took.
-
-    Args:
-        recovery: the recovery.
-        cause: the cause of the hang from which it is a recovery.
     """
     title = f"-- recovery {recovery.number}: {_headline(recovery)} "
     lines = [

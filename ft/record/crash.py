@@ -450,7 +450,6 @@ def as_text(found: FirstCause, told: Collection[str] = ()) -> str:
     """Return the first cause with its stack once, and the other errors counted.
 
     Args:
-        found: the first cause.
         told: names of workers whose stack was printed before, so that it is not printed again.
     """
     first = found.cause.first

@@ -6,6 +6,7 @@ run; the launcher that keeps the quorum server adds what the operating system sa
 
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Across, Look, Rank, united
 from ft.faults.hang.replicas import combine
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
+from ft.record.run import NOT_ENDED, load, read_status
 
 _FOLDER, _WANTED, _SERVER = "looks", "wanted", "server.jsonl"
 _REPLICA = re.compile(r"replica-(\d+)")
@@ -53,13 +55,7 @@ class Moment:
 
 
 def path(run: Path, number: int, node: str) -> Path:
-    """Return the path of one node's part of a look.
-
-    Args:
-        run: folder of the run.
-        number: number of the look.
-        node: name of the node's agent.
-    """
+    """Return the path of one node's part of a look."""
     return run / _FOLDER / f"{number:04d}" / f"{node}.json"
 
 
@@ -70,10 +66,6 @@ def wanted(run: Path) -> Path:
 
 def want(run: Path, why: str) -> None:
     """Ask a run for a look.
-
-    Args:
-        run: folder of the run, or of one replica.
-        why: why, for people.
 
     Raises:
         OSError: the folder cannot be written.
@@ -104,7 +96,6 @@ def of_parts(run: Path, said: Iterable[Mapping[str, Any]]) -> Look:
     """Return the look that the nodes' parts, as they are stored, make up; see :func:`read`.
 
     Args:
-        run: folder of the run.
         said: JSON values of the parts, at least one.
 
     Raises:
@@ -223,7 +214,6 @@ def read_together(run: Path, looks: Mapping[int, int], lost: Iterable[int] = ())
     """Return one look at the replicas of a run.
 
     Args:
-        run: folder of the run.
         looks: replica -> number of its look.
         lost: replicas that were asked and have not answered.
 
@@ -243,9 +233,7 @@ def note_server(run: Path, wall: float, said: Rank) -> None:
     """Store what the operating system says of the quorum server's process.
 
     Args:
-        run: folder of the run of replicas.
         wall: when, in seconds since 1970.
-        said: what it says.
 
     Raises:
         OSError: the folder cannot be written.
@@ -274,3 +262,138 @@ def _server(run: Path, wall: float) -> Rank | None:
         return None if best is None else from_json(Rank, best[1])
     except BadMessage:
         return None
+
+
+_PATIENCE_S = 5.0
+"""Seconds for which an answer is awaited."""
+_REST_S = 1.5
+"""Seconds for which the answers of further replicas are awaited after the first one."""
+_PAUSE_S = 0.05
+_ASKED = "asked for by ft diagnose hang"
+
+
+def looks_of(folder: Path, number: int | None, wanted: int, every_s: float) -> list[Look]:
+    """Return looks at a run.
+
+    Args:
+        folder: folder of the run, of a run of replicas, or of one replica.
+        number: number of the stored look to read if no new one is wanted or comes; None: the newest.
+        wanted: number of looks to ask a run for that is under way. A run of replicas is asked at least twice, because
+            some replicas may hang while others train on.
+        every_s: seconds between two of them.
+
+    Raises:
+        UserError: there is no look to read, or it cannot be read.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder", "give the folder that was given to ft run as --run-dir")
+    if replicas := folders(folder):
+        return _of_replicas(folder, replicas, number, wanted, every_s)
+    taken: list[Look] = []
+    if wanted and _is_live(folder):
+        for at in range(wanted):
+            if at:
+                time.sleep(every_s)
+            if (new := ask(folder)) is None:
+                break
+            taken.append(read(folder, new))
+    if taken:
+        return taken
+    known = numbers(folder)
+    if number is None and not known:
+        raise _nothing(folder)
+    return [read(folder, known[-1] if number is None else number)]
+
+
+def _nothing(folder: Path) -> UserError:
+    return UserError(
+        f"{folder} contains no look at its workers",
+        "looks are taken before a time limit passes, or when this command runs while the run does",
+    )
+
+
+def _of_replicas(
+    folder: Path, replicas: Mapping[int, Path], number: int | None, wanted: int, every_s: float
+) -> list[Look]:
+    live = {replica: own for replica, own in replicas.items() if wanted and _is_live(own)}
+    taken: list[Look] = []
+    lost: set[int] = set()
+    for at in range(max(2, wanted) if live else 0):
+        if at:
+            time.sleep(every_s)
+        before = {replica: read_status(own) for replica, own in live.items()}
+        found = _ask(live)
+        if not found:
+            break
+        # A control plane that lives writes its status twice a second.
+        lost |= {one for one in live.keys() - found.keys() if before[one] and before[one] == read_status(live[one])}
+        taken.append(read_together(folder, found, lost))
+        live = {replica: live[replica] for replica in found}
+    if taken:
+        return taken
+    known = moments(folder)
+    if not known:
+        raise _nothing(folder)
+    if number is not None and not 1 <= number <= len(known):
+        raise UserError(f"{folder} has no look {number}", f"it has looks 1 to {len(known)}, each at all replicas")
+    return [read_together(folder, known[-1 if number is None else number - 1].numbers)]
+
+
+def _is_live(folder: Path) -> bool:
+    try:
+        return load(folder).state == NOT_ENDED
+    except UserError:  # the folder has no events; a look may have been stored
+        return False
+
+
+def ask(folder: Path) -> int | None:
+    """Ask a run, or one replica, for a look. Return its number, or None if no answer comes."""
+    return _ask({0: folder}).get(0)
+
+
+def _ask(folders: Mapping[int, Path]) -> dict[int, int]:
+    """Ask runs, or all replicas of one, for a look at the same time.
+
+    Args:
+        folders: replica -> its folder.
+
+    Returns:
+        Replica -> number of its look, for those that have answered.
+    """
+    known = {replica: set(numbers(folder)) for replica, folder in folders.items()}
+    nodes = {replica: _nodes(read_status(folder)) for replica, folder in folders.items()}
+    for folder in folders.values():
+        _want(folder)
+    found: dict[int, int] = {}
+    deadline = until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until and found.keys() != folders.keys():
+        time.sleep(_PAUSE_S)
+        for replica in folders.keys() - found.keys():
+            new = set(numbers(folders[replica])) - known[replica]
+            if new and not found:
+                until = min(deadline, time.monotonic() + _REST_S)
+            found |= {replica: max(new)} if new else {}
+    for replica, number in found.items():
+        _await_nodes(folders[replica], number, nodes[replica], deadline)
+    for replica in folders.keys() - found.keys():
+        wanted(folders[replica]).unlink(missing_ok=True)
+    return found
+
+
+def _want(folder: Path) -> None:
+    try:
+        want(folder, _ASKED)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}", "read a stored look with --stored") from error
+
+
+def _nodes(status: Mapping[str, Any]) -> set[str]:
+    """Return the nodes of which a worker holds a logical rank; only these store a part of a look."""
+    seats = status.get("seats")
+    return {str(seat.get("node")) for seat in seats.values()} if isinstance(seats, dict) else set()
+
+
+def _await_nodes(folder: Path, number: int, nodes: Iterable[str], deadline: float) -> None:
+    """Wait until all nodes have stored their part, at most until ``deadline``; a lost node never does."""
+    while time.monotonic() < deadline and not all(path(folder, number, node).exists() for node in nodes):
+        time.sleep(_PAUSE_S)

@@ -1,9 +1,5 @@
 """Derive a run's recoveries from its events: what failed, how the failure was classified, and how long each phase took.
 
-A logical rank is a position in the parallel grid, held by one worker process at a time. An epoch is one version of the
-map from logical ranks to workers: a failure closes the epoch, and the recovery opens the next one, in which a standby
-(a warm worker without a rank) may hold the rank of the failed worker.
-
 The phases follow each other in this order (DEADPOOL, figures 10 and 11, breaks a recovery down similarly):
 
     detect    from the fault to its detection (known only for faults that were injected)
@@ -39,9 +35,7 @@ class SeatChange:
     """A logical rank that is held by another worker after a recovery than before.
 
     Attributes:
-        rank: the logical rank.
         before: name of the previous worker, None where it is unknown.
-        after: name of the new worker.
     """
 
     rank: int
@@ -177,7 +171,6 @@ class _Open:
     Attributes:
         seats_before: logical rank -> worker before the recovery.
         injected: the injected faults that caused the recovery.
-        detected: the events that report a detected fault.
         events: all events of the recovery so far.
     """
 

@@ -1,8 +1,7 @@
 """Read the folder of a run: events, metrics, status, and the journal in which the control plane logs its decisions.
 
 The run may still be in progress, or may have died in the middle of writing a line; incomplete lines are skipped. What
-is missing is known: damaged lines, and committed steps (every rank has finished its optimizer update) without a line in
-``metrics.jsonl``.
+is missing is known: damaged lines, and committed steps without a line in ``metrics.jsonl``.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ class Run:
     """The record of a run, as read from its folder.
 
     Attributes:
-        folder: path of the folder.
         events: all events in order of time.
         metrics: one mapping per committed step, in order of steps.
         status: content of ``status.json``, empty where there is none.
@@ -156,7 +154,6 @@ def lacking(run: Run, step: int = 0) -> list[str]:
     """Return one sentence for each file that lacks something.
 
     Args:
-        run: the run's folder as read.
         step: a step that the caller knows to be committed.
     """
     found = [f"{name} has {count} damaged line(s), which are ignored" for name, count in run.damaged.items() if count]

@@ -375,7 +375,6 @@ def look(start: Start, endpoint: str) -> Start:
     """Return the start with what this machine sees of the control plane's address.
 
     Args:
-        start: what the folder says.
         endpoint: host:port of the control plane; "": the address that the folder names, if the run has not ended.
 
     Raises:

@@ -49,8 +49,6 @@ def plain(axes, title: str, pad: int = 6) -> None:
     """Hide all spines except the bottom one, and put the title at the left.
 
     Args:
-        axes: axes of matplotlib.
-        title: the title.
         pad: distance of the title from the axes, in points.
     """
     axes.set_title(title, loc="left", fontsize=10, color=palette.INK, pad=pad)
@@ -71,7 +69,6 @@ def legend(axes, handles: Sequence, above: float = 1.0) -> None:
     """Add a legend as one row at the upper right.
 
     Args:
-        axes: axes of matplotlib.
         handles: the entries, from left to right.
         above: lower edge of the row, as a share of the height of the axes.
     """

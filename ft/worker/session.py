@@ -25,9 +25,8 @@ from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
 from ft.job.messages import Close, Look, Observed, Open, StepTimes
 from ft.net.framed import checksum
-from ft.net.mpi import network_of
-from ft.net.streams import TcpNetwork
-from ft.platform import stacks
+from ft.net.streams import TcpNetwork, network_of
+from ft.platform import processes
 from ft.platform.versions import versions
 from ft.state.groups import Groups, Rendezvous
 from ft.state.snapshot import SnapshotServer
@@ -224,7 +223,7 @@ class Session(protocol.Member):
         self._lock = threading.Lock()
         self._when_closed: list[Callable[[int, str], None]] = []
         self.orders = Orders(self._on_close, self._on_look)
-        self.link = Link.connect(environment, stacks.register(threading.main_thread().ident or 0))
+        self.link = Link.connect(environment, processes.register_handler(threading.main_thread().ident or 0))
         self.link.listen(self.orders.deliver)
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s, self._step_times)
         # Over MPI, messages pass through one process of the node, and not through a socket of this one.

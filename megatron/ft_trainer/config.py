@@ -36,11 +36,9 @@ def transformer_config(options: Options, layout: Layout) -> TransformerConfig:
         **_parallelism(options, layout),
     }
     try:
-        built = config(**{name: value for name, value in given.items() if name in {f.name for f in fields(config)}})
+        return config(**{name: value for name, value in given.items() if name in {f.name for f in fields(config)}})
     except (ValueError, AssertionError, NotImplementedError) as error:
         raise UserError(f"megatron-core refuses this configuration: {error}", "change the flags it names") from error
-    _add_yarn(built, options)
-    return built
 
 
 def data_parallel_config(
@@ -87,7 +85,6 @@ def _network(options: Options) -> dict[str, Any]:
         "add_qkv_bias": c.add_qkv_bias or c.add_bias_linear,
         "fp8_param": c.fp8_param_gather,
         "fp4_param": getattr(c, "fp4_param_gather", False),  # megatron-core has it since 0.17
-        "is_hybrid_model": bool(c.hybrid_override_pattern or c.hybrid_layer_pattern),
         "inference_sampling_seed": options.training.seed,
         "calculate_per_token_loss": c.calculate_per_token_loss,
     }
@@ -97,10 +94,6 @@ def _network(options: Options) -> dict[str, Any]:
         found |= {"activation_func": quick_gelu, "gated_linear_unit": True}
     elif c.squared_relu:
         found |= {"activation_func": squared_relu}
-    if c.init_method_xavier_uniform:
-        found |= {"init_method": torch.nn.init.xavier_uniform_}
-    if c.rope_type is None:
-        found |= {"rope_type": "yarn"}  # the default of megatron-core's configuration for multi-latent attention
     return found
 
 
@@ -115,10 +108,7 @@ def _kernels(options: Options) -> dict[str, Any]:
     # megatron-core fuses GELU and SwiGLU in dense layers, and in experts only the latter
     fused = c.bias_swiglu_fusion if c.swiglu else c.bias_gelu_fusion and c.add_bias_linear and not c.num_experts
     fused = fused and not (c.squared_relu or c.quick_geglu)
-    # Since 0.18, megatron-core has a field cuda_graph_modules; before, cuda_graph_scope takes that option's value.
-    lacks_modules = "cuda_graph_modules" not in TransformerConfig.__dataclass_fields__
     return {
-        "cuda_graph_scope": (lacks_modules and c.cuda_graph_modules) or c.cuda_graph_scope,
         "transformer_impl": "transformer_engine" if use_te else "local",
         "attention_backend": AttnBackend[c.attention_backend or "auto"],
         "attention_softmax_in_fp32": c.attention_softmax_in_fp32 or c.apply_query_key_layer_scaling,
@@ -153,26 +143,6 @@ def _parallelism(options: Options, layout: Layout) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
     }
-
-
-def _add_yarn(config: TransformerConfig, options: Options) -> None:
-    """Add the attributes that megatron-core reads from the configuration of a model with YaRN position embeddings."""
-    c = options.core
-    if c.position_embedding_type != "yarn" or c.multi_latent_attention:
-        return
-    rounds = c.yarn_correction_range_round_to_int
-    values = {
-        "yarn_rotary_scaling_factor": c.rotary_scaling_factor,
-        "yarn_original_max_position_embeddings": c.yarn_original_max_position_embeddings or 4096,
-        "yarn_beta_fast": 32.0 if c.yarn_beta_fast is None else c.yarn_beta_fast,
-        "yarn_beta_slow": 1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow,
-        "yarn_mscale": c.mscale,
-        "yarn_mscale_all_dim": c.mscale_all_dim,
-        "yarn_correction_range_round_to_int": True if rounds is None else rounds,
-    }
-    for name, value in values.items():
-        if not hasattr(config, name):
-            setattr(config, name, value)
 
 
 def uses_te(options: Options) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ft.state.groups.tree import Operation, Tree
-from megatron.ft_trainer.arguments.training import TrainingOptions
+from megatron.ft_trainer.arguments.topics import TrainingOptions
 
 SIGNAL, DURATION = 0, 1
 REPEAT_S = 2.0

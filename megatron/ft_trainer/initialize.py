@@ -9,11 +9,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from ft.base import files
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.utils import is_te_min_version
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import CoreOptions
 from megatron.ft_trainer.launcher import Launch
@@ -60,42 +58,7 @@ def init_model_parallel(options: CoreOptions, layout: Layout, *, replicates_ends
         distributed_timeout_minutes=options.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if options.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=options.create_gloo_process_groups,
-        nccl_communicator_config_path=options.nccl_communicator_config_path,
-        high_priority_stream_groups=options.high_priority_stream_groups,
         get_embedding_ranks=_both_ends if replicates_ends else None,
-    )
-
-
-def init_overlapped_communication(options: Options, layout: Layout) -> None:
-    """Give Transformer Engine the buffers of --tp-comm-overlap, which live as long as the process groups.
-
-    Raises:
-        UserError: --tp-comm-overlap-cfg cannot be read.
-    """
-    c = options.core
-    if not c.tp_comm_overlap:
-        return
-    import yaml
-    from transformer_engine.pytorch import module
-
-    try:
-        cfg = files.read_text(c.tp_comm_overlap_cfg) if c.tp_comm_overlap_cfg else "{}"
-        methods = yaml.safe_load(cfg)
-    except (OSError, yaml.YAMLError) as error:
-        raise UserError(f"--tp-comm-overlap-cfg {c.tp_comm_overlap_cfg}: {error}", "give a YAML file") from error
-    if is_te_min_version("2.7.0"):
-        modes = module.base.UserBufferQuantizationMode
-        plain_layers = c.first_last_layers_bf16 and (c.num_layers_at_start_in_bf16 or c.num_layers_at_end_in_bf16)
-        formats = [modes.FP8 if c.fp8 else modes.NONE] + ([modes.NONE] if c.fp8 and plain_layers else [])
-        precision = {"quantization_modes": formats}
-    else:
-        precision = {"use_fp8": bool(c.fp8)}
-    module.base.initialize_ub(
-        shape=[options.data.seq_length * options.training.micro_batch_size // layout.cp, c.hidden_size],
-        tp_size=layout.tp,
-        ub_cfgs=methods,
-        bootstrap_backend=c.tp_comm_bootstrap_backend,
-        **precision,
     )
 
 
@@ -125,9 +88,7 @@ def seed_everything(options: Options, step: int = 0) -> None:
     torch.manual_seed(seed)
     graphs = getattr(core, "cuda_graph_impl", "none") != "none"
     graphs = graphs or any(getattr(core, name, False) for name in ("enable_cuda_graph", "external_cuda_graph"))
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, te_rng_tracker=core.use_te_rng_tracker, use_cudagraphable_rng=graphs
-    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=graphs)
 
 
 def destroy() -> None:

@@ -1,15 +1,17 @@
-"""The objects that a run consists of on one rank."""
+"""The objects that a run consists of on one rank; saving them, and loading the checkpoint from which it resumes."""
 
+import sys
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
+
 from ft.protection.stack import Stack
-from megatron.core.timers import Timers
+from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.logging import LoggingOptions
+from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
 from megatron.ft_trainer.exits import Exits
 from megatron.ft_trainer.loaders import Loaders
-from megatron.ft_trainer.logging.profile import Profiler
 from megatron.ft_trainer.logging.runlog import RunLog
 from megatron.ft_trainer.model import Trainee
 
@@ -35,12 +37,58 @@ class Job:
     checkpointer: Checkpointer
     log: RunLog
     exits: Exits
-    timers: Timers | None = None
     ending: str | None = None
     protection: Stack = field(default_factory=Stack)
     verified: bool = False
-    profiler: Profiler = field(default_factory=lambda: Profiler(LoggingOptions(), 0))
 
     def microbatches(self, samples: int) -> int:
         """Return the number of forward passes on each data-parallel rank for ``samples`` samples."""
         return samples // (self.options.training.micro_batch_size * self.layout.dp)
+
+
+def save(job: Job, *, blocking: bool = False) -> None:
+    """Save a checkpoint.
+
+    Args:
+        job: the job.
+        blocking: whether to wait until the checkpoint is complete, also with --async-save.
+    """
+    parts = job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler
+    is_last = job.ending is not None or job.state.step >= train_steps(job.options.training)
+    with job.trainee.whole_params():
+        job.checkpointer.save(job.state, *parts, is_last=is_last)
+    job.checkpointer.maybe_finalize(blocking=blocking)
+
+
+def load(
+    checkpointer: Checkpointer, options: Options, trainee: model.Trainee, state: TrainState, *, is_restart: bool
+) -> bool:
+    """Load the checkpoint to resume from into ``trainee`` and ``state``; return whether there is one.
+
+    All ranks have to call this.
+
+    Args:
+        checkpointer: reads the checkpoint.
+        options: flags of the run.
+        trainee: receives the model's, the optimizer's and the schedule's state.
+        state: receives the position of the run.
+        is_restart: whether this run began earlier: its own newest checkpoint, if it has one, goes before that of its
+            first start, from now on.
+    """
+    asked = options.checkpoint
+    if is_restart and checkpointer.has_own():
+        asked.load, asked.ckpt_step, asked.finetune = asked.save, None, False
+    if state.step > 0 and asked.finetune:
+        return False  # it would keep a part of the present state: only a new process begins from such a checkpoint
+    updates = (None, None) if options.evaluation.skip_train else (trainee.optimizer, trainee.scheduler)
+    loaded = checkpointer.load(state, trainee.chunks, *updates, options.training.seed)
+    if loaded is not None:
+        say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
+    return loaded is not None
+
+
+def say(text: str, *, over_bar: bool = False) -> None:
+    """Print ``text`` on rank 0. ``over_bar``: overwrite the line of the last rank's progress bar."""
+    if dist.get_rank() == 0:
+        clear = "\r\033[K" if over_bar and sys.stdout.isatty() else ""
+        print(clear + text, flush=True)

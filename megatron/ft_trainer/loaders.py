@@ -8,11 +8,11 @@ from ft.protection.streams import StreamView
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.batch import train_steps
+from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing import TrainState
 from megatron.ft_trainer.data import MicrobatchLoader, build_datasets
-from megatron.ft_trainer.data.share import alone
-from megatron.ft_trainer.data.streams import Cyclic
+from megatron.ft_trainer.data.datasets import alone
+from megatron.ft_trainer.data.order import Cyclic
 from megatron.ft_trainer.data.tokenizer import Tokenizer
 
 Loaders = list[MicrobatchLoader | None]

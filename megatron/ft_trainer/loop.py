@@ -1,66 +1,33 @@
-"""The training loop."""
+"""The training loop, and evaluation by forward passes only."""
 
-import gc
+import torch
+import torch.distributed as dist
 
-from ft.base.errors import FtError
-from megatron.core.utils import check_param_hashes_across_dp_replicas
 from megatron.ft_trainer.arguments import Options
-from megatron.ft_trainer.arguments.batch import train_steps
-from megatron.ft_trainer.checkpoints import save
-from megatron.ft_trainer.evaluate import validate
-from megatron.ft_trainer.job import Job
-from megatron.ft_trainer.logging.timing import phase_times
-from megatron.ft_trainer.step import train_step
-
-
-class DifferentWeights(FtError):
-    """Data-parallel ranks have different weights, although they should have copies of the same weights."""
+from megatron.ft_trainer.arguments.topics import train_steps
+from megatron.ft_trainer.job import Job, save
+from megatron.ft_trainer.loaders import Loaders
+from megatron.ft_trainer.step import mean_loss, run_schedule, train_step
 
 
 def train(job: Job) -> None:
     """Train to the end of the run, or until ``job.ending`` is a reason to end earlier."""
     options, state, last = job.options, job.state, train_steps(job.options.training)
     while state.step < last and job.ending is None:
-        job.profiler.before(state.step + 1)
         report = train_step(job)
-        job.profiler.after(state.step)
-        if weights_are_compared(options, state.step):
-            compare_weights(job)
         job.ending = job.exits.answer(state.step)
         evaluates = job.ending is None and job.valid_loaders and evaluation_is_due(options, state.step, last)
         if evaluates:
             job.protection.at("evaluate")
             report.validation_loss = validate(job)
         job.log.step(report)
-        if job.timers and state.step % options.logging.log_interval == 0:
-            job.log.line(phase_times(job.timers, options.logging.log_interval))
         ends = job.ending is not None or state.step == last
         due = save_is_due(options, state.step, ends=ends)
-        also_due = not due and non_persistent_save_is_due(options, state.step)
-        if job.protection.saves(state.step, is_due=due or also_due, ends=ends) or job.checkpointer.owes_a_save:
+        if job.protection.saves(state.step, is_due=due, ends=ends) or job.checkpointer.owes_a_save:
             job.protection.at("save")
-            save(job, persistent=not also_due)
+            save(job)
         job.checkpointer.maybe_finalize()
-        if garbage_is_due(options, state.step, evaluates):
-            gc.collect()
         job.protection.committed()
-
-
-def weights_are_compared(options: Options, step: int) -> bool:
-    """Return whether data-parallel ranks compare their weights after ``step``."""
-    interval = options.training.check_weight_hash_across_dp_replicas_interval
-    return interval is not None and step % interval == 0
-
-
-def compare_weights(job: Job) -> None:
-    """Compare the weights of all data-parallel ranks. All ranks have to call it.
-
-    Raises:
-        DifferentWeights: the weights are not equal.
-    """
-    with job.trainee.whole_params():
-        if not check_param_hashes_across_dp_replicas(job.trainee.chunks, cross_check=True):
-            raise DifferentWeights(f"the data-parallel ranks have different weights after step {job.state.step}")
 
 
 def evaluation_is_due(options: Options, step: int, last: int) -> bool:
@@ -75,22 +42,41 @@ def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
     return c.save is not None and (ends or (c.save_interval is not None and step % c.save_interval == 0))
 
 
-def non_persistent_save_is_due(options: Options, step: int) -> bool:
-    """Return whether to save a non-persistent checkpoint after ``step``, unless another one is due."""
-    c = options.checkpoint
-    return c.save is not None and bool(c.non_persistent_save_interval) and step % c.non_persistent_save_interval == 0
+def evaluate(job: Job, loaders: Loaders) -> float:
+    """Return the mean loss per token over --eval-iters batches from ``loaders``, on every rank."""
+    batch = batch_size(job)
+    reported = []
+    _set_training(job, False)
+    try:
+        with torch.no_grad(), job.trainee.whole_params():
+            for _ in range(job.options.evaluation.eval_iters):
+                reported += run_schedule(job, loaders, batch, forward_only=True)
+    finally:
+        _set_training(job, True)
+    return _known_to_all(mean_loss(reported), job)
 
 
-def garbage_is_due(options: Options, step: int, evaluated: bool) -> bool:
-    """Return whether to collect garbage. With --manual-gc all ranks collect garbage at the same steps, so that no rank
-    waits for another.
+def batch_size(job: Job) -> int:
+    """Return the number of samples in a batch of an evaluation."""
+    return job.options.evaluation.eval_global_batch_size or job.options.training.global_batch_size
 
-    Args:
-        options: options of the run.
-        step: number of the committed step.
-        evaluated: whether an evaluation has followed this step.
-    """
-    t = options.training
-    if not t.manual_gc:
-        return False
-    return (evaluated and t.manual_gc_eval) or (t.manual_gc_interval > 0 and step % t.manual_gc_interval == 0)
+
+def validate(job: Job) -> float:
+    """Evaluate on the next samples of the validation set, log the loss, and advance ``job.state``."""
+    loss = evaluate(job, job.valid_loaders)
+    samples = job.options.evaluation.eval_iters * batch_size(job)
+    job.state.consumed_valid_samples += samples
+    job.log.evaluation(job.state.step, "validation", loss)
+    return loss
+
+
+def _set_training(job: Job, on: bool) -> None:
+    for chunk in job.trainee.chunks:
+        chunk.train(on)
+
+
+def _known_to_all(loss: float, job: Job) -> float:
+    """Broadcast a value from the last rank, which is on the last pipeline stage in every order of the grid."""
+    value = torch.tensor([loss], dtype=torch.float64, device=torch.cuda.current_device())
+    dist.broadcast(value, src=job.layout.world_size - 1)
+    return value.item()

@@ -11,15 +11,14 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import gpt_layer_specs as specs
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import import_module
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.config import data_parallel_config, transformer_config, uses_te
-from megatron.ft_trainer.optimizer import build_optimizer, build_scheduler
-from megatron.patches.releases import hybrid_model
+from megatron.ft_trainer.arguments.topics import train_steps
+from megatron.ft_trainer.config import data_parallel_config, params_dtype, same_names, transformer_config, uses_te
+from megatron.patches.releases import optimizer_of
 
 
 @dataclass
@@ -130,25 +129,11 @@ def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
 
 def _layer_spec(options: Options, config: TransformerConfig, vp_stage: int | None):
     c, use_te = options.core, uses_te(options)
-    if c.spec and (named := _named_spec(options)) is not None:
-        return named
-    if c.experimental_attention_variant is not None:
-        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
-
-        return variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
     if c.num_experts:
         return specs.get_gpt_decoder_block_spec(
             config, use_te, normalization=c.normalization, qk_l2_norm=c.qk_l2_norm, vp_stage=vp_stage
         )
     return _plain_layer_spec(options, config)
-
-
-def _named_spec(options: Options):
-    """Return the specification that --spec names; None without the flag, or for Megatron-LM's word ``local``."""
-    words = [word for part in options.core.spec or [] for word in part.rsplit(".", 1)]
-    if not options.core.spec or options.core.spec == ["local"]:
-        return None
-    return import_module(tuple(options.core.spec) if len(options.core.spec) > 1 else tuple(words))
 
 
 def _plain_layer_spec(options: Options, config: TransformerConfig):
@@ -182,30 +167,23 @@ def _gpt_chunks(
         heads = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         if ends is not None:
             embeds, heads = ends.embeds, ends.heads
-        common = {
-            "vocab_size": vocab_size,
-            "max_sequence_length": m.max_position_embeddings,
-            "pre_process": embeds,
-            "post_process": heads,
-            "fp16_lm_cross_entropy": m.fp16_lm_cross_entropy,
-            "share_embeddings_and_output_weights": not m.untie_embeddings_and_output_weights,
-            "position_embedding_type": m.position_embedding_type,
-            "rotary_percent": m.rotary_percent,
-            "rotary_base": m.rotary_base,
-            "seq_len_interpolation_factor": m.rotary_seq_len_interpolation_factor,
-            "vp_stage": vp_stage,
-        }
-        if m.hybrid_override_pattern or m.hybrid_layer_pattern:
-            chunk = hybrid_model(config, _named_spec(options), m, **common)
-        else:
-            chunk = GPTModel(
-                config=config,
-                transformer_layer_spec=_layer_spec(options, config, vp_stage),
-                rope_scaling=m.use_rope_scaling,
-                rope_scaling_factor=m.rope_scaling_factor,
-                mtp_block_spec=_prediction_spec(options, config, vp_stage),
-                **common,
-            )
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(options, config, vp_stage),
+            vocab_size=vocab_size,
+            max_sequence_length=m.max_position_embeddings,
+            pre_process=embeds,
+            post_process=heads,
+            share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
+            position_embedding_type=m.position_embedding_type,
+            rotary_percent=m.rotary_percent,
+            rotary_base=m.rotary_base,
+            rope_scaling=m.use_rope_scaling,
+            rope_scaling_factor=m.rope_scaling_factor,
+            seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+            mtp_block_spec=_prediction_spec(options, config, vp_stage),
+            vp_stage=vp_stage,
+        )
         chunk.model_type = ModelType.encoder_or_decoder
         if vp_stage is not None:
             chunk.vp_stage = vp_stage
@@ -249,3 +227,44 @@ def _connect(options: Options, config: TransformerConfig, chunks: list[Distribut
             config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
     if options.core.overlap_param_gather and chunks[0].ddp_config.align_param_gather:
         config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def build_optimizer(options: Options, chunks: list[DistributedDataParallel]):
+    """Return the optimizer over all chunks of this rank."""
+    given = same_names(OptimizerConfig, options)
+    given |= {"lr": options.core.lr or 0.0, "params_dtype": params_dtype(options)}
+    config = OptimizerConfig(**given)
+    return optimizer_of(config, chunks, with_gloo=options.core.create_gloo_process_groups)
+
+
+def build_scheduler(options: Options, optimizer) -> OptimizerParamScheduler:
+    """Return the schedule of learning rate and weight decay. It counts samples, not steps, as in megatron-core."""
+    s, t, decay = options.schedule, options.training, options.core.weight_decay
+    if t.train_samples is not None:
+        total = t.train_samples
+        decay_steps, warmup = s.lr_decay_samples or total, s.lr_warmup_samples
+        anneal = s.lr_wsd_decay_samples
+    else:
+        batch = t.global_batch_size
+        total = (train_steps(t) or 1) * batch
+        decay_steps, warmup = (s.lr_decay_iters * batch if s.lr_decay_iters else total), s.lr_warmup_iters * batch
+        anneal = s.lr_wsd_decay_iters * batch if s.lr_wsd_decay_iters else None
+    if s.lr_warmup_fraction is not None:
+        warmup = s.lr_warmup_fraction * decay_steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=s.lr_warmup_init,
+        max_lr=options.core.lr or 0.0,
+        min_lr=options.core.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=s.lr_decay_style,
+        start_wd=decay if s.start_weight_decay is None else s.start_weight_decay,
+        end_wd=decay if s.end_weight_decay is None else s.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=s.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=s.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=s.override_opt_param_scheduler,
+        wsd_decay_steps=anneal,
+        lr_wsd_decay_style=s.lr_wsd_decay_style,
+    )

@@ -1,7 +1,6 @@
 """A whole training run on one rank, from its options to the last checkpoint."""
 
 import contextlib
-import gc
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,23 +16,19 @@ from ft.record.run import EVENTS
 from ft.worker.session import Session
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
-from megatron.ft_trainer.arguments.batch import train_steps
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
+from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
-from megatron.ft_trainer.checkpoints import load, say
 from megatron.ft_trainer.config import transformer_config
 from megatron.ft_trainer.data import dataset_prefixes
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
-from megatron.ft_trainer.evaluate import evaluate, validate
 from megatron.ft_trainer.exits import Exits
-from megatron.ft_trainer.initialize import init_model_parallel, init_overlapped_communication, seed_everything
-from megatron.ft_trainer.job import Job
+from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
+from megatron.ft_trainer.job import Job, load, say
 from megatron.ft_trainer.loaders import make_loaders
-from megatron.ft_trainer.logging.profile import Profiler
+from megatron.ft_trainer.logging.figures import count_parameters, startup_summary
 from megatron.ft_trainer.logging.runlog import RunLog
-from megatron.ft_trainer.logging.summary import count_parameters, startup_summary
-from megatron.ft_trainer.logging.timing import attach_timers
-from megatron.ft_trainer.loop import train
+from megatron.ft_trainer.loop import evaluate, train, validate
 from megatron.ft_trainer.trainer import JobTrainer
 from megatron.ft_trainer.warm_up import compile_fused_functions
 
@@ -52,7 +47,6 @@ def pretrain(options: Options, layout: Layout, protections: Protections | None =
     started = time.monotonic()
     protections = protections or Protections()
     init_model_parallel(options.core, layout, replicates_ends=protections.replicates_ends)
-    init_overlapped_communication(options, layout)
     job = assemble(options, layout, started, protections)
     trainer = JobTrainer(job)
     job.protection = protections.stack(trainer)
@@ -94,7 +88,6 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         ends=protections.ends(),
         verified=protections.intercepts_operators,
     )
-    timers = attach_timers(options.logging, trainee)
     if not is_given_state:
         say(
             "\n".join([startup_summary(options, layout, count_parameters(trainee.chunks), tokenizer), *options.notices])
@@ -121,18 +114,10 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         last_step=train_steps(options.training),
         config=options.as_dict(),
     )
-    if options.training.manual_gc:
-        gc.disable()
-        gc.collect()
     exits = Exits(options.training, started)
     loaders = (train_loaders, valid_loaders, test_loaders)
     verified = protections.intercepts_operators
-    profiler = Profiler(options.logging, dist.get_rank())
-    return Job(
-        *(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, timers),
-        verified=verified,
-        profiler=profiler,
-    )
+    return Job(options, layout, vocab_size, trainee, state, *loaders, checkpointer, log, exits, verified=verified)
 
 
 def run(job: Job) -> None:

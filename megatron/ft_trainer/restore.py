@@ -1,5 +1,6 @@
-"""Loads a trained model for inference: in one process, with the options that are stored in its checkpoint."""
+"""Loads a trained model for inference in one process, with the options stored in its checkpoint, and samples text."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +10,11 @@ from ft.base.errors import UserError
 from megatron import patches
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Options, check
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.arguments.topics import CheckpointOptions
 from megatron.ft_trainer.checkpointing import Checkpointer, TrainState, naming, verify
-from megatron.ft_trainer.checkpoints import say
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.ft_trainer.initialize import init_model_parallel, init_process_group, seed_everything
+from megatron.ft_trainer.job import say
 from megatron.ft_trainer.launcher import Launch
 from megatron.ft_trainer.pretrain import run_info
 
@@ -36,7 +37,7 @@ def load_for_inference(folder: Path) -> Trained:
     """
     options = stored_options(folder)
     options.core = options.core.on_one_rank()
-    options.checkpoint = CheckpointOptions(load=str(folder), finetune=True, no_load_optim=True, no_load_rng=True)
+    options.checkpoint = CheckpointOptions(load=str(folder), finetune=True)
     options.training.global_batch_size = options.training.rampup_batch_size = None
     layout = check(options, 1, has_te=patches.platform().offers("transformer_engine"))
     init_process_group(options.core, Launch(0, 1, 0))
@@ -61,4 +62,52 @@ def stored_options(folder: Path) -> Options:
     newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
     if newest is None:
         raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")
-    return Options.from_dict(verify.manifest_of(folder, newest).run["options"])
+    return Options.from_dict(verify.read_manifest(folder / newest.name).run["options"])
+
+
+@torch.no_grad()
+def generate(
+    chunk: torch.nn.Module,
+    prompt: list[int],
+    *,
+    vocab_size: int,
+    window: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield token ids that continue ``prompt``, without end.
+
+    Args:
+        chunk: a whole GPT (one stage, no tensor parallelism).
+        prompt: at least one token id.
+        vocab_size: ids from here on are padding of the embedding and are never sampled.
+        window: longest context in tokens.
+        temperature: softmax temperature; 0 takes the most likely token.
+        top_k: sample among this many of the most likely tokens; 0: among all.
+        seed: seed of the sampling.
+    """
+    ids = list(prompt)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        context = torch.tensor([ids[-window:]], dtype=torch.long).cuda()
+        positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
+        logits = chunk(context, positions, None)[0, -1, :vocab_size].float().cpu()
+        ids.append(sample(logits, temperature, top_k, generator))
+        yield ids[-1]
+
+
+def sample(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """Return one sampled token id.
+
+    Args:
+        logits: logits of one position, [vocabulary].
+        temperature: softmax temperature; 0 takes the most likely token.
+        top_k: sample among this many of the most likely tokens; 0: among all.
+        generator: random number generator.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.numel())).values[-1], float("-inf"))
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))

@@ -4,18 +4,18 @@ It implements :class:`ft.protection.contract.Trainer`, the interface that hot-sw
 systems in ``ft`` use. That class documents the attributes and methods.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ft.protection import fingerprint as fingerprints
 from megatron.core.distributed import DistributedDataParallel
-from megatron.ft_trainer.arguments.batch import global_batch_size, train_steps
-from megatron.ft_trainer.checkpointing import naming, verify
-from megatron.ft_trainer.checkpoints import load, save
-from megatron.ft_trainer.fingerprint import fingerprint
+from megatron.ft_trainer.arguments import Layout, Options
+from megatron.ft_trainer.arguments.topics import global_batch_size, train_steps
+from megatron.ft_trainer.checkpointing import TrainState, naming, verify
 from megatron.ft_trainer.initialize import seed_everything
-from megatron.ft_trainer.job import Job
+from megatron.ft_trainer.job import Job, load, save
 from megatron.ft_trainer.loaders import Loaders
-from megatron.ft_trainer.position import JobPosition
 from megatron.ft_trainer.step import rehearse
 
 
@@ -83,7 +83,7 @@ class JobTrainer:
         folder = self._job.options.checkpoint.save
         if folder is None or not Path(folder).is_dir():
             return None
-        newest = naming.newest_complete(verify.scan_all(self._job.options.checkpoint, Path(folder)))
+        newest = naming.newest_complete(verify.scan(Path(folder)))
         return None if newest is None else Path(folder) / newest.name
 
     def is_saved(self, step: int) -> bool:
@@ -105,3 +105,68 @@ class JobTrainer:
 
     def end(self, reason: str) -> None:
         self._job.exits.end(reason)
+
+
+class JobPosition:
+    """Reads and writes the state of a job that changes from step to step: counters, data position and log position.
+
+    Model, optimizer, schedule and random generators are not part of this state.
+    """
+
+    def __init__(self, job: Job):
+        self._job = job
+
+    def get(self) -> dict[str, Any]:
+        """Return the position: the step, the ``TrainState`` as a dict, and the reason to end the run, if any."""
+        return {"step": self._job.state.step, "state": asdict(self._job.state), "ending": self._job.ending}
+
+    def set(self, position: dict[str, Any]) -> None:
+        """Restore a position that ``get`` has returned.
+
+        All ranks have to call it, because they also agree on which steps are saved.
+        """
+        job, state = self._job, TrainState(**position["state"])
+        for name, value in vars(state).items():
+            setattr(job.state, name, value)
+        job.ending = position["ending"]
+        for loaders, consumed in (
+            (job.train_loaders, state.consumed_train_samples),
+            (job.valid_loaders, state.consumed_valid_samples),
+            (job.test_loaders, 0),
+        ):
+            for loader in filter(None, loaders or []):
+                loader.seek(consumed)
+        for chunk in job.trainee.chunks:
+            chunk.train()
+        job.log.rewind(state.step)
+        job.checkpointer.rejoin()
+
+
+_NOT_DECIDING = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),  # in the grid
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "distributed_backend", "local_rank"),
+    *("distributed_timeout_minutes", "use_tp_pp_dp_mapping", "log_num_zeros_in_grad"),
+)
+"""Options of megatron-core that do not change the operators of a step, or that the layout contains."""
+
+
+def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
+    """Return the fingerprint of a run: property -> value.
+
+    Args:
+        options: options of the run.
+        layout: sizes of the parallel groups.
+    """
+    values, training = options.as_dict()["core"], options.training
+    settings = {name: value for name, value in values.items() if name not in _NOT_DECIDING}
+    return fingerprints.fingerprint(
+        {**settings, "seq_length": options.data.seq_length},
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp or 1,
+        dp=layout.dp,
+        ep=layout.ep,
+        micro_batch=training.micro_batch_size,
+        global_batch=training.global_batch_size,
+    )

@@ -81,55 +81,14 @@ def clear_cached_collective_results(optimizer) -> None:
             part._has_grad_norm_group_cache = None
 
 
-def hybrid_model(config, spec, options, **common):
-    """Return core's model of Mamba, attention and MLP layers.
-
-    From 0.19 on, core calls it a hybrid model, and ``hybrid_layer_pattern`` names the layers.
-
-    Args:
-        config: configuration of the model.
-        spec: specification of its layers; None: core's.
-        options: options of the model, with the pattern of its layers.
-        common: arguments that the model has in common with a GPT.
-    """
-    if CORE >= (0, 19):
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        pattern = options.hybrid_layer_pattern or options.hybrid_override_pattern
-        return HybridModel(
-            config=config, hybrid_stack_spec=spec or hybrid_stack_spec, hybrid_layer_pattern=pattern, **common
-        )
-    from megatron.core.models.mamba import MambaModel
-    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-
-    return MambaModel(
-        config=config,
-        mamba_stack_spec=spec or mamba_stack_spec,
-        hybrid_attention_ratio=options.hybrid_attention_ratio,
-        hybrid_mlp_ratio=options.hybrid_mlp_ratio,
-        hybrid_override_pattern=options.hybrid_override_pattern,
-        **{name: value for name, value in common.items() if name != "vp_stage"},
-    )
-
-
 def optimizer_of(config, chunks, *, with_gloo: bool):
-    """Return core's optimizer over ``chunks``. Up to 0.18, core builds Muon in a function of its own.
+    """Return core's optimizer over ``chunks``.
 
     Args:
         config: core's configuration of the optimizer.
         chunks: this rank's model chunks, wrapped in ``DistributedDataParallel``.
         with_gloo: whether there are gloo groups.
     """
-    if "muon" in config.optimizer and CORE < (0, 19):
-        from megatron.core.optimizer.muon import get_megatron_muon_optimizer
-
-        return get_megatron_muon_optimizer(
-            config,
-            chunks,
-            use_gloo_process_groups=with_gloo,
-            layer_wise_distributed_optimizer="dist" in config.optimizer,
-        )
     more = _width_scaling(config, chunks[0].config)
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=with_gloo, **more)
 

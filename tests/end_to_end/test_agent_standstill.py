@@ -15,7 +15,7 @@ from ft.job.agent.options import Script
 from ft.job.agent.pool import PoolBroken, WarmPool
 from ft.job.agent.succession import GIVE_UP, RENEW, WAIT, View, decide
 from ft.job.control.timeouts import Timeouts
-from ft.platform.standstill import Standstill
+from ft.platform.processes import Standstill
 from ft.platform.supervisor import Supervisor
 
 QUICK = Timeouts(stuck_s=1.5)

@@ -18,12 +18,18 @@ LAYOUTS = {
     "dp4, experts": (4, f"{ZERO} --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"),
     "dp4, replicated optimizer": (4, ""),
 }
+NEWEST = "dp2 tp2, overlapped"
 ALSO_ELSEWHERE = ("dp2 pp2", "dp4, experts", "dp4, replicated optimizer")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long if name in ALSO_ELSEWHERE else pytest.mark.newest) for name in LAYOUTS],
+    [
+        pytest.param(
+            name, marks=[pytest.mark.long] * (name in ALSO_ELSEWHERE) + [pytest.mark.newest] * (name == NEWEST)
+        )
+        for name in LAYOUTS
+    ],
 )
 def test_a_joiner_has_counted_what_the_survivors_have(name, corpus, tmp_path):
     """At the end of the first step after a recovery, and of the next, all members of a group say the same."""

@@ -80,7 +80,6 @@ def test_an_update_captured_once_per_process_is_refused():
             releases.refuse_captured_update(optimizer)
 
 
-@pytest.mark.newest
 def test_a_checkpoint_of_the_oldest_core_is_continued_bit_for_bit(oldest_core, corpus, tmp_path):
     """The steps after it are those that the oldest core itself would have taken."""
     flags = f"{LAYOUT} --data-path {corpus} --train-iters 6 --save {tmp_path}/save --save-interval 3"

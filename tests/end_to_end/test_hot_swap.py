@@ -26,14 +26,9 @@ IN_ANOTHER = ("tp1 pp2 dp2", "tp2 pp1 dp2", "bf16", "overlapped")
 """Layouts that are part of others here, or whose restored states train on bit for bit (test_snapshot_core.py)."""
 
 
-IN_CI_ON_THE_NEWEST = ("bf16, dropout, sequence parallel",)
-
-
-def marks(name: str) -> list:
-    return [pytest.mark.long] * (name in IN_ANOTHER) + [pytest.mark.newest] * (name in IN_CI_ON_THE_NEWEST)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in IN_ANOTHER)) for name in LAYOUTS]
+)
 def test_losses_after_faults_in_every_phase_are_those_without(name, corpus, reference, tmp_path):
     nproc, layout = LAYOUTS[name]
     steps = 4 + 4 * len(PHASES)

@@ -241,7 +241,6 @@ def test_forty_random_faults(corpus, reference, tmp_path):
     assert done.losses == reference(4, LAYOUT, steps)
 
 
-@pytest.mark.newest
 def test_someone_elses_trainer(tmp_path):
     """A plain megatron-core loop that knows nothing of megatron/ft_trainer."""
     losses = {}

@@ -54,7 +54,7 @@ class Walker:
 
     def _run(self, command: str, walk: Walk) -> str:
         for earlier in COMMANDS:
-            if readme_walk.entry_for(earlier).name in walk.after:
+            if (entry := readme_walk.entry_for(earlier)) and entry.name in walk.after:
                 self.run(earlier)
         if walk.before:
             subprocess.run(walk.before, shell=True, cwd=self.folder, check=True, timeout=30)

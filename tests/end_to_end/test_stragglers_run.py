@@ -5,7 +5,7 @@ import sys
 
 from ft_runs import ROOT, flags, ft_run
 
-from ft.record import step_times
+from ft.record import metrics
 
 LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
 SLOW = "--inject slow@step=12:rank=2:factor=3:for=600s"
@@ -18,7 +18,7 @@ def test_a_slow_worker_is_named_and_those_that_wait_for_it_are_not(corpus, tmp_p
     assert [event.rank for event in found] == [2], done.explain()
     assert found[0].step <= 12 + 50 and found[0].detail["ratio"] > 1.5
     assert not done.named("fault_detected") and not done.named("straggler_gone")
-    spans = step_times.read(done.folder)
+    spans = metrics.read(done.folder)
     whole, own = (list(values[-1]) for values in ([s.step_ms for s in spans], [s.own_ms for s in spans]))
     assert max(whole) < 1.5 * min(whole), "all ranks wait for the slow one"
     assert own[2] > 1.5 * max(own[0], own[1], own[3]), (own, done.explain())

@@ -29,8 +29,7 @@ def protection(job, way: str | Path, unstable: Path | None = None):
     """Install DMR on ``job`` and return it. ``way``: "naive", "piggyback", or a plan file. ``unstable``: a file of
     operators that are left unverified."""
     from ft.systems.dmr.runtime.install import Settings, install
-    from megatron.ft_trainer.fingerprint import fingerprint
-    from megatron.ft_trainer.position import JobPosition
+    from megatron.ft_trainer.trainer import JobPosition, fingerprint
 
     trainee = job.trainee
     settings = Settings(None, way, unstable) if isinstance(way, Path) else Settings(way, None, unstable)
@@ -59,7 +58,7 @@ def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
     from ft.systems.dmr.plan.file import read_trace, write_plan
     from ft.systems.dmr.plan.planner import plan
     from ft.systems.dmr.profile.session import ITERATIONS, install
-    from megatron.ft_trainer.fingerprint import fingerprint
+    from megatron.ft_trainer.trainer import fingerprint
 
     trainee, again, path = job.trainee, Again(job), folder / "plan.json"
     microbatches = job.microbatches(job.options.training.global_batch_size)
@@ -81,7 +80,7 @@ class Again:
     def __init__(self, job):
         from ft.protection.training_state import TrainingState
         from ft.protection.undo import Undo
-        from megatron.ft_trainer.position import JobPosition
+        from megatron.ft_trainer.trainer import JobPosition
 
         self._job, self._position = job, JobPosition(job)
         self._subject = TrainingState(job.trainee.chunks, job.trainee.optimizer, job.trainee.scheduler)

@@ -17,7 +17,7 @@ import torch
 from harness import started
 
 from ft.adapters.megatron_lm import tree as megatron_lm
-from ft.adapters.megatron_lm.choice import SINCE
+from ft.adapters.megatron_lm.tree import SINCE
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parents[2]

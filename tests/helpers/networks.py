@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ft.net import mpi
+from ft.net import streams
 from ft.net.streams import TcpNetwork
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,12 +53,12 @@ class Relays:
             )
         self.ranks = ranks
         deadline = time.monotonic() + 60
-        while not all(mpi.answers(self.folder / str(rank), 5) for rank in range(ranks)):
+        while not all(streams.answers(self.folder / str(rank), 5) for rank in range(ranks)):
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
 
-    def network(self, node: int) -> mpi.MpiNetwork:
-        return mpi.MpiNetwork(self.folder / str(node), node)
+    def network(self, node: int) -> streams.MpiNetwork:
+        return streams.MpiNetwork(self.folder / str(node), node)
 
     def signal(self, node: int, signum: int) -> None:
         os.kill(self.pid(node), signum)
@@ -97,4 +97,4 @@ class Networks:
 
 
 def from_text(text: str):
-    return TcpNetwork("127.0.0.1") if text == "tcp" else mpi.MpiNetwork(text, int(Path(text).name))
+    return TcpNetwork("127.0.0.1") if text == "tcp" else streams.MpiNetwork(text, int(Path(text).name))

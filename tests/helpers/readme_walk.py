@@ -171,6 +171,7 @@ SELFTEST = (
 BENCHES = (
     Walk("bench-hang-look", "python tools/bench/hang_look.py", says=("remember_us", "look_ms"), long=True),
     only_help("bench-hang-search", "python tools/bench/hang_search.py"),
+    Walk("size-budget", "python tools/size_budget.py", says=("tests/processes",)),
     only_help("bench-recovery", "python tools/bench/recovery.py *"),
     only_help("bench-protection", "python tools/bench/protection.py"),
     only_help("bench-control", "python tools/bench/control.py"),

@@ -12,8 +12,7 @@ from ft_runs import Finished, Running
 
 from ft.base import events
 from ft.observe.report import record
-from ft.observe.report.audit import Audit, audit
-from ft.observe.report.lineage import Lineage, lineage
+from ft.observe.report.lineage import Audit, Lineage, audit, lineage
 from ft.systems.hsdp import commits
 from ft.systems.hsdp.commits import Commit
 

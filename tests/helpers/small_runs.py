@@ -15,7 +15,7 @@ BASE = (
 
 def make_corpus(folder: Path, name: str = "corpus", documents: int = 60) -> str:
     """Write an indexed dataset of sources of the standard library; return its prefix."""
-    from megatron.ft_trainer.arguments.data import TokenizerOptions
+    from megatron.ft_trainer.arguments.topics import TokenizerOptions
     from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 
     prefix = str(folder / name)

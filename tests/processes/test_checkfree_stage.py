@@ -26,9 +26,8 @@ def rebuilt_in_the_middle(flags: str) -> dict:
     from megatron.ft_trainer import pretrain
     from megatron.ft_trainer.arguments import check, parse
     from megatron.ft_trainer.initialize import init_model_parallel
-    from megatron.ft_trainer.position import JobPosition
     from megatron.ft_trainer.step import train_step
-    from megatron.ft_trainer.trainer import JobTrainer
+    from megatron.ft_trainer.trainer import JobPosition, JobTrainer
     from megatron.patches.manifest import WITH_CHECKFREE
 
     patches.apply(WITH_CHECKFREE)

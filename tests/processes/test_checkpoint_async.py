@@ -8,12 +8,12 @@ from test_checkpoint_faults import _slow_writer
 from test_checkpoint_gpt import Run, Shape
 
 from megatron.ft_trainer.checkpointing import verify
-from megatron.ft_trainer.checkpointing.pending import InThread, Progress, finish
+from megatron.ft_trainer.checkpointing.channel import InThread, Progress, finish
 
 
 def _save_both_ways(folder: str, shape: Shape) -> dict:
     """Saves the same step in the foreground and, while 3 more steps are trained, in the background."""
-    from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+    from megatron.ft_trainer.arguments.topics import CheckpointOptions
     from megatron.ft_trainer.checkpointing import Checkpointer
 
     run = Run(shape, save=f"{folder}/sync")

@@ -20,7 +20,7 @@ def _die() -> None:
 
 def _die_at(point: str) -> None:
     """Arranges that this process is killed when a save gets to ``point``."""
-    from megatron.ft_trainer.checkpointing import commit, durable, writer
+    from megatron.ft_trainer.checkpointing import commit, writer
 
     def dying(function, before: bool):
         def replaced(*args, **kwargs):
@@ -41,15 +41,15 @@ def _die_at(point: str) -> None:
     elif point == "before-metadata":
         commit.commit = dying(commit.commit, before=True)
     elif point == "before-manifest":
-        durable.write_text = dying(durable.write_text, before=True)
+        commit.write_text = dying(commit.write_text, before=True)
     elif point == "before-rename":
-        durable.move_folder = dying(durable.move_folder, before=True)
+        commit.move_folder = dying(commit.move_folder, before=True)
     elif point == "after-rename":
-        durable.move_folder = dying(durable.move_folder, before=False)
+        commit.move_folder = dying(commit.move_folder, before=False)
     elif point == "before-tracker":
-        durable.replace_text = dying(durable.replace_text, before=True)
+        commit.replace_text = dying(commit.replace_text, before=True)
     elif point == "while-retiring":
-        durable.shutil.rmtree = dying(durable.shutil.rmtree, before=True)
+        commit.shutil.rmtree = dying(commit.shutil.rmtree, before=True)
 
 
 def _save_and_die(folder: str, point: str, victim: int, options: dict) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import random
 from dataclasses import dataclass
 
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.arguments.topics import CheckpointOptions
 
 STEPS_SEED = 1234
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 90}

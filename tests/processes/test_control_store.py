@@ -12,11 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from ft.base.errors import FtError, UserError
-from ft.net import acceptor
+from ft.net import listener
 from ft.net.framed import Mark
 from ft.net.handshake import GREETING_BYTES, Party, Refused, dial
-from ft.net.store import StoreConnection, StoreServer, lone_tcp_store
-from ft.net.store.server import PURPOSE
+from ft.net.store import PURPOSE, StoreConnection, StoreServer, lone_tcp_store
 
 TOKEN = "the token of the test"
 LIMIT_S = 20.0
@@ -220,7 +219,7 @@ def test_a_store_of_whoever_does_not_know_the_token_is_not_entered():
 
 
 def test_strangers_who_say_nothing_hold_up_nobody(server):
-    number = acceptor.MOST_STRANGERS + 50
+    number = listener.MOST_STRANGERS + 50
     silent = [socket.create_connection(door(server), timeout=LIMIT_S) for _ in range(number)]
     assert is_served(server)
     for stranger in silent:
@@ -317,7 +316,7 @@ def serve(descriptors: int):
 
 def test_a_store_that_lets_in_and_then_says_nothing_is_an_error(server, monkeypatch):
     connection = member(server)
-    monkeypatch.setattr("ft.net.store.client._GRACE_S", 0.2)
+    monkeypatch.setattr("ft.net.store._GRACE_S", 0.2)
     monkeypatch.setattr(server._acceptor, "answer", lambda *_: None)
     with pytest.raises(ConnectionError, match="does not write"):
         connection.set("a", "1")

@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import DataOptions
+from megatron.ft_trainer.arguments.topics import DataOptions
 from megatron.ft_trainer.data.blend import Blend, dataset_prefixes, parse_blend, parse_recipe, parse_split
 from megatron.ft_trainer.data.order import CyclicOrder, epoch_permutation, sample_indices
 

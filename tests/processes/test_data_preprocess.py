@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.indexed import FILES, encode_index, read_index
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 from megatron.ft_trainer.data.sidecar import read_sidecar
@@ -119,22 +119,17 @@ def test_end_of_document_is_on_unless_switched_off(tmp_path, folder):
     assert EOD not in [i for d in docs for i in d] and sidecar.max_id < 256
 
 
-def test_result_does_not_depend_on_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.ft_trainer.data.preprocess.UNIT_BYTES", 300)
+def test_a_limit_in_the_order_of_the_input(tmp_path):
     lines = [json.dumps({"text": f"document {i} " * (i % 7 + 1)}) for i in range(200)]
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
-    results = []
-    for workers in (1, 2, 3):
-        _, sidecar, _ = make(tmp_path, tmp_path / "c.jsonl", workers=workers, max_mb=0.005)
-        results.append(((tmp_path / "out.bin").read_bytes(), (tmp_path / "out.idx").read_bytes(), sidecar))
-    assert results[0] == results[1] == results[2]
-    assert 5000 <= results[0][2].text_bytes < 5100
+    _, sidecar, _ = make(tmp_path, tmp_path / "c.jsonl", max_mb=0.005)
+    assert 5000 <= sidecar.text_bytes < 5100
 
 
 def test_shuffle_is_seeded_and_keeps_all(tmp_path, folder):
     plain, _, _ = make(tmp_path, folder)
     once, first, _ = make(tmp_path, folder, shuffle_seed=5)
-    again, second, _ = make(tmp_path, folder, shuffle_seed=5, workers=2)
+    again, second, _ = make(tmp_path, folder, shuffle_seed=5)
     assert once == again and first == second
     assert once != plain and sorted(once) == sorted(plain)
     assert make(tmp_path, folder, shuffle_seed=6)[0] != once
@@ -164,19 +159,11 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("content", BAD_LINES)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_bad_lines_are_located(tmp_path, content, workers):
+def test_bad_lines_are_located(tmp_path, content):
     (tmp_path / "c.jsonl").write_text(content)
     with pytest.raises(UserError, match=BAD_LINES[content]):
-        make(tmp_path, tmp_path / "c.jsonl", workers=workers)
+        make(tmp_path, tmp_path / "c.jsonl")
     assert sorted(os.listdir(tmp_path)) == ["c.jsonl"]
-
-
-def test_bad_line_is_counted_from_the_start_of_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.ft_trainer.data.preprocess.UNIT_BYTES", 100)
-    (tmp_path / "c.jsonl").write_text('{"text": "a document"}\n' * 50 + "oops\n")
-    with pytest.raises(UserError, match=r"c\.jsonl:51: not valid JSON"):
-        make(tmp_path, tmp_path / "c.jsonl", workers=2)
 
 
 def test_nothing_to_read(tmp_path, folder):
@@ -210,7 +197,6 @@ def test_input_is_not_overwritten(tmp_path):
         ({"input": None}, "no --input"),
         ({"output_prefix": "data/"}, "--output-prefix is"),
         ({"output_prefix": "data/x.bin"}, "--output-prefix is"),
-        ({"workers": 0}, "--workers is 0"),
         ({"max_mb": 0.0}, "--max-mb is"),
         ({"shuffle_seed": -1}, "--shuffle-seed is"),
     ],
@@ -221,7 +207,7 @@ def test_bad_options(options, message):
 
 
 def test_the_command(tmp_path, folder):
-    done = run("--input", folder, "--output-prefix", tmp_path / "new" / "out", "--workers", 2)
+    done = run("--input", folder, "--output-prefix", tmp_path / "new" / "out")
     assert done.returncode == 0 and done.stderr == ""
     assert "7 documents" in done.stdout and "unigram entropy" in done.stdout and "1 binary" in done.stdout
     failed = run("--input", folder, "--output-prefix", folder / "b.py" / "out")
@@ -256,15 +242,14 @@ def test_skip_existing(tmp_path, folder):
     assert read_index(str(prefix)).documents == 7
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_tool_leaves_the_previous_dataset(tmp_path, workers):
+def test_killed_tool_leaves_the_previous_dataset(tmp_path):
     make(tmp_path, TOOL)
     before = [(tmp_path / f"out{suffix}").read_bytes() for suffix in FILES]
     big = tmp_path / "big.jsonl"
     with open(big, "w") as file:
         file.writelines(json.dumps({"text": f"{i} " * 400}) + "\n" for i in range(20000))
     command = [sys.executable, str(TOOL), "--input", str(big), *[str(big)] * 20]
-    command += ["--output-prefix", str(tmp_path / "out"), "--workers", str(workers)]
+    command += ["--output-prefix", str(tmp_path / "out")]
     tool = subprocess.Popen(command, start_new_session=True)
     try:
         deadline = time.monotonic() + 30
@@ -275,22 +260,6 @@ def test_killed_tool_leaves_the_previous_dataset(tmp_path, workers):
         tool.send_signal(signal.SIGKILL)
         tool.wait()
     assert [(tmp_path / f"out{suffix}").read_bytes() for suffix in FILES] == before
-    while processes_of(tool.pid):
-        assert time.monotonic() < deadline, "workers outlive the killed tool"
-        time.sleep(0.01)
-
-
-def processes_of(session):
-    """Processes of a session that are still running."""
-    running = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            running.append(stat.parent.name)
-    return running
 
 
 @pytest.mark.parametrize("crash_at", range(5))

@@ -142,7 +142,7 @@ def a_plan(_warm_ranks, corpus, tmp_path_factory) -> Path:
 )
 def test_a_run_with_other_windows_has_another_fingerprint(changed, world, names):
     from megatron.ft_trainer.arguments import check, parse
-    from megatron.ft_trainer.fingerprint import fingerprint
+    from megatron.ft_trainer.trainer import fingerprint
 
     def of(more: str, ranks: int) -> dict:
         options = parse(f"{runs.BASE} --pipeline-model-parallel-size 2 --data-path none {more}")

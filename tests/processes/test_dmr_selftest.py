@@ -10,9 +10,19 @@ from harness import RankFailed
 
 from ft import cli
 from ft.base.errors import UserError
-from ft.lab.reproducibility.cases import Case, cases
-from ft.lab.reproducibility.probe import NOT_TRIED, REFUSED, STABLE, UNSTABLE, Kind, Probe
-from ft.lab.reproducibility.text import Outcome, as_text, as_values
+from ft.lab.reproducibility.probe import (
+    NOT_TRIED,
+    REFUSED,
+    STABLE,
+    UNSTABLE,
+    Case,
+    Kind,
+    Outcome,
+    Probe,
+    as_text,
+    as_values,
+    cases,
+)
 from ft.systems.dmr.plan.file import read_plan, write_trace
 from ft.systems.dmr.runtime.cursor import Unit
 from ft.systems.dmr.runtime.strategy import SKIPPED, ExcludeUnstable, Naive, Piggyback

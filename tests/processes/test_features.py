@@ -38,7 +38,7 @@ FEATURES = {
     "buckets": (
         2,
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-num-buckets 3 "
-        "--ddp-average-in-collective --no-align-grad-reduce",
+        "--no-align-grad-reduce",
     ),
     "per-token-loss": (2, "--calculate-per-token-loss --cross-entropy-loss-fusion --data-parallel-random-init"),
     "bf16-grads-in-bf16": (2, "--bf16 --grad-reduce-in-bf16 --attention-softmax-in-fp32"),
@@ -47,7 +47,7 @@ FEATURES = {
         "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-iters 1 --decoupled-lr 5e-3 --decoupled-min-lr 0 "
         "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
     ),
-    "sgd-deterministic": (1, "--optimizer sgd --lr 0.3 --deterministic-mode --manual-gc --manual-gc-interval 2"),
+    "sgd-deterministic": (1, "--optimizer sgd --lr 0.3 --deterministic-mode"),
     "selective-recompute": (2, "--recompute-activations --tensor-model-parallel-size 2 --hidden-dropout 0.1"),
     "block-recompute-distributed": (
         2,

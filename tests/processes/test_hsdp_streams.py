@@ -18,10 +18,10 @@ patches.apply()
 
 from small_datasets import SEQ, write_dataset
 
-from megatron.ft_trainer.arguments.data import DataOptions
+from megatron.ft_trainer.arguments.topics import DataOptions
 from megatron.ft_trainer.data.datasets import build_datasets
 from megatron.ft_trainer.data.loader import MicrobatchLoader
-from megatron.ft_trainer.data.streams import Cyclic
+from megatron.ft_trainer.data.order import Cyclic
 from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer
 
 SEED = 5

@@ -16,18 +16,18 @@ from snapshot_crew import Crew, set_to
 
 from ft.base.errors import UserError
 from ft.job.agent import mpirun
-from ft.net import mpi, mpi_world
-from ft.net.mpi_streams import CREDIT, DATA, END, RESET, WINDOW, Stream, pack, unpack
+from ft.net import mpi_relay, streams
+from ft.net.mpi_relay import CREDIT, DATA, END, RESET, WINDOW, Stream, pack, unpack
 from ft.state.transfer.push import PeerLost
 
 # --- without MPI ------------------------------------------------------------------------------------------------------
 
 
 def test_addresses_name_a_node_and_a_worker_there_and_nothing_else():
-    assert mpi.parse("mpi:12/w345-0") == (12, "w345-0")
+    assert streams.parse("mpi:12/w345-0") == (12, "w345-0")
     for wrong in ("127.0.0.1:80", "mpi:/w1", "mpi:1/", "mpi:1/relay", "mpi:1/w/../x", "mpi:-1/w1", "mpi:1/w1\n"):
         with pytest.raises(ConnectionError):
-            mpi.parse(wrong)
+            streams.parse(wrong)
 
 
 def test_the_flag_counts_at_ft_run_and_at_its_script():
@@ -49,16 +49,16 @@ def test_mpirun_says_which_node_this_is_and_srun_too_where_it_speaks_pmix():
     assert mpirun.read(by_mpirun) == mpirun.MpiJob("", 5, 2, "")
     assert mpirun.read({"SLURM_PROCID": "3"}) is None
     by_srun = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
-    assert mpi_world.rank_in({**by_srun, "PMIX_RANK": "3"}) == (3, 4)
-    assert mpi_world.rank_in({**by_mpirun, "PMIX_RANK": "2"}) == (2, 5)
-    assert mpi_world.rank_in(by_srun) == (0, 1)
+    assert mpi_relay.rank_in({**by_srun, "PMIX_RANK": "3"}) == (3, 4)
+    assert mpi_relay.rank_in({**by_mpirun, "PMIX_RANK": "2"}) == (2, 5)
+    assert mpi_relay.rank_in(by_srun) == (0, 1)
 
 
 def test_an_mpirun_that_would_end_with_its_first_dead_process_is_refused():
     with pytest.raises(UserError, match="--with-ft ulfm"):
-        mpi_world.configure({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+        mpi_relay.configure({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
     settings = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_mpi_ft_detector_timeout": "3"}
-    mpi_world.configure(settings)
+    mpi_relay.configure(settings)
     assert settings["OMPI_MCA_mpi_ft_detector"] == "1"
     assert settings["OMPI_MCA_mpi_ft_detector_timeout"] == "3"
 

@@ -41,7 +41,7 @@ CONNECT = """
 import sys
 from ft.job.control import channel
 try:
-    channel.connect(sys.argv[1], "n1", "token", 0.5)
+    channel.AgentChannel(sys.argv[1], "n1", "token", 0.5)
 except ConnectionError as error:
     print("lost:", error)
 """

@@ -51,7 +51,6 @@ def test_the_wheel_holds_our_portions_and_nothing_of_the_namespace_itself(tmp_pa
         "pretrain_gpt.py",
         "megatron/patches/cpu.py",
         "megatron/ft_trainer/loop.py",
-        "megatron/ft_trainer/arguments/megatron_lm_flags.txt",
         "megatron/ft_trainer/data/loader.py",
         "megatron/ft_trainer/checkpointing/save.py",
     ):

@@ -103,8 +103,8 @@ def test_a_run_folder_that_cannot_be_written_is_reported_as_such(tmp_path):
 HANGS = """
 import sys
 from pathlib import Path
-from ft.lab.selftest.execute import Executor
-from ft.lab.selftest.values import Check, Context
+from ft.lab.selftest.session import Executor
+from ft.lab.selftest.table import Check, Context
 from ft.platform import processes
 import os
 check = Check("fork", "", sys.argv[2], 1, 1, "")
@@ -146,7 +146,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path, signum):
 SHARED = """
 import sys
 from ft.lab.selftest.checks import training
-from ft.lab.selftest.values import Context
+from ft.lab.selftest.table import Context
 training.devices = lambda context: 1
 training._ON_GPU = training._SMALL
 context = Context("kill", sys.argv[1] + "/kill", sys.argv[1], None, 200.0)

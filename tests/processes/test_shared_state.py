@@ -13,9 +13,8 @@ from etcd_servers import etcd  # noqa: F401 - a fixture
 
 from ft.base.errors import UserError
 from ft.platform import election, shared_state
-from ft.platform import etcd as engine
-from ft.platform.etcd import Address, Etcd
-from ft.platform.shared_state import Folder, keep_on_etcd
+from ft.platform import shared_state as engine
+from ft.platform.shared_state import Address, Etcd, Folder, keep_on_etcd
 
 TOKEN = "the token of the test"
 LIMIT_S = 20.0

@@ -14,17 +14,17 @@ from ft.faults.hang.format import where
 from ft.faults.hang.look import RUNNING, Rank
 from ft.job.agent.looks import Looks
 from ft.job.messages import Look
-from ft.platform import processes, stacks
-from ft.platform.stacks import Handler
+from ft.platform import processes
+from ft.platform.processes import Handler
 from ft.record import looks
 
 BEGIN = """
 import ctypes, dataclasses, json, os, signal, sys, threading, time
-from ft.platform import stacks
+from ft.platform import processes
 def say(handler):
     print(json.dumps(dataclasses.asdict(handler)), flush=True)
 """
-REGISTER = "handler = stacks.register(threading.main_thread().ident)\n"
+REGISTER = "handler = processes.register_handler(threading.main_thread().ident)\n"
 HOLD = """
 def hold():
     usleep = ctypes.PyDLL(None).usleep
@@ -53,7 +53,7 @@ def start():
 
 def asked(process: subprocess.Popen, handler: Handler) -> str:
     """Return the stacks of a process; it has to survive."""
-    found = stacks.of_processes({"it": (process.pid, handler)}, lambda text, one: calls.has_stack_of(one.thread, text))
+    found = processes.stacks_of({"it": (process.pid, handler)}, lambda text, one: calls.has_stack_of(one.thread, text))
     time.sleep(0.05)
     assert process.poll() is None, "the process was killed"
     return found.get("it", "")
@@ -71,7 +71,7 @@ def test_who_holds_the_interpreter_lock_in_c_shows_its_line(start):
 def test_an_agent_puts_the_calls_into_the_look(start, tmp_path):
     process, handler = start(REGISTER + HOLD + "hold()\n")
     kept = Looks(tmp_path, "n0")
-    kept.begins(Look(1, "a stall", {"0": "n0.w0"}), {"n0.w0": process.pid}, {"n0.w0": handler})
+    kept.begins(Look(1, "a stall", {0: "n0.w0"}), {"n0.w0": process.pid}, {"n0.w0": handler})
     deadline = time.monotonic() + 10
     while not looks.numbers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -85,8 +85,8 @@ def test_an_agent_puts_the_calls_into_the_look(start, tmp_path):
 
 
 NEVER = {
-    "no handler": "fd = os.memfd_create('ft-stacks')\nsay(stacks.Handler(50, fd, 1))\ntime.sleep(60)\n",
-    "another handler and no file": "signal.signal(50, lambda *_: os._exit(3))\nsay(stacks.Handler(50, 0, 1))\n"
+    "no handler": "fd = os.memfd_create('ft-stacks')\nsay(processes.Handler(50, fd, 1))\ntime.sleep(60)\n",
+    "another handler and no file": "signal.signal(50, lambda *_: os._exit(3))\nsay(processes.Handler(50, 0, 1))\n"
     "time.sleep(60)\n",
     "the file is closed": REGISTER + "os.close(handler.fd)\nsay(handler)\ntime.sleep(60)\n",
     "the descriptor is another file's": REGISTER
@@ -123,7 +123,7 @@ def test_a_program_keeps_its_own_handlers(start):
 
 
 def test_children_have_files_of_their_own_or_none(start):
-    fork = "if os.fork() == 0:\n    handler = stacks.register(threading.main_thread().ident)\n"
+    fork = "if os.fork() == 0:\n    handler = processes.register_handler(threading.main_thread().ident)\n"
     loop = "def of_child():\n    while True: time.sleep(0.1)\ndef of_parent():\n    while True: time.sleep(0.1)\n"
     process, handler = start(
         REGISTER + loop + fork + "    of_child()\nos.set_inheritable(1, True)\nsay(handler)\nof_parent()\n"
@@ -134,15 +134,15 @@ def test_children_have_files_of_their_own_or_none(start):
     assert "of_parent" in text and "of_child" not in text
     # the descriptors of the child are those of the parent's file and of its own
     mine = Handler(handler.signum, handler.fd + 1, handler.thread)
-    found = stacks.of_processes({"it": (child, mine)}, lambda text, one: calls.has_stack_of(one.thread, text))
+    found = processes.stacks_of({"it": (child, mine)}, lambda text, one: calls.has_stack_of(one.thread, text))
     assert "of_child" in found["it"] and "of_parent" not in found["it"]
     assert processes.state(child) not in "ZX"
     os.kill(child, signal.SIGKILL)
 
 
 def test_it_is_registered_once_in_a_process():
-    first = stacks.register(1)
-    assert first is not None and stacks.register(1) is first
+    first = processes.register_handler(1)
+    assert first is not None and processes.register_handler(1) is first
     assert Handler.of(None) is None and Handler.of({"signum": "x"}) is None
 
 

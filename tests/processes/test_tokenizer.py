@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
 from megatron.ft_trainer.data.sidecar import Sidecar
 from megatron.ft_trainer.data.tokenizer import (
@@ -146,15 +146,11 @@ def test_default_is_what_the_dataset_was_made_with(tmp_path):
     assert (tokenizer.kind, tokenizer.vocab_size) == ("NullTokenizer", 50)
 
 
-def test_datasets_of_a_file_are_the_same_for_any_workers(tmp_path, hf_folder):
+def test_a_dataset_names_the_file_of_its_tokenizer(tmp_path, hf_folder):
     (tmp_path / "x.txt").write_text("def h(z):\n    return z\n")
     options = TokenizerOptions(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hf_folder))
-    made = []
-    for workers in (1, 2):
-        prefix = str(tmp_path / f"out{workers}")
-        preprocess(PreprocessOptions(input=[str(tmp_path / "x.txt")], output_prefix=prefix, workers=workers), options)
-        made.append((tmp_path / f"out{workers}.bin").read_bytes())
-    assert made[0] == made[1]
+    prefix = str(tmp_path / "out")
+    preprocess(PreprocessOptions(input=[str(tmp_path / "x.txt")], output_prefix=prefix), options)
     assert build_tokenizer(TokenizerOptions(), [prefix]).kind == "HuggingFaceTokenizer"
 
 

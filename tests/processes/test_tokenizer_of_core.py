@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from ft.base.errors import UserError
 from megatron import patches
-from megatron.ft_trainer.arguments.data import TokenizerOptions
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.tokenizer import build_tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1", "the quick brown fox jumps over the lazy dog", "words, and numbers 123 456"]
@@ -50,7 +49,7 @@ def tik(folder) -> dict:
         for rank, word in enumerate(words)
     ]
     (folder / "tik.json").write_text(json.dumps(rows))
-    return {"tokenizer_model": str(folder / "tik.json"), "vocab_size": 300, "tiktoken_num_special_tokens": 40}
+    return {"tokenizer_model": str(folder / "tik.json"), "vocab_size": 1260}
 
 
 def of_core(options: TokenizerOptions):
@@ -59,11 +58,12 @@ def of_core(options: TokenizerOptions):
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer as builder
     except ImportError:
         from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as builder
-    # the names and defaults of releases from 0.19 on
-    newer = {"chat_template": None, "special_tokens": options.tokenizer_special_tokens, "metadata_path": None}
-    newer |= {"tokenizer_sentencepiece_ignore_extra_whitespaces": True, "pad_vocab_size": False}
-    newer |= {"tokenizer_hf_no_use_fast": False, "tokenizer_hf_no_include_special_tokens": False}
-    return builder(argparse.Namespace(**vars(options), **newer))
+    unset = {"chat_template": None, "special_tokens": None, "metadata_path": None, "pad_vocab_size": False}
+    unset |= {"tokenizer_metadata": None, "tokenizer_special_tokens": None, "tokenizer_sentencepiece_legacy": False}
+    unset |= {"tokenizer_hf_use_fast": False, "tokenizer_hf_include_special_tokens": False, "trust_remote_code": False}
+    unset |= {"tokenizer_sentencepiece_ignore_extra_whitespaces": True, "tiktoken_pattern": None}
+    unset |= {"tokenizer_hf_no_use_fast": False, "tokenizer_hf_no_include_special_tokens": False}
+    return builder(argparse.Namespace(**vars(options), **unset, tiktoken_num_special_tokens=1000))
 
 
 KINDS = {
@@ -86,26 +86,3 @@ def test_ids_are_those_of_cores_own_builder(kind, tmp_path, monkeypatch):
         assert ours.tokenize(text) == theirs.tokenize(text)
     assert ours.detokenize(ours.tokenize(TEXTS[1])).strip() == TEXTS[1]
     assert build_tokenizer(options).fingerprint == ours.fingerprint
-
-
-def test_the_legacy_way_of_sentence_piece_is_passed_on(tmp_path):
-    """It has no end-of-document token, in megatron-core's own builder too, so that a run is refused."""
-    options = TokenizerOptions(
-        tokenizer_type="Llama2Tokenizer",
-        tokenizer_sentencepiece_legacy=True,
-        tokenizer_special_tokens=["<sep>"],
-        **sentence_piece(tmp_path),
-    )
-    with pytest.raises(AttributeError, match="has no attribute 'eod'"):
-        _ = of_core(options).eod
-    with pytest.raises(UserError, match=r"cannot build Llama2Tokenizer.*has no attribute 'eod'"):
-        build_tokenizer(options)
-
-
-def test_a_type_that_this_release_of_core_lacks_is_named(tmp_path):
-    from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
-
-    if "sft" in TOKENIZER_MAPPING_LIBRARIES:
-        pytest.skip("this release of megatron-core has all types")
-    with pytest.raises(UserError, match="has no SFTTokenizer"):
-        build_tokenizer(TokenizerOptions(tokenizer_type="SFTTokenizer", tokenizer_model=str(tmp_path)))

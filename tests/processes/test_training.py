@@ -50,12 +50,11 @@ def test_resuming_continues_bit_for_bit(name, ranks, corpus, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"], ids=["replicated", "distributed"])
-@pytest.mark.parametrize("kind", ["torch_dist", "torch"])
-def test_a_checkpoint_before_the_optimizers_first_step_is_resumed_from(optimizer, kind, ranks, corpus, tmp_path):
+def test_a_checkpoint_before_the_optimizers_first_step_is_resumed_from(optimizer, ranks, corpus, tmp_path):
     """With fp16 the loss scale first falls until the gradients are finite; until then all updates are skipped."""
     scaled = f"{optimizer} --fp16 --initial-loss-scale 16777216 --hysteresis 1 --train-iters 12 --log-interval 1"
     ranks(runs.run, 2, flags(corpus, tmp_path, "whole", scaled), timeout=120)
-    saved = f"{scaled} --ckpt-format {kind} --save {tmp_path}/ck --load {tmp_path}/ck"
+    saved = f"{scaled} --save {tmp_path}/ck --load {tmp_path}/ck"
     ranks(runs.run, 2, flags(corpus, tmp_path, "parts", f"{saved} --exit-interval 2"), timeout=120)
     ranks(runs.run, 2, flags(corpus, tmp_path, "parts", saved), timeout=120)
     skipped = [step["skipped"] for step in runs.metrics(tmp_path / "parts.jsonl")]
@@ -67,7 +66,7 @@ def test_a_checkpoint_loads_into_another_layout_with_the_same_loss(ranks, corpus
     folder = f"--train-iters 6 --use-distributed-optimizer --save {tmp_path}/ck --load {tmp_path}/ck"
     grid = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     ranks(runs.run, 4, flags(corpus, tmp_path, "a", f"{folder} {grid} --exit-interval 3"), timeout=120)
-    other = folder.replace("--save", "--no-load-rng --save").replace(f"--save {tmp_path}/ck", "")
+    other = folder.replace(f"--save {tmp_path}/ck", "")
     ranks(runs.run, 4, flags(corpus, tmp_path, "same", f"{other} {grid}"), timeout=120)
     ranks(runs.run, 4, flags(corpus, tmp_path, "resharded", other), timeout=120)
     same, resharded = runs.losses(tmp_path / "same.jsonl"), runs.losses(tmp_path / "resharded.jsonl")
@@ -88,14 +87,14 @@ def test_skip_train_only_evaluates(ranks, corpus, tmp_path):
     evaluates = "--eval-iters 1 --pipeline-model-parallel-size 2"
     ranks(runs.run, 2, flags(corpus, tmp_path, "m", f"{evaluates} --save {tmp_path}/ck"), timeout=60)
     base = runs.BASE.replace("--lr 1e-2 --train-iters 4", "")
-    command = f"{base} {evaluates} --data-path {corpus} --skip-train --load {tmp_path}/ck --no-load-optim"
+    command = f"{base} {evaluates} --data-path {corpus} --skip-train --load {tmp_path}/ck"
     handle = ranks.start(runs.run, 2, command)
     assert [o.value["step"] for o in handle.wait(timeout=60)] == [4, 4]
     assert "validation loss at iteration 4" in handle.output(1)
 
 
 def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
-    extra = f"--tensorboard-dir {tmp_path}/tb --log-params-norm --log-num-zeros-in-grad --timing-log-level 1"
+    extra = f"--tensorboard-dir {tmp_path}/tb --log-params-norm --log-num-zeros-in-grad"
     handle = ranks.start(runs.run, 1, flags(corpus, tmp_path, "m", f"{extra} --log-interval 2"))
     handle.wait(timeout=120)
     first = runs.metrics(tmp_path / "m.jsonl")[0]
@@ -108,11 +107,10 @@ def test_the_metrics_file_says_everything_about_a_step(ranks, corpus, tmp_path):
     assert list((tmp_path / "tb").glob("events*"))
     output = handle.output(0)
     assert "iteration        2/       4 | consumed samples:           16 |" in output
-    assert "forward-backward" in output
 
 
 def test_resuming_drops_the_steps_that_are_done_anew_from_the_metrics(tmp_path):
-    from megatron.ft_trainer.arguments.logging import LoggingOptions
+    from megatron.ft_trainer.arguments.topics import LoggingOptions
     from megatron.ft_trainer.logging.runlog import RunLog
 
     path = tmp_path / "m.jsonl"
@@ -195,19 +193,20 @@ def wandb_history(file: Path) -> list[dict]:
 
 def test_weights_and_biases_gets_the_figures_offline(corpus, tmp_path):
     pytest.importorskip("wandb", reason="Weights & Biases is not installed (pip install wandb)")
-    named = f"--wandb-project project --wandb-exp-name name --wandb-save-dir {tmp_path}/wb --train-iters 3"
+    named = "--wandb-project project --wandb-exp-name name --train-iters 3"
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}
     command = [sys.executable, "pretrain_gpt.py", *flags(corpus, tmp_path, "m", named).split()]
     done = subprocess.run(
         command,
         cwd=Path(__file__).parent.parent.parent,
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **offline, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    (file,) = tmp_path.glob("wb/wandb/offline-run-*/*.wandb")
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     history = wandb_history(file)
     assert [step["_step"] for step in history] == [1, 2, 3]
     assert [step["lm loss"] for step in history] == runs.losses(tmp_path / "m.jsonl")
@@ -235,6 +234,6 @@ def ask_for_trackers(lines):
 
 
 def test_random_numbers_are_drawn_by_a_tracker_of_the_kind_that_the_flags_ask_for(ranks):
-    flags = ("", "--te-rng-tracker", "--cuda-graph-impl local", "--enable-cuda-graph")
+    flags = ("", "--cuda-graph-impl local", "--enable-cuda-graph")
     (asked,) = ranks(ask_for_trackers, 1, [f"{runs.BASE} --mock-data {each}" for each in flags])
-    assert asked == [(False, False), (True, False), (False, True), (False, True)]
+    assert asked == [(False, False), (False, True), (False, True)]

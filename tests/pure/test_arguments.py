@@ -7,8 +7,8 @@ import pytest
 
 from ft.base.errors import UserError
 from megatron.ft_trainer import arguments
-from megatron.ft_trainer.arguments import Options, check, core_options, known, parse, schema
-from megatron.ft_trainer.arguments.batch import global_batch_size, train_steps
+from megatron.ft_trainer.arguments import Options, check, core_options, parse, schema
+from megatron.ft_trainer.arguments.topics import global_batch_size, train_steps
 
 GOOD = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 128 --micro-batch-size 2 "
@@ -36,25 +36,9 @@ def test_every_field_has_a_help_text_and_a_flag_of_its_own():
     assert "--num-layers" in arguments.help_text()
 
 
-OURS = {
-    *("--keep-last", "--metrics-file", "--no-exit-signal-handler", "--progress-bar"),
-    *("--ft-hot-swap", "--ft-snapshot-peers", "--ft-snapshot-strict", "--ft-transport"),
-    "--ft-evict-stragglers",
-    *("--ft-dmr", "--ft-dmr-inject", "--ft-dmr-plan", "--ft-dmr-profile", "--ft-dmr-retries", "--ft-dmr-unstable"),
-    *("--ft-checkfree", "--ft-checkfree-plus", "--ft-checkfree-strategy", "--ft-checkfree-norms"),
-    *("--ft-checkfree-lr-factor", "--ft-checkfree-lr-decay-iters", "--ft-checkfree-most-in-flight"),
-}
-
-
-def test_flags_are_megatron_lms_but_for_a_few_of_our_own():
-    others = set(arguments.all_flags()) - set(known.megatron_lm_flags())
-    foreign = {flag for flag in others if not flag.startswith("--no-")}
-    assert foreign - {"--encoder-seq-length", "--local_rank"} <= OURS
-
-
-def test_an_existing_launch_script_runs_unchanged():
+def test_the_flags_of_a_llama_are_taken():
     options = parse(
-        """--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+        """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
         --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
         --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0
         --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused
@@ -62,12 +46,12 @@ def test_an_existing_launch_script_runs_unchanged():
         --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples 1949218748
         --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
         --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
-        --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc
+        --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss
         --exit-duration-in-mins 235 --tensor-model-parallel-size 2 --context-parallel-size 1 --sequence-parallel
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data
-        --tokenizer-type NullTokenizer --vocab-size 128256 --split '99,1,0' --no-create-attention-mask-in-dataloader
-        --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100
-        --save-interval 1000 --log-throughput --ckpt-format torch_dist --distributed-timeout-minutes 60
+        --tokenizer-type NullTokenizer --vocab-size 128256 --split '99,1,0' --num-workers 1 --log-interval 1
+        --eval-iters 32 --eval-interval 100
+        --save-interval 1000 --distributed-timeout-minutes 60
         --save checkpoints --load checkpoints --tensorboard-dir logs"""
     )
     layout = check(options, 8, has_te=True)
@@ -82,11 +66,10 @@ def test_an_existing_launch_script_runs_unchanged():
     [
         ("--hiden-size 3", ["unknown flag --hiden-size", "did you mean --hidden-size?"]),
         ("--hiden-size=3", ["unknown flag --hiden-size", "--hidden-size?"]),
-        ("--qwzx", ["unknown flag --qwzx", "--help"]),
-        ("--full-validation", ["--full-validation is a Megatron-LM flag that is not supported here"]),
-        ("--inprocess-restart --vision-pretraining", ["ft run", "--vision-pretraining", "another program"]),
-        ("--perform-rl-step", ["--perform-rl-step", "reinforcement learning"]),
-        ("--batch-size 4", ["--batch-size is no longer", "--micro-batch-size"]),
+        ("--qwzx", ["unknown flag --qwzx", "--nvidia-trainer", "Megatron-LM checkout"]),
+        ("--full-validation", ["unknown flag --full-validation", "--nvidia-trainer"]),
+        ("--hybrid-layer-pattern M*", ["unknown flag --hybrid-layer-pattern", "--nvidia-trainer"]),
+        ("--ft-hsdp-replicas 2", ["is an option of ft run", "before the script"]),
         ("--num-layers two", ["--num-layers", "two"]),
         ("--normalization BatchNorm", ["BatchNorm", "RMSNorm"]),
         ("--lr 1e-3 stray", ["'stray'"]),
@@ -151,9 +134,7 @@ def test_a_combination_that_cannot_work_is_refused_with_its_numbers_and_the_fix(
         "--moe-layer-freq [1]*9999999999",
         "--lr nan",
         "--attention-dropout 1.5",
-        "--save-retain-interval 0",
         "--optimizer sgd --num-distributed-optimizer-instances 2",
-        "--step-batch-size-schedule 5:8",
         "--keep-last 0",
         "--tokenizer-type HuggingFaceTokenizer",
     ],
@@ -185,7 +166,7 @@ def test_unknown_flags_wrong_values_and_contradictions_are_one_list():
     assert [problem.split()[:3] for problem, _ in error.value.problems[:3]] == [
         ["unknown", "flag", "--hiden-size"],
         ["unknown", "flag", "--seq-lenght"],
-        ["--full-validation", "is", "a"],
+        ["unknown", "flag", "--full-validation"],
     ]
     line = line.replace("--keep-last 0 ", "")  # it hides no other flag, but its concern cannot be judged
     _, problems = arguments.refusals(line, 4, has_te=False)
@@ -193,6 +174,11 @@ def test_unknown_flags_wrong_values_and_contradictions_are_one_list():
     assert "--max-position-embeddings 64 is shorter than --seq-length 128" in says, "what was meant is judged"
     assert "--lr-decay-samples does not go with --train-iters" in says and "'stray'" in says
     assert "is missing" not in says and all(fix for _, fix in problems)
+
+
+def test_the_flags_of_another_trainer_are_not_guessed():
+    assert arguments.read("--hiden-size 3")[0].core.hidden_size == 3
+    assert arguments.read("--hiden-size 3", guesses=False)[0].core.hidden_size is None
 
 
 def test_what_depends_on_a_value_that_cannot_be_read_is_not_judged():

@@ -1,18 +1,22 @@
 """The decisions about checkpoints, which need no disk; and the manifest."""
 
+# ruff: noqa: E402 - megatron-core is imported after the patches
+
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron import patches
+
+patches.apply()
+
 from megatron.ft_trainer.checkpointing import naming
+from megatron.ft_trainer.checkpointing.compare import check_format
 from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest, ManifestError
 from megatron.ft_trainer.checkpointing.naming import Entry
-from megatron.ft_trainer.checkpointing.verify import scan, scan_all, share_of
+from megatron.ft_trainer.checkpointing.verify import scan, share_of
 
 
 def entries(*steps_and_serials, broken=()):
@@ -113,66 +117,21 @@ def test_any_change_of_a_manifest_is_noticed():
             Manifest.from_json(torn)
 
 
-def foreign(step: int, tracked: bool = False, folder: str = "") -> Entry:
-    return Entry(f"{folder}{naming.checkpoint_name(step)}", step, manifest="none", tracked=tracked)
-
-
-def test_checkpoints_of_megatron_lm_have_their_place_in_the_order():
-    """NVIDIA's trainer saved 4 and 8, this one went on to 12 and 16, NVIDIA's from 12 to 14."""
-    found = [foreign(4), foreign(8), *entries((12, 1), (16, 2)), foreign(14, tracked=True)]
-    assert [e.step for e in naming.newest_first(found)] == [14, 16, 12, 8, 4]
-    found[-1] = foreign(14)
-    assert [e.step for e in naming.newest_first(found)] == [16, 14, 12, 8, 4]
-    assert naming.next_serial(found) == 3
-
-
-def test_the_newer_of_persistent_and_non_persistent():
-    kept, other = entries((4, 1), (8, 2)), replace(entries((8, 7))[0], name="/scratch/iter_0000008")
-    assert naming.newest_complete([*kept, other]) == other
-    assert naming.newest_complete([*entries((4, 1), (9, 2)), other]).step == 9
-    assert naming.newest_complete([other]) == other
-    assert [e.persistent for e in naming.newest_first([*kept, other])] == [False, True, True]
-
-
-def sharded(folder: Path, step: int, common: dict) -> Path:
-    """Make the files by which a checkpoint is recognised."""
-    checkpoint = folder / naming.checkpoint_name(step)
-    checkpoint.mkdir(parents=True)
-    for name in naming.SHARDED:
-        (checkpoint / name).touch()
-    torch.save(common, checkpoint / naming.COMMON)
-    return checkpoint
-
-
-def test_what_a_checkpoint_without_a_manifest_is(tmp_path):
-    sharded(tmp_path, 1, {"iteration": 1})
-    sharded(tmp_path, 2, {"iteration": 2, naming.MARK: True})
-    (sharded(tmp_path, 3, {"iteration": 3}) / "metadata.json").unlink()
-    (tmp_path / "iter_0000004/mp_rank_00").mkdir(parents=True)
-    (tmp_path / "iter_0000005/mp_rank_00").mkdir(parents=True)
-    torch.save({"iteration": 5}, tmp_path / "iter_0000005/mp_rank_00" / naming.LEGACY)
-    (tmp_path / naming.TRACKER).write_text("5\n")
+def test_a_checkpoint_without_a_manifest_is_not_complete(tmp_path):
+    (tmp_path / "iter_0000001").mkdir()
+    (tmp_path / "iter_0000002").touch()
     found = {e.step: e for e in scan(tmp_path)}
-    assert [step for step, e in found.items() if e.complete] == [1, 5]
-    assert [e.manifest for e in found.values()] == ["none", "lost", "none", "none", "none"]
-    assert "metadata.json is missing" in found[3].problem and naming.LEGACY in found[4].problem
-    assert [step for step, e in found.items() if e.tracked] == [5]
-    options = CheckpointOptions(non_persistent_ckpt_type="global")
-    sharded(tmp_path / "non_persistent", 6, {})
-    assert [e.step for e in naming.newest_first(scan_all(options, tmp_path))] == [6, 5, 1]
-    assert naming.newest_complete(scan_all(CheckpointOptions(), tmp_path)).step == 5
-    assert scan_all(options, tmp_path / "absent") == []
+    assert not any(e.complete for e in found.values())
+    assert "there is none, as in checkpoints of NVIDIA's trainer" in found[1].problem
+    assert "not a folder" in found[2].problem
+    assert scan(tmp_path / "absent", may_be_missing=True) == []
+    with pytest.raises(FileNotFoundError):
+        scan(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        ({"non_persistent_ckpt_type": "local"}, "type local is not supported"),
-        ({"non_persistent_save_interval": 2}, "add --non-persistent-ckpt-type"),
-        ({"non_persistent_ckpt_type": "global", "non_persistent_save_interval": 0}, "at least 1"),
-        ({"non_persistent_ckpt_type": "global", "ckpt_format": "torch"}, "torch_dist"),
-    ],
-)
-def test_what_cannot_be_asked_of_non_persistent_checkpoints(given, said):
-    with pytest.raises(UserError, match=said):
-        CheckpointOptions(**given)
+def test_the_formats_that_are_read(tmp_path):
+    check_format(tmp_path, manifest())
+    check_format(tmp_path, replace(manifest(), optimizer=None))
+    for change in ({"ckpt_format": "torch"}, {"optimizer": "legacy"}):
+        with pytest.raises(UserError, match=f"is in the format {next(iter(change.values()))}"):
+            check_format(tmp_path, replace(manifest(), **change))

@@ -15,7 +15,7 @@ from ft.job.control.state import Agent, Incident, State
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Beat, Holdings, Source
 from ft.net.codec import from_json, to_json
-from ft.platform.standstill import OwnPauses
+from ft.platform.processes import OwnPauses
 
 LIMITS = Timeouts()
 

@@ -16,7 +16,7 @@ from ft.job.agent.sidecar import Sidecar
 from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
 from ft.job.control.isolation import PartitionDetector
 from ft.job.control.timeouts import Timeouts
-from ft.platform import election, holders, processes
+from ft.platform import election, processes
 from ft.platform.election import LeaseKeeper, LeaseRecord
 from ft.platform.supervisor import Supervisor
 
@@ -153,7 +153,7 @@ def test_a_second_ft_run_of_a_node_joins_if_the_first_has_ended_or_it_was_asked_
     with pytest.raises(UserError, match=f"node 3 is at work: ft run on .*, pid {os.getpid()}, since 2") as no:
         claim_name(tmp_path, 3, joins=False)
     assert socket.gethostname() in str(no.value) and "add --join" in str(no.value) and os.listdir(path.parent) == ["n3"]
-    holders.replace(path, replace(holders.read(path), process=f"{processes.identity(os.getpid())}0"))
+    election.write_holder(path, replace(election.read_holder(path), process=f"{processes.identity(os.getpid())}0"))
     assert claim_name(tmp_path, 3, joins=False) == "n3-2"
     assert claim_name(tmp_path, 3, joins=True) == "n3-3"
     assert claim_name(tmp_path, 2, joins=False) == "n2"
@@ -162,14 +162,14 @@ def test_a_second_ft_run_of_a_node_joins_if_the_first_has_ended_or_it_was_asked_
 def test_of_a_node_on_another_host_the_lease_and_the_status_of_the_run_tell(tmp_path):
     path = tmp_path / "nodes" / "n3"
     claim_name(tmp_path, 3)
-    holders.replace(path, replace(holders.read(path), host="gpu7", process="elsewhere 7 7"))
+    election.write_holder(path, replace(election.read_holder(path), host="gpu7", process="elsewhere 7 7"))
     keeper = LeaseKeeper(tmp_path, 0.05, LeaseRecord(0, 0, "", "n0", 1))
     keeper.start()
     with pytest.raises(UserError, match="ft run on gpu7, pid"):
         claim_name(tmp_path, 3, joins=False)
     (tmp_path / "status.json").write_text('{"nodes": {"n3": "lost"}}')
     assert claim_name(tmp_path, 3, joins=False) == "n3-2"
-    holders.replace(path.with_name("n3-2"), holders.read(path))
+    election.write_holder(path.with_name("n3-2"), election.read_holder(path))
     keeper.close()
     (tmp_path / "control.json").unlink()
     assert claim_name(tmp_path, 3, joins=False) == "n3-3"

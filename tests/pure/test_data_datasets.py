@@ -17,8 +17,8 @@ from small_datasets import SEQ, write_dataset
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
-from megatron.ft_trainer.data import checks, index_cache
+from megatron.ft_trainer.arguments.topics import DataOptions, TokenizerOptions
+from megatron.ft_trainer.data import datasets, index_cache
 from megatron.ft_trainer.data.blend import dataset_prefixes, parse_recipe
 from megatron.ft_trainer.data.datasets import build_datasets
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
@@ -74,7 +74,7 @@ def cores_own(data, samples, folder):
         {"data_path": ["{a}"]},
         {"data_path": ["2", "{a}"]},
         {"data_path": ["0.3", "{a}", "0.7", "{b}"]},
-        {"data_path": ["1", "{b}", "1", "{a}"], "num_dataset_builder_threads": 2},
+        {"data_path": ["1", "{b}", "1", "{a}"]},
         {"data_path": ["{a}", "{b}"], "dataloader_type": "cyclic"},
         {"train_data_path": ["1", "{a}", "3", "{b}"], "valid_data_path": ["5", "{a}"], "test_data_path": ["{b}"]},
     ],
@@ -129,7 +129,6 @@ def test_masks_where_they_are_asked_for(a):
     assert mask.shape == (1, SEQ, SEQ) and mask.dtype == torch.bool
     assert mask[0, end + 1, end] and not mask[0, end, 0] and mask[0, 0, 1]
     assert sample["position_ids"][end + 1] == 0 and sample["loss_mask"][end] == 0
-    assert "attention_mask" not in build(a, **options, create_attention_mask_in_dataloader=False)[0][0]
 
 
 def test_mock_data():
@@ -168,7 +167,7 @@ def test_ids_beyond_the_vocabulary(a, monkeypatch):
     with pytest.raises(UserError, match=r"a\.bin holds token id 256, NullTokenizer has ids 0 to 199"):
         build(a, tokenizer=NullTokenizer(200))
     # The file was read once: what was found is used again until the file changes.
-    monkeypatch.setattr(checks, "id_range", lambda index: (0, 1))
+    monkeypatch.setattr(datasets, "id_range", lambda index: (0, 1))
     with pytest.raises(UserError, match="token id 256"):
         build(a, tokenizer=NullTokenizer(200))
     os.utime(f"{a}.bin", ns=(1, 1))

@@ -5,8 +5,8 @@ from histories import History, write
 from test_report_files import report
 
 from ft.base import events
-from ft.observe.report.corruption import corruption, coverage, summary_of, text_table
 from ft.observe.report.page import page
+from ft.observe.report.protections import corruption, coverage, summary_of, text_table
 from ft.observe.report.record import load
 
 

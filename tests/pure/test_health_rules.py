@@ -6,8 +6,7 @@ import re
 import pytest
 
 from ft.faults import verdict
-from ft.faults.health import ACTIONS, DRAIN, EVICT, RULES, WATCH, Rule, informed, rules
-from ft.faults.health.rows import GREW, HAPPENED, LINK, THIS
+from ft.faults.health import ACTIONS, DRAIN, EVICT, GREW, HAPPENED, LINK, RULES, THIS, WATCH, Rule, informed, rules
 from ft.platform.health import COUNTER, EVENT, GAUGE, Observation, Reading, gpus
 from ft.platform.health.kernel_log import LINES
 

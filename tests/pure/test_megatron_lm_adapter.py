@@ -7,10 +7,10 @@ import pytest
 import torch
 from megatron_lm_trees import trees
 
-from ft.adapters.megatron_lm import choice, refusals, seams, sums, tree
-from ft.adapters.megatron_lm.passes import loss_name
-from ft.adapters.megatron_lm.split import split
+from ft.adapters.megatron_lm import refusals, seams, state, tree
+from ft.adapters.megatron_lm.seams import split
 from ft.adapters.megatron_lm.start import resuming
+from ft.adapters.megatron_lm.step import loss_name
 from ft.base.errors import UserError
 from ft.commands import checkouts, protection
 from ft.job.agent.options import Script
@@ -263,7 +263,7 @@ def test_the_rest_of_a_function_can_be_called_again(tmp_path):
 
 def test_sums_keep_every_bit():
     values = {"advanced iterations": 3, "lm loss": torch.tensor([0.1], dtype=torch.float32), "z": torch.tensor(1e-3)}
-    back = sums.decode(json.loads(json.dumps(sums.encode(values))), torch.device("cpu"))
+    back = state.decode(json.loads(json.dumps(state.encode(values))), torch.device("cpu"))
     assert list(back) == list(values) and back["advanced iterations"] == 3
     for name in ("lm loss", "z"):
         assert torch.equal(back[name], values[name]) and back[name].shape == values[name].shape
@@ -306,24 +306,24 @@ def test_replicas_take_one_loss_under_any_name():
 
 @pytest.mark.parametrize("release", [None, (0, 16, 1), (0, 19, 2)])
 def test_the_reference_trainer_runs_unless_nvidias_is_asked_for(release):
-    assert choice.choose(["--lr", "1"], release) == (False, ["--lr", "1"])
-    assert choice.choose(["--lr", "1", "--reference-trainer"], release) == (False, ["--lr", "1"])
+    assert tree.choose(["--lr", "1"], release) == (False, ["--lr", "1"])
+    assert tree.choose(["--lr", "1", "--reference-trainer"], release) == (False, ["--lr", "1"])
 
 
 def test_nvidias_trainer_runs_where_it_is():
-    assert choice.choose(["--nvidia-trainer", "--lr", "1"], (0, 19, 2)) == (True, ["--lr", "1"])
+    assert tree.choose(["--nvidia-trainer", "--lr", "1"], (0, 19, 2)) == (True, ["--lr", "1"])
     for release, found in ((None, "carries no trainer"), ((0, 18, 1), "0.18.1 takes its model in another way")):
         with pytest.raises(UserError, match=found):
-            choice.choose(["--nvidia-trainer"], release)
+            tree.choose(["--nvidia-trainer"], release)
     with pytest.raises(UserError, match="contradict each other"):
-        choice.choose(["--nvidia-trainer", "--reference-trainer"], (0, 19, 2))
+        tree.choose(["--nvidia-trainer", "--reference-trainer"], (0, 19, 2))
 
 
 def test_the_script_of_the_installed_trainer_belongs_to_the_folder_it_is_installed_in(monkeypatch, tmp_path):
     monkeypatch.setattr(tree, "installed", lambda: tmp_path)
     assert tree.root_of(str(tree.SCRIPT)) == tmp_path
     given = SimpleNamespace(script=str(protection.TRAINER), script_args=["--lr", "1", "--nvidia-trainer"], module=False)
-    monkeypatch.setattr(choice, "installed_release", lambda: (0, 19, 2))
+    monkeypatch.setattr(tree, "installed_release", lambda: (0, 19, 2))
     protection.choose_trainer(given)
     assert (given.script, given.script_args) == (str(tree.SCRIPT), ["--lr", "1"])
     other = SimpleNamespace(script="examples/own_trainer.py", script_args=["--nvidia-trainer"], module=False)

@@ -8,7 +8,7 @@ import pytest
 from ft.base.errors import UserError
 from ft.commands import arguments
 from ft.job.agent.options import resolve
-from ft.platform.topology import read_topology
+from ft.platform.slurm import read_topology
 
 OURS = """
 # two racks, two power feeds

@@ -150,11 +150,10 @@ def test_ft_check_says_that_a_mode_is_refused(mode, flag, checkout):
         "--fp8-format hybrid --fp8-recipe tensorwise",
         "--fp8-format e4m3 --fp8-recipe blockwise",
         "--fp8-format e4m3 --fp8-recipe=mxfp8",
-        "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "--bf16 --use-precision-aware-optimizer",
         "--moe-token-dispatcher-type flex",
         "--moe-token-dispatcher-type alltoall --num-experts 4",
         "--cuda-graph-impl none",
-        "--te-rng-tracker",
     ],
 )
 def test_what_can_be_protected_is_not_refused(flags):

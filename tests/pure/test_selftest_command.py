@@ -9,10 +9,8 @@ import pytest
 from ft import cli
 from ft.base.errors import UserError
 from ft.commands.selftest import _without_nodes, plan_of
-from ft.lab.selftest.nodes import Place, is_alone_in, srun
-from ft.lab.selftest.table import CHECKS, chosen
-from ft.lab.selftest.text import Outcome, Row, as_text, as_values
-from ft.lab.selftest.values import FAIL, PASS, SKIPPED, Context, Result, together
+from ft.lab.selftest.session import Outcome, Place, Row, as_text, as_values, is_alone_in, srun
+from ft.lab.selftest.table import CHECKS, FAIL, PASS, SKIPPED, Context, Result, chosen, together
 from ft.platform import slurm
 
 FLAGS = {"gpus": None, "nodes": None, "node_rank": None, "rdzv_endpoint": None, "minutes": 10.0, "run_dir": None}

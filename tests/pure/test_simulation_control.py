@@ -3,65 +3,46 @@
 import os
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from recorded_seeds import seeds_to_try
+from simulated import holds, told
 
 from tests.simulation.__main__ import main
 from tests.simulation.campaign import histories, named, planted
 from tests.simulation.control.faults import HARMLESS, KINDS
 from tests.simulation.engine import Options
 
-ROOT = Path(__file__).parents[2]
 SIMULATION = named("control")
-FT = [sys.executable, "-m", "tests.simulation"]
 SEEDS = 150
 
 
-def told(seed, hash_seed):
-    """What a process of its own tells of one seed, and its exit code."""
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    command = [*FT, "control", "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, timeout=60, env=environment, cwd=ROOT, check=False)
-    return done.stdout, done.returncode
-
-
-def holds(seed, options=None):
-    print("seed", seed)
-    history = SIMULATION.play(seed, options)
-    assert not history.violation, f"python -m tests.simulation control --seed {seed}: {history.violation}"
-    return history
-
-
 def test_the_first_seeds_hold():
-    outcomes = {holds(seed).outcome for seed in range(SEEDS)}
+    outcomes = {holds(SIMULATION, seed).outcome for seed in range(SEEDS)}
     assert {"finished", "recovered and finished", "restarted and finished", "stopped: too few nodes left"} <= outcomes
 
 
 def test_seeds_that_nobody_has_seen_hold():
     first = random.SystemRandom().randrange(1 << 32)
     for seed in range(first, first + SEEDS):
-        holds(seed)
+        holds(SIMULATION, seed)
 
 
 def test_a_device_is_not_given_up_while_its_agent_is_stopped():
-    history = holds(79320339)
+    history = holds(SIMULATION, 79320339)
     assert {"pause", "pause an agent"} <= {struck for struck, _ in history.struck}
     assert history.outcome == "restarted and finished"
 
 
 def test_without_faults_every_run_is_finished_in_its_first_epoch():
     for seed in range(20):
-        history = holds(seed, Options(faults=0))
+        history = holds(SIMULATION, seed, Options(faults=0))
         assert (history.outcome, history.counts["epochs"], history.counts["restarts"]) == ("finished", 1, 0)
 
 
 @pytest.mark.parametrize("kind", sorted(kind.name for kind in KINDS))
 def test_each_kind_of_fault_strikes_and_is_survived(kind):
-    histories = [holds(seed, Options(faults=9, kinds=(kind,))) for seed in range(12)]
+    histories = [holds(SIMULATION, seed, Options(faults=9, kinds=(kind,))) for seed in range(12)]
     assert kind in {struck for history in histories for struck, _ in history.struck}
     if kind in HARMLESS:
         assert {history.outcome for history in histories} <= {"finished", "recovered and finished"}
@@ -71,9 +52,9 @@ def test_each_kind_of_fault_strikes_and_is_survived(kind):
 def test_a_seed_replays_byte_for_byte_in_another_process():
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
-    text, code = told(seed, hash_seed=1)
+    text, code = told("control", seed, hash_seed=1)
     assert code == 0 and text.startswith(f"seed {seed}: ".encode())
-    assert told(seed, hash_seed=2) == (text, code)
+    assert told("control", seed, hash_seed=2) == (text, code)
 
 
 def test_telling_a_history_does_not_change_it():

@@ -2,12 +2,10 @@
 
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from recorded_seeds import seeds_to_try
+from simulated import holds, told
 
 from tests.simulation.__main__ import main
 from tests.simulation.campaign import histories, named, planted
@@ -16,49 +14,32 @@ from tests.simulation.hsdp.faults import KINDS, Schedule
 from tests.simulation.hsdp.shape import RING_LIMITS, Shape
 from tests.simulation.hsdp.world import World
 
-ROOT = Path(__file__).parents[2]
 SIMULATION = named("hsdp")
-FT = [sys.executable, "-m", "tests.simulation"]
 SEEDS, UNSEEN = 30, 10
 SHOWN_BY = {"ignores the lineage": ("change of sides",)}
 """Planted bug -> kinds of faults that show it soon; with all kinds it takes a minute."""
 
 
-def told(seed, hash_seed):
-    """What a process of its own tells of one seed, and its exit code."""
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
-    command = [*FT, "hsdp", "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, timeout=60, env=environment, cwd=ROOT, check=False)
-    return done.stdout, done.returncode
-
-
-def holds(seed, options=None):
-    print("seed", seed)
-    history = SIMULATION.play(seed, options)
-    assert not history.violation, f"python -m tests.simulation hsdp --seed {seed}: {history.violation}"
-    return history
-
-
 def test_the_first_seeds_hold_and_replicas_return_in_them():
-    histories = [holds(seed) for seed in range(SEEDS)]
+    histories = [holds(SIMULATION, seed) for seed in range(SEEDS)]
     assert sum(history.counts["returns"] for history in histories) > SEEDS
 
 
 def test_seeds_that_nobody_has_seen_hold():
     first = random.SystemRandom().randrange(1 << 32)
     for seed in range(first, first + UNSEEN):
-        holds(seed)
+        holds(SIMULATION, seed)
 
 
 def test_without_faults_nothing_is_done_again():
     for seed in range(10):
-        history = holds(seed, Options(faults=0))
+        history = holds(SIMULATION, seed, Options(faults=0))
         assert (history.counts["redone"], history.counts["loads"], history.struck) == (0, 0, [])
 
 
 @pytest.mark.parametrize("kind", sorted(kind.name for kind in KINDS))
 def test_each_kind_of_fault_strikes_and_is_survived(kind):
-    histories = [holds(seed, Options(faults=5, kinds=(kind,))) for seed in range(5)]
+    histories = [holds(SIMULATION, seed, Options(faults=5, kinds=(kind,))) for seed in range(5)]
     assert kind in {struck for history in histories for struck in history.struck}
 
 
@@ -79,9 +60,9 @@ def test_after_a_checkpoint_only_the_first_attempt_at_a_step_may_take_as_long_as
 def test_a_seed_replays_byte_for_byte_in_another_process():
     seed = random.SystemRandom().randrange(1 << 32)
     print("seed", seed)
-    text, code = told(seed, hash_seed=1)
+    text, code = told("hsdp", seed, hash_seed=1)
     assert code == 0 and text.startswith(f"seed {seed}: ".encode())
-    assert told(seed, hash_seed=2) == (text, code)
+    assert told("hsdp", seed, hash_seed=2) == (text, code)
 
 
 @pytest.mark.long

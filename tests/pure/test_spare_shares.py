@@ -5,9 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ft.observe.report.audit import audit
-from ft.observe.report.lineage import lineage
-from ft.observe.report.stacks import depth, stacks_line, wipe_outs_line
+from ft.observe.report.lineage import audit, depth, lineage, stacks_line, wipe_outs_line
 from ft.systems.hsdp.commits import Commit
 from ft.systems.hsdp.samples import SampleAssignment
 from ft.systems.spare.controller import Controller

@@ -18,7 +18,7 @@ from ft.job.control.pace import PaceBook
 from ft.job.control.state import RUNNING
 from ft.job.control.stragglers import WINDOW
 from ft.observe.report import ranks
-from ft.record import step_times
+from ft.record import metrics
 from ft.show import palette
 from ft.systems.hot_swap import flags
 
@@ -147,7 +147,7 @@ def taken(world: World, book: PaceBook, slow, count: int = 5, **how) -> list[m.P
 
 def test_the_book_names_who_works_longer_and_not_who_waits(tmp_path):
     world = running(factor=None)
-    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    book = PaceBook(tmp_path / metrics.STEP_TIMES)
     (found,) = taken(world, book, {2: 0.02}, count=4, part=DATA)
     assert (found.rank, found.worker, found.cause, found.is_late) == (2, "n0.w2", DATA, True)
     assert found.step <= WARM_UP + 50 and found.ratio == pytest.approx(1.2, abs=0.01)
@@ -157,14 +157,14 @@ def test_the_book_names_who_works_longer_and_not_who_waits(tmp_path):
 
 def test_ranks_of_different_stages_are_not_compared(tmp_path):
     world = running(factor=None)
-    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    book = PaceBook(tmp_path / metrics.STEP_TIMES)
     assert taken(world, book, {0: 0.05, 1: 0.05}, role=lambda rank: f"stage {rank // 2}") == []
     assert taken(world, PaceBook(tmp_path / "other"), {0: 0.05}, role=lambda rank: f"stage {rank}") == []
 
 
 def test_a_straggler_is_reported_again_when_it_can_be_replaced(tmp_path):
     world = running(factor=1.1, standbys=0)
-    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    book = PaceBook(tmp_path / metrics.STEP_TIMES)
     (found,) = taken(world, book, {2: 0.02}, count=4)
     assert world.say(found) == []
     assert taken(world, book, {2: 0.02}, count=5) == [], "there is no standby yet"
@@ -175,22 +175,22 @@ def test_a_straggler_is_reported_again_when_it_can_be_replaced(tmp_path):
 
 def test_reports_of_an_old_epoch_or_of_somebody_without_the_seat_count_for_nothing(tmp_path):
     world = running(factor=None)
-    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    book = PaceBook(tmp_path / metrics.STEP_TIMES)
     strange = [replace(report, worker="n9.w9") for report in blocks(world, 0, {})]
     strange += [replace(report, epoch=7) for report in blocks(world, 0, {})]
     assert book.take(world.state, strange, 1.0) == []
     book.close()
-    assert not (tmp_path / step_times.STEP_TIMES).exists()
+    assert not (tmp_path / metrics.STEP_TIMES).exists()
 
 
 def test_the_file_stays_small_and_the_report_shows_it(tmp_path):
     world = running(factor=None)
-    book = PaceBook(tmp_path / step_times.STEP_TIMES)
+    book = PaceBook(tmp_path / metrics.STEP_TIMES)
     for number in range(3000):
         for report in blocks(world, number, {2: 0.03}):
             book.take(world.state, [report], 1000.0 + number)
     book.close()
-    spans = step_times.read(tmp_path)
+    spans = metrics.read(tmp_path)
     assert 100 < len(spans) < 500 and spans[-1].last == WARM_UP + 3000 * BLOCK
     assert spans[9].own_ms[2] == pytest.approx(130.1, abs=0.1) and spans[9].step_ms == [130.0] * 4
     assert spans[9].waits == {"tensor model parallel group": [30.0, 30.0, 0.0, 30.0]}
@@ -203,9 +203,9 @@ def test_damaged_lines_are_skipped(tmp_path):
     good = {"wall": 1, "epoch": 0, "first": 1, "last": 2, "ranks": [0], "roles": ["a"], "steps": [2]}
     good |= {"step_ms": [1.0], "own_ms": [1.0]}
     lines = [json.dumps(good), "{", json.dumps({**good, "steps": []}), "[]", json.dumps({"wall": 1})]
-    (tmp_path / step_times.STEP_TIMES).write_text("\n".join(lines))
-    assert len(step_times.read(tmp_path)) == 1
-    assert "rank 0" in ranks.panel(step_times.read(tmp_path))
+    (tmp_path / metrics.STEP_TIMES).write_text("\n".join(lines))
+    assert len(metrics.read(tmp_path)) == 1
+    assert "rank 0" in ranks.panel(metrics.read(tmp_path))
 
 
 def test_the_report_tells_what_became_of_a_straggler():

@@ -143,9 +143,7 @@ def protections(arguments: argparse.Namespace, job) -> dict:
     from ft.protection.stack import Stack
     from ft.systems.dmr.layer import InterceptedStep
     from ft.systems.dmr.runtime.install import Settings, install
-    from megatron.ft_trainer.fingerprint import fingerprint
-    from megatron.ft_trainer.position import JobPosition
-    from megatron.ft_trainer.trainer import JobTrainer
+    from megatron.ft_trainer.trainer import JobPosition, JobTrainer, fingerprint
 
     asked = {"naive": Settings("naive"), "piggyback": Settings("piggyback")}
     if arguments.plan is not None:

@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from ft.base import events  # noqa: E402
 from ft.observe.report import record  # noqa: E402
-from ft.observe.report.stalls import FAILURE, REJOIN  # noqa: E402
+from ft.observe.report.lineage import FAILURE, REJOIN  # noqa: E402
 from ft.systems.hsdp import commits  # noqa: E402
 
 START_S, RETURN_S, END_S = 90.0, 60.0, 30.0

@@ -80,8 +80,7 @@ class InProcessTrainer:
         from ft.protection.training_state import TrainingState
         from ft.systems.checkfree.layer import settings_of
         from ft.systems.checkfree.rebuilder import CheckFreeRebuilder, PositionWithNorms
-        from megatron.ft_trainer.position import JobPosition
-        from megatron.ft_trainer.trainer import JobTrainer
+        from megatron.ft_trainer.trainer import JobPosition, JobTrainer
 
         self.job, ends = _assemble(flags, straight)
         trainee = self.job.trainee
@@ -106,7 +105,7 @@ class InProcessTrainer:
 
     def look(self) -> float:
         """Return the loss on a fixed set of held-out samples, in the pipeline's normal order, on every rank."""
-        from megatron.ft_trainer.evaluate import evaluate
+        from megatron.ft_trainer.loop import evaluate
 
         if self._held_out is None:
             self._held_out = list(_batches(self.job))

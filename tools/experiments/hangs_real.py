@@ -32,8 +32,8 @@ from ft.base import events
 from ft.faults import verdict
 from ft.faults.hang.causes import DEAD_, Diagnosis
 from ft.faults.hang.series import over_time
-from ft.observe.diagnose.looking import ask
 from ft.record import looks
+from ft.record.looks import ask
 from ft.record.run import load
 from tests.simulation.hangs.faults import KINDS, STEP
 from tests.simulation.hangs.machine import Layout

@@ -270,8 +270,8 @@ def _has_begun_again(done, replica: int, before: float) -> bool:
 def what_came(done, planned: list[Planned], server_kills: list[float]) -> list[dict]:
     """Return for each planned fault that occurred: its kind, whether its replicas were left out for a while, how much
     longer than normal the step took in which it occurred, and the seconds until the last of its replicas was back."""
+    from ft.observe.report.lineage import find
     from ft.observe.report.record import load
-    from ft.observe.report.stalls import find
 
     steps = done.proof.lineage.steps
     pace, _ = find(steps, load(done.folder).events)

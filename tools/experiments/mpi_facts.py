@@ -2,7 +2,7 @@
 
     python tools/experiments/mpi_facts.py
 
-Each printed line is a question, the answer found here, and whether ft/net/mpi*.py rely on it.
+Each printed line is a question, the answer found here, and whether ft/net/streams.py and mpi_relay.py rely on it.
 """
 
 import os

@@ -203,7 +203,6 @@ def forward_step(
 
     Args:
         samples: the samples; None on ranks that read none.
-        model: the model chunk.
         return_schedule_plan: return core's plan of the pass instead of running it
             (--overlap-moe-expert-parallel-comm).
 

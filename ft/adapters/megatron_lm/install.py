@@ -1,24 +1,84 @@
-"""Wraps the seams of a checkout (:mod:`ft.adapters.megatron_lm.seams`) in a process that has imported its modules."""
+"""Wraps the seams of a checkout (:mod:`ft.adapters.megatron_lm.seams`) in a process that has imported its modules.
+
+Options that cannot be protected are refused when the worker joins the run and obtains its logical rank.
+"""
 
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ft.adapters.megatron_lm import saves, step, sums, tree
-from ft.adapters.megatron_lm.iterators import Iterators
-from ft.adapters.megatron_lm.log import Log
-from ft.adapters.megatron_lm.seat import refusing, take_seat
-from ft.adapters.megatron_lm.split import split
-from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Run
+from ft.adapters.megatron_lm import refusals, saves, state, step, tree
+from ft.adapters.megatron_lm.iterators import Iterators, prepare
+from ft.adapters.megatron_lm.seams import split
+from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Log, Run
 from ft.adapters.megatron_lm.trainer import CheckoutTrainer
+from ft.base.errors import UserError
+from megatron import patches
 from megatron.core import parallel_state
 from megatron.patches import step_state
 from megatron.patches.replace import replace
+
+
+def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Attach to the run, make the default process group, and let the checkout make the others.
+
+    A standby waits here for a rank. By then it has imported its modules, parsed its arguments and built its tokenizer
+    and, because the index of mock datasets is not stored in a file, also mock datasets.
+    """
+    run.args = own = tree.module("global_vars").get_args()
+    is_standby = bool(os.environ.get("FT_STANDBY"))
+    with refusing(speaks=own.rank == 0):
+        asked = run.protections
+        found = refusals.of_arguments(
+            own, asked.entries, intercepts_operators=asked.intercepts_operators, divides_steps=asked.divides_steps
+        )
+        refusals.refuse(found)
+    if not run.protections.joins_run:
+        run.protections.connected(None)
+        return original(*args, **kwargs)
+    if is_standby and own.mock_data and own.train_iters:
+        prepare(run.provider)
+    with refusing():
+        from ft.worker.session import attach
+
+        run.session = session = attach(settings={"arguments": run.arguments})
+        platform = patches.platform()
+        session.take_device(platform.select_device)
+        session.init_process_group(platform.choose_backend(None if platform.name == "cpu" else own.distributed_backend))
+        own.rank, own.world_size, own.local_rank = session.rank, session.world_size, session.local_rank
+        run.protections.connected(session)
+    if is_standby:
+        _make_writers(own)
+    return original(*args, **kwargs)
+
+
+def _make_writers(own: Any) -> None:
+    """Make the log writers (such as TensorBoard's) that only the last rank has. The rank has to be known."""
+    global_vars = tree.module("global_vars")
+    global_vars._set_tensorboard_writer(own)
+    global_vars._set_wandb_writer(own)
+    global_vars._set_one_logger(own)
+
+
+@contextmanager
+def refusing(speaks: bool = True) -> Iterator[None]:
+    """Return a context that ends the process with exit code 2 on a UserError, and prints the error if ``speaks`` is
+    True.
+    """
+    try:
+        yield
+    except UserError as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from error
+
 
 _TRAINING = "megatron.training.training"
 
@@ -27,7 +87,6 @@ def install(run: Run, metrics: Path | None) -> None:
     """Wrap every seam in a process that trains with the protections ``run.protections``.
 
     Args:
-        run: the state of the run, which the wrappers read and write.
         metrics: the file that gets a line for each step; None: there is none.
     """
     initialize, training = tree.module("initialize"), tree.module("training")
@@ -108,8 +167,6 @@ def _repeat(run: Run, metrics: Path | None, rest: Callable[[], None]) -> None:
     """Call ``rest``, and call it again after every recovery, until training is over; then end this worker's session.
 
     Args:
-        run: the state of the run.
-        metrics: the file that gets a line for each step; None: there is none.
         rest: the last part of the trainer's main function: training, the last save and the evaluations.
 
     Raises:
@@ -166,7 +223,7 @@ def _logged(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -
     given = step.named(original, args, kwargs)
     if not run.is_entered:
         run.is_entered, run.live_sums = True, given["total_loss_dict"]
-        run.live_sums.update(sums.decode(run.sums, run.device))
+        run.live_sums.update(state.decode(run.sums, run.device))
     given["report_memory_flag"] = given["report_memory_flag"] and run.reports_memory
     given["is_first_iteration"] = given["iteration"] == run.first_step + 1
     if run.log.writes:
@@ -206,7 +263,7 @@ def _committed(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any
     ends = original(*args, **kwargs) or run.is_ended
     run.step, run.flops = given["iteration"], given["num_floating_point_operations_so_far"]
     run.samples, run.earlier_samples = own.consumed_train_samples, run.samples
-    run.sums = sums.encode(run.live_sums)
+    run.sums = state.encode(run.live_sums)
     run.exit_code = 0 if ends else None
     run.log.commit(run.step, (run.samples - run.earlier_samples) * own.seq_length)
     run.stack.committed()

@@ -66,8 +66,6 @@ def of_arguments(
     """Yield (problem, fix) for the trainer's parsed ``arguments``.
 
     Args:
-        arguments: the trainer's arguments.
-        asked: the protections of the run.
         intercepts_operators: whether a protection verifies every operator of a step.
         divides_steps: whether several replicas compute a step together.
     """
@@ -84,8 +82,6 @@ def of_rerun_mode(mode: str, intercepts_operators: bool, divides_steps: bool) ->
 
     Args:
         mode: value of ``--rerun-mode``.
-        intercepts_operators: as for :func:`of_arguments`.
-        divides_steps: as for :func:`of_arguments`.
     """
     if mode == "disabled":
         return

@@ -2,12 +2,18 @@
 
 The check reads a checkout's source and imports nothing. It examines only what the adapter relies on: names of
 parameters, and calls within a function. Therefore checkouts with local changes elsewhere pass.
-"""
+
+Two further uses of the source: :func:`split` makes the last statements of a function one that can be called again, and
+:func:`own_flags` finds the flags that the parser of a checkout accepts. A flag is a literal in a call of argparse, or
+the field of a dataclass from which ``ArgumentGroupFactory`` (of Megatron-LM's ``argument_utils.py``) makes a flag."""
 
 import ast
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 from ft.adapters.megatron_lm.tree import Tree
 from ft.base.errors import Problem
@@ -25,7 +31,6 @@ class Seam:
 
     Attributes:
         file: path of its module in the checkout.
-        symbol: its name.
         why: the reason why the adapter wraps or calls it.
         parameters: names of parameters that the adapter reads or passes.
         calls: functions that its body has to call.
@@ -145,7 +150,6 @@ class Finding:
     """What the check of one seam has found.
 
     Attributes:
-        seam: the seam.
         status: FITS, MISSING or CHANGED.
         differs: the difference from what the adapter needs, as a clause; "" if the seam fits.
     """
@@ -168,7 +172,6 @@ def problems(tree: Tree, findings: Sequence[Finding] | None = None) -> Iterator[
     """Yield (problem, fix) for each function that the adapter relies on and that the checkout lacks or has changed.
 
     Args:
-        tree: the checkout.
         findings: what :func:`check_tree` has returned for the checkout; None: this function calls it.
     """
     fix = f"use a checkout of {_releases()}, or leave the --ft flags out"
@@ -245,3 +248,153 @@ def _symbols(path: Path) -> dict[str, ast.AST] | None:
 def _called(node: ast.AST) -> set[str]:
     calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
     return {ast.unparse(function).rpartition(".")[2] for function in calls}
+
+
+_REST, _RUN, _BEGIN = "_ft_rest", "_ft_run_rest", "_ft_begin"
+
+
+def split(
+    function: FunctionType,
+    marker: str,
+    begin: Callable[[dict[str, Any]], None],
+    run: Callable[[Callable[[], None]], None],
+) -> None:
+    """Change ``function`` in place: pass its body, from the statement that calls ``marker`` to the end, to ``run``.
+
+    The code keeps its file name and line numbers, so tracebacks refer to the checkout's file.
+
+    Args:
+        function: a function without closure, whose return value is not used.
+        marker: name of a function that exactly one statement of the body calls.
+        begin: called first, with the arguments by name.
+        run: called with a function that executes the rest of the body, any number of times.
+    """
+    file = function.__code__.co_filename
+    node = function_of(Path(file), function.__name__)
+    index = split_index(node, marker)
+    head, tail = node.body[:index], node.body[index:]
+    names = _assigned(head) | {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+    declared = {name for each in ast.walk(node) if isinstance(each, ast.Global) for name in each.names}
+    tail = [each for each in tail if not isinstance(each, ast.Global)]
+    nonlocals, global_names = sorted(_assigned(tail) & names - declared), sorted(_assigned(tail) & declared)
+    rest = ast.parse(f"def {_REST}(): pass").body[0]
+    # The rest becomes an inner function, so names that it assigns need a declaration to stay names of the whole.
+    scope = [ast.Nonlocal(names=nonlocals)] if nonlocals else []
+    scope += [ast.Global(names=global_names)] if global_names else []
+    rest.body = [*scope, *tail]
+    first, call = ast.parse(f"{_BEGIN}(dict(locals()))\n{_RUN}({_REST})").body
+    for new in (rest, call, *scope):
+        ast.copy_location(new, tail[0])
+    ast.copy_location(first, head[0])
+    node.body, node.decorator_list, node.returns = [first, *head, rest, call], [], None
+    module = ast.fix_missing_locations(ast.Module(body=[node], type_ignores=[]))
+    made: dict = {}
+    exec(compile(module, file, "exec"), function.__globals__, made)
+    function.__globals__[_BEGIN], function.__globals__[_RUN] = begin, run
+    function.__code__ = made[function.__name__].__code__
+
+
+def _assigned(statements: list[ast.stmt]) -> set[str]:
+    """Return the names that statements bind, except those of inner functions and comprehensions."""
+    found: set[str] = set()
+
+    class Visitor(ast.NodeVisitor):
+        def visit_Name(self, node):
+            if isinstance(node.ctx, ast.Store | ast.Del):
+                found.add(node.id)
+
+        def visit_FunctionDef(self, node):
+            found.add(node.name)
+
+        def visit_Import(self, node):
+            found.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+        visit_ImportFrom = visit_Import
+
+        def skip(self, node):
+            pass
+
+        visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = skip
+
+    for statement in statements:
+        Visitor().visit(statement)
+    return found
+
+
+_FLAG = re.compile(r"""['"](--[a-zA-Z][\w-]*)['"]""")
+_PAIR = re.compile(r"""add_argument\(\s*['"]--([a-zA-Z][\w-]*)['"][^()]*BooleanOptionalAction""")
+_FACTORY = "ArgumentGroupFactory"
+
+
+def own_flags(root: Path, script: Path) -> set[str]:
+    """Return the flags of a script of the checkout in the folder ``root``."""
+    trainer = {file: _text(file) for file in sorted((root / "megatron" / "training").rglob("*.py"))}
+    texts = (_text(script), *trainer.values())
+    found = {"--help", *(flag for text in texts for flag in _FLAG.findall(text))}
+    found |= {f"--no-{name}" for text in texts for name in _PAIR.findall(text)}
+    made = [use for text in trainer.values() if f"{_FACTORY}(" in text for use in _uses(ast.parse(text))]
+    if made:
+        classes = _classes((*trainer.values(), *map(_text, sorted((root / "megatron" / "core").rglob("*.py")))))
+        for name, excluded in made:
+            found |= {flag for field, own in _fields(name, classes).items() if field not in excluded for flag in own}
+    return found
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _uses(module: ast.Module) -> Iterable[tuple[str, set[str]]]:
+    """Yield (name of the dataclass, names of the fields left out) for each call of the factory in a module."""
+    lists = {
+        target.id: node.value
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == _FACTORY and node.args:
+            given = next((word.value for word in node.keywords if word.arg == "exclude"), None)
+            excluded = lists.get(given.id, given) if isinstance(given, ast.Name) else given
+            yield ast.unparse(node.args[0]), _strings(excluded)
+
+
+def _classes(texts: Iterable[str]) -> dict[str, ast.ClassDef]:
+    """Return the dataclasses of some modules, by name."""
+    modules = (ast.parse(text) for text in texts if "@dataclass" in text)
+    return {
+        node.name: node for module in modules for node in module.body if isinstance(node, ast.ClassDef) and node.body
+    }
+
+
+def _fields(name: str, classes: dict[str, ast.ClassDef]) -> dict[str, set[str]]:
+    """Return the flags of each field of a dataclass and of the dataclasses from which it inherits."""
+    if name not in classes:
+        return {}
+    found = {field: own for base in classes[name].bases for field, own in _fields(ast.unparse(base), classes).items()}
+    for node in classes[name].body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = _flags_of(node.target.id, node)
+    return found
+
+
+def _flags_of(field: str, node: ast.AnnAssign) -> set[str]:
+    """Return the flags that the factory makes from a field."""
+    given = {text for text in _strings(node.value) if text.startswith("--")}
+    if given:  # metadata={"argparse_meta": {"arg_names": [...]}}
+        return given
+    default, name = node.value, field.replace("_", "-")
+    if isinstance(default, ast.Call):
+        words = {word.arg: word.value for word in default.keywords}
+        if "init" in words and ast.unparse(words["init"]) == "False":
+            return set()
+        default = words.get("default")
+    is_on = ast.unparse(node.annotation) == "bool" and default is not None and ast.unparse(default) != "False"
+    return {f"--no-{name}", f"--disable-{name}"} if is_on else {f"--{name}"}
+
+
+def _strings(node: ast.AST | None) -> set[str]:
+    """Return all string literals below a node."""
+    below = ast.walk(node) if node is not None else ()
+    return {each.value for each in below if isinstance(each, ast.Constant) and isinstance(each.value, str)}

@@ -86,7 +86,6 @@ def resuming(flags: list[str], has_checkpoint: Callable[[str], bool]) -> list[st
     start.
 
     Args:
-        flags: the trainer's flags.
         has_checkpoint: function that returns whether a folder has a complete checkpoint.
     """
     folder = None

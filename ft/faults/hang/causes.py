@@ -93,7 +93,6 @@ class Search:
     """The search for causes in one look. Each step leaves out what the steps before it have explained.
 
     Attributes:
-        graph: who waits for whom.
         causes: the causes as the steps have found them, without the ranks that wait for them (``told``).
     """
 
@@ -413,7 +412,6 @@ class _Others(NamedTuple):
     """Members of a group that have started another operation than a rank.
 
     Attributes:
-        ranks: the members.
         operation: what the first of them has started.
         text: what they have started, for people.
     """
@@ -428,7 +426,6 @@ class _Party(NamedTuple):
 
     Attributes:
         key: the name of the group, and what tells the operation from others in it.
-        ranks: the ranks.
     """
 
     key: tuple
@@ -451,10 +448,7 @@ def _cause(
     """Return a cause without the ranks that wait for it.
 
     Args:
-        rank: rank at fault.
-        kind: kind of the cause.
         operation: operation in which others wait for it.
-        place: where the rank is.
         evidence: sentences, with or without a full stop.
         besides: ranks that it delays although they do not wait for it.
         together: all ranks at fault, if there are several.

@@ -181,7 +181,6 @@ def _why(other: Rank, key: str, operation: Operation, same: Operation | None, di
     """Return why ranks wait for another one, "" if they do not.
 
     Args:
-        other: what the other one says.
         key: channel in which it counts the operation.
         operation: the operation in which they wait.
         same: what the other one has started under its number, if that is known.

@@ -45,7 +45,6 @@ class Operation:
     """One communication operation of one rank.
 
     Attributes:
-        group: name of the process group.
         name: name of the operation, such as "all_reduce", "send" or "recv".
         sequence: its number in its channel, from 1 on; see :func:`channel`.
         peer: logical rank of the other end of a message; None for a collective.
@@ -90,7 +89,6 @@ class Thread:
     """One thread of a process.
 
     Attributes:
-        name: name of the thread.
         frames: its Python calls, the innermost first, each "file:line function".
         trains: whether it is the training thread.
         kernel: what the operating system says of it: a state letter, and the kernel function in which it waits.
@@ -122,9 +120,6 @@ class Rank:
     """What one rank says of itself, or what its node says of it if it does not answer.
 
     Attributes:
-        rank: logical rank.
-        worker: name of the worker that holds it.
-        node: name of its node.
         process: one of ``RUNNING``, ``STOPPED`` and ``DEAD``.
         answers: whether the process itself has answered. If not, its operations and threads are unknown: no thread
             of it could run Python code.
@@ -134,7 +129,6 @@ class Rank:
         operations: those that have not ended, and the last one of each channel; in the order in which they were
             started.
         departure: how its present step differs from the one before; None if it does not.
-        threads: its threads.
         step_s: usual duration of a step in seconds; None while unknown.
         moves: whether it is known that this rank, or another one of its replica, makes progress: nobody hangs because
             of it.
@@ -212,7 +206,6 @@ class Look:
         ranks: logical rank -> what it says. A member of a group that is not here is unknown.
         groups: name of a process group -> logical ranks of its members.
         wall: when, in seconds since 1970; 0 where unknown.
-        why: why the look was taken.
         across: name of a group of ranks of several replicas -> its members, in a look at one replica. The peers of
             messages in such a group are numbers of replicas.
         places: rank -> its replica and its logical rank there, in a look at several replicas
@@ -269,7 +262,6 @@ def source_name(filename: str, folder: str) -> str:
     """Return the path of a source file without the folder of installed packages, or without ``folder``.
 
     Args:
-        filename: the path.
         folder: working directory of the process that runs it; "" if that is not known.
     """
     _, packages, rest = filename.rpartition("/site-packages/")
@@ -321,7 +313,6 @@ def with_kernel(threads: Sequence[Thread], of_the_system: Sequence[Thread]) -> t
     Only the training thread is known to be the same in both, the first one. All others are listed twice.
 
     Args:
-        threads: the threads with their calls.
         of_the_system: all threads as the operating system lists them.
     """
     main = next((thread for thread in of_the_system if thread.trains), Thread(""))

@@ -134,7 +134,6 @@ def _slow_link(looks: Sequence[Look], links: Counter[int], causes: Sequence[Caus
     """Return the cause that names the rank with the slow connection.
 
     Args:
-        looks: the looks.
         links: rank -> number of looks in which it took part in operations that everybody had started.
         causes: the slow connections found in these looks.
         link: the first rank with the highest number.

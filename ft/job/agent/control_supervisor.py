@@ -16,7 +16,7 @@ from ft.job.agent.sidecar import Sidecar
 from ft.job.control.timeouts import Timeouts
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
-from ft.platform.standstill import Standstill
+from ft.platform.processes import Standstill
 
 _MOST_DEATHS, _WINDOW_S = 3, 60.0
 """Maximum number of deaths of the control plane within ``_WINDOW_S`` seconds.

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.base import events
-from ft.faults.health import WATCH, Finding, rules
-from ft.faults.health.rows import THIS
+from ft.faults.health import THIS, WATCH, Finding, rules
 from ft.faults.verdict import HOST
 from ft.job.agent.devices import Devices
 from ft.job.agent.options import DRAIN, OFF

@@ -13,7 +13,7 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.job.messages import decode, encode
-from ft.platform.stacks import Handler
+from ft.platform.processes import Handler
 
 
 def socket_address(name: str) -> str:

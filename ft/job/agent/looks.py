@@ -2,7 +2,7 @@
 
 Each worker answers on a thread of its own. Of a worker that does not answer, because it is stopped or holds the
 interpreter lock, the operating system says what its threads do; and if its lock is held, it still writes their Python
-calls (:mod:`ft.platform.stacks`).
+calls (:mod:`ft.platform.processes`).
 """
 
 import json
@@ -18,8 +18,8 @@ from ft.faults.hang import look as calls
 from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread, united
 from ft.job.messages import Look, Looked, LookTaken
 from ft.net.codec import to_json
-from ft.platform import network, processes, stacks
-from ft.platform.stacks import Handler
+from ft.platform import network, processes
+from ft.platform.processes import Handler
 from ft.record import looks as record
 
 _WAIT_S = 0.6
@@ -143,7 +143,7 @@ def _add_stacks(look: _Open) -> None:
     """Add the Python calls of workers that run and have not answered."""
     mute = [worker for worker, said in look.silent.items() if said.process == RUNNING and worker not in look.answers]
     asked = {worker: look.handlers[worker] for worker in mute if worker in look.handlers}
-    texts = stacks.of_processes(asked, lambda text, handler: calls.has_stack_of(handler.thread, text)) if asked else {}
+    texts = processes.stacks_of(asked, lambda text, handler: calls.has_stack_of(handler.thread, text)) if asked else {}
     for worker, text in texts.items():
         pid, handler = asked[worker]
         threads = calls.read_stacks(text, handler.thread, processes.folder(pid))

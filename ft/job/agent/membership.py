@@ -21,7 +21,7 @@ from ft.job.agent.environment import NodeContext
 from ft.job.agent.options import Cluster, Script
 from ft.job.control.start_checks import MISSING, OUTPUT, THERE
 from ft.job.messages import AgentJoined
-from ft.platform import election, holders, network, shared_state
+from ft.platform import election, network, shared_state
 from ft.record.run import read_status
 
 _INPUTS = (
@@ -34,7 +34,10 @@ _ENDINGS = ("", ".bin", ".idx")
 
 
 def describe(cluster: Cluster, script: Script) -> dict[str, Any]:
-    """Return the fields of ``AgentJoined`` that say how this node is set up; takes a part of a second."""
+    """Return the fields of ``AgentJoined`` that say how this node is set up.
+
+    The call takes a part of a second, because it reads the versions of the installed packages.
+    """
     from ft.platform.versions import versions
 
     return {
@@ -100,7 +103,7 @@ def claim_name(run_dir: Path, node_rank: int, joins: bool = True) -> str:
         OSError: the shared state cannot be written.
         UserError: the node's latest ``ft run`` is still at work, and not ``joins``.
     """
-    state, mine = shared_state.of(run_dir), holders.holder(os.getpid(), run_dir).encode()
+    state, mine = shared_state.of(run_dir), election.holder(os.getpid(), run_dir).encode()
     name = f"n{node_rank}"
     for turn in itertools.count(2):
         if state.create(f"{_FOLDER}/{name}", mine):
@@ -119,7 +122,7 @@ def _refuse_second(run_dir: Path, name: str, held: bytes) -> None:
     Raises:
         UserError: it is at work.
     """
-    holder = holders.decode(held)
+    holder = election.decode_holder(held)
     if holder is None or holder.lives is False:
         return
     nodes = read_status(run_dir).get("nodes")

@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 
 from ft.base import bounded_json
 from ft.base.errors import UserError
-from ft.net import mpi, mpi_world
+from ft.net import mpi_relay, streams
 from ft.net.streams import TRANSPORT
 from ft.platform import network, processes, slurm
 from ft.platform.supervisor import END_SIGNALS
@@ -47,7 +47,7 @@ from ft.platform.supervisor import END_SIGNALS
 _FLAG = "--ft-transport"
 _START_S = 120.0
 _LEAVE_S = 5.0
-_PING_S, _PONG_S = 2.0, 3 * mpi_world.SILENT_S
+_PING_S, _PONG_S = 2.0, 3 * mpi_relay.SILENT_S
 _FOR_ONE_PROCESS = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "PMI2_")
 _START = (
     "mpirun --with-ft ulfm -n NODES --map-by ppr:1:node ft run ..., or srun --mpi=pmix --ntasks-per-node=1 ft run ..."
@@ -77,7 +77,7 @@ def read(environment: Mapping[str, str]) -> MpiJob | None:
     """Read this node's position from mpirun's variables, which contain no host name. Return None outside mpirun."""
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
-    rank, size = mpi_world.rank_in(environment)
+    rank, size = mpi_relay.rank_in(environment)
     return MpiJob("", size, rank, "")
 
 
@@ -105,8 +105,8 @@ def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.env
     if importlib.util.find_spec("mpi4py") is None:
         raise UserError(f"{_FLAG} mpi needs Open MPI and mpi4py, which are not installed", "pip install .[mpi]")
     settings = dict(environment)
-    mpi_world.configure(settings)
-    rank, size = mpi_world.rank_in(settings)
+    mpi_relay.configure(settings)
+    rank, size = mpi_relay.rank_in(settings)
     step = slurm.read(settings) if "OMPI_COMM_WORLD_RANK" not in settings else None
     wanted_nodes = given.nnodes or (str(step.nnodes) if step else str(size))
     if wanted_nodes != str(size):
@@ -129,7 +129,7 @@ def take_part(given: argparse.Namespace, environment: Mapping[str, str] = os.env
     theirs.close()
     for name in [name for name in os.environ if name.startswith(_FOR_ONE_PROCESS)]:
         del os.environ[name]  # with these variables, any process that calls MPI_Init would act as the node's relay
-    os.environ.update({TRANSPORT: "mpi", mpi.FOLDER: str(folder), mpi.RANK: str(rank)})
+    os.environ.update({TRANSPORT: "mpi", streams.FOLDER: str(folder), streams.RANK: str(rank)})
     agreed = _await_relay(ours)
     threading.Thread(target=_watch, args=(relay, folder), name="ft-mpi-watch", daemon=True).start()
     return step or agreed
@@ -165,7 +165,7 @@ def _await_relay(ours: socket.socket) -> MpiJob:
 
 def _watch(relay: int, folder: Path) -> None:
     """Kill the relay when it does not answer any more. This process, the agent, is the relay's child and dies too."""
-    while mpi.answers(folder, _PONG_S):
+    while streams.answers(folder, _PONG_S):
         time.sleep(_PING_S)
     if os.getppid() == relay:
         sys.stderr.write(f"the MPI process of this node has not answered for {_PONG_S:g} s: the node gives itself up\n")
@@ -207,7 +207,7 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, answer: 
     """Relay until the agent ends. Return (the agent's exit code, negative for a signal; the MPI world to leave)."""
     from ft.net.mpi_relay import Relay
 
-    world = mpi_world.World()
+    world = mpi_relay.World()
     with answer:
         answer.sendall(json.dumps(asdict(_agree(world))).encode() + b"\n")
     codes: list[int] = []
@@ -221,7 +221,7 @@ def _relay_until_end(agent: int, folder: Path, listener: socket.socket, answer: 
     return codes[0], world
 
 
-def _agree(world: mpi_world.World) -> MpiJob:
+def _agree(world: mpi_relay.World) -> MpiJob:
     """Agree on the nodes' rendezvous address and the run's name: all nodes use the values of rank 0."""
     mine = [socket.gethostname(), network.free_port(), time.strftime("%Y-%m-%d_%H-%M-%S")]
     all_nodes = [bounded_json.loads(text) for text in world.share(json.dumps(mine).encode())]

@@ -22,8 +22,8 @@ from ft.base.errors import Problem, Problems, UserError
 from ft.base.quantities import whole
 from ft.job.agent import mpirun, suspects
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts, timeouts_of
-from ft.platform import election, etcd, slurm
-from ft.platform.topology import read_topology
+from ft.platform import election, shared_state, slurm
+from ft.platform.slurm import read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
 _MOST_NODES, _MOST_WORKERS = 100_000, 4096
@@ -238,9 +238,9 @@ def resolve(
 def _control(text: str | None, cluster: Cluster | None, environment: Mapping[str, str]) -> str | None:
     if text in (None, "tcpstore"):
         return None
-    if not text.startswith(etcd.SCHEME) or not text.removeprefix(etcd.SCHEME).strip("/"):
+    if not text.startswith(shared_state.SCHEME) or not text.removeprefix(shared_state.SCHEME).strip("/"):
         raise UserError(f"--control {text} is neither tcpstore nor etcd://HOST:PORT[,HOST:PORT...]", "give one of them")
-    etcd.require(text)
+    shared_state.require(text)
     if cluster is not None and cluster.nnodes > 1 and not environment.get(token.VARIABLE):
         raise UserError(
             f"--control etcd:// on several nodes needs {token.VARIABLE}: they may share no folder with the run's token",

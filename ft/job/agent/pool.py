@@ -19,7 +19,7 @@ from ft.job.agent.options import Script
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
 from ft.platform import processes
-from ft.platform.standstill import MOST_IN_A_ROW, Standstill
+from ft.platform.processes import MOST_IN_A_ROW, Standstill
 from ft.platform.supervisor import Supervisor
 
 

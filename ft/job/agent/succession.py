@@ -9,7 +9,7 @@ agent that gets no answer may wait, take over by starting a new control plane, o
 from dataclasses import dataclass
 
 from ft.job.control.timeouts import Timeouts
-from ft.platform.standstill import MOST_IN_A_ROW
+from ft.platform.processes import MOST_IN_A_ROW
 
 WAIT, CLAIM, FENCE, RENEW, GIVE_UP = "wait", "claim", "fence", "renew", "give up"
 """Actions of an agent.

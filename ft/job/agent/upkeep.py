@@ -20,7 +20,7 @@ from ft.job.agent.pool import WarmPool
 from ft.job.agent.uplink import Refused, Uplink
 from ft.job.agent.workforce import Workforce
 from ft.platform import processes
-from ft.platform.standstill import OwnPauses
+from ft.platform.processes import OwnPauses
 from ft.platform.supervisor import Supervisor
 
 _LOOK_S = 0.1

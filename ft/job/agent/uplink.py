@@ -27,7 +27,7 @@ from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentJoined
 from ft.net.backoff import Backoff
 from ft.platform import election
-from ft.platform.standstill import OwnPauses
+from ft.platform.processes import OwnPauses
 
 _RECORD_S = 2.0
 _LOOK_S, _LONGEST_LOOK_S = 0.05, 0.4

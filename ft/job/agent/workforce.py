@@ -34,8 +34,7 @@ from ft.job.messages import (
 )
 from ft.net.channel import Channel
 from ft.platform import processes
-from ft.platform.stacks import Handler
-from ft.platform.standstill import OwnPauses, Standstill
+from ft.platform.processes import Handler, OwnPauses, Standstill
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ft.job.control import eviction, stragglers
 from ft.job.control.state import State
 from ft.job.control.stragglers import WINDOW, Pace
 from ft.job.messages import PaceJudged, StepTimes
-from ft.record.step_times import Span, as_line
+from ft.record.metrics import Span, as_line
 
 _LEAST_SPAN_S, _SPANS = 0.5, 100
 """A line of the file covers at least so many seconds, and at least the time of the run so far divided by ``_SPANS``."""

@@ -29,9 +29,9 @@ from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, Loo
 from ft.net.codec import BadMessage, from_json
 from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseRecord
-from ft.platform.standstill import OwnPauses
+from ft.platform.processes import OwnPauses
 from ft.record import looks
-from ft.record.step_times import STEP_TIMES
+from ft.record.metrics import STEP_TIMES
 
 _STATUS_S = 0.5
 """Maximum age of the status file, in seconds."""

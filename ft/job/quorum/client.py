@@ -27,7 +27,7 @@ from ft.net.backoff import Backoff
 from ft.net.codec import from_json, to_json
 from ft.platform import election
 from ft.platform.election import QUORUM
-from ft.platform.standstill import OwnPauses
+from ft.platform.processes import OwnPauses
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.25
 """First and longest pause between two attempts to connect, in seconds."""

@@ -24,7 +24,7 @@ from ft.job.replicas.member import Member
 from ft.job.replicas.places import Part
 from ft.platform import election, processes
 from ft.platform.election import LeaseKeeper, LeaseRecord
-from ft.platform.standstill import OwnPauses
+from ft.platform.processes import OwnPauses
 from ft.record.run import read_status
 
 _BEAT_S = 0.5

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Import torch and megatron-core after the flags were checked, because importing them takes seconds.
     import torch
 
-    from ft.lab.reproducibility.text import as_text, as_values
+    from ft.lab.reproducibility.probe import as_text, as_values
     from ft.systems.dmr.unstable import write_unstable
     from megatron import patches
     from megatron.ft_trainer.logging.quiet import quieten
@@ -78,17 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def test(arguments: argparse.Namespace):
-    """Run the self-test and return an ``ft.lab.reproducibility.text.Outcome``; call ``megatron.patches.apply`` before.
+    """Run the self-test and return an ``ft.lab.reproducibility.probe.Outcome``; call ``megatron.patches.apply`` before.
 
     Raises:
         UserError: the flags do not work.
     """
     import torch
 
-    from ft.lab.reproducibility.cases import Case, cases
-    from ft.lab.reproducibility.probe import Probe
+    from ft.lab.reproducibility.probe import Case, Outcome, Probe, cases
     from ft.lab.reproducibility.steps import watch
-    from ft.lab.reproducibility.text import Outcome
     from megatron import patches
 
     here = patches.platform()

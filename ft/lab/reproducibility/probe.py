@@ -1,19 +1,20 @@
-"""Execute the operators of a real training step repeatedly on their actual inputs, and compare the results.
+"""Execute the operators of real training steps repeatedly on their actual inputs, and compare the results.
 
-The self-test of DMR (dual modular redundancy: each operator is executed twice and compared) uses this to find operators
-that are not reproducible. Repetition happens at the moment of the call, when the inputs exist with their strides and
-aliases; nothing is recorded for later. Random operators draw again from the same state of the generator, and operators
-that write in place are computed on copies (``ft.systems.dmr.runtime.operators``), as DMR does at run time.
-"""
+Repetition happens at the moment of the call, when the inputs exist with their strides and aliases; nothing is recorded
+for later. Random operators draw again from the same state of the generator, and operators that write in place are
+computed on copies (``ft.systems.dmr.runtime.operators``), as DMR does at run time. The models that are trained
+(:func:`cases`) together execute all operators of a GPT."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ft.show.text import count, table
 from ft.systems.dmr.digest import compare, differing
 from ft.systems.dmr.runtime.operators import (
     OperatorProperties,
@@ -25,6 +26,58 @@ from ft.systems.dmr.runtime.operators import (
     tensors_in,
     written,
 )
+from ft.systems.dmr.unstable import Unstable
+
+_ALWAYS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size {vocab} --num-layers 2 --hidden-size {hidden} "
+    "--num-attention-heads 8 --seq-length {length} --micro-batch-size 2 --lr 1e-3 --clip-grad 1.0"
+)
+_SIZES = {
+    "small": {"vocab": 500, "hidden": 64, "length": 64},
+    "large": {"vocab": 8000, "hidden": 256, "length": 256},
+    "huge": {"vocab": 50000, "hidden": 2048, "length": 1024},
+}
+"""Sizes of the models. "huge" is for GPUs, where a varying order of summation shows only with many thread blocks."""
+
+_KINDS = {
+    "dense": "--position-embedding-type learned_absolute --hidden-dropout 0.1 --attention-dropout 0.1",
+    "dense, full recomputation": "--position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --group-query-attention --num-query-groups 4 --qk-layernorm "
+    "--untie-embeddings-and-output-weights --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 --optimizer sgd --calculate-per-token-loss",
+    "MoE, all to all": "--position-embedding-type rope --num-experts 4 --moe-router-topk 2 --swiglu "
+    "--disable-bias-linear --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 64 --hidden-dropout 0.1 --recompute-activations",
+    "MoE, all gather": "--position-embedding-type rope --num-experts 4 --moe-router-topk 2 "
+    "--disable-bias-linear --moe-token-dispatcher-type allgather --moe-aux-loss-coeff 1e-2 "
+    "--attention-dropout 0.1 --use-distributed-optimizer",
+}
+_PRECISIONS = {"fp32": "", "bf16": "--bf16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model that the self-test trains for a few steps.
+
+    Attributes:
+        flags: command-line flags for the trainer, ``pretrain_gpt.py``.
+    """
+
+    name: str
+    flags: str
+
+
+def cases(device: str, *, deterministic: bool = False) -> list[Case]:
+    """Return the cases that are trained by default on a ``device`` ("cpu" or "cuda")."""
+    sizes = ("small", "huge") if device == "cuda" else ("small", "large")
+    extra = " --deterministic-mode" if deterministic else ""
+    return [
+        Case(f"{kind}, {precision}, {size}", f"{_ALWAYS.format(**_SIZES[size])} {flags} {more}{extra}")
+        for size in sizes
+        for kind, flags in _KINDS.items()
+        for precision, more in _PRECISIONS.items()
+    ]
+
 
 STABLE, UNSTABLE, REFUSED, NOT_TRIED = "stable", "unstable", "refused", "not tried"
 """Outcomes for an operator that was not reproducible and is executed again with torch's deterministic algorithms.
@@ -45,7 +98,6 @@ class Kind:
 
     Attributes:
         operator: DMR's name of the operator.
-        dtypes: dtypes of the input tensors.
         magnitude: bit length of the largest input's number of elements; kernels for larger inputs may split their work
             differently, and so have other results.
     """
@@ -60,7 +112,6 @@ class Finding:
     """The result of executing calls of one kind repeatedly.
 
     Attributes:
-        kind: kind of the calls.
         case: name of the training step in which the kind occurred first.
         shapes: shapes of the input tensors of the first call.
         calls: number of calls that were repeated.
@@ -91,7 +142,6 @@ class Probe(TorchDispatchMode):
     """Dispatch mode that repeats the first ``calls`` calls of each kind ``runs`` times.
 
     Attributes:
-        findings: kind -> finding.
         case: name of the training step that is being executed.
     """
 
@@ -181,3 +231,121 @@ def _deterministic_algorithms() -> Iterator[None]:
 def _worse(one: str | None, other: str) -> str:
     order = (None, STABLE, NOT_TRIED, UNSTABLE, REFUSED)
     return max(one, other, key=order.index)
+
+
+_MEANING = {
+    STABLE: "reproducible",
+    UNSTABLE: "not either",
+    REFUSED: "torch has no other kernel",
+    NOT_TRIED: "try --deterministic",
+}
+_HEAD = ("operator", "dtypes", "largest", "differed", "elements", "with --deterministic-mode")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a self-test.
+
+    Attributes:
+        deterministic: whether torch's deterministic algorithms were enabled.
+    """
+
+    device: str
+    threads: int
+    torch: str
+    deterministic: bool
+    cases: Sequence[Case]
+    findings: Sequence[Finding]
+
+    @property
+    def unstable(self) -> list[Finding]:
+        """Return the findings of unstable operators, ordered by operator."""
+        return sorted((one for one in self.findings if not one.is_stable), key=lambda one: one.kind)
+
+    def names(self) -> Unstable:
+        """Return the list of unstable operators that a run with DMR reads."""
+        operators = dict.fromkeys(one.kind.operator for one in self.unstable)
+        return Unstable(tuple(operators), self.torch, self.device)
+
+
+def as_text(outcome: Outcome) -> str:
+    """Return a table of the unstable operators, with advice."""
+    operators = {one.kind.operator for one in outcome.findings}
+    runs = sum(one.runs for one in outcome.findings)
+    where = f"{outcome.device}, {count(outcome.threads, 'thread')}, torch {outcome.torch}"
+    mode = ", deterministic mode" if outcome.deterministic else ""
+    watched = f"{count(len(operators), 'operator')} of {count(len(outcome.cases), 'model')} in training"
+    lines = [
+        f"{where}{mode}",
+        f"{watched}, {count(len(outcome.findings), 'kind')} of calls, executed {runs} times again",
+    ]
+    if not outcome.unstable:
+        return "\n".join([*lines, "all results were equal each time, bit for bit"])
+    rows = [_row(one, deterministic=outcome.deterministic) for one in outcome.unstable]
+    return "\n".join([*lines, "", table(_HEAD, rows, right=(2, 3, 4)), "", *_advice(outcome)])
+
+
+def as_values(outcome: Outcome) -> dict[str, Any]:
+    """Return the outcome as JSON values."""
+    return {
+        "device": outcome.device,
+        "threads": outcome.threads,
+        "torch": outcome.torch,
+        "deterministic_mode": outcome.deterministic,
+        "cases": [asdict(case) for case in outcome.cases],
+        "unstable": [_values(one) for one in outcome.unstable],
+        "stable": sorted({one.kind.operator for one in outcome.findings} - set(outcome.names().operators)),
+    }
+
+
+def _row(one: Finding, *, deterministic: bool) -> tuple[str, ...]:
+    largest = max(one.shapes, key=_elements, default=())
+    instead = "that is on" if deterministic else _MEANING[one.deterministic or NOT_TRIED]
+    return (
+        one.kind.operator,
+        ", ".join(one.kind.dtypes) or "-",
+        " x ".join(map(str, largest)) or "-",
+        f"{one.differing} of {one.runs}",
+        f"{one.elements} of {one.output_elements}",
+        instead,
+    )
+
+
+def _elements(shape: Sequence[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _advice(outcome: Outcome) -> list[str]:
+    worst: dict[str, set[str]] = {}
+    for one in outcome.unstable:
+        worst.setdefault(one.kind.operator, set()).add(one.deterministic or NOT_TRIED)
+    helped = Counter(kinds == {STABLE} for kinds in worst.values())[True]
+    lines = []
+    if helped and not outcome.deterministic:
+        lines.append(
+            f"train with --deterministic-mode: {helped} of {count(len(worst), 'operator')} become reproducible"
+        )
+    if helped < len(worst):
+        lines.append(
+            "or exclude them from DMR: give --out unstable.json here, and --ft-dmr-unstable unstable.json to the "
+            "trainer"
+        )
+    return lines
+
+
+def _values(one: Finding) -> dict[str, Any]:
+    return {
+        "operator": one.kind.operator,
+        "dtypes": list(one.kind.dtypes),
+        "shapes": [list(shape) for shape in one.shapes],
+        "case": one.case,
+        "calls": one.calls,
+        "runs": one.runs,
+        "differing_runs": one.differing,
+        "elements": one.elements,
+        "of": one.output_elements,
+        "deterministic_algorithms": one.deterministic,
+    }

@@ -11,16 +11,18 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import UserError
-from ft.lab.reproducibility.cases import Case
-from ft.lab.reproducibility.probe import Probe
+from ft.lab.reproducibility.probe import Case, Probe
 from megatron import patches
 from megatron.ft_trainer import determinism
 from megatron.ft_trainer.arguments import Options, check, parse
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
-from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
-from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
-from megatron.ft_trainer.arguments.logging import LoggingOptions
-from megatron.ft_trainer.arguments.training import EvaluationOptions
+from megatron.ft_trainer.arguments.topics import (
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    FaultToleranceOptions,
+    LoggingOptions,
+    TokenizerOptions,
+)
 from megatron.ft_trainer.config import transformer_config
 from megatron.ft_trainer.data import dataset_prefixes
 from megatron.ft_trainer.data.tokenizer import build_tokenizer
@@ -36,7 +38,6 @@ def watch(case: Case, probe: Probe, layers: int = 0) -> None:
     """Train ``case`` under ``probe``.
 
     Args:
-        case: the model to train.
         probe: the dispatch mode that repeats the operators and compares their results.
         layers: largest number of layers to train; 0: all layers of the model.
 

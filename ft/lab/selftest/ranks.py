@@ -26,7 +26,8 @@ import torch.distributed as dist
 from ft.base import bounded_json, files
 from ft.base.checkout import CHECKOUT
 from ft.base.errors import EpochClosed, FtError
-from ft.lab.selftest.values import Context, Failed
+from ft.lab.selftest.session import last_line
+from ft.lab.selftest.table import Context, Failed
 from ft.net.store import StoreConnection, StoreServer
 from ft.platform import processes
 from ft.state.groups import Groups, Rendezvous
@@ -57,11 +58,8 @@ class Rank:
     """What a rank's function is given.
 
     Attributes:
-        number: its rank.
-        size: number of ranks.
         address: address of the store.
         planted: whether the check's fault is to be made.
-        store: connection to the store.
         gpus: number of GPUs that the ranks use; 0: none.
     """
 
@@ -93,8 +91,6 @@ class Crew:
     """The ranks of a check.
 
     Args:
-        context: the check's context.
-        size: number of ranks.
         function: what each rank does; it takes a :class:`Rank` and returns JSON values.
         name: distinguishes several crews of a check.
     """
@@ -165,7 +161,7 @@ class Crew:
 
     def _problem(self, number: int) -> str:
         how = processes.how_it_ended(self._codes[number])
-        return f"rank {number} {how}: {_last(self._folder / f'{number}.log')}"
+        return f"rank {number} {how}: {last_line(self._folder / f'{number}.log')}"
 
     def _where(self, number: int) -> str:
         """Return the innermost line of this project in the dump of a rank's main thread, which comes last."""
@@ -206,14 +202,8 @@ class Member:
     In a run, the control plane closes epochs; here the check's process or another rank does.
 
     Args:
-        rank: the rank.
         timeout_s: timeout of an operation, in seconds.
         waits: whether a failed operation waits for the epoch to be closed before it raises, as in a run.
-
-    Attributes:
-        groups: the groups of this rank.
-        epoch: the present epoch.
-        device: the rank's device.
     """
 
     def __init__(self, rank: Rank, timeout_s: float, *, waits: bool = True):
@@ -308,8 +298,3 @@ def _read(path: Path) -> str:
             raise FtError(f"{path} did not appear")
         time.sleep(_LOOK_S)
     return path.read_text()
-
-
-def _last(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from ft.base import events
 from ft.base.errors import UserError
 from ft.base.subcommands import add_group
-from ft.observe.diagnose.looking import looks_of
 from ft.platform import suspects
+from ft.record.looks import looks_of
 from ft.record.run import EVENTS
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run_compare(given: argparse.Namespace) -> int:
     # Import these modules here, so that showing the help does not wait for the import of torch.
     from ft.observe.diagnose.compare import compare
     from ft.observe.diagnose.stored import open_runs
-    from ft.observe.diagnose.text import as_text, as_values
+    from ft.observe.diagnose.verdict import as_text, as_values
 
     found = compare(open_runs(given.runs), given.step, quick=given.quick)
     print(json.dumps(as_values(found)) if given.json else as_text(found, given.show))

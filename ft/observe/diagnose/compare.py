@@ -1,8 +1,6 @@
 """Compare the checkpoints of several runs of the same training bit for bit, up to the first step that differs.
 
-A piece is one shard of a tensor, or one object, in a checkpoint. The manifest is the checkpoint's list of its files,
-with their sizes and checksums. ULP (unit in the last place) is the distance of two floating-point numbers, counted in
-representable numbers.
+ULP (unit in the last place) is the distance of two floating-point numbers, counted in representable numbers.
 """
 
 import struct
@@ -194,7 +192,6 @@ class Comparison:
     """The result of a comparison.
 
     Attributes:
-        runs: the runs that were compared.
         steps: the steps that were compared, in order; the last one differs if ``findings`` is not empty.
         left: further common steps after the one that differs, which were not compared.
         pieces: number of shards and objects in one checkpoint.
@@ -226,7 +223,6 @@ def compare(runs: list[Run], asked: Sequence[int] | None = None, *, quick: bool 
     runs.
 
     Args:
-        runs: the runs.
         asked: the steps to compare; None: all that every run has.
         quick: whether files with equal size and CRC-32 in the manifests count as equal without being read.
 

@@ -26,7 +26,6 @@ class _Box:
     """Ranks that are drawn as one box.
 
     Attributes:
-        ranks: the ranks.
         title: first line.
         text: further text.
         on: the ranks that they wait for.

@@ -1,8 +1,7 @@
 """Find out which machines and devices have computed wrongly, from what DMR recorded in the events of several runs.
 
-DMR (dual modular redundancy, from the SpareTrain paper) executes each operator twice and compares the results. One
-mismatch may be a cosmic ray; a device on which results are wrong in several steps, or that a run has evicted, should be
-pulled. An operator that differs on several devices is not reproducible: then no device is at fault.
+One mismatch may be a cosmic ray; a device with wrong results in several steps, or that a run has evicted, should
+be pulled. An operator that differs on several devices is not reproducible: then no device is at fault.
 """
 
 import re
@@ -37,7 +36,6 @@ class History:
 
     Attributes:
         name: the folder, as it was given.
-        events: its events.
         coverage: (the least share of operators that was verified in a step, the step); None if it is not on record.
     """
 
@@ -51,9 +49,7 @@ class Device:
     """The mismatches of one device.
 
     Attributes:
-        host: name of the machine.
         device: name of the device, such as "cuda:1 (NVIDIA H100)".
-        mismatches: number of mismatches.
         operators: name of an operator -> number of its mismatches.
         steps: (run, step) in which there was a mismatch.
         ranks: logical ranks that the device has had.

@@ -1,8 +1,6 @@
 """Read the checkpoints that ``ft diagnose compare`` compares, one block at a time, and check what can be compared.
 
-A piece is one shard of a tensor, or one object. The manifest is the checkpoint's list of its files, with their sizes
-and checksums, and a description of the run that wrote them. A run is given by its folder of checkpoints; runs can be
-compared if they are runs of the same training, at the steps of which all have a checkpoint.
+Runs can be compared if they are runs of the same training, at the steps of which all have a checkpoint.
 """
 
 import argparse

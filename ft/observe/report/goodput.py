@@ -1,13 +1,11 @@
 """Compute goodput, the share of a run's wall time that was spent on committed steps, and effective training time.
 
-A step is committed when every rank has finished its optimizer update. Steps that are rolled back and computed again
-count only once. An epoch is a version of the map from logical ranks to workers; training begins when the first epoch
-opens.
+Steps that are rolled back and computed again count only once. Training begins when the first epoch opens.
 
 Effective training time (FT-HSDP, section 6.1) is the share of the wall time that the same work would take without
-failures. The example there: a failure happens every 18 minutes; a replica (a full copy of the model) is then absent for
-10 minutes, and during 3 of these 10 minutes all replicas stall. With 12 replicas the effective training time is
-(8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair, it is (18 - 10) / 18 = 44 %.
+failures. The example there: a failure happens every 18 minutes; a replica is then absent for 10 minutes, and during 3
+of these 10 minutes all replicas stall. With 12 replicas the effective training time is (8 + 7 * 11/12) / 18 = 80 %. If
+all replicas wait for the repair, it is (18 - 10) / 18 = 44 %.
 """
 
 import statistics
@@ -17,8 +15,7 @@ from typing import Any
 
 from ft.base import events
 from ft.base.events import Event, elapsed
-from ft.observe.report.lineage import Step
-from ft.observe.report.stalls import FAILURE, REJOIN, Incident, Pace
+from ft.observe.report.lineage import FAILURE, REJOIN, Incident, Pace, Step
 from ft.record.recoveries import Recovery
 from ft.record.run import number
 
@@ -61,8 +58,6 @@ def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: 
 
     Args:
         metrics: one mapping per step, with ``step_time_s``.
-        history: events in order of time.
-        found: the recoveries in ``history``.
     """
     times = [t for m in metrics if (t := number(m, "step_time_s")) is not None]
     productive = sum(times)
@@ -104,7 +99,6 @@ def asynchronous(between_s: float, repair_s: float, stall_s: float, replicas: fl
         between_s: seconds from one failure to the next.
         repair_s: seconds until the lost replicas contribute again.
         stall_s: seconds of the failure and the rejoin during which all replicas stall.
-        replicas: number of replicas.
         lost: number of replicas lost in one failure.
     """
     stall = min(stall_s, between_s)
@@ -150,9 +144,6 @@ def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], 
 
     Args:
         steps: the surviving steps, that is, the committed steps that are part of the current training state.
-        pace: durations of these steps.
-        incidents: failures and rejoins of replicas.
-        replicas: number of replicas of the run.
     """
     wall = sum(pace.took)
     if not steps or wall <= 0:
@@ -168,12 +159,7 @@ def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], 
 
 
 def effective_of_one(times: Goodput, found: Sequence[Recovery]) -> Effective:
-    """Return the effective training time of a run with one replica, which waits for each of its recoveries.
-
-    Args:
-        times: where the run's time went.
-        found: the recoveries of the run.
-    """
+    """Return the effective training time of a run with one replica, which waits for each of its recoveries."""
     if times.step is None or times.wall <= 0:
         return Effective(None)
     took = [r.total for r in found if r.total is not None]
@@ -191,7 +177,6 @@ def _effective(
         lost: number of replicas lost in each failure.
         stalled: seconds of the stalls of all failures and rejoins.
         away: seconds until a lost replica contributed again, for each that did.
-        replicas: number of replicas of the run.
     """
     measured, failures = min(1.0, useful / wall), len(lost)
     if not failures:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from ft.base import events
 from ft.base.events import Event
-from ft.observe.report.lineage import Step
-from ft.observe.report.stalls import replica_of
+from ft.observe.report.lineage import Step, replica_of
 from ft.record.recoveries import Recovery, seats_of
 
 if TYPE_CHECKING:
@@ -32,8 +31,6 @@ class RankInterval:
     """The interval during which a worker held a logical rank.
 
     Attributes:
-        rank: the logical rank.
-        worker: the worker's name.
         begin: seconds from the opening of the first epoch to the start of the interval.
         end: seconds from the opening of the first epoch to the end of the interval.
         is_first: whether the worker got the rank when all workers were started together.
@@ -104,7 +101,6 @@ class ReplicaInterval:
     """A period in which a replica is in one state.
 
     Attributes:
-        replica: number of the replica.
         state: ONLINE, CATCHING_UP, REBUILDING or OFFLINE.
         begin: beginning of the period, in seconds since ``first_moment``.
         end: end of the period, in seconds since ``first_moment``.
@@ -195,8 +191,6 @@ def _committed(
     time at which the step ended.
 
     Args:
-        replica: number of the replica.
-        steps: the committed steps, in order.
         took: duration of each step, in seconds.
         reported: wall times of the transitions that events report.
     """

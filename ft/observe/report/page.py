@@ -25,7 +25,7 @@ from ft.faults.hang.look import Look
 from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
-from ft.observe.report import corruption, protections, ranks, text
+from ft.observe.report import protections, ranks, text
 from ft.observe.report.goodput import (
     PAPER_BETWEEN_S,
     PAPER_REPAIR_S,
@@ -34,10 +34,10 @@ from ft.observe.report.goodput import (
     asynchronous,
     synchronous,
 )
+from ft.observe.report.lineage import FAILURE, REJOIN
 from ft.observe.report.record import Losses, Record, Replica
-from ft.observe.report.stalls import FAILURE, REJOIN
 from ft.observe.report.status import health, lost_nodes, lost_sentence, saves
-from ft.record import looks, step_times
+from ft.record import looks, metrics
 from ft.record.block import seat_changes, what_differs, what_failed
 from ft.record.recoveries import PHASES, Recovery
 from ft.record.run import EVENTS
@@ -55,12 +55,7 @@ Card = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Panel:
-    """A section of the page.
-
-    Attributes:
-        title: its heading.
-        content: its HTML.
-    """
+    """A section of the page."""
 
     title: str
     content: Markup
@@ -70,7 +65,6 @@ def page(record: Record, timeline: bytes) -> str:
     """Return the report as HTML text.
 
     Args:
-        record: the run's record.
         timeline: the picture of ``ft.observe.report.timeline`` as PNG.
     """
     panels = [make(record) for make in (*_PANELS, partial(_timeline, timeline), *_PANELS_BELOW)]
@@ -97,7 +91,7 @@ def _cards(record: Record) -> list[Card]:
     found = _quorum_cards(record) if record.has_quorum else []
     found += _recovery_cards(record) if record.recoveries or not record.has_quorum else []
     checked = [one for _, one in record.corruptions]
-    return found + ([corruption.card(checked)] if checked else [])
+    return found + ([protections.card(checked)] if checked else [])
 
 
 def _quorum_cards(record: Record) -> list[Card]:
@@ -237,15 +231,15 @@ def _corruption_of(replica: Replica) -> Markup | None:
     if found is None:
         return None
     of = f"operators of a step, {count(found.ranks, 'rank')} together"
-    lines = [f"{found.strategy}; {of}: {corruption.coverage(found)}."]
+    lines = [f"{found.strategy}; {of}: {protections.coverage(found)}."]
     if not found.covered:
         lines = ["How operators were verified is not on record."]
-    lines += [f"The {corruption.fall_text(fall)}." for fall in found.falls]
+    lines += [f"The {protections.fall_text(fall)}." for fall in found.falls]
     if not found.mismatches:
         lines.append("Both executions of every operator gave the same result.")
         return joined(*(html("p", line) for line in lines))
-    rows = corruption.rows(found)
-    parts = [html("wide", html("table", corruption.HEAD, rows[:_MOST_MISMATCHES]))]
+    rows = protections.rows(found)
+    parts = [html("wide", html("table", protections.HEAD, rows[:_MOST_MISMATCHES]))]
     left = len(rows) - _MOST_MISMATCHES
     parts += [html("p", f"{left} more mismatches are in events.jsonl.")] if left > 0 else []
     return joined(*(html("p", line) for line in lines), *parts)
@@ -402,7 +396,7 @@ def _step_times(record: Record) -> Panel | None:
 
 def _step_times_of(replica: Replica) -> Markup | None:
     """Return the parts of the steps of each rank, None where no worker has reported them."""
-    spans, slow = step_times.read(replica.folder), ranks.slow_rows(replica.events)
+    spans, slow = metrics.read(replica.folder), ranks.slow_rows(replica.events)
     if not spans:
         return None
     named = html("p", "No rank was persistently slower than others.")

@@ -15,7 +15,7 @@ from ft.base import events
 from ft.base.events import Event
 from ft.base.step_clock import OWN
 from ft.faults.verdict import STRAGGLER
-from ft.record.step_times import Span
+from ft.record.metrics import Span
 from ft.show import palette
 from ft.show.text import percent
 

@@ -1,9 +1,7 @@
 """Read the folder of a run, and compute once what status and report show of it.
 
-A run has one or more replicas (full copies of the model, each with its own workers). With FT-HSDP the run's folder has
-a folder for each replica, a quorum server determines which replicas take part in each step, and each replica logs the
-steps that it commits. Without it the run's folder is that of its only replica. The run may still be in progress:
-folders of replicas may be missing, and files may end in incomplete lines.
+With FT-HSDP the run's folder has a folder for each replica; without it, it is that of its only replica. The run may
+still be in progress: folders of replicas may be missing, and files may end in incomplete lines.
 """
 
 import re
@@ -15,13 +13,11 @@ from pathlib import Path
 from ft.base import events
 from ft.base.errors import UserError
 from ft.base.events import Event
-from ft.observe.report import goodput, lanes, stalls
-from ft.observe.report.audit import Audit, audit
-from ft.observe.report.corruption import Corruption, corruption
+from ft.observe.report import goodput, lanes
 from ft.observe.report.goodput import Effective, Goodput
 from ft.observe.report.lanes import OFFLINE, ONLINE, REBUILDING, ReplicaInterval
-from ft.observe.report.lineage import Lineage, Step, lineage
-from ft.observe.report.stalls import FAILURE, Incident, Pace
+from ft.observe.report.lineage import FAILURE, Audit, Incident, Lineage, Pace, Step, audit, find, lineage, replica_of
+from ft.observe.report.protections import Corruption, corruption
 from ft.record import run
 from ft.record.block import what_failed
 from ft.record.recoveries import Recovery, recoveries
@@ -70,7 +66,6 @@ class Mark:
 
     Attributes:
         at: position of the line on the horizontal axis.
-        colour: colour of the line.
         title: what happened there.
     """
 
@@ -101,7 +96,6 @@ class Record:
     """The record of a run.
 
     Attributes:
-        folder: folder of the run.
         replicas: number of a replica -> its record, for the replicas that have a folder.
         has_quorum: whether the run is one of FT-HSDP, with a quorum server and commit logs.
         events: events of the quorum server, in order of time.
@@ -126,7 +120,7 @@ class Record:
     def count(self) -> int:
         """Return the number of replicas of the run, with or without a folder."""
         from_commits = (commit.assignment.replicas for one in self.replicas.values() for commit in one.commits)
-        from_events = (1 + number for event in self.events if (number := stalls.replica_of(event)) is not None)
+        from_events = (1 + number for event in self.events if (number := replica_of(event)) is not None)
         return max([1 + max(self.replicas), *from_commits, *from_events])
 
     @cached_property
@@ -173,7 +167,7 @@ class Record:
 
     @cached_property
     def _found(self) -> tuple[Pace, list[Incident]]:
-        return stalls.find(self.steps, self.events)
+        return find(self.steps, self.events)
 
     @property
     def pace(self) -> Pace:

@@ -1,9 +1,7 @@
 """Compute and format the current state of a run for ``ft status``, from what its processes wrote last.
 
-Every run has a status of its whole. Without FT-HSDP, a run's control plane (the process that directs recoveries) tells
-the state of its workers and of the copies of their snapshots. With FT-HSDP, the replicas' commit logs tell which
-replicas take part in the steps. The run's files look the same after a SIGKILL of the process that directs it; whether
-one is left is seen by its lease, a file that it renews periodically.
+The run's files look the same after a SIGKILL of the process that directs it; whether one is left is seen by its lease,
+a file that it renews periodically.
 """
 
 import time
@@ -57,8 +55,6 @@ class Member:
 
     Attributes:
         rank: its logical rank, None for a standby.
-        worker: its name.
-        node: name of its node.
         host: host name of its node, "" where unknown.
         state: what the worker is doing, as text.
         step: the last step that it reported, None where unknown.
@@ -79,7 +75,6 @@ class Lost:
     """A node that the run has lost.
 
     Attributes:
-        node: its name.
         host: its host name, "" where unknown.
         why: why it counts as lost.
         age: seconds since it was lost, None where unknown.
@@ -98,7 +93,6 @@ class ReplicaMember:
     """The state of one replica.
 
     Attributes:
-        replica: number of the replica.
         state: what the replica is doing, such as "online" or "catching up".
         step: number of the last step that it committed, or None.
         quorum: number of the quorum in which it committed that step, or None.
@@ -121,15 +115,11 @@ class Workers:
     """What the control plane of a run with one replica tells of its workers.
 
     Attributes:
-        epoch: the current epoch, or None.
         lag: steps between the committed step and the newest snapshot that all peers hold, None where there is none.
-        restarts: number of warm restarts, or None.
-        members: the workers and standbys.
         last: the most recent recovery, or None.
         recovered: number of recoveries that are over.
         protected: whether a worker has ever joined the run under protection; None where no file says so.
         hot_swap: whether the run uses hot-swap: peers hold copies of the snapshots, and standbys take over.
-        nodes: number of nodes of the run.
         lacking: sentences about what is missing from the run's files.
         limits: the timeouts of the run that are not the defaults, in seconds by name.
         slow: sentences about the ranks that are persistently slower than others with the same work.
@@ -164,7 +154,6 @@ class Quorum:
         healthy: the replicas that contributed in that quorum.
         behind: the replicas that fetched the state in that quorum.
         step_s: duration of a normal step in seconds, or None.
-        members: the replicas.
     """
 
     quorum: int | None
@@ -224,7 +213,6 @@ def status(record: Record, now: float, gone: str = "") -> Status:
     """Return the status of a run.
 
     Args:
-        record: the run's folder as read.
         now: wall time in seconds since 1970.
         gone: why no live process directs the run any more; ignored if the run has ended.
     """
@@ -362,7 +350,6 @@ def last_save(history: Sequence[Event], now: float, when: str = "ago") -> str:
     """Return a sentence about the last save of a checkpoint, "" before the first.
 
     Args:
-        history: events, in order of time.
         now: the time in seconds since 1970 from which the age of a save counts.
         when: words after the age.
     """

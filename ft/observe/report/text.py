@@ -1,21 +1,15 @@
-"""Build the text that ``ft report`` prints about a run; the HTML page reuses parts of it.
-
-Surviving steps are the committed steps that are part of the current training state; superseded steps were committed by
-some replicas only, or were rolled back. The audit checks that every sample was trained exactly once. A stall is the
-time that a failure or rejoin of a replica costs the other replicas.
-"""
+"""Build the text that ``ft report`` prints about a run; the HTML page reuses parts of it."""
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from ft import faults
-from ft.observe.report import corruption, protections
+from ft.observe.report import protections
 from ft.observe.report.goodput import Effective
 from ft.observe.report.lanes import STATES
+from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, Incident, has_stacks, stacks_line, wipe_outs_line
 from ft.observe.report.record import Record, Replica
-from ft.observe.report.stacks import has_stacks, stacks_line, wipe_outs_line
-from ft.observe.report.stalls import FAILURE, REJOIN, RESTART, Incident
 from ft.observe.report.status import saves
 from ft.record import run as records
 from ft.record.block import what_differs, what_failed
@@ -33,10 +27,6 @@ def summary(record: Record, files: Sequence[Path]) -> str:
     It has key figures, tables of replicas, of their failures and rejoins, of recoveries, of DMR mismatches (operators
     whose two executions differed), of actions of user-defined protections and of pipeline stages rebuilt by CheckFree,
     and the paths of written files.
-
-    Args:
-        record: the run's record.
-        files: paths of the files that the report has written.
     """
     lines = [f"{name:<10} {value}" for name, value in facts(record)]
     if record.has_quorum:
@@ -57,7 +47,7 @@ def summary(record: Record, files: Sequence[Path]) -> str:
 
 def _parts_of(replica: Replica) -> list[str]:
     """Return the tables about what protections did in one replica."""
-    wrong = "" if replica.corruption is None else corruption.text_table(replica.corruption)
+    wrong = "" if replica.corruption is None else protections.text_table(replica.corruption)
     parts = [wrong] if wrong else []
     if acted := protections.actions(replica):
         parts.append(table(protections.ACTION_HEAD, protections.action_rows(acted), right=(0,)))
@@ -72,7 +62,7 @@ def facts(record: Record) -> Facts:
     found = _quorum_facts(record) if record.has_quorum else _facts_of_one(record)
     for number, checked in record.corruptions:
         of = f"replica {number}: " if record.has_quorum else ""
-        found.append(("DMR", of + corruption.summary_of(checked)))
+        found.append(("DMR", of + protections.summary_of(checked)))
     found += [("saved", text) for text in saves([event for _, event in record.history])]
     missed = faults.missed(record.folder)
     found += [("faults", missed)] if missed else []

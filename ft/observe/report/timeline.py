@@ -1,9 +1,7 @@
 """Draw ``timeline.png`` of a run: lanes of workers or of replicas over time, phases of recoveries, steps, and the loss.
 
-Without FT-HSDP the lanes show which worker held which logical rank (a position in the parallel grid) when. With FT-HSDP
-they show the states of the replicas, and with SPARe, in which a step's data is divided into N shard types, two more
-panels show how many types each group (an FT-HSDP replica) computed in a step, and which group computed which type. DMR
-(dual modular redundancy) executes operators twice; a mismatch between the two results is marked by a diamond.
+With SPARe, two more panels show how many shard types each group computed in a step, and which group computed which
+type. A mismatch of DMR is marked by a diamond.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +23,8 @@ from ft.observe.report.lanes import (
     end_of_time,
     rank_intervals,
 )
+from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, depth, has_stacks
 from ft.observe.report.record import Record
-from ft.observe.report.stacks import depth, has_stacks
-from ft.observe.report.stalls import FAILURE, REJOIN, RESTART
 from ft.record.recoveries import PHASES, Recovery
 from ft.record.recoveries import RESTART as RESTARTED
 from ft.record.run import number

@@ -177,9 +177,7 @@ class Gpus:
         """Return a structure that an NVML function has filled, or None if one of both is not there.
 
         Args:
-            function: name of the function.
             kind: name of the structure, which knows its version.
-            handle: the GPU.
         """
         make: Callable[[], Any] | None = getattr(self._nvml, kind, None)
         if make is None:
@@ -191,7 +189,6 @@ class Gpus:
         """Return the values of NVML's numbered fields, None for those that are not there.
 
         Args:
-            handle: the GPU.
             names: NVML's names of the fields.
             scope: number of the part of the GPU, such as that of an NVLink.
         """

@@ -136,10 +136,7 @@ class KernelLog:
         or is not known to be new.
 
         Args:
-            node: name of the node.
-            when: wall time in seconds since 1970.
             ahead: wall time minus monotonic time of this host, in seconds.
-            aliases: PCI address -> name of the device.
         """
         found = Source(node, when)
         try:
@@ -204,8 +201,6 @@ def parse(text: str, node: str, when: float, ahead: float, aliases: Mapping[str,
     """Return the event that a line of the log reports, or None.
 
     Args:
-        text: the line.
-        node: name of the node.
         when: wall time that counts for a line without a time, in seconds since 1970.
         ahead: wall time minus monotonic time of this host, in seconds; the log has monotonic times.
         aliases: PCI address -> name of the device.

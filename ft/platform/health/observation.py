@@ -17,7 +17,6 @@ class Observation:
     """One value that a node reports about itself.
 
     Attributes:
-        node: name of the node.
         device: name of the device, such as "gpu0", "mlx5_0/1" or "nvme0"; "" for the node as a whole.
         name: what was observed, such as "gpu.temperature".
         value: the value, in ``unit``.
@@ -42,7 +41,6 @@ class Reading:
     """All observations of one node at one moment.
 
     Attributes:
-        node: name of the node.
         when: wall time in seconds since 1970.
         observations: the observations, by source.
         unreadable: source -> why it cannot be read here.
@@ -80,7 +78,6 @@ def differences(before: Reading | None, now: Reading) -> list[Change]:
 
     Args:
         before: the earlier reading; None: there is none, and the list is empty.
-        now: the later reading.
     """
     if before is None:
         return []
@@ -102,9 +99,7 @@ class Source:
     """Collects the observations of one source.
 
     Attributes:
-        node: name of the node.
         when: wall time of the reading, in seconds since 1970.
-        observations: what was observed.
         unreadable: why the source, or a part of it, cannot be read, or "".
         aliases: other names of devices -> name of the device.
     """

@@ -53,9 +53,6 @@ def read_clock(
     """Return the observations of the clock.
 
     Args:
-        root: root of the file tree, normally "/".
-        node: name of the node.
-        when: wall time in seconds since 1970.
         status: function that returns what ``kernel_status`` does.
         ahead: wall time minus monotonic time of this host, in seconds; its change shows a step of the clock.
     """
@@ -84,9 +81,6 @@ def read_disks(root: Path, node: str, when: float, watched: Sequence[Path] = ())
     """Return the observations of the disks.
 
     Args:
-        root: root of the file tree, normally "/".
-        node: name of the node.
-        when: wall time in seconds since 1970.
         watched: folders whose free space and writability are observed.
     """
     found = Source(node, when)
@@ -171,13 +165,7 @@ _LINK_UP, _INFINIBAND_DOWN = "4", "3"
 
 
 def read_ports(root: Path, node: str, when: float) -> Source:
-    """Return the observations of all network ports that are devices, not software.
-
-    Args:
-        root: root of the file tree, normally "/".
-        node: name of the node.
-        when: wall time in seconds since 1970.
-    """
+    """Return the observations of all network ports that are devices, not software."""
     found = Source(node, when)
     for adapter in folders(root / "sys/class/infiniband"):
         for port in folders(adapter / "ports"):
@@ -227,9 +215,6 @@ def read_pcie(root: Path, node: str, when: float, aliases: Mapping[str, str]) ->
     """Return the observations of PCIe.
 
     Args:
-        root: root of the file tree, normally "/".
-        node: name of the node.
-        when: wall time in seconds since 1970.
         aliases: other names of devices, of which the PCI addresses count -> name of the device.
     """
     found = Source(node, when)
@@ -254,7 +239,13 @@ def _total(counts: str | None) -> float | None:
 
 
 def read_processors(root: Path, node: str, when: float) -> Source:
-    """Return the observations of the processors. ``root``: root of the file tree; ``when``: wall time in seconds."""
+    """Read how often heat has slowed the processors of a node down, and how many processors are offline.
+
+    Args:
+        root: root of the file tree.
+        node: name of the node.
+        when: wall time of the observations in seconds.
+    """
     found = Source(node, when)
     base = root / "sys/devices/system/cpu"
     packages: dict[str, float] = {}
@@ -285,7 +276,6 @@ class Reader:
     """Takes readings of one node. Used by one thread, which may wait long for a driver that hangs.
 
     Args:
-        node: name of the node.
         root: root of the file tree that is read, normally "/".
         nvml: the module ``pynvml``, or None to ask no GPU.
         watched: folders whose disks are observed.
@@ -368,7 +358,6 @@ def of_this_node(node: str, root: Path | None = None, watched: Sequence[Path] = 
     """Return a reader of the node that this process runs on.
 
     Args:
-        node: name of the node.
         root: root of another file tree to read instead, in which case no GPU and no clock is asked; None: this node's
             own.
         watched: folders whose disks are observed.

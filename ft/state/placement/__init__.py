@@ -7,5 +7,5 @@ assign      chooses k holders for every logical rank, such that owner and holder
 problems    describes in words what a placement does not achieve
 
 All functions are pure functions of the map of ranks to nodes, with equal results on every rank. The failure domains of
-the nodes are read by :mod:`ft.platform.topology`.
+the nodes are read by :mod:`ft.platform.slurm`.
 """

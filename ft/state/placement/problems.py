@@ -7,7 +7,7 @@ rank has ``k`` copies. A failure domain is a set of nodes that can fail together
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from ft.platform.topology import NODE
+from ft.platform.slurm import NODE
 from ft.state.placement.assign import Holders, place
 
 Where = Mapping[int, Mapping[str, str]]

@@ -29,7 +29,7 @@ from ft.faults.hang.replicas import AGREEMENT, QUESTIONS
 from ft.faults.worker import Injector
 from ft.job.quorum import Quorum, QuorumClient, Report
 from ft.job.quorum.client import View
-from ft.net.mpi import network_of
+from ft.net.streams import network_of
 from ft.protection.contract import Layer
 from ft.protection.injection import corrupt_tensor, make_injector, plant_phases
 from ft.protection.training_state import TrainingState

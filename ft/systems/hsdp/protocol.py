@@ -139,7 +139,7 @@ class Rank(Protocol):
         """Give a question to the agreement thread; return at once."""
 
     async def answer(self, why: str) -> Agreed:
-        """Return the answer to the last question. ``why``: for whoever watches this rank's progress."""
+        """Return the answer to the last question. ``why`` names what the rank waits for, for hang detection."""
 
     async def all_agree(self, is_so: bool) -> bool:
         """Return whether ``is_so`` is true on every rank of the replica; collective."""

@@ -7,28 +7,33 @@ passed to the code that needs them.
 """
 
 import argparse
+import difflib
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
-from pathlib import Path
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any
 
 from ft.base import bounded_json
 from ft.base.errors import Problem, Problems, UserError
-from ft.base.flags import groups, read_flags
-from megatron.ft_trainer.arguments import core_options, known, schema
+from ft.base.flags import groups, nearest, read_flags
+from megatron.ft_trainer.arguments import core_options, schema
 from megatron.ft_trainer.arguments.check import check, examine
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
-from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL, CoreOptions
-from megatron.ft_trainer.arguments.data import DataOptions, TokenizerOptions
-from megatron.ft_trainer.arguments.fault_tolerance import FaultToleranceOptions
+from megatron.ft_trainer.arguments.core_options import CoreOptions
 from megatron.ft_trainer.arguments.layout import Layout, layout
-from megatron.ft_trainer.arguments.logging import LoggingOptions
 from megatron.ft_trainer.arguments.needs import may_have_gpu, may_have_te
-from megatron.ft_trainer.arguments.schedule import ScheduleOptions
-from megatron.ft_trainer.arguments.training import EvaluationOptions, TrainingOptions
+from megatron.ft_trainer.arguments.topics import (
+    CheckpointOptions,
+    DataOptions,
+    EvaluationOptions,
+    FaultToleranceOptions,
+    LoggingOptions,
+    ScheduleOptions,
+    TokenizerOptions,
+    TrainingOptions,
+)
 
 _OF_A_NODE = ("metrics_file", "tensorboard_dir", "data_cache_path", "progress_bar")
 
@@ -37,6 +42,7 @@ __all__ = [
     "Options",
     "all_flags",
     "check",
+    "explain",
     "help_text",
     "layout",
     "may_have_gpu",
@@ -46,12 +52,9 @@ __all__ = [
     "refusals",
 ]
 
-_SIZES = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    "num_layers_per_virtual_pipeline_stage",
-)
-
 _FLAG = re.compile(r"--[a-z][\w-]*")
+_ALIKE = 0.85
+"""Similarity of an unknown flag to a known one, from which on it is taken for a misspelling."""
 
 
 @dataclass
@@ -68,8 +71,13 @@ class Options:
     logging: LoggingOptions = field(default_factory=LoggingOptions)
     fault_tolerance: FaultToleranceOptions = field(default_factory=FaultToleranceOptions)
 
-    notices: ClassVar[tuple[str, ...]] = ()
-    """Sentences about flags that have no effect, which a run prints once."""
+    @property
+    def notices(self) -> list[str]:
+        """Return sentences about flags that have no effect, which a run prints once."""
+        c = self.checkpoint
+        if c.save is not None or c.save_interval is None:
+            return []
+        return [f"without effect here: --save-interval {c.save_interval}: without --save no checkpoints are written"]
 
     def as_dict(self) -> dict:
         """Return a nested plain dict, as stored in checkpoints and event files."""
@@ -109,7 +117,7 @@ def parse(argv: list[str] | str) -> Options:
     """Parse a command line (words, or one string).
 
     Raises:
-        UserError: flags are unknown, unsupported or have a wrong value; the message names the nearest known flag.
+        UserError: flags are unknown or have a wrong value; the message names the nearest known flag.
     """
     options, problems, _ = read(argv)
     if problems:
@@ -142,11 +150,37 @@ def refusals(
     return options, problems
 
 
-def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str]]:
+NVIDIAS = (
+    "NVIDIA's trainer has all flags of Megatron-LM: --nvidia-trainer (megatron-core >= 0.19 on Python >= 3.12), or ft "
+    "run with the script of a Megatron-LM checkout"
+)
+"""What to do with a flag that only NVIDIA's trainer has."""
+
+
+def explain(unknown: str, supported: Sequence[str]) -> tuple[Problem, str | None]:
+    """Explain what is wrong with ``unknown``, and what to write instead.
+
+    Args:
+        unknown: a command-line word that starts with ``--``, without ``=value``.
+        supported: every flag of the parser.
+
+    Returns:
+        ((problem, fix), the flag that was probably meant, None if there is no candidate).
+    """
+    if unknown.startswith(("--ft-hsdp-", "--ft-spare-", "--ft-transport")):
+        return (f"{unknown} is an option of ft run", f"give it before the script: ft run {unknown} ... SCRIPT"), None
+    meant = nearest(unknown, supported)
+    if meant is not None and difflib.SequenceMatcher(None, unknown, meant).ratio() < _ALIKE:
+        meant = None
+    return (f"unknown flag {unknown}", f"did you mean {meant}? {NVIDIAS}" if meant else NVIDIAS), meant
+
+
+def read(argv: list[str] | str, *, guesses: bool = True) -> tuple[Options | None, list[Problem], list[str]]:
     """Read a command line, and return (options, problems, doubtful flags).
 
     Args:
         argv: the command line (words, or one string).
+        guesses: whether an unknown flag is read as the one that was probably meant.
 
     Returns:
         (the options, or None if a value is rejected; the problems of single flags; flags whose values could not be
@@ -154,9 +188,12 @@ def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str
     """
     words = shlex.split(argv) if isinstance(argv, str) else list(argv)
     parser, supported = _parser()
-    explain = partial(known.explain, supported=supported)
-    prepared, notices = _prepared(words)
-    namespace, problems, doubtful = read_flags(parser, prepared, supported, explain)
+
+    def about(unknown: str) -> tuple[Problem, str | None]:
+        problem, meant = explain(unknown, supported)
+        return problem, meant if guesses else None
+
+    namespace, problems, doubtful = read_flags(parser, _prepared(words), supported, about)
     for name, given in vars(namespace).items():
         if any(value != value for value in (given if isinstance(given, list) else [given])):  # true of NaN only
             problems.append((f"--{name.replace('_', '-')} is not a number", "give a number"))
@@ -170,32 +207,7 @@ def read(argv: list[str] | str) -> tuple[Options | None, list[Problem], list[str
     problems += refused.found
     if refused.found:
         return None, problems, doubtful
-    options = Options(**concerns)
-    if options.checkpoint.use_checkpoint_args and options.checkpoint.load:
-        _take_from_checkpoint(options, Path(options.checkpoint.load))
-    options.notices = (*notices, *known.idle(options))
-    return options, problems, doubtful
-
-
-def _take_from_checkpoint(options: Options, folder: Path) -> None:
-    """Set the shape of the model and the tokenizer in ``options`` from the newest checkpoint in ``folder``, if there is
-    one.
-    """
-    from megatron.ft_trainer.checkpointing import naming, verify
-
-    newest = naming.newest_complete(verify.scan_all(options.checkpoint, folder))
-    if newest is None:
-        return
-    stored = Options.from_dict(verify.manifest_of(folder, newest).run["options"])
-    sizes = _SIZES if options.checkpoint.use_mp_args_from_checkpoint_args else ()
-    for name in (*OF_THE_MODEL, "max_position_embeddings", *sizes):
-        if hasattr(stored.core, name):
-            setattr(options.core, name, getattr(stored.core, name))
-    if options.tokenizer.vocab_size is not None:
-        stored.tokenizer.vocab_size = options.tokenizer.vocab_size
-    options.tokenizer = stored.tokenizer
-    if options.data.seq_length is None:
-        options.data.seq_length = stored.data.seq_length
+    return Options(**concerns), problems, doubtful
 
 
 def all_flags() -> list[str]:
@@ -220,7 +232,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     """Return the parser, and all its flags."""
     parser = _Parser(
         prog="pretrain_gpt.py",
-        description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings.",
+        description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings; " + NVIDIAS,
         allow_abbrev=False,
     )
     core_options.add_flags(parser)
@@ -235,26 +247,20 @@ def _topics():
     return [f for f in fields(Options) if f.name != "core"]
 
 
-def _prepared(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return (the words that are to be parsed, a sentence about each flag that has no effect).
+def _prepared(words: list[str]) -> list[str]:
+    """Return the words that are to be parsed.
 
     A list may be written in brackets, in one word or several: ``--recompute-modules "[mlp moe_act]"``.
     """
     kept: list[str] = []
-    ignored: dict[str, list[str]] = {}
     for group in groups(words):
         flag, equals, value = group[0].partition("=")
-        reason = known.without_effect(flag)
-        if reason is not None:
-            ignored.setdefault(reason, []).append(flag)
-            continue
         if flag in _list_flags() and len(group) + len(equals) > 1:
             listed = " ".join([*([value] if equals else []), *group[1:]]).strip()
             bare = listed[1:-1] if listed.startswith("[") and listed.endswith("]") else listed
             group = [flag, *bare.split()]
         kept += group
-    notices = [f"without effect here: {', '.join(dict.fromkeys(flags))} ({why})" for why, flags in ignored.items()]
-    return kept, notices
+    return kept
 
 
 @cache

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from ft.base.errors import Problem, UserError
 from ft.protection.table import problems as problems_of_protections
-from megatron.ft_trainer.arguments.batch import batch_sizes, global_batch_size
 from megatron.ft_trainer.arguments.layout import Layout, expanded, layout
 from megatron.ft_trainer.arguments.needs import GPU, TE, is_installed, needs, unmet
-from megatron.ft_trainer.arguments.training import read_schedule
+from megatron.ft_trainer.arguments.topics import batch_sizes, global_batch_size
 
 REQUIRED = {
     "core": ("num_layers", "hidden_size", "num_attention_heads"),
@@ -68,7 +67,7 @@ def examine(
     """
     found = list(_check_required(options))
     found += _check_world(options, world_size) if shapes_are_known else ()
-    without_shapes = (_check_schedule, _check_optimizer, _check_checkpoint, _check_data)
+    without_shapes = (_check_schedule, _check_optimizer, _check_data)
     if found or not shapes_are_known:
         return None, found + [problem for one in without_shapes for problem in one(options, None)]
     grid = layout(options.core, options.core.num_layers, world_size)
@@ -99,11 +98,6 @@ def _check_transport(options, grid: Layout, *, has_gpu: bool) -> Iterator[Proble
 
 def _fill_defaults(options, grid: Layout) -> None:
     """Fill in defaults that depend on other flags."""
-    t = options.training
-    if t.step_batch_size_schedule is not None:
-        steps = read_schedule(t.step_batch_size_schedule, options.data.seq_length)
-        t.step_batch_size_schedule = " ".join(f"{samples}s:{size}" for samples, size in steps)
-        t.global_batch_size = steps[-1][1]
     if options.training.global_batch_size is None:
         options.training.global_batch_size = options.training.micro_batch_size * grid.dp
     if options.core.max_position_embeddings is None:
@@ -195,7 +189,7 @@ def _check_pipeline(options, grid: Layout) -> Iterator[Problem]:
             yield "the interleaved schedule needs pipeline stages", "add --pipeline-model-parallel-size 2 or more"
         return
     chunks = grid.vpp or 1
-    if p.pipeline_model_parallel_layout or p.hybrid_layer_pattern:
+    if p.pipeline_model_parallel_layout:
         yield from _check_given_stages(options, grid)
         return
     first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
@@ -223,10 +217,7 @@ def _check_pipeline(options, grid: Layout) -> Iterator[Problem]:
 
 
 def _check_given_stages(options, grid: Layout) -> Iterator[Problem]:
-    text = options.core.pipeline_model_parallel_layout
-    if not text:
-        return
-    stages = expanded(text)
+    stages = expanded(options.core.pipeline_model_parallel_layout)
     if len(stages) % grid.pp:
         yield (
             f"--pipeline-model-parallel-layout has {len(stages)} stages for PP {grid.pp}",
@@ -324,36 +315,18 @@ def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
 
 
 def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(options.core, name, False):
-            yield (
-                f"--{name.replace('_', '-')} shards parameters in a way that this trainer neither saves nor recovers",
-                "use --use-distributed-optimizer, which shards the optimizer's state",
-            )
+    if getattr(options.core, "use_megatron_fsdp", False):
+        yield (
+            "--use-megatron-fsdp shards parameters in a way that this trainer neither saves nor recovers",
+            "use --use-distributed-optimizer, which shards the optimizer's state",
+        )
+    if options.core.tp_comm_overlap:
+        yield (
+            "--tp-comm-overlap needs buffers of Transformer Engine, which this trainer does not make",
+            "drop it, or use --nvidia-trainer, which makes them",
+        )
     if options.core.optimizer == "sgd" and options.core.use_distributed_optimizer:
         yield "--optimizer sgd has no sharded state for --use-distributed-optimizer", "drop one of them"
-
-
-def _check_checkpoint(options, grid: Layout) -> Iterator[Problem]:
-    c = options.checkpoint
-    if c.distrib_optim_fully_reshardable_mem_efficient and not options.core.create_gloo_process_groups:
-        yield (
-            "--distrib-optim-fully-reshardable-mem-efficient gathers over gloo groups, and there are none",
-            "drop --disable-gloo-process-groups",
-        )
-    if c.stored_format != "torch" or not c.save:
-        return
-    if options.core.use_distributed_optimizer and not options.core.create_gloo_process_groups:
-        yield (
-            "--ckpt-format torch gathers the optimizer's state over gloo groups, and there are none",
-            "drop --disable-gloo-process-groups",
-        )
-    if options.training.data_parallel_random_init:
-        yield (
-            "--ckpt-format torch has generator states of one data-parallel rank, and --data-parallel-random-init makes "
-            "them differ",
-            "use --ckpt-format torch_dist",
-        )
 
 
 def _check_data(options, grid: Layout) -> Iterator[Problem]:

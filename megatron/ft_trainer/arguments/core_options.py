@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ft.base.errors import Problem, UserError
-from megatron.ft_trainer.arguments import core_table, known
+from megatron.ft_trainer.arguments import core_table
 from megatron.ft_trainer.arguments.core_fields import UNKNOWN, CoreField, fields_of, installed_core
 from megatron.ft_trainer.arguments.core_table import Row
 
@@ -32,8 +32,7 @@ OF_THE_MODEL = (
     *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_router_topk_scaling_factor", "hybrid_override_pattern", "hybrid_layer_pattern"),
-    *("experimental_attention_variant",),
+    "moe_router_topk_scaling_factor",
 )
 """Options that a checkpoint's model has to have in common with the run that loads it."""
 
@@ -81,7 +80,7 @@ class CoreOptions(SimpleNamespace):
 def rows() -> tuple[Row, ...]:
     """Return all flags: those of the table, and those that follow from the fields of the installed megatron-core."""
     fields = _fields()
-    found = {r.name: r for r in core_table.ROWS if r.name in fields or not known.newer_release((*r.on, *r.off))}
+    found = {row.name: row for row in core_table.ROWS}
     for name, row in found.items():
         if not row.help and name in fields:
             found[name] = Row(**{**vars(row), "help": fields[name].help})
@@ -153,10 +152,6 @@ def spellings() -> list[str]:
 
 def _complete(o: Any) -> Iterator[Problem]:
     """Fill in the values that follow from other flags, and yield the contradictions between values."""
-    if o.use_rotary_position_embeddings:
-        o.position_embedding_type = "rope"
-    if o.use_flash_attn:
-        o.attention_backend = "flash"
     if o.recompute_activations:
         o.recompute_granularity = "selective"
     if o.num_experts == 0:
@@ -167,8 +162,6 @@ def _complete(o: Any) -> Iterator[Problem]:
             setattr(o, name, value[0])
     if o.bf16 and not o.grad_reduce_in_bf16:
         o.accumulate_allreduce_grads_in_fp32 = True
-    if o.num_layers is None and o.hybrid_layer_pattern:  # one letter a layer, | between stages, / before predictions
-        o.num_layers = len(o.hybrid_layer_pattern.split("/")[0].replace("|", ""))
     yield from _impossible_numbers(o)
     yield from _contradictions(o)
     yield from _wants(o)
@@ -209,17 +202,12 @@ def _contradictions(o: Any) -> Iterator[Problem]:
     given = [f"--{n.replace('_', '-')}" for n in ("swiglu", "squared_relu", "quick_geglu") if getattr(o, n)]
     if len(given) > 1:
         yield f"{' and '.join(given)} are all activations", "give one of them"
-    if not o.add_position_embedding and o.position_embedding_type != "rope":
-        yield "--no-position-embedding is for rotary positions only", "give --position-embedding-type none instead"
     if o.fp16 and o.bf16:
         yield "--fp16 and --bf16 were both given", "give one of them"
     if o.ddp_bucket_size and o.ddp_num_buckets:
         yield "--ddp-bucket-size and --ddp-num-buckets say the same thing", "give one of them"
-    if o.deterministic_mode and (o.use_flash_attn or o.cross_entropy_loss_fusion):
-        other = "flash attention" if o.use_flash_attn else "--cross-entropy-loss-fusion"
-        yield f"--deterministic-mode and {other} exclude each other", "drop one of them"
-    if o.cuda_graph_scope and o.cuda_graph_modules:
-        yield "--cuda-graph-scope and --cuda-graph-modules say the same thing", "give one of them"
+    if o.deterministic_mode and o.cross_entropy_loss_fusion:
+        yield "--deterministic-mode and --cross-entropy-loss-fusion exclude each other", "drop one of them"
     splits = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     given = [f"--{n.replace('_', '-')}" for n in (*splits, "pipeline_model_parallel_layout") if getattr(o, n)]
     if len(given) > 1:
@@ -238,15 +226,13 @@ def _contradictions(o: Any) -> Iterator[Problem]:
 
 def _wants(o: Any) -> Iterator[Problem]:
     """Yield a problem for each given flag that requires another flag which is not given."""
-    if o.fp16_lm_cross_entropy and not o.fp16:
-        yield "--fp16-lm-cross-entropy was given without --fp16", "add --fp16 or drop it"
     if o.recompute_granularity == "full" and not (o.recompute_method and o.recompute_num_layers):
         yield (
             "--recompute-granularity full needs to know which layers",
             "add --recompute-method uniform --recompute-num-layers 1",
         )
     shards = o.use_distributed_optimizer and o.overlap_grad_reduce
-    if o.overlap_param_gather and not (shards or o.use_megatron_fsdp or "muon" in o.optimizer):
+    if o.overlap_param_gather and not (shards or o.use_megatron_fsdp):
         yield (
             "--overlap-param-gather needs sharded parameters and overlapped reductions",
             "add --use-distributed-optimizer --overlap-grad-reduce",

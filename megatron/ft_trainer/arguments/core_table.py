@@ -1,4 +1,4 @@
-"""Table of the flags of Megatron-LM that differ from the fields of megatron-core's configuration dataclasses.
+"""Table of the flags that differ from the fields of megatron-core's configuration dataclasses.
 
 A flag normally follows from a field: ``--hidden-size`` from ``hidden_size``, ``--no-rope-fusion`` from a field that is
 True by default (see :mod:`megatron.ft_trainer.arguments.core_options`). The rows of the table are the flags that have
@@ -79,14 +79,6 @@ def _layers(node: ast.expr) -> Any:
     raise ValueError(f"it is no list of layers, or has more than {_MOST_LAYERS:,}")
 
 
-def numbers(word: str) -> tuple[int, ...]:
-    """Parse ``127,0`` or ``(127,0)``."""
-    try:
-        return tuple(int(part) for part in word.strip("()").split(","))
-    except ValueError as error:
-        raise UserError(f"{word!r} is not a list of numbers", "give them as 127,0") from error
-
-
 def stages(word: str) -> str:
     """Return a layout of pipeline stages, such as ``Et*2|(tt|)*5L``, without the backslashes of a quoting shell."""
     return word.replace("\\", "")
@@ -104,7 +96,6 @@ def _off(name: str, *flags: str) -> Row:
     return Row(name, True, "", off=flags)
 
 
-_DTYPES = ("fp32", "fp16", "bf16", "fp8")
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 
 ROWS: tuple[Row, ...] = (
@@ -117,10 +108,8 @@ ROWS: tuple[Row, ...] = (
         str,
         "learned_absolute",
         "How positions enter the model.",
-        ("learned_absolute", "rope", "yarn", "mrope", "none"),
+        ("learned_absolute", "rope", "none"),
     ),
-    _off("add_position_embedding", "--no-position-embedding"),
-    _switch("use_rotary_position_embeddings", "--use-rotary-position-embeddings", "Older spelling of rope."),
     _value("rotary_base", "--rotary-base", int, 10000, "Base of the rotary frequencies."),
     _value("rotary_percent", "--rotary-percent", float, 1.0, "Share of each head that is rotated."),
     _value(
@@ -132,31 +121,10 @@ ROWS: tuple[Row, ...] = (
     ),
     _switch("use_rope_scaling", "--use-rope-scaling", "Scale the rotary frequencies as Llama 3 does."),
     _value("rope_scaling_factor", "--rope-scaling-factor", float, 8.0, "Factor of --use-rope-scaling."),
-    _value("yarn_original_max_position_embeddings", "--yarn-original-max-position-embeddings", int, None, "For YaRN."),
-    _value("yarn_beta_fast", "--yarn-beta-fast", float, None, "For YaRN."),
-    _value("yarn_beta_slow", "--yarn-beta-slow", float, None, "For YaRN."),
-    Row(
-        "yarn_correction_range_round_to_int",
-        None,
-        "Round the range that YaRN corrects.",
-        on=("--yarn-correction-range-round-to-int",),
-        off=("--no-yarn-correction-range-round-to-int",),
-    ),
-    _value("rope_type", "--rope-type", str, None, "", ("rope", "yarn")),
     _switch("swiglu", "--swiglu", "Gated SiLU in the MLP."),
     _switch("squared_relu", "--squared-relu", "Squared ReLU in the MLP."),
     _switch("quick_geglu", "--quick-geglu", "Gated quick-GELU in the MLP."),
-    _switch("init_method_xavier_uniform", "--init-method-xavier-uniform", "Draw initial weights by Xavier's rule."),
     _switch("untie_embeddings_and_output_weights", "--untie-embeddings-and-output-weights", "Do not share weights."),
-    Row("window_size", None, "", on=("--window-size",), parse=numbers),
-    Row("window_attn_skip_freq", None, "", on=("--window-attn-skip-freq",), parse=pattern),
-    Row("no_rope_freq", None, "", on=("--no-rope-freq",), parse=pattern),
-    Row("linear_attention_freq", None, "", on=("--linear-attention-freq",), parse=pattern),
-    Row("spec", None, "Layer specification: MODULE NAME, or one word MODULE.NAME.", ("--spec",), kind=str, nargs="+"),
-    _value("hybrid_override_pattern", "--hybrid-override-pattern", str, None, "Kinds of layers of a hybrid model."),
-    _value("hybrid_layer_pattern", "--hybrid-layer-pattern", str, None, "Kinds of layers and stages, hybrid model."),
-    _value("hybrid_attention_ratio", "--hybrid-attention-ratio", float, 0.0, "Share of attention layers."),
-    _value("hybrid_mlp_ratio", "--hybrid-mlp-ratio", float, 0.0, "Share of MLP layers."),
     # multi-latent attention
     _value("q_lora_rank", "--q-lora-rank", int, None),
     _value("kv_lora_rank", "--kv-lora-rank", int, 32),
@@ -189,11 +157,8 @@ ROWS: tuple[Row, ...] = (
         str,
         None,
         "Default: Transformer Engine where it is installed and a GPU is present, else local.",
-        ("local", "transformer_engine", "inference_optimized"),
+        ("local", "transformer_engine"),
     ),
-    _switch("use_flash_attn", "--use-flash-attn", "Older spelling of --attention-backend flash."),
-    _switch("use_te_rng_tracker", "--te-rng-tracker", ""),
-    _value("tp_comm_overlap_cfg", "--tp-comm-overlap-cfg", str, None, "File that configures --tp-comm-overlap."),
     # number formats and recomputation
     _switch(
         "accumulate_allreduce_grads_in_fp32",
@@ -201,17 +166,7 @@ ROWS: tuple[Row, ...] = (
         "Accumulate and reduce gradients in fp32 (always so with bf16 unless --grad-reduce-in-bf16).",
     ),
     _switch("grad_reduce_in_bf16", "--grad-reduce-in-bf16", "Reduce gradients in bf16."),
-    _switch("fp16_lm_cross_entropy", "--fp16-lm-cross-entropy", "Leave the logits in fp16 for the loss."),
-    _switch("fp8_param_gather", "--fp8-param-gather", "Keep parameters in fp8, and gather them so."),
-    _switch("fp4_param_gather", "--fp4-param-gather", "Keep parameters in fp4, and gather them so."),
     _switch("recompute_activations", "--recompute-activations", "Older spelling of --recompute-granularity selective."),
-    _value("main_grads_dtype", "--main-grads-dtype", str, "fp32", "", ("fp32", "bf16")),
-    _value("main_params_dtype", "--main-params-dtype", str, "fp32", "", ("fp32", "fp16")),
-    _value("exp_avg_dtype", "--exp-avg-dtype", str, "fp32", "", _DTYPES),
-    _value("exp_avg_sq_dtype", "--exp-avg-sq-dtype", str, "fp32", "", _DTYPES),
-    _value("megatron_fsdp_main_params_dtype", "--megatron-fsdp-main-params-dtype", str, "fp32", "", (*_DTYPES, "auto")),
-    _value("megatron_fsdp_main_grads_dtype", "--megatron-fsdp-main-grads-dtype", str, "auto", "", (*_DTYPES, "auto")),
-    _value("megatron_fsdp_grad_comm_dtype", "--megatron-fsdp-grad-comm-dtype", str, "auto", "", (*_DTYPES, "auto")),
     # the layout
     Row("pipeline_model_parallel_layout", None, "", ("--pipeline-model-parallel-layout",), parse=stages),
     _value(
@@ -234,29 +189,13 @@ ROWS: tuple[Row, ...] = (
     _value("decoder_last_pipeline_num_layers", "--decoder-last-pipeline-num-layers", int, None, "On the last stage."),
     _off("overlap_p2p_comm", "--no-overlap-p2p-communication"),
     Row("cp_comm_type", ["p2p"], "", on=("--cp-comm-type",), kind=str, nargs="+"),
-    Row("cuda_graph_scope", None, "", on=("--cuda-graph-scope",), kind=str, nargs="+"),
-    Row("cuda_graph_modules", [], "", on=("--cuda-graph-modules",), kind=str, nargs="+"),
     # data parallelism
     Row(
         "align_grad_reduce", True, "Launch gradient reductions on all stages together.", off=("--no-align-grad-reduce",)
     ),
     _off("align_param_gather", "--no-align-param-gather"),
-    _off("gradient_reduce_div_fusion", "--no-gradient-reduce-div-fusion"),
     _value("ddp_bucket_size", "--ddp-bucket-size", int, None, "Parameters in a gradient bucket."),
     _value("ddp_num_buckets", "--ddp-num-buckets", int, None, "Gradient buckets, instead of their size."),
-    _switch("average_in_collective", "--ddp-average-in-collective", ""),
-    _switch("pad_buckets_for_high_nccl_busbw", "--ddp-pad-buckets-for-high-nccl-busbw", ""),
-    _switch("reduce_scatter_with_fp32_accumulation", "--ddp-reduce-scatter-with-fp32-accumulation", ""),
-    _switch("nccl_ub", "--use-nccl-ub", ""),
-    _switch("use_torch_fsdp2", "--use-torch-fsdp2", "Shard parameters with torch's FSDP."),
-    _value(
-        "data_parallel_sharding_strategy",
-        "--data-parallel-sharding-strategy",
-        str,
-        "no_shard",
-        "",
-        ("no_shard", "optim", "optim_grads", "optim_grads_params"),
-    ),
     # the optimizer
     _value(
         "optimizer",
@@ -264,14 +203,9 @@ ROWS: tuple[Row, ...] = (
         str,
         "adam",
         "",
-        ("adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"),
+        ("adam", "sgd"),
     ),
     _value("min_lr", "--min-lr", float, 0.0),
-    _value("muon_momentum", "--muon-momentum", float, 0.9),
-    _off("muon_split_qkv", "--muon-no-split-qkv"),
-    _off("pin_cpu_grads", "--no-pin-cpu-grads"),
-    _off("pin_cpu_params", "--no-pin-cpu-params"),
-    _value("optimizer_offload_fraction", "--optimizer-offload-fraction", float, 1.0),
     # process groups
     _switch(
         "use_tp_pp_dp_mapping", "--use-tp-pp-dp-mapping", "Order ranks TP, CP, EP, PP, DP; not TP, CP, EP, DP, PP."
@@ -284,16 +218,6 @@ ROWS: tuple[Row, ...] = (
         "Make gloo groups beside the NCCL ones.",
         off=("--disable-gloo-process-groups",),
     ),
-    _value("nccl_communicator_config_path", "--nccl-communicator-config-path", str, None, "File that configures NCCL."),
-    Row(
-        "high_priority_stream_groups",
-        [],
-        "Groups on streams of high priority.",
-        ("--high-priority-stream-groups",),
-        kind=str,
-        nargs="+",
-    ),
-    Row("local_rank", None, "Of old launchers; LOCAL_RANK counts.", ("--local-rank", "--local_rank"), kind=int),
 )
 
 WITHOUT_FLAG = frozenset(
@@ -318,6 +242,9 @@ WITHOUT_FLAG = frozenset(
         *("original_max_position_embeddings", "beta_fast", "beta_slow", "soap_shampoo_beta"),
         *("soap_precondition_frequency", "soap_use_kl_shampoo", "adaptive_muon_moment2_method"),
         *("adaptive_muon_beta2", "adaptive_muon_eps"),
+        *("use_te_rng_tracker", "nccl_ub", "average_in_collective", "pad_buckets_for_high_nccl_busbw"),
+        *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv", "pin_cpu_grads"),
+        *("pin_cpu_params", "optimizer_offload_fraction", "experimental_attention_variant", "is_hybrid_model"),
     )
 )
-"""Fields that Megatron-LM has no flag for: they follow from others, or keep their defaults."""
+"""Fields without a flag: they follow from others, keep their defaults, or are spelt otherwise by Megatron-LM."""

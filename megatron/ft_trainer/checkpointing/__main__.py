@@ -31,12 +31,12 @@ def _verify(folder: Path) -> int:
     for entry in entries:
         lines = [entry.problem] if entry.problem else []
         size = ""
-        if entry.complete and entry.verifiable:
+        if entry.complete:
             files = verify.read_manifest(folder / entry.name).files
             lines = verify.problems(folder / entry.name, files)
             size = f", {len(files)} files, {sum(f.bytes for f in files.values()) / 2**20:.1f} MiB"
         bad += bool(lines)
-        state = "BROKEN" if lines else "ok" if entry.verifiable else "no manifest, so not verified"
+        state = "BROKEN" if lines else "ok"
         print(f"{entry.name}: {state}{size}{', newest' if entry == newest else ''}")
         for line in lines:
             print(f"    {line}")

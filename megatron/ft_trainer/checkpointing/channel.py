@@ -1,25 +1,40 @@
-"""Exchanges control messages about a checkpoint between ranks, as JSON over a dedicated gloo process group.
+"""Exchanges control messages about a checkpoint between ranks, as JSON over a dedicated gloo process group, and runs
+the background work of a save, which waits for them.
 
 A rank starts the collectives of this group when its writer has finished, which is at a different step on every rank. So
 they must not be mixed with the collectives of training, whose order is the same on all ranks. The group uses gloo,
 because the messages are small.
+
+Background work is a generator, so that the training loop can advance it between steps without waiting. When it has to
+wait for an operation, it yields a :class:`Pending` object; at its end it returns its result. ``finish`` runs a
+generator to its end; :class:`Progress` runs it as far as possible without waiting.
 """
 
 import json
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ft.base import bounded_json
-from megatron.ft_trainer.checkpointing.pending import Pending, finish
 
 # Timeout of the group. A rank whose writer has finished waits in this group for the slowest rank. A slow disk is not a
 # failure, and a dead rank is detected by the collectives of training, so the timeout is far longer than either takes.
 SLOWEST_WRITE = timedelta(hours=6)
 _HEADER = 8
+
+
+class Pending(Protocol):
+    """An operation in progress that a generator waits for: a collective, a thread or a forked process."""
+
+    def done(self) -> bool:
+        """Return whether ``wait`` would return at once. Takes microseconds."""
+
+    def wait(self) -> None:
+        """Block until the operation is done."""
 
 
 class _Collective:
@@ -105,3 +120,65 @@ def _decode(data: torch.Tensor) -> Any:
     raw = data.numpy().tobytes()
     length = int.from_bytes(raw[:_HEADER], "little")
     return bounded_json.loads(raw[_HEADER : _HEADER + length], non_finite=True)
+
+
+class InThread:
+    """Runs ``function`` in a thread. ``wait`` re-raises its exception; after that ``result`` is its return value."""
+
+    def __init__(self, function: Callable[[], Any]):
+        self.result = None
+        self._error: BaseException | None = None
+
+        def run():
+            try:
+                self.result = function()
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint-commit", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class Progress:
+    """A generator in progress.
+
+    Attributes:
+        result: the generator's return value, once ``advance`` has returned True.
+    """
+
+    def __init__(self, steps: Generator[Pending, None, Any]):
+        self._steps = steps
+        self._waits_for: Pending | None = None
+        self.result = None
+
+    def advance(self, blocking: bool) -> bool:
+        """Run the generator as far as possible, or to the end if ``blocking``. Return whether it has ended."""
+        while True:
+            if self._waits_for is not None:
+                if not blocking and not self._waits_for.done():
+                    return False
+                self._waits_for.wait()
+            try:
+                self._waits_for = next(self._steps)
+            except StopIteration as stop:
+                self.result = stop.value
+                return True
+
+    def abandon(self) -> None:
+        """Close the generator at its current position. Its ``finally`` clauses run."""
+        self._steps.close()
+
+
+def finish(steps: Generator[Pending, None, Any]) -> Any:
+    """Run a generator to its end, and return its result."""
+    progress = Progress(steps)
+    progress.advance(blocking=True)
+    return progress.result

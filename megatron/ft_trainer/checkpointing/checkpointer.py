@@ -11,13 +11,11 @@ import torch.distributed as dist
 from ft.base import events
 from ft.base.errors import UserError
 from megatron.core import parallel_state
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
-from megatron.ft_trainer.checkpointing import commit, content, legacy, naming, optimizer_state, rng, verify
-from megatron.ft_trainer.checkpointing.channel import Channel
+from megatron.ft_trainer.arguments.topics import CheckpointOptions
+from megatron.ft_trainer.checkpointing import commit, content, naming, optimizer_state, rng, verify
+from megatron.ft_trainer.checkpointing.channel import Channel, Progress
 from megatron.ft_trainer.checkpointing.content import TrainState
-from megatron.ft_trainer.checkpointing.legacy import LegacyPlanning
 from megatron.ft_trainer.checkpointing.load import Loader, LoadReport
-from megatron.ft_trainer.checkpointing.pending import Progress
 from megatron.ft_trainer.checkpointing.plan import SavePlanning
 from megatron.ft_trainer.checkpointing.save import Description, Outcome, Saver
 from megatron.ft_trainer.checkpointing.writer import bytes_in_words
@@ -64,7 +62,7 @@ class Checkpointer:
         self._kept_step: int | None = None
         self.owes_a_save = self._is_last = False
         self.last_outcome: Outcome | None = None
-        self._savers: dict[bool, Saver] = self._make_savers() if options.save else {}
+        self._saver = self._make_saver(Path(options.save)) if options.save else None
 
     def save(
         self,
@@ -73,45 +71,38 @@ class Checkpointer:
         optimizer: Any,
         scheduler: Any,
         *,
-        persistent: bool = True,
         is_last: bool = False,
     ) -> bool:
         """Save the state after ``state.step`` steps.
 
         A save that fails (full disk, ...) is logged and has no other effect: training continues, and older checkpoints
         stay. With --async-save this method returns when the state is captured, and :meth:`maybe_finalize` completes the
-        save. Unless ``persistent``, the checkpoint replaces the last non-persistent one. ``is_last``: the run ends with
-        this step.
+        save. ``is_last``: the run ends with this step.
 
         Returns:
             True: the checkpoint is complete, or in progress. False: it failed, or there is no --save.
         """
-        if not self._savers:
+        if self._saver is None:
             return False
         self.maybe_finalize(blocking=True)
         self.owes_a_save, self._is_last = False, is_last
         if self._kept_step == state.step:
             return True
         started_at = time.monotonic()
-        kind = None if self._options.no_save_optim else content.optimizer_kind(optimizer, self._options)
-        with_rng = not self._options.no_save_rng
+        kind = content.optimizer_kind(optimizer, self._options.dist_ckpt_optim_fully_reshardable)
         state_dict = content.to_save(
             state,
             model,
             optimizer,
             scheduler,
             kind=kind,
-            on_first_rank=self._options.distrib_optim_fully_reshardable_mem_efficient,
-            with_rng=with_rng,
             data_parallel_random_init=self._random_init,
             optimizer_steps=max(self._channel.share(0 if kind is None else optimizer_state.steps(optimizer))),
             run=self._run,
             layout=self._layout,
-            ckpt_format=self._options.stored_format,
         )
-        grid = rng.grid(self._random_init)[0] if with_rng else None
-        description = Description(state.step, self._layout, kind, grid, self._run, self._options.stored_format)
-        started = self._savers[persistent].start(state_dict, description, started_at)
+        description = Description(state.step, self._layout, kind, rng.grid(self._random_init)[0], self._run)
+        started = self._saver.start(state_dict, description, started_at)
         del state_dict
         if isinstance(started, Outcome):
             return self._conclude(started)
@@ -142,13 +133,11 @@ class Checkpointer:
     def load(self, state: TrainState, model: list, optimizer: Any, scheduler: Any, seed: int) -> LoadReport | None:
         """Load the newest checkpoint that passes verification, or the one of --ckpt-step, into the given objects.
 
-        Checkpoints without a manifest, such as those of Megatron-LM, are loaded unverified, with a message.
-
         Args:
             state: receives the position of the run.
             model: model chunks.
-            optimizer: the optimizer.
-            scheduler: the learning-rate schedule.
+            optimizer: the optimizer; None: its state is not loaded.
+            scheduler: the learning-rate schedule, or None.
             seed: the run's seed. If the saved states of the random generators belong to another layout, the generators
                 are reseeded from the seed and the step.
 
@@ -190,7 +179,7 @@ class Checkpointer:
         answer = None
         if self._channel.rank == 0:
             try:
-                found = naming.newest_complete(verify.scan_all(self._options, Path(self._options.save)))
+                found = naming.newest_complete(verify.scan(Path(self._options.save), may_be_missing=True))
                 answer = {"found": found is not None}
             except OSError as error:
                 answer = {"error": f"--save: {error.filename or self._options.save}: {error.strerror}"}
@@ -213,8 +202,8 @@ class Checkpointer:
         self._kept_step = max((kept for kept, _, _ in said if kept is not None), default=None)
         self.owes_a_save = any(owes for _, owes, _ in said)
         self._distrusted.update(*(names for _, _, names in said))
-        for saver in self._savers.values():
-            saver.forget_plan()
+        if self._saver is not None:
+            self._saver.forget_plan()
 
     def close(self, abort: bool = False) -> None:
         """Finalize a save in progress, and release the process group.
@@ -225,13 +214,12 @@ class Checkpointer:
         if abort:
             if self._under_way is not None:
                 self._under_way.abandon()
-            self._under_way = self._channel = None
-            self._savers = {}
+            self._under_way = self._channel = self._saver = None
             return
         self.maybe_finalize(blocking=True)
         if self._channel is not None:
             self._channel.close()
-        self._channel, self._savers = None, {}
+        self._channel = self._saver = None
 
     def _advance(self, blocking: bool) -> bool:
         """Advance the save in progress. Return False if it has ended without a checkpoint."""
@@ -255,15 +243,7 @@ class Checkpointer:
                 self._observe(events.SAVE_FAILED, **place, reason=outcome.error)
         return outcome.error is None
 
-    def _make_savers(self) -> dict[bool, Saver]:
-        """Return the saver of persistent checkpoints, and with --non-persistent-ckpt-type that of the others."""
-        options = self._options
-        savers = {True: self._make_saver(Path(options.save), options.keep_last, options.save_retain_interval)}
-        if (folder := options.non_persistent_folder(options.save)) is not None:
-            savers[False] = self._make_saver(folder, 1, None)
-        return savers
-
-    def _make_saver(self, folder: Path, keep_last: int | None, retain_interval: int | None) -> Saver:
+    def _make_saver(self, folder: Path) -> Saver:
         problem = None
         if self._channel.rank == 0:
             try:
@@ -274,26 +254,19 @@ class Checkpointer:
         problem = self._channel.broadcast(problem)
         if problem is not None:
             raise UserError(*problem)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return Saver(
             folder,
             self._channel,
-            self._planning(),
+            SavePlanning(group if dist.get_world_size(group) > 1 else None),
             in_background=self._options.async_save,
-            keep_last=keep_last,
-            retain_interval=retain_interval,
+            keep_last=self._options.keep_last,
             distrusted=self._distrusted,
             log=self._log,
         )
 
-    def _planning(self) -> SavePlanning | LegacyPlanning:
-        if self._options.stored_format == legacy.FORMAT:
-            return LegacyPlanning()
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        spread = self._options.ckpt_fully_parallel_save and dist.get_world_size(group) > 1
-        return SavePlanning(group if spread else None, self._options.ckpt_assume_constant_structure)
-
     def _saves_into(self, folder: Path) -> bool:
-        return any(saver.folder.resolve() == folder.resolve() for saver in self._savers.values())
+        return self._saver is not None and self._saver.folder.resolve() == folder.resolve()
 
 
 def _message(outcome: Outcome, is_last: bool) -> str:

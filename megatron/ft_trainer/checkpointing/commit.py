@@ -1,6 +1,10 @@
-"""Rank 0's part of a save: preparing the folder, committing the checkpoint atomically, removing old ones."""
+"""Rank 0's part of a save: preparing the folder, committing the checkpoint atomically, removing old ones.
+
+The file operations at the end are atomic with respect to crashes: each is either complete and on disk, or not done.
+"""
 
 import contextlib
+import ctypes
 import os
 import shutil
 from collections.abc import Collection, Mapping
@@ -14,9 +18,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ft.base.errors import UserError
 from ft.job.replicas.host import FOLDER as LAUNCHERS
-from ft.platform import holders, shared_state
+from ft.platform import election, shared_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.ft_trainer.checkpointing import durable, naming
+from megatron.ft_trainer.checkpointing import naming
 from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest
 from megatron.ft_trainer.checkpointing.plan import index_from_json
 from megatron.ft_trainer.checkpointing.verify import checksum, scan
@@ -51,17 +55,17 @@ def occupy(folder: Path, environment: Mapping[str, str]) -> None:
     run = environment.get("FT_HSDP_RUN_DIR") or environment.get("FT_RUN_DIR")
     if run is None:
         return
-    path, mine = folder / naming.HOLDER, holders.holder(os.getppid(), Path(run))
+    path, mine = folder / naming.HOLDER, election.holder(os.getppid(), Path(run))
     try:
         shared_state.Folder(folder).create(naming.HOLDER, mine.encode())
-        other = holders.read(path)
+        other = election.read_holder(path)
         if other is not None and _is_same(other.run, run):
             return
-        if other is not None and holders.is_at_work(other, [Path(other.run), Path(other.run) / LAUNCHERS]):
+        if other is not None and election.is_at_work(other, [Path(other.run), Path(other.run) / LAUNCHERS]):
             raise UserError(
                 f"--save {folder} is in use by the run {other.run} ({other})", "give another --save, or end that run"
             )
-        holders.replace(path, mine)
+        election.write_holder(path, mine)
     except OSError as error:
         raise UserError(f"--save: {explain(error, folder)}", "give a folder that this user can write to") from error
 
@@ -95,13 +99,13 @@ def prepare(folder: Path, step: int) -> tuple[Path, int]:
     return partial, naming.next_serial(scan(folder))
 
 
-def commit(partial: Path, manifest: Manifest, metadata: Metadata | None, reports: list[dict]) -> None:
+def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]) -> None:
     """Turn the partial folder into a checkpoint by renaming it last. Until then no existing checkpoint is affected.
 
     Args:
         partial: the folder with the files of all ranks.
         manifest: the manifest without its files.
-        metadata: metadata of the whole checkpoint, without the locations of the shards; None in the format ``torch``.
+        metadata: metadata of the whole checkpoint, without the locations of the shards.
         reports: the reports of all ranks' writers, all of them successful.
 
     Raises:
@@ -109,16 +113,13 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata | None, reports
     """
     written = [file for report in reports for file in report["files"]]
     files = {file["name"]: FileRecord(file["bytes"], file["crc32"]) for file in written}
-    if metadata is not None:
-        _describe(partial, metadata, written)
-        files |= {name: checksum(partial / name) for name in _CORE_FILES}
-    for folder in {(partial / name).parent for name in files}:
-        durable.fsync_folder(folder)
-    durable.write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
-    durable.fsync_folder(partial)
+    _describe(partial, metadata, written)
+    files |= {name: checksum(partial / name) for name in _CORE_FILES}
+    write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
+    fsync_folder(partial)
     target = partial.with_name(naming.checkpoint_name(manifest.step))
     aside = partial.with_name(naming.replaced_name(partial.name))
-    durable.move_folder(partial, target, aside)
+    move_folder(partial, target, aside)
 
 
 def _describe(partial: Path, metadata: Metadata, written: list[dict]) -> None:
@@ -140,7 +141,7 @@ def track(folder: Path, step: int) -> None:
     """Write the tracker file with the newest checkpoint's step, for Megatron's tools. This project's loader does not
     need it.
     """
-    durable.replace_text(folder / naming.TRACKER, f"{step}\n")
+    replace_text(folder / naming.TRACKER, f"{step}\n")
 
 
 def discard(partial: Path) -> None:
@@ -148,9 +149,7 @@ def discard(partial: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def retire(
-    folder: Path, keep_last: int | None, distrusted: Collection[str], retain_interval: int | None = None
-) -> list[str]:
+def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> list[str]:
     """Remove checkpoints that were replaced or are not to be kept (``naming.to_remove``).
 
     Return one text for each failed removal.
@@ -159,15 +158,75 @@ def retire(
         folder: folder of the checkpoints.
         keep_last: number of checkpoints to keep; None: all.
         distrusted: names of checkpoints that failed verification.
-        retain_interval: keep only the newest, and those whose step is a multiple of this number; None: all.
     """
     failures = []
     for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
         with contextlib.suppress(OSError):
-            durable.remove_folder(folder / name, folder / name)
-    for entry in naming.to_remove(scan(folder), keep_last, distrusted, retain_interval):
+            remove_folder(folder / name, folder / name)
+    for entry in naming.to_remove(scan(folder), keep_last, distrusted):
         try:
-            durable.remove_folder(folder / entry.name, folder / naming.removed_name(entry.name))
+            remove_folder(folder / entry.name, folder / naming.removed_name(entry.name))
         except OSError as error:
             failures.append(explain(error, folder / entry.name))
     return failures
+
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def fsync_folder(folder: Path) -> None:
+    """Write the folder's entries (names, renames, removals) to disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``path`` and wait for the disk. This is not atomic: use it in folders that have no readers yet."""
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of ``path`` by ``text``, atomically."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_text(temporary, text)
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+def move_folder(source: Path, target: Path, aside: Path) -> None:
+    """Rename ``source`` to ``target``. A folder that exists there already is moved to ``aside``.
+
+    If the file system can exchange two names atomically, ``target`` exists at every moment.
+    """
+    if not target.exists():
+        os.rename(source, target)
+    elif _swap(source, target):
+        os.rename(source, aside)
+    else:
+        os.rename(target, aside)
+        os.rename(source, target)
+    fsync_folder(target.parent)
+
+
+def remove_folder(folder: Path, aside: Path) -> None:
+    """Remove ``folder``. It is renamed first, so that a partly removed folder never has its name."""
+    if folder != aside:
+        os.rename(folder, aside)
+        fsync_folder(folder.parent)
+    shutil.rmtree(aside)
+
+
+def _swap(a: Path, b: Path) -> bool:
+    """Exchange two names. Return False if kernel, C library or file system cannot do so."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    done = libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), ctypes.c_uint(_RENAME_EXCHANGE))
+    return done == 0

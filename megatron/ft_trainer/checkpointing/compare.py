@@ -34,6 +34,7 @@ SHAPING = (
     "moe_layer_freq",
     "moe_shared_expert_intermediate_size",
 )
+FORMATS = ("torch_dist", "fully_reshardable", "dp_reshardable", "replicated")
 _SHOWN = 5
 
 
@@ -68,6 +69,20 @@ def check_run(path: Path, manifest: Manifest, run: Mapping[str, Any], finetune: 
     return f"{path.name} was trained on other data than this run's; sample counts go on" if "data" in differ else None
 
 
+def check_format(path: Path, manifest: Manifest) -> None:
+    """Check that this trainer reads the formats of the checkpoint at ``path`` and of its optimizer state.
+
+    Raises:
+        UserError: it does not.
+    """
+    strange = [f for f in (manifest.ckpt_format, manifest.optimizer or "replicated") if f not in FORMATS]
+    if strange:
+        raise UserError(
+            f"{path} is in the format {strange[0]}, which this trainer does not read",
+            "save it again with the release of this project that wrote it, without --ckpt-format torch",
+        )
+
+
 def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapping[str, int]) -> str | None:
     """Return the format of the optimizer state at ``path`` (see ``content``); None if this run has no optimizer.
 
@@ -80,11 +95,12 @@ def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapp
     Raises:
         UserError: the checkpoint has no optimizer state, or the state cannot be loaded into this run's optimizer.
     """
-    stored, advice = manifest.optimizer, "add --no-load-optim to go on with a fresh optimizer"
     if ours is None:
         return None
-    if stored is None:
+    advice = "add --finetune to begin at step 0 with these weights and a fresh optimizer"
+    if manifest.optimizer is None:
         raise UserError(f"{path} holds no optimizer state", advice)
+    stored = manifest.optimizer
     if (stored == "replicated") != (ours == "replicated"):
         raise UserError(
             f"{path} holds a {stored} optimizer state, and this run's is {ours}",
@@ -98,26 +114,6 @@ def check_optimizer(path: Path, manifest: Manifest, ours: str | None, here: Mapp
             f"use the old sizes, or {advice}",
         )
     return stored
-
-
-def check_legacy_layout(path: Path, manifest: Manifest, here: Mapping[str, int]) -> None:
-    """Check that a checkpoint in the format ``torch`` has a file for each model-parallel rank of this run.
-
-    Args:
-        path: the checkpoint's folder.
-        manifest: the checkpoint's manifest.
-        here: this run's sizes ``pp``, ``tp`` and ``ep``.
-
-    Raises:
-        UserError: it has files for other ranks.
-    """
-    there = {name: manifest.layout.get(name, 1) for name in here}
-    if there != here:
-        raise UserError(
-            f"{path} is in the format torch, with a file for each rank of {sizes_in_words(there)}, "
-            f"and does not load into {sizes_in_words(here)}",
-            "use the old sizes, and --ckpt-format torch_dist for checkpoints that load into any",
-        )
 
 
 def sizes_in_words(sizes: Mapping[str, int]) -> str:
@@ -134,23 +130,12 @@ def option_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> 
     ]
 
 
-def vocabulary_fits(manifest: Manifest, run: Mapping[str, Any]) -> bool:
-    """Return whether only the padding of the vocabulary can differ between checkpoint and run.
-
-    :func:`check_run` has compared the sizes of the vocabularies, if the checkpoint has a manifest. Otherwise only the
-    padded size is known: Megatron-LM does not store the size that its tokenizer has.
-    """
-    there, here = manifest.run.get("model", {}), run.get("model", {}).get("vocab_size")
-    return here is not None and ("vocab_size" in there or here <= there.get("padded_vocab_size", 0))
-
-
-def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any], vocabulary_fits: bool) -> list[str]:
+def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
     """Return the first tensors and objects that the checkpoint lacks or holds in another shape, one line each.
 
     Args:
         wanted: sharded state dict to load.
         stored: the result of core's ``load_sharded_metadata``, by key.
-        vocabulary_fits: whether tensors that are padded along the vocabulary may differ in shape.
     """
     shapes = {s.key: tuple(s.global_shape) for s in stored.values() if isinstance(s, ShardedTensor)}
     keys = {s.key for s in stored.values()}
@@ -158,11 +143,12 @@ def tensor_differences(wanted: Mapping[str, Any], stored: Mapping[str, Any], voc
     for shard in _shards(wanted):
         if shard.key not in keys:
             found[shard.key] = f"{shard.key}: not in the checkpoint"
-        elif isinstance(shard, ShardedTensor) and shard.key in shapes:
-            padded = shard.allow_shape_mismatch and vocabulary_fits
-            if not padded and shapes[shard.key] != tuple(shard.global_shape):
-                there, here = _shape(shapes[shard.key]), _shape(shard.global_shape)
-                found[shard.key] = f"{shard.key}: {there} in the checkpoint, {here} in this run"
+            continue
+        # core allows a mismatch of tensors that are padded along the vocabulary, whose sizes check_run has compared
+        is_tensor = isinstance(shard, ShardedTensor) and not shard.allow_shape_mismatch
+        if is_tensor and shard.key in shapes and shapes[shard.key] != tuple(shard.global_shape):
+            there, here = _shape(shapes[shard.key]), _shape(shard.global_shape)
+            found[shard.key] = f"{shard.key}: {there} in the checkpoint, {here} in this run"
     return [found[key] for key in sorted(found)][:_SHOWN]
 
 

@@ -9,14 +9,21 @@ from ft.base.errors import UserError
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
-from megatron.ft_trainer.checkpointing import foreign, legacy, naming, optimizer_state, rng
+from megatron.ft_trainer.checkpointing import optimizer_state, rng
 from megatron.patches import stored_types
 
 # Megatron-LM's version number for the layout of weights inside a layer.
 _WEIGHT_LAYOUT = 3.0
 _CONTENT = "content_metadata"
-_FLOPS = "num_floating_point_operations_so_far"
+_SIZES = {
+    "world_size": "world_size",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+"""Size in a manifest's layout -> its name in the ``args`` of a checkpoint."""
 
 
 @dataclass
@@ -36,31 +43,32 @@ class TrainState:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def optimizer_kind(optimizer: Any, options: CheckpointOptions) -> str | None:
+def optimizer_kind(optimizer: Any, fully_reshardable: bool) -> str | None:
     """Return the format in which the state of ``optimizer`` is stored.
+
+    Args:
+        optimizer: core's optimizer.
+        fully_reshardable: value of --dist-ckpt-optim-fully-reshardable.
 
     Returns:
         None: the optimizer has no state; ``replicated``: it is not core's distributed optimizer;
             ``fully_reshardable``: the state can be loaded into any layout; ``dp_reshardable``: only the data-parallel
-            size may change (--no-dist-ckpt-optim-fully-reshardable); ``legacy``: the same, in the format ``torch``.
+            size may change.
     """
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return None
     if not any(isinstance(part, DistributedOptimizer) for part in optimizer_state.parts(optimizer)):
         return "replicated"
-    if options.ckpt_format == legacy.FORMAT:
-        return "legacy"
-    return "fully_reshardable" if options.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
+    return "fully_reshardable" if fully_reshardable else "dp_reshardable"
 
 
-def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str, Any]:
+def sharding_metadata(kind: str | None) -> dict[str, Any]:
     """Return the metadata from which core's ``sharded_state_dict`` methods derive the names and the format of shards.
 
     All of it except the process group is stored in the checkpoint.
 
     Args:
         kind: format of the optimizer state (see :func:`optimizer_kind`), None for no optimizer.
-        on_first_rank: whether a fully reshardable optimizer state is gathered on one rank of each data-parallel group.
     """
     metadata = {
         "singleton_local_shards": False,
@@ -70,7 +78,7 @@ def sharding_metadata(kind: str | None, on_first_rank: bool = False) -> dict[str
     if kind in ("fully_reshardable", "dp_reshardable"):
         metadata["distrib_optim_sharding_type"] = kind
     if kind == "fully_reshardable":
-        metadata["distrib_optim_fully_reshardable_mem_efficient"] = on_first_rank
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     return metadata
 
 
@@ -87,13 +95,10 @@ def to_save(
     scheduler: Any,
     *,
     kind: str | None,
-    on_first_rank: bool,
-    with_rng: bool,
     data_parallel_random_init: bool,
     optimizer_steps: int,
     run: Mapping[str, Any],
     layout: Mapping[str, Any],
-    ckpt_format: str = "torch_dist",
 ) -> dict[str, Any]:
     """Return the state dict to save. Its top-level keys are Megatron-LM's, where Megatron-LM has such a key.
 
@@ -102,21 +107,16 @@ def to_save(
         model: model chunks.
         optimizer: the optimizer.
         scheduler: the learning-rate schedule, or None.
-        kind: format of the optimizer state (see :func:`optimizer_kind`); None: it is not saved.
-        on_first_rank: see :func:`sharding_metadata`.
-        with_rng: whether to save the states of the random generators.
+        kind: format of the optimizer state (see :func:`optimizer_kind`); None: it has none.
         data_parallel_random_init: whether each data-parallel rank has its own states of the random generators.
         optimizer_steps: the step count to save, which a checkpoint stores once for all parameters: the maximum of
             :func:`optimizer_state.steps` over all ranks.
         run: information about the run; only its entry ``options`` (all options, by group) is stored here.
         layout: sizes of the parallel dimensions.
-        ckpt_format: ``torch_dist``, so that tensors and generator states are sharded, or ``torch``.
     """
-    sharded = ckpt_format != legacy.FORMAT
-    metadata = sharding_metadata(kind, on_first_rank)
+    metadata = sharding_metadata(kind)
     contents: dict[str, Any] = {
-        naming.MARK: True,
-        "args": argparse.Namespace(**_megatron_args(state, run, layout, kind, with_rng, ckpt_format)),
+        "args": argparse.Namespace(**_megatron_args(state, run, layout, kind)),
         "checkpoint_version": _WEIGHT_LAYOUT,
         "iteration": state.step,
         "consumed_train_samples": state.consumed_train_samples,
@@ -124,30 +124,17 @@ def to_save(
         "extra": _plain(state.extra),
         "options": _plain(run.get("options", {})),
     }
-    if isinstance(flops := state.extra.get(_FLOPS), int | float):
-        contents[_FLOPS] = flops
-    if sharded:
-        contents[_CONTENT] = {k: v for k, v in metadata.items() if k != "dp_cp_group"}
-        contents |= model_shards(model, metadata)
-    else:
-        contents |= {
-            _chunk_key(i, len(model)): c.state_dict_for_save_checkpoint() for i, c in enumerate(unwrap_model(model))
-        }
+    contents[_CONTENT] = {k: v for k, v in metadata.items() if k != "dp_cp_group"}
+    contents |= model_shards(model, metadata)
     if kind is not None:
         # Core cannot save a distributed optimizer before its first step. Of other optimizers it would save the moments
         # without their step count, because that is zero, and could not load them.
         optimizer_state.allocate(optimizer, DistributedOptimizer)
         with optimizer_state.counted_alike(optimizer, optimizer_steps):
-            if sharded:
-                contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
-            else:
-                contents["optimizer"] = optimizer.state_dict()
-                contents[legacy.TENSORS] = legacy.parameter_state(optimizer)
+            contents["optimizer"] = optimizer.sharded_state_dict(contents, metadata=metadata)
     if scheduler is not None:
         contents["opt_param_scheduler"] = scheduler.state_dict()
-    if with_rng:
-        states = rng.sharded(data_parallel_random_init)
-        contents[rng.KEY] = states if sharded else states.data
+    contents[rng.KEY] = rng.sharded(data_parallel_random_init)
     return contents
 
 
@@ -180,7 +167,6 @@ def apply(
     scheduler: Any,
     *,
     with_optimizer: bool,
-    ckpt_format: str = "torch_dist",
 ) -> None:
     """Load tensors into model, optimizer and schedule.
 
@@ -191,14 +177,11 @@ def apply(
         scheduler: the learning-rate schedule, or None.
         with_optimizer: whether to load the states of optimizer and schedule from ``loaded``; otherwise the optimizer
             copies its main (fp32) weights from the model's.
-        ckpt_format: format of the checkpoint.
     """
     with stored_types.in_layers():
         for i, chunk in enumerate(model):
             chunk.load_state_dict(loaded[_chunk_key(i, len(model))])
-    if with_optimizer and ckpt_format == legacy.FORMAT:
-        optimizer_state.load_legacy(optimizer, loaded["optimizer"], loaded.get(legacy.TENSORS))
-    elif with_optimizer:
+    if with_optimizer:
         optimizer_state.load(optimizer, loaded["optimizer"])
     elif optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
         optimizer.reload_model_params()
@@ -218,26 +201,18 @@ def _load_schedule(scheduler: Any, stored: dict[str, Any]) -> None:
 
 
 def apply_state(loaded: dict[str, Any], state: TrainState) -> None:
-    """Copy the position of the run from the loaded state dict into ``state``.
-
-    A checkpoint of Megatron-LM stores the numbers of samples in its ``args`` instead of top-level keys.
-    """
-    counted = {**vars(loaded.get("args", argparse.Namespace())), **loaded}
+    """Copy the position of the run from the loaded state dict into ``state``."""
     state.step = loaded["iteration"]
-    state.consumed_train_samples = counted.get("consumed_train_samples", 0)
-    state.consumed_valid_samples = counted.get("consumed_valid_samples", 0)
-    state.extra = dict(loaded.get("extra", {}))
-    if _FLOPS in loaded:
-        state.extra.setdefault(_FLOPS, loaded[_FLOPS])
+    state.consumed_train_samples = loaded["consumed_train_samples"]
+    state.consumed_valid_samples = loaded["consumed_valid_samples"]
+    state.extra = dict(loaded["extra"])
 
 
 def _chunk_key(i: int, chunks: int) -> str:
     return "model" if chunks == 1 else f"model{i}"
 
 
-def _megatron_args(
-    state: TrainState, run: Mapping, layout: Mapping, kind: str | None, with_rng: bool, ckpt_format: str
-) -> dict[str, Any]:
+def _megatron_args(state: TrainState, run: Mapping, layout: Mapping, kind: str | None) -> dict[str, Any]:
     """Return the values that Megatron-LM looks up in a checkpoint's ``args``, also with --use-checkpoint-args."""
     flat: dict[str, Any] = {}
     for name, value in run.get("options", {}).items():
@@ -246,11 +221,11 @@ def _megatron_args(
         "iteration": state.step,
         "consumed_train_samples": state.consumed_train_samples,
         "consumed_valid_samples": state.consumed_valid_samples,
-        "ckpt_format": ckpt_format,
+        "ckpt_format": "torch_dist",
         "no_save_optim": kind is None,
-        "no_save_rng": not with_rng,
+        "no_save_rng": False,
     }
-    flat |= {theirs: layout[ours] for ours, theirs in foreign.SIZES.items() if ours in layout}
+    flat |= {theirs: layout[ours] for ours, theirs in _SIZES.items() if ours in layout}
     return _plain(flat)
 
 

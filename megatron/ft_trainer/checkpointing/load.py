@@ -13,17 +13,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ft.base.errors import FallbackError, UserError
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
-from megatron.ft_trainer.checkpointing import content, legacy, naming, optimizer_state, rng, verify
+from megatron.ft_trainer.arguments.topics import CheckpointOptions
+from megatron.ft_trainer.checkpointing import content, naming, optimizer_state, rng, verify
 from megatron.ft_trainer.checkpointing.channel import Channel
 from megatron.ft_trainer.checkpointing.compare import (
-    check_legacy_layout,
+    check_format,
     check_optimizer,
     check_run,
     sizes_in_words,
     tensor_differences,
-    vocabulary_fits,
 )
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.manifest import Manifest
@@ -98,34 +96,20 @@ class Loader:
         manifest, report = found
         if (notice := check_run(report.path, manifest, self._run, self._options.finetune)) is not None:
             self._say(notice)
+        check_format(report.path, manifest)
         kind = None
-        if not (self._options.finetune or self._options.no_load_optim):
-            ours = content.optimizer_kind(optimizer, self._options)
+        if not self._options.finetune:
+            ours = content.optimizer_kind(optimizer, self._options.dist_ckpt_optim_fully_reshardable)
             kind = check_optimizer(report.path, manifest, ours, _sizes_here())
-        is_legacy = manifest.ckpt_format == legacy.FORMAT
-        if is_legacy:
-            check_legacy_layout(report.path, manifest, _sizes_here())
         shape, _, _ = rng.grid(self._random_init)
-        wants_rng = not (self._options.finetune or self._options.no_load_rng) and manifest.rng_grid is not None
-        with_rng = wants_rng and (is_legacy or shape == manifest.rng_grid)
+        wants_rng = not self._options.finetune and manifest.rng_grid is not None
+        with_rng = wants_rng and shape == manifest.rng_grid
         with _types_checked(report.path):
-            if is_legacy:
-                if kind is not None:
-                    optimizer_state.allocate(optimizer)
-                loaded = legacy.read(report.path, optimizer if kind == "legacy" else None)
-            else:
-                wanted = content.to_load(
-                    model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self._random_init
-                )
-                loaded = self._read(report.path, wanted, manifest)
-            content.apply(
-                loaded,
-                model,
-                optimizer,
-                scheduler,
-                with_optimizer=kind is not None,
-                ckpt_format=manifest.ckpt_format,
+            wanted = content.to_load(
+                model, optimizer, kind=kind, with_rng=with_rng, data_parallel_random_init=self._random_init
             )
+            loaded = self._read(report.path, wanted)
+            content.apply(loaded, model, optimizer, scheduler, with_optimizer=kind is not None)
         if not self._options.finetune:
             content.apply_state(loaded, state)
         if with_rng:
@@ -151,8 +135,6 @@ class Loader:
             manifest, bad = self._verified(entry)
             if not bad:
                 self._explain_choice(entry, rejected, tracked)
-                if not entry.verifiable:
-                    self._say(f"{entry.name} has no manifest: its files are not verified")
                 spent = time.monotonic() - started
                 path = self._folder / entry.name
                 return manifest, LoadReport(path, entry.step, manifest.layout, rejected=rejected, verify_s=spent)
@@ -160,7 +142,8 @@ class Loader:
             rejected.append(f"{entry.name}: {'; '.join(bad)}")
         raise NoUsableCheckpoint(
             f"no usable checkpoint in {self._folder}:" + "".join(f"\n    {line}" for line in rejected),
-            "restore a sound copy of one, or give a --load folder without checkpoints to start from random weights",
+            "restore a sound copy of one, or give a --load folder without checkpoints to start from random weights; "
+            "those of NVIDIA's trainer are loaded by it (--nvidia-trainer, or ft run with its checkout)",
         )
 
     def _entries(self) -> tuple[list[Entry], str | None]:
@@ -172,7 +155,7 @@ class Loader:
         answer = None
         if self._channel.rank == 0:
             try:
-                found = [vars(e) for e in verify.scan_all(self._options, self._folder)]
+                found = [vars(e) for e in verify.scan(self._folder, may_be_missing=True)]
                 answer = {"entries": found, "tracker": verify.tracked_step(self._folder)}
             except NotADirectoryError:
                 answer = {"error": f"--load {self._folder}: it is a file, not a folder"}
@@ -193,7 +176,7 @@ class Loader:
         step = self._options.ckpt_step
         if step is not None:
             chosen = sorted((e for e in entries if e.step == step), key=lambda e: not e.complete)
-            if not chosen or not (chosen[0].complete or chosen[0].manifest == "lost"):
+            if not chosen or not chosen[0].complete:
                 why = f": {chosen[0].problem}" if chosen else ""
                 steps = ", ".join(str(e.step) for e in entries if e.complete) or "none"
                 raise NoUsableCheckpoint(
@@ -209,7 +192,7 @@ class Loader:
                 )
             self._say(f"{self._folder} holds none: starting from random weights")
             return None
-        return naming.newest_first(entries) or [e for e in entries if e.manifest == "lost"][::-1]
+        return naming.newest_first(entries)
 
     def _verified(self, entry: Entry) -> tuple[Manifest | None, list[str]]:
         """Return the checkpoint's manifest, and the problems with its files. All ranks share the work."""
@@ -217,7 +200,7 @@ class Loader:
         path = self._folder / entry.name
         if self._channel.rank == 0:
             try:
-                text = verify.manifest_of(self._folder, entry).to_json()
+                text = verify.read_manifest(path).to_json()
             except (OSError, ValueError) as error:
                 bad = [f"{naming.MANIFEST}: {error}"]
         text = self._channel.broadcast(text)
@@ -227,24 +210,21 @@ class Loader:
             bad = verify.problems(path, manifest.files, names)
         return manifest, sorted(line for lines in self._channel.share(bad) for line in lines)
 
-    def _read(self, path: Path, wanted: dict, manifest: Manifest) -> dict:
+    def _read(self, path: Path, wanted: dict) -> dict:
         """Read ``wanted`` from the checkpoint, after checking that it has these tensors in these shapes."""
         strategy = load_strategy(path)
         stored = load_sharded_metadata(str(path), strategy)
         if "optimizer" in wanted and not optimizer_state.has_moments(each.key for each in stored.values()):
             wanted["optimizer"] = optimizer_state.without_moments(wanted["optimizer"])
             self._say(f"{path.name} was saved before the optimizer's first step: the optimizer begins without moments")
-        different = self._channel.share(tensor_differences(wanted, stored, vocabulary_fits(manifest, self._run)))
+        different = self._channel.share(tensor_differences(wanted, stored))
         if any(different):
             lines = dict.fromkeys(line for lines in different for line in lines)
             raise UserError(
                 f"{path} does not fit this model; the first differences:" + "".join(f"\n    {x}" for x in lines),
                 "give the options that the checkpoint was saved with, or another --load",
             )
-        if self._options.ckpt_fully_parallel_load:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            strategy = FullyParallelLoadStrategyWrapper(strategy, group)
-        return dist_checkpointing.load(wanted, str(path), strategy, strict=self._options.dist_ckpt_strictness)
+        return dist_checkpointing.load(wanted, str(path), strategy)
 
     def _explain_choice(self, entry: Entry, rejected: list[str], tracked: str | None) -> None:
         if rejected:

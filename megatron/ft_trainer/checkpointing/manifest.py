@@ -32,12 +32,12 @@ class Manifest:
         saved_at: UTC time of the save, ISO 8601.
         layout: sizes of the parallel dimensions of the run that saved it (``world_size``, ``tp``, ``pp``, ...).
         versions: versions of megatron-core and torch.
-        optimizer: format of the optimizer state (``fully_reshardable``, ``dp_reshardable``, ``legacy`` or
-            ``replicated``, see ``content.optimizer_kind``); None: the checkpoint has no optimizer state.
+        optimizer: format of the optimizer state (``fully_reshardable``, ``dp_reshardable`` or ``replicated``, see
+            ``content.optimizer_kind``); None: the checkpoint has no optimizer state.
         rng_grid: shape of the grid of random generator states (see ``rng.grid``); None: the checkpoint has none.
         run: the caller's information about the run: ``model``, ``options``, ``fingerprints``.
         files: name in the folder -> size and checksum, for every file except the manifest.
-        ckpt_format: ``torch_dist`` or ``torch``.
+        ckpt_format: ``torch_dist``.
     """
 
     step: int

@@ -6,7 +6,6 @@
     <save>/iter_0000100/                          a complete checkpoint: it gets this name last
     <save>/iter_0000200.4f0c91d2.partial/         a save in progress, or the remains of an interrupted one
     <save>/in_use_by.json                         the ``ft run`` that saves here
-    <save>/non_persistent/                        such a folder for --non-persistent-ckpt-type global
     <save>/iter_0000050.removed/                  a checkpoint that is being removed
     <save>/iter_0000200.4f0c91d2.removed/         a checkpoint that another save of the same step has replaced
 """
@@ -20,17 +19,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 HOLDER = "in_use_by.json"
 MANIFEST = "manifest.json"
 COMMON = "common.pt"
-COMMON_KEY = "common_state"
-"""Key of the content of ``COMMON`` in checkpoints that store it among the sharded objects."""
-METADATA = ".metadata"
-SHARDED = (COMMON, METADATA, "metadata.json")
-"""Files of every complete checkpoint in the format torch_dist; megatron-core writes the last one at the end."""
-LEGACY = "model_optim_rng.pt"
-"""File of each tensor-, pipeline- and expert-parallel rank in the format torch."""
-LEGACY_OPTIMIZER = "distrib_optim.pt"
-"""File beside it with the state of a distributed optimizer."""
-MARK = "saved_with_a_manifest"
-"""Key in the part of a checkpoint that is not sharded, in every checkpoint that this trainer saves."""
 
 _CHECKPOINT = re.compile(r"iter_(\d{7,})")
 _LEFTOVER = re.compile(r"iter_\d{7,}(\.[0-9a-f]+)?\.(partial|removed)")
@@ -42,33 +30,20 @@ class Entry:
     """One checkpoint found in a folder.
 
     Args:
-        name: name of the checkpoint's folder; of a non-persistent checkpoint, the absolute path.
+        name: name of the checkpoint's folder.
         step: the training step after which it was saved.
         serial: the checkpoint's position in the order of saving, from 1; None if unknown.
         problem: why the checkpoint is not complete; None if it is.
-        manifest: whether it has a manifest: ``there``; ``none``, as in a checkpoint of Megatron-LM; or ``lost``: this
-            trainer saved it with one. Such a checkpoint counts as incomplete, and is only loaded if there is no other.
-        tracked: whether the tracker file names its step.
     """
 
     name: str
     step: int
     serial: int | None = None
     problem: str | None = None
-    manifest: str = "there"
-    tracked: bool = False
 
     @property
     def complete(self) -> bool:
         return self.problem is None
-
-    @property
-    def persistent(self) -> bool:
-        return "/" not in self.name
-
-    @property
-    def verifiable(self) -> bool:
-        return self.manifest == "there"
 
 
 def checkpoint_name(step: int) -> str:
@@ -110,30 +85,9 @@ def newest_first(entries: Collection[Entry]) -> list[Entry]:
     """Return the complete checkpoints, the last saved one first.
 
     The order is that of saving, not of steps: after a rollback to step 500 of a run that had reached 1000, the
-    checkpoint of step 600 is the newest. Non-persistent checkpoints are numbered apart: they come first if the newest
-    of them has at least the step of the newest persistent one, as for Megatron-LM.
+    checkpoint of step 600 is the newest.
     """
-    kept = _by_saving([e for e in entries if e.complete and e.persistent])
-    others = _by_saving([e for e in entries if e.complete and not e.persistent])
-    if others and (not kept or others[0].step >= kept[0].step):
-        return others + kept
-    return kept + others
-
-
-def _by_saving(complete: list[Entry]) -> list[Entry]:
-    """Return the checkpoints of one folder, the last saved one first.
-
-    A checkpoint without a serial number is the newest if the tracker file names it, as for Megatron-LM, which wrote it;
-    otherwise it follows the last save of an earlier step.
-    """
-
-    def place(entry: Entry) -> tuple:
-        numbered = entry.serial is not None
-        earlier = (e.serial for e in complete if e.serial is not None and e.step <= entry.step)
-        serial = entry.serial if numbered else max(earlier, default=0)
-        return entry.tracked and not numbered, serial, not numbered, entry.step
-
-    return sorted(complete, key=place, reverse=True)
+    return sorted((e for e in entries if e.complete), key=lambda e: (e.serial or 0, e.step), reverse=True)
 
 
 def newest_complete(entries: Collection[Entry]) -> Entry | None:
@@ -146,12 +100,7 @@ def next_serial(entries: Iterable[Entry]) -> int:
     return 1 + max((e.serial for e in entries if e.serial is not None), default=0)
 
 
-def to_remove(
-    entries: Collection[Entry],
-    keep_last: int | None,
-    distrusted: Collection[str] = (),
-    retain_interval: int | None = None,
-) -> list[Entry]:
+def to_remove(entries: Collection[Entry], keep_last: int | None, distrusted: Collection[str] = ()) -> list[Entry]:
     """Return the complete checkpoints that are not to be kept, oldest first.
 
     Args:
@@ -159,11 +108,7 @@ def to_remove(
         keep_last: how many to keep, the newest; None keeps all.
         distrusted: names of checkpoints that failed verification: they do not count as kept, and they are not removed,
             so that the user can examine them.
-        retain_interval: keep only the newest, and those whose step is a multiple of this number; None keeps all.
     """
-    if keep_last is None and retain_interval is None:
+    if keep_last is None:
         return []
-    trusted = [e for e in newest_first(entries) if e.name not in distrusted]
-    if retain_interval is not None:
-        return [e for e in trusted[1:] if e.step % retain_interval][::-1]
-    return trusted[max(keep_last or 1, 1) :][::-1]
+    return [e for e in newest_first(entries) if e.name not in distrusted][max(keep_last, 1) :][::-1]

@@ -119,23 +119,6 @@ def load(optimizer: Any, loaded: Any) -> None:
         _load_distributed(part, common, tensors)
 
 
-def load_legacy(optimizer: Any, loaded: Any, tensors: list | None) -> None:
-    """Load a state of the format ``torch`` into an optimizer with distributed parts. Collective.
-
-    Args:
-        optimizer: core's optimizer.
-        loaded: what the optimizer's ``state_dict`` returned: one dict, or a list of one for each part.
-        tensors: what :func:`legacy.parameter_state` returned, as a list; None if this rank is not the first of its
-            data-parallel group.
-    """
-    states = loaded if isinstance(loaded, list) else [loaded]
-    for i, (part, state) in enumerate(zip(parts(optimizer), states, strict=True)):
-        if isinstance(part, DistributedOptimizer):
-            _load_distributed(part, {**state, "param_state_sharding_type": "legacy"}, tensors and tensors[i])
-        else:
-            part.load_state_dict(state)
-
-
 def _regrouped(part: DistributedOptimizer, saved: list[dict]) -> dict:
     """Return the state of ``part`` except its tensors, from saved optimizers that had other parameter groups.
 
@@ -161,17 +144,15 @@ def _kind(group: dict) -> dict:
 @torch.no_grad()
 def _load_distributed(part: DistributedOptimizer, common: dict, tensors: Any) -> None:
     """Load the state of one optimizer: ``common`` is the part that is not sharded, ``tensors`` the sharded part."""
-    loaders = {
-        "fully_reshardable": DistributedOptimizer.load_parameter_state_from_fully_reshardable,
-        "dp_reshardable": DistributedOptimizer.load_parameter_state_from_dp_reshardable,
-        "legacy": DistributedOptimizer.load_parameter_state_from_dp_zero,
-    }
     part.load_state_dict({key: value for key, value in common.items() if key != "param_state"})
     inner = part.optimizer
     if wraps_torch_optimizer(part):
         for of_parameter in inner.state.values():
             of_parameter.pop("step", None)
-    loaders[common["param_state_sharding_type"]](part, tensors)
+    if common["param_state_sharding_type"] == "fully_reshardable":
+        part.load_parameter_state_from_fully_reshardable(tensors)
+    else:
+        part.load_parameter_state_from_dp_reshardable(tensors)
     for group in inner.param_groups if wraps_torch_optimizer(part) else ():
         step = float(group.pop("step"))
         for parameter in group["params"]:

@@ -45,28 +45,22 @@ class Plan:
 
 
 class SavePlanning:
-    """Plans saves, and reuses earlier plans if ``constant`` allows it.
+    """Plans saves.
 
     Args:
         spread_over: data-parallel group over which the writing of replicated tensors is spread; None: the first replica
             writes.
-        constant: whether the caller guarantees that every state dict has the same keys and shapes.
     """
 
-    def __init__(self, spread_over: dist.ProcessGroup | None, constant: bool):
-        self._constant, self._spread_over = constant, spread_over
+    def __init__(self, spread_over: dist.ProcessGroup | None):
+        self._spread_over = spread_over
         self.forget()
 
     def forget(self) -> None:
         """Discard all data kept from earlier saves. Call it on all ranks if one of them has made no save."""
-        self._first = True
-        self._items: list | None = None
-        self._metadata: Metadata | None = None
-        self._spread = None
+        self._first, self._spread = True, None
         if self._spread_over is not None:
-            self._spread = FullyParallelSaveStrategyWrapper(
-                get_default_save_sharded_strategy(), self._spread_over, do_cache_distribution=self._constant
-            )
+            self._spread = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), self._spread_over)
 
     def plan(self, state_dict: dict, group: dist.ProcessGroup) -> Plan:
         """Plan the save of ``state_dict``. All ranks of ``group`` have to call it.
@@ -81,11 +75,11 @@ class SavePlanning:
         except Exception as failure:
             error = f"planning failed: {type(failure).__name__}: {failure}"
         if local is None:
-            self._agree_on_metadata(None, group)
+            _agree_on_metadata(None, group)
             return Plan([], 0, None, error)
         planner, items = local
         try:
-            metadata = self._agree_on_metadata((planner, items), group)
+            metadata = _agree_on_metadata(planner, group)
         except Exception as failure:
             return Plan([], 0, None, f"planning failed: {type(failure).__name__}: {failure}")
         self._first = False
@@ -102,20 +96,14 @@ class SavePlanning:
         elif self._first:
             validate_sharding_integrity(determine_global_metadata(sharded)[1])
 
-    def _agree_on_metadata(self, local: tuple | None, group: dist.ProcessGroup) -> Metadata | None:
-        """Return on rank 0 the metadata of the whole checkpoint, combined from every rank's plan."""
-        planner, items = local or (None, None)
-        if self._constant:
-            same = torch.tensor([int(items is not None and items == self._items)])
-            dist.all_reduce(same, op=dist.ReduceOp.MIN, group=group)
-            if same.item():
-                return self._metadata
-        self._items = items
-        plans = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(planner.plan if planner else None, plans, dst=0, group=group)
-        if plans is not None and planner is not None and None not in plans:
-            self._metadata = planner.create_global_plan(plans)[1]
-        return self._metadata
+
+def _agree_on_metadata(planner: MCoreSavePlanner | None, group: dist.ProcessGroup) -> Metadata | None:
+    """Return on rank 0 the metadata of the whole checkpoint, combined from every rank's plan."""
+    plans = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(planner.plan if planner else None, plans, dst=0, group=group)
+    if plans is None or planner is None or None in plans:
+        return None
+    return planner.create_global_plan(plans)[1]
 
 
 def index_from_json(index: list) -> MetadataIndex:

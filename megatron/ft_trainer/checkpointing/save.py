@@ -14,10 +14,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.ft_trainer.checkpointing import commit, naming
-from megatron.ft_trainer.checkpointing.channel import Channel
-from megatron.ft_trainer.checkpointing.legacy import LegacyPlanning
+from megatron.ft_trainer.checkpointing.channel import Channel, InThread, Pending
 from megatron.ft_trainer.checkpointing.manifest import Manifest
-from megatron.ft_trainer.checkpointing.pending import InThread, Pending
 from megatron.ft_trainer.checkpointing.plan import SavePlanning
 from megatron.ft_trainer.checkpointing.writer import (
     ForkedWriter,
@@ -59,7 +57,6 @@ class Description:
     optimizer: str | None
     rng_grid: list[int] | None
     run: Mapping[str, Any]
-    ckpt_format: str = "torch_dist"
 
     def manifest(self, serial: int) -> Manifest:
         versions = {"megatron-core": version("megatron-core"), "torch": torch.__version__}
@@ -72,7 +69,6 @@ class Description:
             optimizer=self.optimizer,
             rng_grid=self.rng_grid,
             run=dict(self.run),
-            ckpt_format=self.ckpt_format,
         )
 
 
@@ -87,22 +83,19 @@ class Saver:
         keep_last: number of complete checkpoints to keep; None: all.
         distrusted: names of checkpoints that failed verification; the caller may add names later.
         log: prints a message.
-        retain_interval: keep only the newest checkpoint and those whose step is a multiple of this number; None: all.
     """
 
     def __init__(
         self,
         folder: Path,
         channel: Channel,
-        planning: SavePlanning | LegacyPlanning,
+        planning: SavePlanning,
         *,
         in_background: bool,
         keep_last: int | None,
         distrusted: Collection[str],
         log: Callable[[str], None],
-        retain_interval: int | None = None,
     ):
-        self._retain_interval = retain_interval
         self.folder, self._channel, self._planning = folder, channel, planning
         self._in_background, self._keep_last, self._distrusted, self._log = in_background, keep_last, distrusted, log
 
@@ -189,7 +182,7 @@ class Saver:
         """
         try:
             commit.track(self.folder, step)
-            failures = commit.retire(self.folder, self._keep_last, self._distrusted, self._retain_interval)
+            failures = commit.retire(self.folder, self._keep_last, self._distrusted)
         except Exception as failure:
             return [explain(failure, self.folder) if isinstance(failure, OSError) else repr(failure)]
         return [f"could not remove {failure}" for failure in failures]

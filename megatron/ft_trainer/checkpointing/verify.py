@@ -1,29 +1,12 @@
 """Verifies the sizes and checksums of a checkpoint's files against its manifest. Imports no torch."""
 
 import os
-import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest, ManifestError
-from megatron.ft_trainer.checkpointing.naming import (
-    COMMON,
-    COMMON_KEY,
-    LEGACY,
-    MANIFEST,
-    MARK,
-    METADATA,
-    SHARDED,
-    TRACKER,
-    Entry,
-    step_of,
-)
-
-if TYPE_CHECKING:
-    from megatron.ft_trainer.arguments.checkpoint import CheckpointOptions
+from megatron.ft_trainer.checkpointing.naming import MANIFEST, TRACKER, Entry, step_of
 
 _BLOCK = 1 << 20
 
@@ -38,7 +21,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         text = (checkpoint / MANIFEST).read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ManifestError("there is none") from error
+        raise ManifestError("there is none, as in checkpoints of NVIDIA's trainer") from error
     except UnicodeDecodeError as error:
         raise ManifestError("it is not text") from error
     manifest = Manifest.from_json(text)
@@ -47,48 +30,24 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def manifest_of(folder: Path, entry: Entry) -> Manifest:
-    """Return the manifest of a checkpoint in ``folder``, or what the checkpoint says about itself if it has none.
+def scan(folder: Path, *, may_be_missing: bool = False) -> list[Entry]:
+    """Return every checkpoint in ``folder``, by step. Checks the manifests only.
 
-    Raises:
-        ManifestError: as for :func:`read_manifest`, or the checkpoint cannot be read.
-        OSError: the manifest cannot be read.
-    """
-    if entry.verifiable:
-        return read_manifest(folder / entry.name)
-    from megatron.ft_trainer.checkpointing.foreign import describe  # imports torch
-
-    return describe(folder / entry.name)
-
-
-def scan_all(options: "CheckpointOptions", folder: Path) -> list[Entry]:
-    """Return every checkpoint in ``folder``, and those in the folder of non-persistent checkpoints that belongs to it.
-
-    The names of the latter are absolute paths. A folder that does not exist has no checkpoints.
-
-    Raises:
-        OSError: as for :func:`scan`.
-    """
-    try:
-        entries = scan(folder)
-    except FileNotFoundError:
-        entries = []
-    also = options.non_persistent_folder(str(folder))
-    if also is not None and also.is_dir():
-        entries += [replace(e, name=str(also.absolute() / e.name)) for e in scan(also)]
-    return entries
-
-
-def scan(folder: Path) -> list[Entry]:
-    """Return every checkpoint in ``folder``, by step. Checks the manifests; of the other files, only their existence
-    where there is no manifest.
+    Args:
+        folder: folder of the checkpoints.
+        may_be_missing: whether a folder that does not exist is taken for one without checkpoints.
 
     Raises:
         OSError: the folder cannot be listed, or a manifest cannot be read.
     """
-    tracked = tracked_step(folder)
-    steps = {name: step for name in sorted(os.listdir(folder)) if (step := step_of(name)) is not None}
-    return [replace(_entry(folder / name, step), tracked=tracked == str(step)) for name, step in steps.items()]
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        if may_be_missing:
+            return []
+        raise
+    steps = {name: step for name in names if (step := step_of(name)) is not None}
+    return [_entry(folder / name, step) for name, step in steps.items()]
 
 
 def tracked_step(folder: Path) -> str | None:
@@ -102,41 +61,10 @@ def tracked_step(folder: Path) -> str | None:
 def _entry(checkpoint: Path, step: int) -> Entry:
     if not checkpoint.is_dir():
         return Entry(checkpoint.name, step, problem="it is not a folder")
-    if not (checkpoint / MANIFEST).exists():
-        return _without_manifest(checkpoint, step)
     try:
         return Entry(checkpoint.name, step, read_manifest(checkpoint).serial)
     except ManifestError as error:
         return Entry(checkpoint.name, step, problem=f"{MANIFEST}: {error}")
-
-
-def _without_manifest(checkpoint: Path, step: int) -> Entry:
-    """Return the entry of a checkpoint of Megatron-LM, or of one whose manifest is lost.
-
-    From release 0.19 on, Megatron-LM stores the part that is not sharded among the sharded objects.
-    """
-    legacy = next(checkpoint.glob(f"mp_rank_*/{LEGACY}"), None)
-    missing = [name for name in SHARDED if legacy is None and not (checkpoint / name).is_file()]
-    if missing == [COMMON] and COMMON_KEY.encode() in (checkpoint / METADATA).read_bytes():
-        missing = []
-    if missing and any(checkpoint.glob("mp_rank_*")):
-        missing = [LEGACY]
-    kind, problem = "none", None
-    if missing:
-        problem = f"{MANIFEST}: there is none, and {', '.join(missing)} is missing, too"
-    elif (legacy or checkpoint / COMMON).exists() and _is_marked(legacy or checkpoint / COMMON):
-        kind, problem = "lost", f"{MANIFEST}: there is none, although the checkpoint was saved with one"
-    return Entry(checkpoint.name, step, problem=problem, manifest=kind)
-
-
-def _is_marked(path: Path) -> bool:
-    """Return whether this trainer saved the file, and so a manifest beside it. Imports no torch."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            return MARK.encode() in archive.read(pickled)
-    except (zipfile.BadZipFile, ValueError):
-        return False
 
 
 def share_of(files: Mapping[str, FileRecord], ranks: int, rank: int) -> list[str]:

@@ -71,7 +71,6 @@ def write(folder: Path, files: list[OutputFile]) -> dict:
     for file in files:
         path = folder / file.name
         try:
-            path.parent.mkdir(exist_ok=True)
             reports.append({"name": file.name, **_write_file(path, file.parts)})
         except OSError as error:
             return {"error": explain(error, path)}

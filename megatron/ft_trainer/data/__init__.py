@@ -2,16 +2,14 @@
 
 In the order in which a run uses them:
 
-* ``sources``, ``preprocess``: files, folders and JSON lines become an indexed dataset (``P.bin``, ``P.idx``) with a
+* ``preprocess``: files, folders and JSON lines become an indexed dataset (``P.bin``, ``P.idx``) with a
 sidecar (``P.meta.json``) that records how it was made.
-* ``indexed``, ``sidecar``, ``blend``, ``checks``: find everything that is wrong with a dataset before megatron-core
-opens it.
-* ``datasets``, ``passes``, ``index_cache``, ``share``: megatron-core's datasets, with sample indices that rank 0 builds
-  once.
-* ``order``, ``streams``, ``loader``: the order of samples, and microbatches. With several replicas of the model
+* ``indexed``, ``sidecar``, ``blend``: find what is wrong with a dataset before megatron-core opens it.
+* ``datasets``, ``index_cache``: megatron-core's datasets, with sample indices that rank 0 builds once.
+* ``order``, ``loader``: the order of samples, and microbatches. With several replicas of the model
   (FT-HSDP), each replica reads a stream of its own.
 
-Preprocessing imports no torch, so that the tool and its workers start at once. For the same reason the names below are
+Preprocessing imports no torch, so that the tool starts at once. For the same reason the names below are
 imported when they are first used.
 """
 

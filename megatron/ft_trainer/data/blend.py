@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import DataOptions
+from megatron.ft_trainer.arguments.topics import DataOptions
 
 PARTS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"

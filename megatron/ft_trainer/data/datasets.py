@@ -1,23 +1,28 @@
 """Builds megatron-core's datasets for a run, such that every rank gets the same samples in the same order.
 
 Within one pass through the data, the samples and their order are those of megatron-core's
-``BlendedMegatronDatasetBuilder``; for further passes see ``passes``. The builder itself is not used, because after an
+``BlendedMegatronDatasetBuilder``; for further passes see ``order``. The builder itself is not used, because after an
 error on rank 0 the other ranks wait in a barrier for ever, and because it trusts index files that a crash has left
 incomplete. The data has three *parts*: train, validation and test.
 """
 
 import dataclasses
+import hashlib
+import json
 import math
 import os
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import numpy
+import torch
 import torch.distributed as dist
 
 import megatron.core
-from ft.base.errors import UserError
+from ft.base import bounded_json, files
+from ft.base.errors import FtError, UserError
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
@@ -27,16 +32,14 @@ from megatron.core.datasets.gpt_dataset import (
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split, normalize
-from megatron.ft_trainer.arguments.data import DataOptions
+from megatron.ft_trainer.arguments.topics import DataOptions
 from megatron.ft_trainer.data import index_cache
-from megatron.ft_trainer.data.blend import Blend, Recipe, parse_recipe
-from megatron.ft_trainer.data.checks import check_enough, check_part, check_tokens
-from megatron.ft_trainer.data.fim import fill_in_the_middle
-from megatron.ft_trainer.data.indexed import read_index
-from megatron.ft_trainer.data.passes import Passes
-from megatron.ft_trainer.data.share import from_rank_0
-from megatron.ft_trainer.data.sidecar import read_sidecar
-from megatron.ft_trainer.data.tokenizer import Tokenizer
+from megatron.ft_trainer.data.blend import PARTS, Blend, Recipe, parse_recipe
+from megatron.ft_trainer.data.indexed import Index, id_range, read_index
+from megatron.ft_trainer.data.order import Passes
+from megatron.ft_trainer.data.sidecar import Sidecar, read_sidecar
+from megatron.ft_trainer.data.temporary import temporary_name
+from megatron.ft_trainer.data.tokenizer import Tokenizer, check_made_with
 
 _WHOLE = (0.0, 1.0)
 _CACHE_NAME = "index-cache"
@@ -87,7 +90,6 @@ def build_datasets(
     def check_and_index() -> str:
         _check(data, recipe, bounds, wanted, tokenizer, root)
         identity = [megatron.core.__version__, data.seq_length, seed, recipe.split, wanted, tokenizer.fingerprint]
-        identity += ["fim"] * data.fim_data  # megatron-core names index files by the class of the dataset
         identity += [[dataclasses.astuple(b) for b in recipe.blends if b]]
         identity += [[index_cache.dataset_identity(prefix) for prefix in recipe.prefixes]]
         return index_cache.prepare(root, index_cache.cache_key(identity), build)
@@ -120,14 +122,12 @@ def _config(
         sequence_length=data.seq_length,
         path_to_cache=folder,
         tokenizer=tokenizer,
-        mmap_bin_files=data.mmap_bin_files,
-        num_dataset_builder_threads=data.num_dataset_builder_threads,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         # Attention applies a causal mask anyway; an explicit one would cost seq_length**2 bytes of memory traffic per
         # sample.
-        create_attention_mask=data.reset_attention_mask and data.create_attention_mask_in_dataloader,
+        create_attention_mask=data.reset_attention_mask,
         **source,
     )
 
@@ -156,7 +156,6 @@ def _check(data: DataOptions, recipe: Recipe, bounds, wanted, tokenizer: Tokeniz
 def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTDatasetConfig) -> tuple:
     """Return the datasets of the parts that the run takes samples from. Read or write index files in the cache."""
     opened = {}
-    kind = fill_in_the_middle(data) if data.fim_data else GPTDataset
 
     def low_level(prefix: str) -> IndexedDataset:
         if prefix not in opened:
@@ -164,7 +163,7 @@ def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTData
         return opened[prefix]
 
     def one(prefix: str, part: int, size: int | None) -> GPTDataset | Passes:
-        one_pass = _documents(kind, low_level(prefix), prefix, bounds[part], None, Split(part), config)
+        one_pass = _documents(GPTDataset, low_level(prefix), prefix, bounds[part], None, Split(part), config)
         cyclic = part == Split.train.value and data.dataloader_type == "cyclic"
         return one_pass if size is None or cyclic else Passes(one_pass, size, config.random_seed)
 
@@ -189,8 +188,7 @@ def _blended(blend: Blend, part: int, size: int, one: Callable, config: GPTDatas
         targets = [math.ceil(size * weight) for weight in weights]
         # As in megatron-core, with a surplus: a blend may take slightly more samples from a dataset than its share.
         sizes = [math.ceil(target * (1 + config.mid_level_dataset_surplus)) for target in targets]
-    with ThreadPoolExecutor(config.num_dataset_builder_threads) as pool:
-        parts = list(pool.map(lambda item: one(item[0], part, item[1]), zip(blend.prefixes, sizes, strict=True)))
+    parts = [one(prefix, part, own) for prefix, own in zip(blend.prefixes, sizes, strict=True)]
     if blend.weights:
         size = sum(targets)
     else:
@@ -218,3 +216,140 @@ def _mock_datasets(config: GPTDatasetConfig, samples: Sequence[int]) -> tuple:
         _documents(MockGPTDataset, low_level, None, bounds[part], size, Split(part), config) if size else None
         for part, size in enumerate(samples)
     )
+
+
+def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, scan_cache: str) -> None:
+    """Reject token ids outside the vocabulary, and a dataset made with another tokenizer.
+
+    A dataset's sidecar (``P.meta.json``) contains its tokenizer and its largest token id. Without a sidecar all tokens
+    are read once; the result is kept in ``scan_cache`` until the file changes.
+
+    Args:
+        index: index of the dataset.
+        sidecar: the dataset's sidecar; None if it has none.
+        tokenizer: tokenizer of the run.
+        scan_cache: folder in which the smallest and largest token id are kept.
+    """
+    if sidecar:
+        check_made_with(index.prefix, sidecar, tokenizer)
+        low, high = 0, sidecar.max_id
+    else:
+        low, high = _scan(index, scan_cache)
+    if low < 0 or high >= tokenizer.vocab_size:
+        wrong = low if low < 0 else high
+        raise UserError(
+            f"{index.prefix}.bin holds token id {wrong}, {tokenizer.kind} has ids 0 to {tokenizer.vocab_size - 1}",
+            "give the tokenizer (and --vocab-size) that the dataset was made with, or make the dataset again",
+        )
+
+
+def check_part(part: int, index: Index, bounds: Sequence[float], flag: str, seq_length: int) -> None:
+    """Reject a dataset if its documents for one part (train, validation or test) are too short for one sample.
+
+    megatron-core loops for ever on a part without tokens, and repeats a part with too few within one sample.
+
+    Args:
+        part: 0, 1 or 2 for train, valid and test.
+        index: index of the dataset.
+        bounds: the part of the documents as fractions (first, last), each in [0, 1].
+        flag: the flag that specified the part, for example "--split 969,30,1".
+        seq_length: number of tokens in a sample.
+    """
+    first, last = (round(share * float(len(index.lengths))) for share in bounds)
+    tokens = int(index.lengths[first:last].sum(dtype="int64"))
+    if tokens > seq_length:
+        return
+    raise UserError(
+        f"the {PARTS[part]} part of {index.prefix} ({flag}) gets {last - first} of {len(index.lengths)} documents, "
+        f"{tokens} tokens in all: fewer than one sample of {seq_length} + 1 tokens",
+        "give it a larger share with --split, more data, or a shorter --seq-length"
+        + ("" if part == 0 else ", or ask for no samples of it with --eval-iters 0"),
+    )
+
+
+def check_enough(part: int, flag: str, available: int, wanted: int) -> None:
+    """Reject a blend without weights that is exhausted before the run ends.
+
+    Args:
+        part: 0, 1 or 2 for train, valid and test.
+        flag: the flag that specified the blend.
+        available: number of samples that the blend has in one pass.
+        wanted: number of samples that the run takes from the blend.
+    """
+    if available < wanted:
+        raise UserError(
+            f"the {PARTS[part]} part of {flag} has {available} samples, the run takes {wanted}: "
+            "prefixes without weights are read once",
+            "give weights (weight prefix weight prefix ...), which repeat data, or fewer iterations",
+        )
+
+
+def _scan(index: Index, folder: str) -> tuple[int, int]:
+    found = os.stat(f"{index.prefix}.bin")
+    identity = [os.path.abspath(index.prefix), found.st_size, found.st_mtime_ns]
+    name = hashlib.sha256(os.path.abspath(index.prefix).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    path = os.path.join(folder, f"ids-{name}.json")
+    try:
+        known = bounded_json.loads(files.read(path))
+        if known["dataset"] == identity:
+            return known["low"], known["high"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there is no valid result of a scan: scan
+    low, high = id_range(index)
+    with suppress(OSError):  # the result only saves time in the next run
+        os.makedirs(folder, exist_ok=True)
+        with open(temporary_name(path), "w", encoding="utf-8") as file:
+            json.dump({"dataset": identity, "low": low, "high": high}, file)
+        os.replace(temporary_name(path), path)
+    return low, high
+
+
+def alone() -> bool:
+    """Return whether this rank is joining a running job, whose other ranks cannot take part in its collectives."""
+    return dist.is_initialized() and getattr(dist.group.WORLD, "is_alone", False)
+
+
+def from_rank_0(compute: Callable[[], Any]) -> Any:
+    """Return on every rank the result of ``compute`` on rank 0. All ranks of the default process group have to call it.
+
+    A rank that joins a running job (see ``alone``) calls ``compute`` itself. The result is sent as JSON, so tuples
+    arrive as lists.
+
+    Raises:
+        UserError: ``compute`` has raised a UserError; it is raised on every rank.
+        FtError: ``compute`` has raised another exception; rank 0 raises that exception, the other ranks an FtError.
+    """
+    if not dist.is_initialized() or alone():
+        return compute()
+    if dist.get_rank() != 0:
+        return _unpack(bounded_json.loads(_broadcast(b""), non_finite=True))
+    try:
+        answer = compute()
+    except UserError as error:
+        _broadcast(json.dumps({"user_error": [error.problem, error.fix]}).encode())
+        raise
+    except BaseException as error:
+        _broadcast(json.dumps({"error": repr(error)}).encode())
+        raise
+    _broadcast(json.dumps({"answer": answer}).encode())
+    return answer
+
+
+def _unpack(message: dict[str, Any]) -> Any:
+    if "user_error" in message:
+        raise UserError(*message["user_error"])
+    if "error" in message:
+        raise FtError(f"rank 0 failed: {message['error']}")
+    return message["answer"]
+
+
+def _broadcast(content: bytes) -> bytes:
+    """Broadcast ``content`` from rank 0, and return it on every rank."""
+    from megatron.patches import platform
+
+    device = platform().device
+    size = torch.tensor([len(content)], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    buffer = torch.frombuffer(bytearray(content or bytes(size.item())), dtype=torch.uint8).to(device)
+    dist.broadcast(buffer, 0)
+    return buffer.cpu().numpy().tobytes()

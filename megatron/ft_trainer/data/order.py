@@ -1,9 +1,18 @@
-"""The order of samples, as pure functions of the seed, the number of consumed samples and the rank."""
+"""The order of samples, as functions of the seed, the number of consumed samples and the rank.
+
+megatron-core shuffles all passes of a run together, so a run that is resumed with another --train-iters would continue
+with other samples. Here pass 0 is megatron-core's own single pass, and pass n > 0 has the same samples in a permutation
+that depends on the seed and n only. So the sample at a position depends only on the seed and the position.
+"""
 
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy
+import torch
+
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 
 def sample_indices(
@@ -63,3 +72,52 @@ class CyclicOrder:
                     del self._passes[old]
                 self._passes[epoch] = epoch_permutation(self.seed, epoch, self.size)
             return self._passes[epoch]
+
+
+class Passes(torch.utils.data.Dataset):
+    """The samples of ``one_pass``, repeated for as many passes as ``size`` samples need.
+
+    It has the attributes that megatron-core's ``BlendedDataset`` reads from the datasets of a blend.
+    """
+
+    def __init__(self, one_pass: MegatronDataset, size: int, seed: int):
+        self.one_pass, self.size = one_pass, size
+        self.index_split = one_pass.index_split
+        self.unique_identifiers = OrderedDict(one_pass.unique_identifiers, passes="permuted", wanted=size)
+        self._order = CyclicOrder(seed, len(one_pass))
+
+    def __len__(self) -> int:
+        return max(self.size, len(self.one_pass))
+
+    def __getitem__(self, position: int) -> dict:
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of {len(self)}")
+        if position >= len(self.one_pass):
+            [position] = self._order([position])
+        return self.one_pass[int(position)]
+
+
+_ENDLESS = 1 << 62
+
+
+class Cyclic(torch.utils.data.Dataset):
+    """An endless sequence of passes over ``one_pass``, each in its own random order (--dataloader-type cyclic).
+
+    The sequence is the same in all replicas. A ``StreamView`` (:mod:`ft.protection.streams`) of it selects the samples
+    of one replica.
+
+    Args:
+        one_pass: the dataset.
+        seed: seed of the random orders.
+    """
+
+    def __init__(self, one_pass, seed: int):
+        self.one_pass = one_pass
+        self._order = CyclicOrder(seed, len(one_pass))
+
+    def __len__(self) -> int:
+        return _ENDLESS if len(self.one_pass) else 0
+
+    def __getitem__(self, position: int):
+        [index] = self._order([position])
+        return self.one_pass[index]

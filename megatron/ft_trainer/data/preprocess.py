@@ -1,31 +1,29 @@
-"""Tokenises text into an indexed dataset, in parallel processes. The result does not depend on their number."""
+"""Tokenises text into an indexed dataset, in one process.
 
-import ctypes
+Corpora that need several are tokenised with the tool of Megatron-LM, whose datasets have the same format.
+"""
+
+import fnmatch
 import hashlib
 import json
 import math
 import os
-import signal
-import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import numpy
 
+from ft.base import bounded_json
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import TokenizerOptions
 from megatron.ft_trainer.arguments.schema import flag
+from megatron.ft_trainer.arguments.topics import TokenizerOptions
 from megatron.ft_trainer.data.indexed import FILES, IndexedWriter, token_dtype
 from megatron.ft_trainer.data.sidecar import FORMAT_VERSION, Sidecar, read_sidecar
-from megatron.ft_trainer.data.sources import BadLine, Piece, Source, documents, find_sources, units
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
 
-UNIT_BYTES = 2 << 20
+_PROBE = 8192
 
 
 @dataclass
@@ -59,9 +57,6 @@ class PreprocessOptions:
     max_mb: float | None = None
     """Stop after this many megabytes of text."""
 
-    workers: int = 1
-    """Processes that tokenise; the result is the same for any number."""
-
     skip_existing: bool = False
     """Do nothing where the dataset exists and was made from the same input, tokenizer and options."""
 
@@ -70,46 +65,52 @@ class PreprocessOptions:
             raise UserError("no --input", "give files or folders")
         if not self.output_prefix or self.output_prefix.endswith(("/", ".bin", ".idx")):
             raise UserError(f"--output-prefix is {self.output_prefix!r}", "give a path without suffix: data/corpus")
-        if self.workers < 1:
-            raise UserError(f"--workers is {self.workers}", "give at least 1")
         if self.max_mb is not None and not self.max_mb > 0:
             raise UserError(f"--max-mb is {self.max_mb}", "give more than 0")
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**32:
             raise UserError(f"--shuffle-seed is {self.shuffle_seed}", "give a number in [0, 2**32)")
 
 
-@dataclass
-class Encoded:
-    """The tokenised documents of one work unit (a list of pieces of input files).
+@dataclass(frozen=True)
+class Source:
+    """One input file.
 
     Attributes:
-        tokens: the tokens of all documents, one document after the other.
-        lengths: number of tokens of each document.
-        text_bytes: size of the text of each document in bytes.
-        skipped: number of skipped inputs by reason.
-        error: the first malformed document, at which tokenising stopped, as (source, byte at which the piece starts,
-            line in the piece, problem, fix); None if there is none.
+        path: path of the file.
+        size: size of the file in bytes.
+        mtime_ns: modification time of the file in nanoseconds.
+        named: whether the user gave this file itself, rather than a folder that contains it.
+        lines: whether each line is a document (JSON lines); otherwise the whole file is one document.
     """
 
-    tokens: numpy.ndarray
-    lengths: list[int]
-    text_bytes: list[int]
-    skipped: Counter
-    error: tuple[Source, int, int, str, str] | None = None
+    path: str
+    size: int
+    mtime_ns: int
+    named: bool
+    lines: bool
 
 
-def preprocess(
-    options: PreprocessOptions,
-    tokenizer_options: TokenizerOptions,
-    progress: Callable[[int], None] = lambda n: None,
-) -> tuple[Sidecar, Counter, bool]:
+@dataclass(frozen=True)
+class Document:
+    """A document as it was read: a whole text file, or a line of a file of JSON lines.
+
+    Attributes:
+        place: path of the file, for a line followed by its number.
+        content: the bytes of the file or of the line.
+        is_line: whether it is a line of JSON.
+    """
+
+    place: str
+    content: bytes
+    is_line: bool
+
+
+def preprocess(options: PreprocessOptions, tokenizer_options: TokenizerOptions) -> tuple[Sidecar, Counter, bool]:
     """Make the dataset ``options.output_prefix``.
 
     Args:
         options: what to read and write.
         tokenizer_options: the tokenizer's flags.
-        progress: called with the number of input bytes that were processed since the last call; the first call passes
-            minus the total number of bytes.
 
     Returns:
         (the sidecar, number of skipped inputs by reason, whether the dataset existed already).
@@ -123,10 +124,9 @@ def preprocess(
     digest = inputs_digest(sources, options, tokenizer)
     if options.skip_existing and (existing := _existing(options.output_prefix, digest)):
         return existing, Counter(), True
-    progress(-sum(s.size for s in sources))
     writer = IndexedWriter(options.output_prefix, token_dtype(tokenizer.vocab_size))
     try:
-        text_bytes, skipped = _encode_all(options, tokenizer_options, tokenizer, sources, writer, progress)
+        text_bytes, skipped = _encode(options, tokenizer, sources, writer)
         text_bytes = _select(writer, text_bytes, options)
         if not writer.lengths:
             why = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "no text"
@@ -155,6 +155,38 @@ def preprocess(
     return sidecar, skipped, False
 
 
+def find_sources(inputs: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Source]:
+    """Return the input files, in the order of ``inputs``, and by path within a folder.
+
+    Args:
+        inputs: files and folders. Folders are searched recursively; hidden files and folders, ``__pycache__`` and
+            everything that is not a regular file are left out.
+        include: globs. From a folder, only files whose relative path or name matches one of them are taken.
+        exclude: globs. From a folder, files are left out if their relative path or a component of it matches one of
+            them.
+
+    Raises:
+        UserError: an input does not exist, or there is nothing to read.
+    """
+    sources = []
+    for item in inputs:
+        if os.path.isdir(item):
+            sources += _in_folder(item, include, exclude)
+        else:
+            try:
+                sources.append(_source(item, named=True))
+                with open(item, "rb"):
+                    pass
+            except OSError as error:
+                raise UserError(f"--input {item} can't be read: {error.strerror}", "check the path") from error
+    if not sources:
+        raise UserError(
+            f"--input {' '.join(inputs)} holds no files" + (f" that match {' '.join(include)}" if include else ""),
+            "check the folder, --include and --exclude",
+        )
+    return sources
+
+
 def inputs_digest(sources: list[Source], options: PreprocessOptions, tokenizer: Tokenizer) -> str:
     """Return a SHA-256 (hex) of everything that determines the dataset, with names, sizes and times of the inputs.
 
@@ -177,54 +209,115 @@ def unigram_entropy(counts: numpy.ndarray) -> float:
     return math.fsum(-p * numpy.log(p))
 
 
-def encode(unit: list[Piece], tokenizer: Tokenizer, json_key: str, append_eod: bool) -> Encoded:
-    """Tokenise a work unit. Runs in the worker processes.
+class _NoText(Exception):
+    """A file that is not text; its message is the reason under which it is counted."""
 
-    Args:
-        unit: the pieces of input files to tokenise.
-        tokenizer: the tokenizer.
-        json_key: key of the text in a JSON line.
-        append_eod: whether to append an end-of-document token to each document.
-    """
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = numpy.array([tokenizer.eod], dtype=dtype)
-    parts, result = [], Encoded(numpy.empty(0, dtype), [], [], Counter())
-    for piece in unit:
-        line = 1
+
+def _text_of(document: Document, json_key: str) -> str:
+    content = document.content
+    if not document.is_line:
+        if b"\0" in content[:_PROBE]:
+            raise _NoText("binary")
         try:
-            for line, text in documents(piece, json_key, result.skipped):  # noqa: B007 - the handlers name it
-                ids = tokenizer.tokenize_to_array(text, dtype)
-                parts += [ids, end] if append_eod else [ids]
-                result.lengths.append(len(ids) + append_eod)
-                result.text_bytes.append(len(text.encode("utf-8", "surrogatepass")))
-        except BadLine as error:
-            result.error = (piece.source, piece.start, error.line, error.problem, "repair the line or give --json-key")
-        except (OSError, UserError, UnicodeEncodeError) as error:
-            problem, fix = getattr(error, "problem", str(error)), getattr(error, "fix", None)
-            result.error = (piece.source, piece.start, line, problem, fix or "repair or exclude the file")
-        if result.error:
-            break
-    if parts:
-        result.tokens = numpy.concatenate(parts)
-    return result
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _NoText("not UTF-8") from error
+    fix = "repair the line or give --json-key"
+    try:
+        record = bounded_json.loads(content)
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise UserError(f"not valid JSON ({error})", fix) from error
+    if not isinstance(record, dict):
+        found = type(record).__name__
+        raise UserError(f"a {found}, not a JSON object: each line has to be one document", fix)
+    if json_key not in record:
+        keys = ", ".join(map(repr, list(record)[:8])) or "none"
+        raise UserError(f"no key {json_key!r}; it has {keys}", fix)
+    text = record[json_key]
+    if not isinstance(text, str):
+        raise UserError(f"{json_key!r} is a {type(text).__name__}, not a text", fix)
+    return text
 
 
-def _encode_all(options, tokenizer_options, tokenizer, sources, writer, progress) -> tuple[list[int], Counter]:
+def _in_folder(folder: str, include: Sequence[str], exclude: Sequence[str]) -> list[Source]:
+    found = []
+    for path, folders, files in os.walk(folder):
+        folders[:] = [f for f in folders if not f.startswith(".") and f != "__pycache__"]
+        for name in files:
+            if name.startswith("."):
+                continue
+            relative = os.path.relpath(os.path.join(path, name), folder)
+            if include and not any(fnmatch.fnmatch(relative, p) or fnmatch.fnmatch(name, p) for p in include):
+                continue
+            if any(fnmatch.fnmatch(part, p) for p in exclude for part in [relative, *relative.split(os.sep)]):
+                continue
+            found.append(relative)
+    # Sort by path components, so that the order does not depend on how '/' sorts among the characters of names.
+    found.sort(key=lambda relative: relative.split(os.sep))
+    sources = []
+    for relative in found:
+        try:
+            sources.append(_source(os.path.join(folder, relative), named=False))
+        except OSError:  # a dangling link, a socket, or a file that was removed meanwhile
+            continue
+    return sources
+
+
+def _source(path: str, named: bool) -> Source:
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(0, "not a regular file", path)
+    # A .json file in a folder is more often one document than a file of JSON lines.
+    lines = path.endswith(".jsonl") or (named and path.endswith(".json"))
+    return Source(path, found.st_size, found.st_mtime_ns, named, lines)
+
+
+def _documents(sources: Iterable[Source], skipped: Counter) -> Iterator[Document]:
+    """Yield all documents. Files of a folder that cannot be read are counted in ``skipped``.
+
+    Raises:
+        UserError: a file that the user named cannot be read.
+    """
+    for source in sources:
+        try:
+            with open(source.path, "rb") as file:
+                if not source.lines:
+                    yield Document(source.path, file.read(), False)
+                    continue
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield Document(f"{source.path}:{number}", line.removesuffix(b"\n"), True)
+        except OSError as error:
+            if source.named:
+                raise UserError(f"{source.path}: {error}", "repair or exclude the file") from error
+            skipped["unreadable"] += 1
+
+
+def _encode(
+    options: PreprocessOptions, tokenizer: Tokenizer, sources: Iterable[Source], writer: IndexedWriter
+) -> tuple[list[int], Counter]:
     """Append all documents in input order. Return (size of each document's text in bytes, skipped inputs by reason)."""
     text_bytes, skipped, total = [], Counter(), 0
+    end = [tokenizer.eod] if options.append_eod else []
     # If the order is the input's, documents beyond the limit need not be read.
     limit = options.max_mb * 1e6 if options.max_mb and options.shuffle_seed is None else math.inf
-    with _mapper(options, tokenizer_options, tokenizer) as ordered_map:
-        for unit, encoded in ordered_map(units(sources, UNIT_BYTES)):
-            if encoded.error:
-                raise _located(*encoded.error)
-            writer.append(encoded.tokens, encoded.lengths)
-            text_bytes += encoded.text_bytes
-            skipped += encoded.skipped
-            total += sum(encoded.text_bytes)
-            progress(sum(piece.end - piece.start for piece in unit))
-            if total >= limit:
-                break
+    for document in _documents(sources, skipped):
+        try:
+            text = _text_of(document, options.json_key)
+            if not text.strip():
+                raise _NoText("empty")
+            ids = tokenizer.tokenize_to_array(text, writer.dtype)
+        except _NoText as reason:
+            skipped[str(reason)] += 1
+            continue
+        except (UserError, UnicodeEncodeError) as error:
+            problem, fix = getattr(error, "problem", str(error)), getattr(error, "fix", None)
+            raise UserError(f"{document.place}: {problem}", fix or "repair or exclude the file") from error
+        writer.append(numpy.concatenate([ids, numpy.array(end, writer.dtype)]), [len(ids) + len(end)])
+        text_bytes.append(len(text.encode("utf-8", "surrogatepass")))
+        total += text_bytes[-1]
+        if total >= limit:
+            break
     return text_bytes, skipped
 
 
@@ -269,62 +362,3 @@ def _existing(prefix: str, digest: str) -> Sidecar | None:
     except UserError:  # an unreadable sidecar: make the dataset again
         return None
     return sidecar if sidecar and sidecar.inputs_digest == digest else None
-
-
-def _located(source: Source, start: int, line: int, problem: str, fix: str) -> UserError:
-    """Return the error of a piece that begins at byte ``start``, with the line number counted from the file's start."""
-    if not source.lines:
-        return UserError(f"{source.path}: {problem}", fix)
-    with open(source.path, "rb") as file:
-        before, left = 0, start
-        while left:
-            block = file.read(min(left, 1 << 20))
-            before, left = before + block.count(b"\n"), left - len(block)
-    return UserError(f"{source.path}:{before + line}: {problem}", fix)
-
-
-@contextmanager
-def _mapper(options: PreprocessOptions, tokenizer_options: TokenizerOptions, tokenizer: Tokenizer) -> Iterator:
-    """Yield a function that maps work units to (unit, Encoded) in order, in this process or in worker processes."""
-    if options.workers == 1:
-        yield lambda all_units: ((u, encode(u, tokenizer, options.json_key, options.append_eod)) for u in all_units)
-        return
-    start = (tokenizer_options, os.getpid())
-    with ProcessPoolExecutor(options.workers, initializer=_start_worker, initargs=start) as pool:
-        try:
-            yield partial(_map_in_workers, pool, options)
-        except BrokenProcessPool as error:
-            raise UserError("a worker was killed, most likely for lack of memory", "give fewer --workers") from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _map_in_workers(pool: ProcessPoolExecutor, options, all_units: Iterable[list[Piece]]) -> Iterator:
-    # Limited, so that results do not fill the memory when the workers are faster than the disk.
-    window = deque()
-    for unit in all_units:
-        window.append((unit, pool.submit(_encode_in_worker, unit, options.json_key, options.append_eod)))
-        if len(window) > 2 * options.workers:
-            first, future = window.popleft()
-            yield first, future.result()
-    for unit, future in window:
-        yield unit, future.result()
-
-
-_worker_tokenizer: Tokenizer | None = None
-
-
-def _start_worker(tokenizer_options: TokenizerOptions, parent: int) -> None:
-    global _worker_tokenizer
-    if sys.platform == "linux":
-        # A worker must not outlive a killed parent: it would wait for work for ever.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = build_tokenizer(tokenizer_options)
-
-
-def _encode_in_worker(unit: list[Piece], json_key: str, append_eod: bool) -> Encoded:
-    return encode(unit, _worker_tokenizer, json_key, append_eod)

@@ -17,7 +17,7 @@ import numpy
 
 from ft.base import bounded_json
 from ft.base.errors import UserError
-from megatron.ft_trainer.arguments.data import OF_CORE, TokenizerOptions
+from megatron.ft_trainer.arguments.topics import OF_CORE, TokenizerOptions
 from megatron.ft_trainer.data.sidecar import Sidecar, read_sidecar
 
 NO_TOKEN = -1
@@ -62,10 +62,6 @@ class Tokenizer:
     def detokenize(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""
         raise NotImplementedError
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of one token, special or not; None: the vocabulary does not have it."""
-        return None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -145,7 +141,7 @@ class HuggingFaceTokenizer(Tokenizer):
     otherwise they are looked up by their usual names.
     """
 
-    def __init__(self, model: str, *, adds_special_tokens: bool = False):
+    def __init__(self, model: str):
         file = _tokenizer_file(model)
         self.model = str(Path(model).absolute())
         self._tokenizer = _load_hf(file)
@@ -161,54 +157,46 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod = eod
         pad = _first_id(vocabulary, [named.get("pad_token"), *_PAD_NAMES])
         self.pad = NO_TOKEN if pad is None or pad == eod else pad
-        self._file, self._adds_special_tokens = file, adds_special_tokens
+        self._file = file
 
     def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=self._adds_special_tokens).ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
-
-    def token_id(self, token: str) -> int | None:
-        return self._tokenizer.token_to_id(token)
 
     def _segmentation(self):
         # Read from the file rather than the library, whose serialisation changes between versions. Post-processing,
         # truncation and padding have no effect on encoding without special tokens.
         content = bounded_json.loads(self._file.read_text(encoding="utf-8"))
-        parts = ["model", "normalizer", "pre_tokenizer", "added_tokens"]
-        if self._adds_special_tokens:
-            parts.append("post_processor")
-        return {part: content.get(part) for part in parts}
+        return {part: content.get(part) for part in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
 
 
 class CoreTokenizer(Tokenizer):
-    """A tokenizer of megatron-core's library: GPT2BPETokenizer, SentencePiece, TikTokenizer, ...
+    """A tokenizer of megatron-core's library, with the library's defaults.
+
+    Args:
+        options: flags of the tokenizer.
+        kind: GPT2BPETokenizer, SentencePieceTokenizer, ..., a key of ``OF_CORE``.
+        model: path of its file; None for a GPT2BPETokenizer, which has two.
 
     Raises:
         UserError: its files or its package are missing, or megatron-core cannot read the files.
     """
 
     def __init__(self, options: TokenizerOptions, kind: str, model: str | None):
-        from megatron.core import package_info
         from megatron.core.tokenizers import MegatronTokenizer
-        from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
 
         self._kind, self.model = kind, str(Path(model).absolute()) if model else None
         self._files = [file for file in (model, options.vocab_file, options.merge_file) if file is not None]
         for file in self._files:
             if not Path(file).exists():
                 raise UserError(f"no tokenizer file at {file}", "check --tokenizer-model, --vocab-file, --merge-file")
-        if OF_CORE[kind] not in TOKENIZER_MAPPING_LIBRARIES:
-            raise UserError(
-                f"megatron-core {package_info.__version__} has no {kind}",
-                "install a newer megatron-core, or another type",
-            )
         self._given = _given_to_core(options, kind)
         try:
             self._tokenizer = MegatronTokenizer.from_pretrained(
                 tokenizer_path=kind if OF_CORE[kind] == "megatron" else model,
-                metadata_path=options.tokenizer_metadata or {"library": OF_CORE[kind]},
+                metadata_path={"library": OF_CORE[kind]},
                 **self._given,
             )
             self.vocab_size, self.eod = self._tokenizer.vocab_size, self._tokenizer.eod
@@ -230,9 +218,6 @@ class CoreTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         return self._tokenizer.detokenize([int(i) for i in ids])
 
-    def token_id(self, token: str) -> int | None:
-        return self._tokenizer._tokenizer.tokens_to_ids([token])[0]
-
     def _segmentation(self):
         digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in self._files if Path(file).is_file()]
         return [digests, {name: value for name, value in self._given.items() if not name.endswith("_file")}]
@@ -240,23 +225,13 @@ class CoreTokenizer(Tokenizer):
 
 def _given_to_core(options: TokenizerOptions, kind: str) -> dict:
     """Return the arguments, except the file, from which megatron-core's library creates a tokenizer."""
-    special = options.tokenizer_special_tokens
     if kind == "GPT2BPETokenizer":
         files = {"vocab_file": options.vocab_file, "merges_file": options.merge_file}
-        asked = {
-            "use_fast": options.tokenizer_hf_use_fast,
-            "include_special_tokens": options.tokenizer_hf_include_special_tokens,
-        }
-        given = {name: value for name, value in asked.items() if value}  # the defaults differ between releases
-        trusts = options.trust_remote_code
-        return {**files, **given, "additional_special_tokens": special or [], "trust_remote_code": trusts}
+        return {**files, "additional_special_tokens": [], "trust_remote_code": False}
     if kind == "TikTokenizer":
-        given = {"pattern": options.tiktoken_pattern, "vocab_size": options.vocab_size, "special_tokens": special}
-        found = {name: value for name, value in given.items() if value is not None}
-        return {**found, "num_special_tokens": options.tiktoken_num_special_tokens}
-    if kind == "SFTTokenizer":
-        return {"prompt_format": options.sft_tokenizer_prompt_format}
-    return {"special_tokens": special, "legacy": options.tokenizer_sentencepiece_legacy}
+        size = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
+        return {**size, "num_special_tokens": 1000}
+    return {"special_tokens": None, "legacy": False}
 
 
 def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] = ()) -> Tokenizer:
@@ -341,7 +316,7 @@ def _build(kind: str, options: TokenizerOptions, sidecar: Sidecar | None) -> Tok
     model = options.tokenizer_model or (sidecar.tokenizer_model if sidecar else None)
     if kind != "HuggingFaceTokenizer" or model is None:
         raise UserError(f"the dataset was made with {kind}", "add --tokenizer-model with its file, or make it again")
-    return HuggingFaceTokenizer(model, adds_special_tokens=options.tokenizer_hf_include_special_tokens)
+    return HuggingFaceTokenizer(model)
 
 
 def _named(tokenizer: Tokenizer) -> str:

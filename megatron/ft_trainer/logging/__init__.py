@@ -1,1 +1,1 @@
-"""Logging of a run: ``runlog`` writes it, the other modules compute values, ``quiet`` silences dependencies."""
+"""Logging of a run: ``runlog`` writes it, ``figures`` computes values, ``quiet`` silences dependencies."""

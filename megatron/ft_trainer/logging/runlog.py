@@ -4,7 +4,6 @@ Only the last rank writes, because it is on the last pipeline stage and so has t
 """
 
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from ft.base.errors import UserError
 from ft.record.metrics import MetricsFile
-from megatron.ft_trainer.arguments.logging import LoggingOptions
+from megatron.ft_trainer.arguments.topics import LoggingOptions
 
 
 @dataclass
@@ -132,10 +131,7 @@ class RunLog(AbstractContextManager):
             return
         perplexity = math.exp(min(20.0, loss))
         self.line(f" {name} loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | ")
-        scalars = {f"lm loss {name}": loss}
-        if self._options.log_validation_ppl_to_tensorboard:
-            scalars[f"lm loss {name} ppl"] = perplexity
-        self._write_scalars(scalars, step)
+        self._write_scalars({f"lm loss {name}": loss}, step)
 
     def line(self, text: str) -> None:
         """Print one line on the terminal, above the progress bar if there is one."""
@@ -155,7 +151,7 @@ class RunLog(AbstractContextManager):
             self._wandb.log(given, step=step)
 
     def _scalars(self, report: StepReport) -> dict[str, float | None]:
-        scalars: dict[str, float | None] = {
+        return {
             "lm loss": report.loss,
             "learning-rate": report.lr,
             "grad-norm": report.grad_norm,
@@ -166,17 +162,9 @@ class RunLog(AbstractContextManager):
             "num-zeros": report.num_zeros,
             "params-norm": report.params_norm,
             "load_balancing_loss": report.load_balancing_loss,
+            "loss-scale": report.loss_scale,
             **report.of_protections,
         }
-        if self._options.log_loss_scale_to_tensorboard:
-            scalars["loss-scale"] = report.loss_scale
-        if self._options.log_world_size_to_tensorboard:
-            scalars["world-size"] = int(os.environ.get("WORLD_SIZE", "1"))
-        if self._options.log_memory_to_tensorboard:
-            import torch
-
-            scalars["mem-allocated-bytes"] = torch.cuda.memory_allocated()
-        return scalars
 
 
 def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> str:
@@ -216,7 +204,7 @@ def _open_tensorboard(options: LoggingOptions):
     except ImportError as error:
         raise UserError("--tensorboard-dir needs TensorBoard", "pip install tensorboard") from error
     try:
-        return SummaryWriter(options.tensorboard_dir, max_queue=options.tensorboard_queue_size)
+        return SummaryWriter(options.tensorboard_dir, max_queue=1000)
     except OSError as error:
         raise UserError(
             f"--tensorboard-dir {options.tensorboard_dir} cannot be written: {error}", "give a writable folder"
@@ -224,17 +212,13 @@ def _open_tensorboard(options: LoggingOptions):
 
 
 def _open_wandb(options: LoggingOptions, config: Mapping[str, Any] | None):
-    """Return a run of Weights & Biases. WANDB_MODE=offline keeps its figures in files."""
+    """Return a run of Weights & Biases. It reads WANDB_ENTITY, and WANDB_MODE=offline keeps its figures in files."""
     try:
         import wandb
     except ImportError as error:
         raise UserError("--wandb-project needs Weights & Biases", "pip install wandb") from error
-    folder = Path(options.wandb_save_dir or "wandb")
-    folder.mkdir(parents=True, exist_ok=True)
     return wandb.init(
-        dir=str(folder),
         name=options.wandb_exp_name,
         project=options.wandb_project,
-        entity=options.wandb_entity,
         config=dict(config or {}),
     )

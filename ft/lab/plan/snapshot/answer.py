@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ft.lab.plan.snapshot.loss import Failures, Risk, formula_1, risk
 from ft.lab.plan.snapshot.shards import Shard
-from ft.platform.topology import NODE
+from ft.platform.slurm import NODE
 from ft.state.placement.assign import place
 from ft.state.placement.problems import find_problems
 

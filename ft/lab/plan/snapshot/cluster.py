@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy
 
 from ft.base.errors import UserError
-from ft.platform.topology import NODE, Topology
+from ft.platform.slurm import NODE, Topology
 from megatron.ft_trainer.arguments.layout import Layout
 
 

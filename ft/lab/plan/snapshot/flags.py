@@ -13,7 +13,7 @@ from ft.lab.plan.snapshot.cluster import data_parallel_groups, nodes_of, seats, 
 from ft.lab.plan.snapshot.loss import Failures
 from ft.lab.plan.snapshot.shards import even, from_flags, shards
 from ft.platform import slurm
-from ft.platform.topology import NODE, read_topology
+from ft.platform.slurm import NODE, read_topology
 from megatron.ft_trainer.arguments import Layout, Options, layout, parse
 
 GB = 1e9

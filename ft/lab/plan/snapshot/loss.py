@@ -29,7 +29,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ft.platform.topology import NODE
+from ft.platform.slurm import NODE
 
 Where = Mapping[int, Mapping[str, str]]
 Component = tuple[str, str]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ft.lab.plan.snapshot.answer import MONTH, Answer
 from ft.lab.plan.snapshot.flags import Plan
-from ft.platform.topology import NODE
+from ft.platform.slurm import NODE
 from ft.show.text import left_out
 
 LEFT_OUT = left_out(

@@ -1,1 +1,1 @@
-"""The functions of the checks: each takes a :class:`~ft.lab.selftest.values.Context` and returns (text, measured)."""
+"""The functions of the checks: each takes a :class:`~ft.lab.selftest.table.Context` and returns (text, measured)."""

@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from ft.lab.reproducibility.cases import cases
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.reproducibility.probe import Probe, cases
+from ft.lab.selftest.table import Context, Failed, Measured
 from ft.show.text import count
 from ft.systems.dmr.digest import backend, digest
 from megatron import patches
@@ -75,7 +75,6 @@ def _rate(device: torch.device) -> float:
 
 def reproducible(context: Context) -> tuple[str, Measured]:
     """Train the models of ``ft dmr selftest``, as many as the time allows, and execute every operator again."""
-    from ft.lab.reproducibility.probe import Probe
     from ft.lab.reproducibility.steps import watch
     from megatron.ft_trainer.logging.quiet import quieten
     from megatron.patches.manifest import WITH_DMR

@@ -7,7 +7,7 @@ import threading
 import time
 
 from ft.lab.selftest.ranks import devices
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.selftest.table import Context, Failed, Measured
 from ft.platform import processes
 from ft.show.text import seconds
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ft.base.errors import EpochClosed, FtError
 from ft.lab.selftest.ranks import TOKEN, Crew, Member, Rank, devices
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.selftest.table import Context, Failed, Measured
 from ft.net.store import StoreConnection
 from ft.show.text import seconds
 from ft.state.groups.backends import NcclConnector, interrupt_together, wrap

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 from ft.base import bounded_json
-from ft.lab.selftest.checks.store import of_all_nodes
-from ft.lab.selftest.values import Context, Failed, Measured, Skipped
+from ft.lab.selftest.table import Context, Failed, Measured, Skipped
 from ft.show.text import count, seconds
 
 _ONE_NODE = "this is one node: nothing to compare it with"
@@ -28,7 +27,7 @@ _CLOCK_FIX = (
 
 def ports(context: Context) -> tuple[str, Measured]:
     """Let every node listen at a port of its choice, and connect from every node to all others."""
-    store = of_all_nodes(context)
+    store = context.store_of_all_nodes()
     if store is None:
         raise Skipped(_ONE_NODE)
     listener = socket.create_server(("", 0), backlog=1024)
@@ -73,7 +72,7 @@ def _reach(host: str, port: int) -> float | str:
 
 def clocks(context: Context) -> tuple[str, Measured]:
     """Measure how far each node's clock is from that of node 0, as NTP does: by the fastest of several exchanges."""
-    store = of_all_nodes(context)
+    store = context.store_of_all_nodes()
     if store is None:
         raise Skipped(_ONE_NODE)
     limit = timedelta(seconds=context.limit_s / 2)

@@ -10,7 +10,7 @@ import torch
 from ft.base import bounded_json
 from ft.base.errors import FtError
 from ft.lab.selftest.ranks import TOKEN, Crew, Rank, devices
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.selftest.table import Context, Failed, Measured
 from ft.systems.hsdp.ring import Ring, RingOptions
 
 _MEMBERS, _LIMIT_S = 3, 60.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.selftest.table import Context, Failed, Measured
 from ft.show.text import seconds
 from ft.state.snapshot.buffers import Slot
 from ft.state.snapshot.copier import Copier, Plan, tables_of
@@ -27,7 +27,6 @@ class _Copy:
     Attributes:
         gb_s: gigabytes per second of the fastest copy, checksums included.
         blocks_s: seconds for which the call that starts that copy blocks the training thread.
-        seconds: duration of that copy.
     """
 
     gb_s: float

@@ -9,8 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from ft.job.control.timeouts import Timeouts
-from ft.lab.selftest.checks.store import of_all_nodes
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.selftest.table import Context, Failed, Measured
 from ft.platform import election
 from ft.show.text import seconds
 
@@ -102,7 +101,7 @@ def _times(act: Callable[[], None]) -> list[float]:
 
 def _seen(context: Context) -> Measured:
     """Return how many seconds after node 0 has renewed a lease the other nodes see it; nothing with one node."""
-    store = of_all_nodes(context)
+    store = context.store_of_all_nodes()
     if store is None:
         return {}
     folder, limit = Path(context.run_dir) / "storage-0", timedelta(seconds=context.limit_s)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ft.base import events
 from ft.base.checkout import CHECKOUT
 from ft.lab.selftest.ranks import devices, shared_gpu
-from ft.lab.selftest.values import Context, Failed, Measured, Skipped
+from ft.lab.selftest.table import Context, Failed, Measured, Skipped
 from ft.platform.network import free_port
 from ft.platform.supervisor import command
 from ft.record.recoveries import REPLACED, Recovery, recoveries
@@ -190,7 +190,7 @@ def _visible(number: int) -> str:
 
 
 def _start(words: list[str], out: Path, environment: dict[str, str]) -> subprocess.Popen:
-    line = command("ft.lab.selftest.launch", words, os.getpid(), ignores_signals=False)
+    line = command("ft.cli", words, os.getpid(), ignores_signals=False)
     with open(out, "ab") as file:
         return subprocess.Popen(
             line,

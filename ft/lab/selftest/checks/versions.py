@@ -9,8 +9,7 @@ import sys
 from datetime import timedelta
 
 from ft.base import bounded_json
-from ft.lab.selftest.checks.store import of_all_nodes
-from ft.lab.selftest.values import Context, Failed, Measured
+from ft.lab.selftest.table import Context, Failed, Measured
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "triton", "numpy", "mpi4py")
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVTE_", "GLOO_")
@@ -101,7 +100,7 @@ def _compare(context: Context, mine: Measured) -> None:
     Raises:
         Failed: something differs.
     """
-    store = of_all_nodes(context)
+    store = context.store_of_all_nodes()
     if store is None:
         return
     mine = {**mine, "ft": sys.modules["ft"].__file__, "executable": sys.executable}

@@ -81,7 +81,7 @@ class Spent(Protocol):
         """Note that an operator is about to be launched, which takes ``us`` microseconds according to the plan."""
 
     def closes(self) -> None:
-        """Note that no further operator is launched in this window."""
+        """End the window: no further operator is executed again in it."""
 
 
 class HostTime:

@@ -1,0 +1,484 @@
+"""The options that are not megatron-core's, one dataclass per topic, and what follows from the sizes of the batch."""
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+from ft.base.errors import UserError
+from megatron.ft_trainer.arguments.schema import flag
+
+
+@dataclass
+class TrainingOptions:
+    """training"""
+
+    micro_batch_size: int | None = None
+    """Samples in one forward on one data-parallel rank."""
+
+    global_batch_size: int | None = None
+    """Samples in a step over all data-parallel ranks. Default: micro batch x DP."""
+
+    rampup_batch_size: list[int] | None = flag(None, on="--rampup-batch-size")
+    """START INCREMENT SAMPLES: grow the global batch from START in steps of INCREMENT over SAMPLES samples."""
+
+    train_iters: int | None = None
+    """Steps to train for."""
+
+    train_samples: int | None = None
+    """Samples to train for, instead of --train-iters."""
+
+    exit_interval: int | None = None
+    """Save and stop at the first step that this divides."""
+
+    exit_duration_in_mins: float | None = None
+    """Save and stop after this many minutes."""
+
+    exit_signal_handler: bool = flag(True, on="--exit-signal-handler", off="--no-exit-signal-handler")
+    """Let --exit-signal end the run at the end of a step, with a checkpoint."""
+
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
+    """The signal that does so; a second one ends the process at once."""
+
+    seed: int = 1234
+    """Seed of weights, data order and dropout."""
+
+    data_parallel_random_init: bool = False
+    """Draw different weights on every data-parallel rank (they are made equal by the first broadcast)."""
+
+    check_for_nan_in_loss_and_grad: bool = True
+    """Look for NaN and infinity in loss and gradients."""
+
+    enable_experimental: bool = False
+    """Allow what megatron-core calls experimental."""
+
+    def __post_init__(self):
+        for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}", "give at least 1")
+        if self.train_iters and self.train_samples:
+            raise UserError("--train-iters and --train-samples were both given", "give one of them")
+        if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
+            raise UserError(
+                f"--rampup-batch-size got {len(self.rampup_batch_size)} numbers", "give START INCREMENT SAMPLES"
+            )
+        if self.rampup_batch_size is not None and self.train_iters:
+            raise UserError(
+                "--rampup-batch-size counts in samples, --train-iters in steps", "use --train-samples instead"
+            )
+
+    @property
+    def exit_signum(self) -> signal.Signals:
+        return signal.Signals[self.exit_signal]
+
+
+@dataclass
+class EvaluationOptions:
+    """validation"""
+
+    eval_iters: int = 100
+    """Batches in one evaluation; 0: none."""
+
+    eval_interval: int | None = None
+    """Steps between evaluations. Default: only at the end."""
+
+    eval_global_batch_size: int | None = None
+    """Samples in a batch of an evaluation. Default: --global-batch-size."""
+
+    skip_train: bool = False
+    """Evaluate the loaded model and stop."""
+
+    def __post_init__(self):
+        if self.eval_iters < 0:
+            raise UserError(f"--eval-iters is {self.eval_iters}", "give 0 or more")
+        if self.eval_interval is not None and self.eval_interval < 1:
+            raise UserError(f"--eval-interval is {self.eval_interval}", "give at least 1")
+
+
+@dataclass
+class ScheduleOptions:
+    """learning rate and weight decay"""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay."""
+
+    lr_decay_iters: int | None = None
+    """Steps of decay. Default: --train-iters."""
+
+    lr_decay_samples: int | None = None
+    """Samples of decay, with --train-samples."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the annealing of WSD."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Steps of that annealing."""
+
+    lr_wsd_decay_samples: int | None = None
+    """Samples of that annealing."""
+
+    lr_warmup_fraction: float | None = None
+    """Share of the decay length spent warming up."""
+
+    lr_warmup_iters: int = 0
+    """Steps of linear warm-up."""
+
+    lr_warmup_samples: int = 0
+    """Samples of linear warm-up, with --train-samples."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate the warm-up starts from."""
+
+    start_weight_decay: float | None = None
+    """Weight decay at the start. Default: --weight-decay."""
+
+    end_weight_decay: float | None = None
+    """Weight decay at the end. Default: --weight-decay."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the way between them."""
+
+    override_opt_param_scheduler: bool = flag(
+        False, on=["--override-opt-param-scheduler", "--override-opt_param-scheduler"]
+    )
+    """On resuming take the schedule from the flags, not from the checkpoint."""
+
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, on=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"]
+    )
+    """On resuming take the schedule from the checkpoint, whatever the flags say."""
+
+    def __post_init__(self):
+        if self.lr_warmup_fraction is not None:
+            if self.lr_warmup_iters or self.lr_warmup_samples:
+                raise UserError("the warm-up was given twice, as fraction and as length", "give one of them")
+            if not 0 <= self.lr_warmup_fraction < 1:
+                raise UserError(f"--lr-warmup-fraction is {self.lr_warmup_fraction}", "give a share in [0, 1)")
+        if self.weight_decay_incr_style == "constant" and (
+            self.start_weight_decay is not None or self.end_weight_decay is not None
+        ):
+            raise UserError(
+                "--start-weight-decay / --end-weight-decay have no meaning with a constant weight decay",
+                "add --weight-decay-incr-style linear or cosine",
+            )
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            raise UserError(
+                "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other",
+                "give one of them",
+            )
+        if self.lr_decay_style == "WSD" and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
+            raise UserError("--lr-decay-style WSD needs the length of its annealing", "add --lr-wsd-decay-iters N")
+
+
+OF_CORE = {
+    "GPT2BPETokenizer": "megatron",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
+}
+"""Value of --tokenizer-type -> name of the library in megatron-core's tokenizers that reads its files."""
+
+TOKENIZERS = ("ByteLevelTokenizer", "HuggingFaceTokenizer", "NullTokenizer", *OF_CORE)
+
+
+@dataclass
+class DataOptions:
+    """data and dataloader"""
+
+    data_path: list[str] | None = None
+    """Indexed dataset prefix, or a blend: weight prefix weight prefix ... (or prefixes alone, weighted by size)."""
+
+    split: str | None = None
+    """Comma-separated shares of documents for train, valid and test, e.g. 969,30,1."""
+
+    train_data_path: list[str] | None = None
+    """Blend for training only; with it give --valid-data-path and --test-data-path and no --data-path."""
+
+    valid_data_path: list[str] | None = None
+    """Blend for validation only."""
+
+    test_data_path: list[str] | None = None
+    """Blend for testing only."""
+
+    data_cache_path: str | None = None
+    """Folder for the sample indices; default: a cache folder beside the data."""
+
+    mock_data: bool = False
+    """Train on synthetic samples; needs no data path."""
+
+    seq_length: int | None = None
+    """Tokens in a sample."""
+
+    num_workers: int = 2
+    """Threads that read samples ahead of the training loop; 0 reads inside it."""
+
+    reset_position_ids: bool = False
+    """Start position ids afresh after every end-of-document token."""
+
+    reset_attention_mask: bool = False
+    """Let no token attend across an end-of-document token."""
+
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+
+    dataloader_type: Literal["single", "cyclic"] | None = None
+    """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
+
+    def __post_init__(self):
+        per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
+        if self.data_path and any(per_split):
+            raise UserError(
+                "--data-path and --train/valid/test-data-path were both given",
+                "use --data-path with --split, or one path per split",
+            )
+        if self.split and any(per_split):
+            raise UserError("--split has no meaning with one data path per split", "drop --split")
+        if self.mock_data and (self.data_path or any(per_split)):
+            raise UserError("--mock-data was given together with data paths", "drop one of them")
+        if self.seq_length is not None and self.seq_length < 1:
+            raise UserError(f"--seq-length is {self.seq_length}", "give at least 1")
+
+
+@dataclass
+class TokenizerOptions:
+    """tokenizer"""
+
+    tokenizer_type: Literal[TOKENIZERS] | None = None
+    """ByteLevelTokenizer (256 bytes + special tokens), HuggingFaceTokenizer (a local tokenizers file), NullTokenizer
+    (token ids are numbers), or one of megatron-core's library. Default: what the dataset was made with; with
+    --vocab-file and --merge-file GPT2BPETokenizer, else ByteLevelTokenizer."""
+
+    tokenizer_model: str | None = None
+    """File of the tokenizer, or folder of a HuggingFaceTokenizer."""
+
+    vocab_file: str | None = None
+    """Vocabulary of a GPT2BPETokenizer."""
+
+    merge_file: str | None = None
+    """Merges of a GPT2BPETokenizer."""
+
+    vocab_size: int | None = None
+    """Size of the vocabulary before padding; needed by NullTokenizer, checked against the others."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    padded_vocab_size: int | None = None
+    """Padded vocabulary size to use instead of computing it."""
+
+    def __post_init__(self):
+        if self.tokenizer_type == "HuggingFaceTokenizer" and not self.tokenizer_model:
+            raise UserError("HuggingFaceTokenizer needs its file", "add --tokenizer-model /path/to/tokenizer.json")
+        if self.tokenizer_type == "NullTokenizer" and not self.vocab_size:
+            raise UserError("NullTokenizer needs the number of token ids", "add --vocab-size N")
+        if self.tokenizer_type is None and self.vocab_file and self.merge_file:
+            self.tokenizer_type = "GPT2BPETokenizer"
+        if self.tokenizer_type == "GPT2BPETokenizer" and not (self.vocab_file and self.merge_file):
+            raise UserError("GPT2BPETokenizer needs its files", "add --vocab-file FILE --merge-file FILE")
+        if self.tokenizer_type in OF_CORE and self.tokenizer_type != "GPT2BPETokenizer" and not self.tokenizer_model:
+            raise UserError(f"{self.tokenizer_type} needs its file", "add --tokenizer-model FILE")
+
+
+AUTO: Literal["auto"] = "auto"
+"""Value of ``save_interval`` until the plan of the run is known."""
+
+
+def _steps_or_auto(word: str) -> int | Literal["auto"]:
+    return AUTO if word == AUTO else int(word)
+
+
+@dataclass
+class CheckpointOptions:
+    """checkpointing"""
+
+    save: str | None = None
+    """Folder in which checkpoints are written."""
+
+    save_interval: int | Literal["auto"] | None = flag(
+        None, on=["--save-interval", "--persistent-save-interval"], parse=_steps_or_auto
+    )
+    """Steps between checkpoints; auto: as the plan of a SPARe run says (ft run --ft-spare-plan)."""
+
+    keep_last: int | None = None
+    """Complete checkpoints to keep; older ones are removed after a newer one is complete. Default: keep all."""
+
+    load: str | None = None
+    """Folder to resume from: the newest complete checkpoint that verifies, or --ckpt-step."""
+
+    ckpt_step: int | None = None
+    """Load the checkpoint of this step and no other."""
+
+    exit_on_missing_checkpoint: bool = False
+    """Stop if --load holds no checkpoint, rather than starting from random weights."""
+
+    finetune: bool = False
+    """Load the weights only and start at step 0."""
+
+    async_save: bool = False
+    """Write checkpoints from a forked process while training goes on."""
+
+    dist_ckpt_optim_fully_reshardable: bool = flag(
+        True, on="--dist-ckpt-optim-fully-reshardable", off="--no-dist-ckpt-optim-fully-reshardable"
+    )
+    """Store the distributed optimizer so that it loads into any TP x PP x DP (off: only DP may change, but saving is
+    faster)."""
+
+    def __post_init__(self):
+        if self.save_interval not in (None, AUTO) and self.save_interval < 1:
+            raise UserError(f"--save-interval is {self.save_interval}", "give at least 1")
+        if self.keep_last is not None and self.keep_last < 1:
+            raise UserError(f"--keep-last is {self.keep_last}", "keep at least 1 checkpoint")
+        if self.ckpt_step is not None and self.load is None:
+            raise UserError("--ckpt-step was given without --load", "add --load FOLDER")
+
+
+@dataclass
+class LoggingOptions:
+    """logging"""
+
+    log_interval: int = 100
+    """Steps between lines on the terminal."""
+
+    progress_bar: bool = False
+    """Show a progress bar with loss and tokens/s instead of a line every --log-interval steps."""
+
+    metrics_file: str | None = None
+    """Append one JSON object per step: step, loss, grad_norm, lr, consumed_samples, step_time_s, tokens_per_s, ..."""
+
+    log_params_norm: bool = False
+    """Log the norm of the parameters."""
+
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard's event files."""
+
+    tensorboard_log_interval: int = 1
+    """Steps between TensorBoard points."""
+
+    logging_level: int | None = flag(None, on="--logging-level")
+    """Level of Python's logging for megatron-core (10 debug ... 40 error). Default: errors only."""
+
+    wandb_project: str | None = None
+    """Project of Weights & Biases that gets the run's figures."""
+
+    wandb_exp_name: str | None = None
+    """The run's name there."""
+
+    def __post_init__(self):
+        for name in ("log_interval", "tensorboard_log_interval"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}", "give at least 1")
+        if self.wandb_project and not self.wandb_exp_name:
+            raise UserError("--wandb-project needs a name of the run", "add --wandb-exp-name NAME")
+
+
+@dataclass
+class FaultToleranceOptions:
+    """fault tolerance"""
+
+    ft_hot_swap: bool = False
+    """Snapshot every step in memory and let a standby take a dead worker's place. Start with ft run."""
+
+    ft_snapshot_peers: int = 1
+    """Workers that hold a copy of each optimizer shard, on other nodes and in other failure domains than its own and
+    each other's (ft run --topology): how many nodes may die in one step. 0, with --ft-checkfree: no copies."""
+
+    ft_snapshot_strict: bool = False
+    """End the run at its start, instead of warning, when copies cannot be placed in failure domains of their own."""
+
+    ft_evict_stragglers: float | None = None
+    """Let a standby replace a rank whose own work takes persistently this many times as long as that of the ranks with
+    the same work, such as 1.2. Without it, a slow rank is named and keeps its place."""
+
+    ft_transport: Literal["tcp", "mpi"] = "tcp"
+    """What snapshots and recoveries go over; for mpi start ft run, which reads this too, with mpirun --with-ft ulfm."""
+
+    ft_dmr: Literal["naive", "piggyback"] | None = None
+    """Execute every operator twice and compare: naive: at once; piggyback: what is recomputed anyway with its
+    recomputation, the rest at once. A mismatch redoes the step."""
+
+    ft_dmr_plan: str | None = None
+    """The same by a plan of ft dmr plan, which moves second executions into windows in which a rank would wait."""
+
+    ft_dmr_unstable: str | None = None
+    """A file of ft dmr selftest --out: operators that are not reproducible here, and are left unchecked."""
+
+    ft_dmr_retries: int = 2
+    """How often a step that was computed wrongly is taken once more before a rank is blamed and its node evicted."""
+
+    ft_dmr_inject: list[str] = flag([], repeats=True)
+    """Bit flips on purpose, as of ft run --inject: bit-flip@step=3:rank=1:operator=mm:phase=backward (ft faults)."""
+
+    ft_dmr_profile: str | None = None
+    """Train a few steps, write a profile for ft dmr plan into this file, and end; nothing else is written. What ft dmr
+    profile adds to a run's command."""
+
+    ft_checkfree: bool = False
+    """Rebuild a pipeline stage that is lost with all its peer copies from the stages beside it (a middle stage), rather
+    than begin again from the last checkpoint."""
+
+    ft_checkfree_strategy: Literal["weighted", "uniform", "copy", "random"] = "weighted"
+    """What a lost stage is made from: its neighbours averaged, weighted by their gradient norms or not, a copy of the
+    previous one, or fresh parameters."""
+
+    ft_checkfree_norms: Literal["raw", "clipped"] = "raw"
+    """The gradient norms that neighbours are weighted by: as they are, or at most --clip-grad each."""
+
+    ft_checkfree_lr_factor: float = 1.1
+    """A rebuilt stage's learning rate is that of the others times this; further failures do not compound."""
+
+    ft_checkfree_lr_decay_iters: int = 0
+    """Steps over which that factor falls back to 1; 0: it stays."""
+
+    ft_checkfree_plus: bool = False
+    """As --ft-checkfree, and train half of the microbatches with the first two and the last two stages swapped, so that
+    the first or the last stage can be rebuilt from its neighbour, too."""
+
+    ft_checkfree_most_in_flight: int | None = None
+    """With --ft-checkfree-plus: microbatches whose activations a stage may hold at once; without it the schedule with
+    the smallest bubbles is taken (ft plan schedule shows what each holds)."""
+
+    @property
+    def intercepts_operators(self) -> bool:
+        """Return whether DMR intercepts every operator, in order to execute it twice or to profile it."""
+        return self.ft_dmr is not None or self.ft_dmr_plan is not None or self.ft_dmr_profile is not None
+
+    @property
+    def rebuilds_stages(self) -> bool:
+        """Return whether a pipeline stage that is lost on all ranks is rebuilt from its neighbours."""
+        return self.ft_checkfree or self.ft_checkfree_plus
+
+
+def global_batch_size(options: TrainingOptions, consumed_samples: int) -> int:
+    """Return the number of samples in the step that begins after ``consumed_samples``.
+
+    With a ramp (START INCREMENT SAMPLES), the batch grows by INCREMENT at equal distances in samples, and reaches the
+    full size after SAMPLES.
+    """
+    if options.rampup_batch_size is None:
+        return options.global_batch_size
+    start, increment, ramp_samples = options.rampup_batch_size
+    rungs = (options.global_batch_size - start) // increment
+    if consumed_samples > ramp_samples or rungs == 0:
+        return options.global_batch_size
+    return min(start + int(consumed_samples / (ramp_samples / rungs)) * increment, options.global_batch_size)
+
+
+def batch_sizes(options: TrainingOptions) -> set[int]:
+    """Return all global batch sizes of the run."""
+    if options.rampup_batch_size is not None:
+        start, increment, _ = options.rampup_batch_size
+        return set(range(start, options.global_batch_size + 1, increment))
+    return {options.global_batch_size}
+
+
+def train_steps(options: TrainingOptions) -> int:
+    """Return the number of steps of the whole run; 0 if it has no length (--skip-train)."""
+    if options.train_iters is not None or options.train_samples is None:
+        return options.train_iters or 0
+    steps = consumed = 0
+    if options.rampup_batch_size is None:
+        return options.train_samples // options.global_batch_size
+    while consumed <= options.rampup_batch_size[2] and consumed < options.train_samples:
+        consumed += global_batch_size(options, consumed)
+        steps += 1
+    return steps + max(options.train_samples - consumed, 0) // options.global_batch_size
