@@ -6,6 +6,9 @@ There is one subcommand for each question.
 from ft.base.subcommands import add_group
 
 _SUBCOMMANDS = (
+    "ft.lab.plan.goodput.buy",
+    "ft.lab.plan.goodput.views",
+    "ft.lab.plan.goodput.exact",
     "ft.lab.plan.disruption.commands",
     "ft.lab.plan.snapshot.commands",
     "ft.lab.plan.policy.commands",

@@ -23,8 +23,9 @@ NEVER = 1e30
 """A time in seconds, or a number of steps, that is not reached."""
 SPARE, AWAY = -1, -2
 """In ``State.unit_of``: the node is a standby, or in repair."""
-NO_MEMORY, COPIES, NEIGHBOURS = range(3)
-"""What a job keeps in memory: nothing, peer copies of snapshots, or these and CheckFree's stages beside a lost one."""
+NO_MEMORY, COPIES, NEIGHBOURS, ENDS_TOO = range(4)
+"""What restores a lost node: nothing in memory, peer copies of snapshots, or these and CheckFree's stages beside a lost
+one, which rebuild those in the middle, or the first and the last one, too."""
 LOST, HELD, REBUILT = range(3)
 """Whether the state of the lost nodes is in memory: no, yes, or only as an estimate from the stages beside it."""
 
@@ -397,10 +398,11 @@ def kept(o: Options, s: State) -> int:
             held = held or s.is_gone[o.holders[slot * copies + j]] == 0
         if held:
             continue
-        if o.whole[MEMORY] != NEIGHBOURS:
-            return LOST
         answer = REBUILT
         stage = slot * o.whole[STAGES] // slots
+        is_end = stage == 0 or stage == o.whole[STAGES] - 1
+        if o.whole[MEMORY] < (ENDS_TOO if is_end else NEIGHBOURS):
+            return LOST
         for j in range(s.whole[GONE]):
             other = s.gone[j] * o.whole[STAGES] // slots
             if stage - other == 1 or other - stage == 1:

@@ -32,11 +32,17 @@ from ft.systems.spare.ruler import largest_redundancy, ruler
 CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
 """Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
 _SEARCH, _FINAL = {"numba": 4000, "interpreted": 400}, {"numba": 60_000, "interpreted": 4000}
-_STATE = MAIN + MOMENTS["adam"]
+STATE = MAIN + MOMENTS["adam"]
+"""Bytes of main weights and optimizer state of a parameter."""
+STATE_BYTES = STATE + 6
+"""The same with the 16-bit weights and 32-bit gradients."""
 JUMP, MADE_GOOD, ABOVE, EXPONENT, SLOWDOWN = 0.0164, 500.0, 0.949, 0.28, 0.045
 """CheckFree's cost of a rebuild: the loss jumps by ``JUMP``, which shrinks to 1/e in ``MADE_GOOD`` steps, on a power
 law of the loss with ``EXPONENT`` that is ``ABOVE`` its limit; CheckFree+ needs ``SLOWDOWN`` more steps. JUMP and
 SLOWDOWN are fitted to two cells of CheckFree's table 2 (10 % an hour)."""
+COPIED = 0.035
+"""Jump of the loss when CheckFree+ copies the first or last stage from its neighbour, as a part of ``JUMP``. On a small
+model the jumps were 0.03-0.10 after swap training, and 1.6-2.1 without."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +131,12 @@ class Row:
         """Return the bytes of host memory of a node for snapshots and copies, two steps of each."""
         nodes = asked.nodes / self.protection.units
         has = HOT_SWAP in self.protection.names
-        return 2.0 * (1 + self.protection.copies) * _STATE * asked.params / nodes if has else 0.0
+        return 2.0 * (1 + self.protection.copies) * STATE * asked.params / nodes if has else 0.0
 
     def network(self, asked: Scenario) -> float:
         """Return the bytes per second that a node sends for copies."""
         nodes = asked.nodes / self.protection.units
-        return self.protection.copies * _STATE * asked.params / nodes / asked.step_time
+        return self.protection.copies * STATE * asked.params / nodes / asked.step_time
 
     def caught(self) -> float:
         """Return the share of silent corruptions that are found."""
@@ -170,12 +176,14 @@ def replica_gpus(asked: Scenario) -> int:
     """Return the fewest GPUs that hold a replica of the model, with optimizer state, in whole nodes."""
     if asked.replica_gpus:
         return asked.replica_gpus
-    needed = asked.params * (_STATE + 6) / 40e9
+    needed = asked.params * STATE_BYTES / 40e9
     return max(asked.gpus_per_node, 2 ** math.ceil(math.log2(max(1.0, needed))))
 
 
 def units_of(asked: Scenario, least: int = 2, most: int = 64) -> list[int]:
     """Return the numbers of replicas into which whole nodes can be divided, each large enough for the model."""
+    if asked.replicas:
+        return [asked.replicas] if least <= asked.replicas <= 20_000 else []
     nodes, each = asked.nodes, -(-replica_gpus(asked) // asked.gpus_per_node)
     return [n for n in range(least, min(most, nodes // each) + 1) if nodes % n == 0]
 
@@ -261,7 +269,8 @@ def options(asked: Scenario, protection: Protection, interval: float) -> engine.
     after = follows(tuple(name for name in names if name not in (CHECKPOINTS, FEWER)))
     in_memory = after["a node is lost, a standby is there"] in (rungs.STANDBY, rungs.CHECKFREE)
     rebuilds = STAGES in names and (units == 1)
-    whole[engine.MEMORY] = engine.NEIGHBOURS if rebuilds else engine.COPIES if in_memory else engine.NO_MEMORY
+    neighbours = engine.ENDS_TOO if SWAPPED in names else engine.NEIGHBOURS
+    whole[engine.MEMORY] = neighbours if rebuilds else engine.COPIES if in_memory else engine.NO_MEMORY
     whole[engine.K] = protection.copies
     lost = np.arange(units + 1)
     pace, gain, patch = np.full(units + 1, 1.0 / step), np.full(units + 1, asked.step_time), np.zeros(units + 1)
@@ -368,7 +377,7 @@ def _row(asked, protection, standbys, interval, until, found, portion) -> Row:
     span = until[1] - until[0]
     whole = parts.sum(axis=0) / (until[-1] - until[0])
     useful = parts[:, engine.USEFUL] / span
-    factor = _converges(protection, whole[shift + engine.REBUILDS], whole[engine.DONE])
+    factor = _converges(asked, protection, whole[shift + engine.REBUILDS], whole[engine.DONE])
     share = useful * factor
     mean, spread = float(share.mean()), float(share.std(ddof=1))
     narrower = math.sqrt(portion) if portion < 1.0 else 1.0
@@ -396,11 +405,12 @@ _COUNTS = {
 }  # fmt: skip
 
 
-def _converges(protection: Protection, rebuilds: float, steps: float) -> float:
+def _converges(asked: Scenario, protection: Protection, rebuilds: float, steps: float) -> float:
     """Return the useful share of steps with CheckFree, whose rebuilds raise the loss; 1 without it."""
     if STAGES not in protection.names or steps <= 0 or protection.units > 1:
         return 1.0
-    excess = JUMP * MADE_GOOD * rebuilds / steps
+    ends = min(2, asked.stages) / asked.stages if SWAPPED in protection.names else 0.0
+    excess = JUMP * (1.0 - ends + ends * COPIED) * MADE_GOOD * rebuilds / steps
     if excess >= ABOVE:
         return 0.0
     return (1.0 - excess / ABOVE) ** (1.0 / EXPONENT) / (1.0 + SLOWDOWN * (SWAPPED in protection.names))

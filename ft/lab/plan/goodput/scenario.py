@@ -91,6 +91,8 @@ KEYS: dict[str, Key] = {
     "step_time": Key(time(1e-3, YEAR), "TIME", "duration of a step without any protection", group=_RUN),
     "days": Key(between(0.01, 36500.0), "N", "days that the run takes without any failure or protection", 90.0,
                 group=_RUN),
+    "replicas": Key(whole(2, 20_000), "N", "replicas of the model, or SPARe's groups; default: the best of some", None,
+                    "searched", _RUN),
     "stages": Key(whole(1, 100_000), "N", "stages of the pipeline", 8, group=_RUN),
     "reduce_share": Key(between(0.0, 0.99), "X", "part of a step that reduces gradients between groups", 0.09,
                         "paper (SPARe, table 1)", _RUN),
@@ -203,28 +205,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, key in KEYS.items():
         if key.group not in titles:
             titles[key.group] = parser.add_argument_group(key.group)
-        titles[key.group].add_argument(_flag(name), metavar=key.metavar, help=_about(name).replace("%", "%%"))
+        titles[key.group].add_argument(flag(name), metavar=key.metavar, help=_about(name).replace("%", "%%"))
     group = parser.add_argument_group("measured and published values")
     for name, (metavar, about) in FILES.items():
-        group.add_argument(_flag(name), metavar=metavar, help=about)
+        group.add_argument(flag(name), metavar=metavar, help=about)
     parser.parse_known_args = lambda words=None, space=None: _parse(parser, words or (), space)  # type: ignore
 
 
 def _about(name: str) -> str:
     key = KEYS[name]
     needed = "; required" if name in REQUIRED else ""
-    default = "" if key.default in (None, ()) else f" (default: {_shown(key.default, key)}, {key.origin})"
+    default = "" if key.default in (None, ()) else f" (default: {shown(key.default, key)}, {key.origin})"
     return f"{key.help}{needed}{default}"
 
 
-def _shown(value: Any, key: Key) -> str:
+def shown(value: Any, key: Key) -> str:
+    """Return a value as text that its key reads."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or BEST
     if key.metavar == "TIME":
         unit, size = ("h", 3600.0) if value >= 3600 else ("s", 1.0)
         return f"{value / size:.10g}{unit}"
     return f"{value / 1e9:g}B" if key.read is quantities.amount else str(value)
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Return the flag of a key."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -240,35 +246,34 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str], space: argpars
     space.problems, rest = [], list(words)
     while rest:
         word = rest.pop(0)
-        flag, equals, value = word.partition("=")
+        name, equals, value = word.partition("=")
         if not word.startswith("--") and word != "-h":
             if space.scenario is not None:
                 space.problems.append((f"unexpected word {word!r}", "quote values that contain spaces"))
             space.scenario = word
-        elif flag in ("-h", "--help"):
+        elif name in ("-h", "--help"):
             parser.print_help()
             parser.exit()
-        elif flag not in actions:
-            space.problems.append(unknown(flag, actions))
+        elif name not in actions:
+            space.problems.append(unknown(name, actions))
             if rest and not rest[0].startswith("--"):
                 rest.pop(0)
-        elif actions[flag].nargs == 0:
-            setattr(space, actions[flag].dest, True)
+        elif actions[name].nargs == 0:
+            setattr(space, actions[name].dest, True)
         elif not equals and (not rest or rest[0].startswith("--")):
-            space.problems.append((f"{flag} has no value", actions[flag].help))
+            space.problems.append((f"{name} has no value", actions[name].help))
         else:
-            setattr(space, actions[flag].dest, value if equals else rest.pop(0))
+            setattr(space, actions[name].dest, value if equals else rest.pop(0))
     return space, []
 
 
-def unknown(flag: str, known: Mapping[str, Any]) -> tuple[str, str]:
+def unknown(word: str, known: Mapping[str, Any]) -> tuple[str, str]:
     """Return the problem of an unknown flag, with the name that replaces it, or the nearest one."""
-    name = flag.removeprefix("--").replace("-", "_")
+    name = word.removeprefix("--").replace("-", "_")
     if name in RENAMED:
-        new = _flag(RENAMED[name])
-        return f"{flag} has another name", f"give {new}: {KEYS[RENAMED[name]].help}"
-    meant = nearest(flag, [each for each in known if each.startswith("--")])
-    return f"unknown flag {flag}", f"did you mean {meant}?" if meant else "see --help"
+        return f"{word} has another name", f"give {flag(RENAMED[name])}: {KEYS[RENAMED[name]].help}"
+    meant = nearest(word, [each for each in known if each.startswith("--")])
+    return f"unknown flag {word}", f"did you mean {meant}?" if meant else "see --help"
 
 
 def read(given: argparse.Namespace, needs: Sequence[str] = REQUIRED) -> Scenario:
@@ -295,13 +300,13 @@ def read(given: argparse.Namespace, needs: Sequence[str] = REQUIRED) -> Scenario
                 values[name], origin[name] = KEYS[name].read(text), GIVEN
             except ValueError as error:
                 bad.add(name)
-                problems.add([(f"{_flag(name)} {text}: {error}", f"{name}: {KEYS[name].help}")])
+                problems.add([(f"{flag(name)} {text}: {error}", f"{name}: {KEYS[name].help}")])
     causes: list[Cause] = []
     trace = None
     with problems:
         trace = _measured(texts, values, origin, causes)
     missing = [name for name in needs if values[name] is None and name not in bad]
-    problems.add([(f"{_flag(name)} is missing: {KEYS[name].help}", f"give {_flag(name)}") for name in missing])
+    problems.add([(f"{flag(name)} is missing: {KEYS[name].help}", f"give {flag(name)}") for name in missing])
     problems.refuse()
     causes += _causes(values, bool(causes))
     found = Scenario(values, origin, tuple(causes), trace)
@@ -391,6 +396,8 @@ def _contradictions(asked: Scenario) -> list[tuple[str, str]]:
         )
     if asked.spares and max(asked.spares) > 10 * max(1, asked.nodes or 1):
         found.append((f"{max(asked.spares):,} standby nodes for {asked.nodes:,} nodes", "give fewer --spares"))
+    if asked.replicas and asked.nodes and asked.nodes % asked.replicas:
+        found.append((f"{asked.nodes:,} nodes are not divisible into {asked.replicas:,} replicas", "give a divisor"))
     if asked.replica_gpus and asked.gpus and asked.replica_gpus > asked.gpus:
         found.append((f"a replica of {asked.replica_gpus:,} GPUs, and there are {asked.gpus:,}", "lower it"))
     if any(math.isnan(value) for value in asked.values.values() if isinstance(value, float)):
@@ -415,6 +422,6 @@ def template() -> str:
 
 
 def _toml(key: Key) -> str:
-    shown = _shown(key.default, key)
-    is_number = isinstance(key.default, int | float) and key.metavar != "TIME" and "B" not in shown
-    return shown if is_number else f'"{shown}"'
+    text = shown(key.default, key)
+    is_number = isinstance(key.default, int | float) and key.metavar != "TIME" and "B" not in text
+    return text if is_number else f'"{text}"'

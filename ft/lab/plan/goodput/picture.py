@@ -1,0 +1,112 @@
+"""Pictures of ``ft plan buy``, ``ft plan spares`` and ``ft plan interval``: PNG, SVG or PDF, by the file's ending."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ft.base.errors import UserError
+from ft.lab.plan.goodput.buy import VARIED, Answer
+from ft.protection.table import DOUBLE
+from ft.show import palette
+from ft.show.axes import DPI, STYLE, WIDTH_IN, Percents
+from ft.show.text import percent
+
+_OURS, _TWICE, _BEST = "#4f7fb0", "#b9c4cf", "#3f8f55"
+_LINES = ("#4b3f72", "#3f8f55", "#33659c", "#b07d2a", "#a8527f", "#2f8a97")
+
+
+def pareto(found: Answer, path: Path) -> None:
+    """Draw every row by cost and risk, and what would change the answer.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    figure, (left, right) = _figure(f"{found.asked.gpus:,} GPUs: cost and risk of every protection", 2)
+    _plain(left, "Paid GPU hours per useful hour, and chance of losing more than an hour at once")
+    rows = [row for row in found.rows if row.paid < 3.0 * found.recommended.paid]
+    for row in rows:
+        is_best = row is found.recommended
+        colour = _BEST if is_best else _TWICE if DOUBLE in row.protection.names else _OURS
+        left.plot(row.paid, row.hour_lost, "o", color=colour, markersize=9 if is_best else 5)
+    named = [row for row in rows if DOUBLE not in row.protection.names]
+    for place, row in enumerate(sorted(named, key=lambda row: (round(row.hour_lost, 1), row.paid))):
+        shift = (6, 8 if place % 2 else -12)
+        text = f"{row.protection.title}, {row.spares} standbys"
+        left.annotate(text, (row.paid, row.hour_lost), shift, textcoords="offset points", **(STYLE | {"fontsize": 7}))
+    left.set_xlabel("paid GPU hours per useful hour", **STYLE)
+    left.set_ylabel("chance", **STYLE)
+    left.set_ylim(-0.08, 1.08)
+    left.yaxis.set_major_formatter(Percents())
+    left.margins(x=0.25)
+    _tornado(right, found)
+    _save(figure, path)
+
+
+def _tornado(axes, found: Answer) -> None:
+    _plain(axes, "Recommended row if one quantity differs; where another row wins, its name")
+    paid, ticks = found.recommended.paid, []
+    for place, (key, name) in enumerate(VARIED.items()):
+        mine = [change for change in found.changes if change.key == key]
+        ticks.append(name)
+        for change in mine:
+            axes.plot([paid, change.paid], [place, place], color=_TWICE, linewidth=10, solid_capstyle="butt", zorder=1)
+            axes.plot(change.paid, place, "|", color=palette.INK, markersize=12)
+            text = f"x {change.factor:g}" + (f"\n{change.winner}" if change.wins else "")
+            above = (0, 9) if change.factor in (0.1, 3.0) else (0, -24)
+            style = STYLE | {"fontsize": 7, "ha": "center"}
+            axes.annotate(text, (change.paid, place), above, textcoords="offset points", **style)
+    axes.axvline(paid, color=_BEST, linewidth=1)
+    axes.set_yticks(range(len(ticks)), ticks)
+    axes.set_ylim(len(ticks) - 0.4, -0.6)
+    axes.set_xlabel("paid GPU hours per useful hour", **STYLE)
+
+
+def curves(title: str, label: str, lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, log: bool) -> None:
+    """Draw the useful share of the time over a quantity, a line for each protection, its best point marked.
+
+    Args:
+        title: title of the picture.
+        label: name of the quantity.
+        lines: name -> (quantity, share).
+        path: the file.
+        log: whether the quantity has a logarithmic axis.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    figure, (axes,) = _figure(title, 1)
+    _plain(axes, "Useful share of the time")
+    for colour, (name, points) in zip(_LINES, lines.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=2, label=name)
+        best = max(points, key=lambda point: point[1])
+        axes.plot(*best, "o", color=colour)
+        axes.annotate(f"{percent(best[1])} at {best[0]:,.0f}", best, (6, 6), textcoords="offset points", **STYLE)
+    if log:
+        axes.set_xscale("log")
+    axes.set_xlabel(label, **STYLE)
+    axes.yaxis.set_major_formatter(Percents())
+    axes.legend(frameon=False, fontsize=9, labelcolor=palette.QUIET)
+    _save(figure, path)
+
+
+def _figure(title: str, panels: int):
+    figure = Figure(figsize=(WIDTH_IN, 4.2 * panels), dpi=DPI, facecolor=palette.PAPER, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
+    return figure, figure.subplots(panels, 1, squeeze=False)[:, 0]
+
+
+def _plain(axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=palette.INK, pad=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0, pad=6, labelsize=9, labelcolor=palette.QUIET)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=DPI, format=path.suffix[1:])
+    except (OSError, ValueError) as error:
+        raise UserError(f"the picture {path} cannot be written: {error}", "give --plot a path in a folder") from error

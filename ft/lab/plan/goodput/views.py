@@ -1,0 +1,138 @@
+"""Implement ``ft plan spares`` and ``ft plan interval``: the useful time over one quantity, by the same simulation."""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from ft.lab.plan.goodput import scenario
+from ft.lab.plan.goodput.buy import DRAWN, LEFT_OUT, origins, row_values
+from ft.lab.plan.goodput.scenario import Scenario
+from ft.protection.table import HOT_SWAP, REPLICAS
+from ft.show.text import percent, seconds, table
+
+_FACTORS = (0.1, 0.2, 0.35, 0.6, 0.8, 1.0, 1.25, 1.7, 3.0, 5.0, 10.0)
+
+
+def add_parser(subparsers) -> None:
+    """Add the subcommands ``spares`` and ``interval``."""
+    for name, main, about, more in (
+        ("spares", run_spares, "how many standby nodes pay for themselves", "numbers of standby nodes"),
+        ("interval", run_interval, "how often to save, beside the formulas of Young and Daly", "intervals"),
+    ):
+        description = (
+            f"Show the useful time with different {more}, with checkpoints alone, with hot-swap and with replicas. The "
+            "scenario is that of ft plan buy."
+        )
+        parser = subparsers.add_parser(name, help=about, description=description)
+        scenario.add_flags(parser)
+        parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+        parser.add_argument("--plot", metavar="FILE", help=f"draw the curves: {', '.join(DRAWN)}")
+        parser.set_defaults(main=main)
+
+
+def _read(given: argparse.Namespace) -> Scenario:
+    if given.plot and Path(given.plot).suffix not in DRAWN:
+        given.problems.append((f"--plot {given.plot}: this ending is unknown", f"end it in {', '.join(DRAWN)}"))
+    return scenario.read(given)
+
+
+def _best(asked: Scenario) -> dict[str, Any]:
+    """Return name -> the best row of checkpoints alone, hot-swap with one copy, and replicas."""
+    from ft.lab.plan.goodput import model
+
+    tried = {"checkpoints": [model.Protection((model.CHECKPOINTS,))]}
+    if asked.nodes > 1:
+        tried["hot-swap"] = [model.Protection((HOT_SWAP,), copies=1)]
+    tried["replicas"] = model.candidates(asked, (REPLICAS,))
+    return {name: model.best(asked, each) for name, each in tried.items() if each}
+
+
+def run_spares(given: argparse.Namespace) -> int:
+    """Print a table of the useful time and the paid hours for each number of standby nodes.
+
+    Raises:
+        UserError: the scenario is wrong, or the picture cannot be written.
+    """
+    from ft.lab.plan.goodput import exact, model
+
+    asked = _read(given)
+    best = _best(asked.but(spares=()))
+    tries = model.standbys_to_try(asked)
+    failures = asked.failures or 20_000
+    rows = {name: [model.tuned(asked, row.protection, n, failures) for n in tries] for name, row in best.items()}
+    lost = sum(cause.rate(asked.nodes) * cause.taken for cause in asked.causes)
+    node = asked.nodes / lost if lost else math.inf
+    waits = [exact.waiting(asked.nodes, n, node, asked.repair_time) for n in tries]
+    if given.json:
+        print(json.dumps({name: [row_values(asked, row) for row in each] for name, each in rows.items()}))
+    else:
+        head = ["standbys", "waits", *(f"{name}: useful, paid" for name in rows)]
+        lines = [
+            [str(n), percent(waits[i]), *(_cell(each, each[i]) for each in rows.values())] for i, n in enumerate(tries)
+        ]
+        print(LEFT_OUT, table(head, lines, right=range(len(head))), _SPARES, origins(asked), sep="\n\n")
+    if given.plot:
+        from ft.lab.plan.goodput.picture import curves
+
+        lines = {name: [(row.spares, row.effective) for row in each] for name, each in rows.items()}
+        curves(f"{asked.gpus:,} GPUs: standby nodes", "standby nodes", lines, Path(given.plot), log=False)
+    return 0
+
+
+_SPARES = """\
+waits: share of the time in which fewer nodes than needed are whole, in the exact birth-and-death chain of independent
+nodes. <: the fewest paid GPU hours per useful hour."""
+
+
+def _cell(rows: list[Any], row: Any) -> str:
+    mark = "<" if row is min(rows, key=lambda each: each.paid) else " "
+    return f"{percent(row.effective)} {row.paid:8.4f} {mark}"
+
+
+def run_interval(given: argparse.Namespace) -> int:
+    """Print a table of the useful time for different numbers of steps between checkpoints.
+
+    Raises:
+        UserError: the scenario is wrong, or the picture cannot be written.
+    """
+    from ft.lab.plan.goodput import exact, model
+
+    asked = _read(given)
+    best = _best(asked.but(interval=None))
+    alone = best["checkpoints"]
+    tries = sorted({max(1, round(alone.interval * factor)) for factor in _FACTORS} | {asked.interval or alone.interval})
+    failures = asked.failures or 20_000
+    rows = {
+        name: [model.simulate(asked, row.protection, row.spares, n, failures) for n in tries]
+        for name, row in best.items()
+    }
+    times = asked.save_time, asked.restart_time, asked.mtbf_s
+    by_formula = [exact.daly(n * asked.step_time, *times) for n in tries]
+    young = exact.young(asked.save_time, asked.mtbf_s) / asked.step_time
+    if given.json:
+        values = {name: [row_values(asked, row) for row in each] for name, each in rows.items()}
+        print(json.dumps({"rows": values, "daly": by_formula, "young_steps": young}))
+    else:
+        names = [f"{name}, {row.spares} standbys" for name, row in best.items()]
+        head = ["steps", "every", *names, "Daly's formula"]
+        lines = [
+            [f"{n:,}", seconds(n * asked.step_time), *(_useful(each, each[i]) for each in rows.values()), percent(daly)]
+            for i, (n, daly) in enumerate(zip(tries, by_formula, strict=True))
+        ]
+        said = f"{_DALY} Young's estimate is {young:,.0f} steps; each protection has an optimum of its own (<)."
+        print(LEFT_OUT, table(head, lines, right=range(len(head))), said, origins(asked), sep="\n\n")
+    if given.plot:
+        from ft.lab.plan.goodput.picture import curves
+
+        lines = {name: [(row.interval, row.effective) for row in each] for name, each in rows.items()}
+        curves(f"{asked.gpus:,} GPUs: checkpoints", "steps between checkpoints", lines, Path(given.plot), log=True)
+    return 0
+
+
+_DALY = "Daly's formula: the exact useful time of checkpoints alone if a restart never waits for a node."
+
+
+def _useful(rows: list[Any], row: Any) -> str:
+    return percent(row.effective) + (" <" if row is max(rows, key=lambda each: each.effective) else "  ")
