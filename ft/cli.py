@@ -22,7 +22,6 @@ _SUBCOMMANDS = (
     (("plan",), "ft.lab.plan.commands", "add_parser"),
     (("dmr",), "ft.commands.dmr", "add_parser"),
     (("diagnose",), "ft.observe.diagnose.commands", "add_parser"),
-    (("simulate",), "ft.lab.simulate.commands", "add_parser"),
 )
 """(names, module, function). Only the module of the requested subcommand is imported, because simulations and planners
 import libraries that would delay the start of a run."""

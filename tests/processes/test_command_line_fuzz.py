@@ -1,7 +1,4 @@
-"""Bad values and bad files on the command lines of ``ft``: each ends soon, with a message and without a traceback.
-
-``ft simulate`` is left out: most of its values are valid, and it runs as long as they say.
-"""
+"""Bad values and bad files on the command lines of ``ft``: each ends soon, with a message and without a traceback."""
 
 import argparse
 import importlib
@@ -41,13 +38,11 @@ VALID = {
     "run": "nowhere.py",
     "check": "nowhere.py",
     "selftest": "--nodes 2",
-    "plan disruption": "--gpus 8 --checkpoint-interval 10 --checkpoint-cost 1",
     "plan snapshot": "--nodes 2",
     "plan schedule": "--pp 2 --microbatches 4",
     "plan spare theory": "--groups 4 --redundancy 2",
     "plan spare place": "--groups 4 --redundancy 2",
     "plan spare reorder": "--groups 4 --redundancy 2 --failed 1",
-    "plan spare montecarlo": "--groups 4 --redundancy 2",
     "dmr profile": "--out profile.json",
     "dmr selftest": "--runs 0",
 }

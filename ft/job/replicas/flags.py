@@ -131,7 +131,7 @@ def add_flags(flag: Callable[..., None]) -> None:
     flag(
         "ft-spare-plan",
         metavar="FILE",
-        help="output of ft plan spare optimize --json: sets --ft-spare-redundancy, and the steps between checkpoints "
+        help="output of ft plan buy --spare-plan: sets --ft-spare-redundancy, and the steps between checkpoints "
         "for a trainer with --save-interval auto",
     )
 
@@ -246,6 +246,6 @@ def save_interval(environment: Mapping[str, str]) -> int:
     if SAVE_INTERVAL not in environment:
         raise UserError(
             "--save-interval auto, and the run has no plan that says how often to save",
-            "give a number of steps, or give ft run --ft-spare-plan FILE, from ft plan spare optimize --json",
+            "give a number of steps, or give ft run --ft-spare-plan FILE, from ft plan buy --spare-plan",
         )
     return int(environment[SAVE_INTERVAL])

@@ -8,8 +8,6 @@ from ft.base.subcommands import add_group
 _SUBCOMMANDS = (
     "ft.lab.plan.goodput.buy",
     "ft.lab.plan.goodput.views",
-    "ft.lab.plan.goodput.exact",
-    "ft.lab.plan.disruption.commands",
     "ft.lab.plan.snapshot.commands",
     "ft.lab.plan.policy.commands",
     "ft.lab.plan.schedule.commands",

@@ -1,9 +1,9 @@
 """The interface of the operations of a recovery on a worker's process groups, snapshots and training state.
 
 :class:`ft.systems.hot_swap.recovery.Recovery` decides on the order of the operations.
-:class:`ft.systems.hot_swap.recovery_manager.RecoveryManager` carries the operations out in production; ``ft simulate
-control`` has a model of them. Every operation that may block or take long is a coroutine. In production it blocks the
-training thread and raises ``EpochClosed`` as soon as the control plane closes the epoch.
+:class:`ft.systems.hot_swap.recovery_manager.RecoveryManager` carries the operations out in production;
+``tests/simulation`` has a model of them. Every operation that may block or take long is a coroutine. In production it
+blocks the training thread and raises ``EpochClosed`` as soon as the control plane closes the epoch.
 """
 
 from typing import Any, Protocol

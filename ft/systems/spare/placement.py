@@ -1,5 +1,5 @@
 """The placement of shard types in SPARe (which group hosts which types, in which initial order; SPARe, definition B.1),
-and the plan of a run, as ``ft plan spare optimize --json`` writes it and ``ft run --ft-spare-plan FILE`` reads it.
+and the plan of a run, as ``ft plan buy --spare-plan FILE`` writes it and ``ft run --ft-spare-plan FILE`` reads it.
 
 A group's stack is the ordered list of the r types that it can compute. r is the redundancy, the number of groups that
 host each type.
@@ -103,14 +103,14 @@ def read(path: str | os.PathLike, groups: int) -> RunPlan:
     """Return the plan for a run of ``groups`` groups.
 
     Args:
-        path: the output of ``ft plan spare optimize --json``; it may be for several numbers of groups.
+        path: the output of ``ft plan buy --spare-plan``; it may be for several numbers of groups.
         groups: number of groups.
 
     Raises:
         UserError: the file cannot be read, is not such an output, is for other numbers of groups, or recommends
             checkpoints alone.
     """
-    fix = f"write it anew: ft plan spare optimize --groups {groups} ... --json"
+    fix = f"write it anew: ft plan buy --replicas {groups} ... --spare-plan FILE"
     try:
         found = bounded_json.loads(files.read(path))
         plans = {int(each["groups"]): each for each in (found if isinstance(found, list) else [found])}

@@ -1,9 +1,8 @@
 """What the groups of SPARe compute in a step, and which group adds the gradients of which shard type to the sum.
 
 A type may be computed by several groups. If groups are lost during the step, a type needs a patch compute only if no
-survivor has computed it (SPARe, section 3.2). The trainer and the simulation (:mod:`ft.lab.simulate.spare.schemes`)
-both decide by :func:`patches` and :func:`rearrange`. The functions are pure, and every group calls them with the same
-arguments.
+survivor has computed it (SPARe, section 3.2). The trainer decides by :func:`patches` and
+:func:`rearrange`. The functions are pure, and every group calls them with the same arguments.
 """
 
 from collections import Counter

@@ -150,7 +150,8 @@ def answer(asked: Scenario, show: Any = None) -> Answer:
     return Answer(asked, rows, best, _reason(asked, rows, best), changes)
 
 
-def _is_ours(row: Any) -> bool:
+def is_ours(row: Any) -> bool:
+    """Return whether a row is of this project, and without DMR, which protects against something else."""
     from ft.lab.plan.goodput.model import FEWER
 
     return FEWER not in row.protection.names and DOUBLE not in row.protection.names
@@ -158,7 +159,7 @@ def _is_ours(row: Any) -> bool:
 
 def recommended(rows: Sequence[Any]) -> Any:
     """Return the row of this project with the fewest paid hours; of rows that are alike, the simplest."""
-    ours = [row for row in rows if _is_ours(row)]
+    ours = [row for row in rows if is_ours(row)]
     least = min(row.paid for row in ours)
     alike = [row for row in ours if row.paid <= least * (1.0 + _ALIKE)]
     return min(alike, key=lambda row: (len(row.protection.names), row.spares, row.paid))
@@ -174,7 +175,7 @@ def _reason(asked: Scenario, rows: Sequence[Any], best: Any) -> str:
     )
     alone = next((row for row in rows if row.protection.names == (CHECKPOINTS,)), None)
     if alone is None or alone is best:
-        others = [row for row in rows if _is_ours(row) and row is not best]
+        others = [row for row in rows if is_ours(row) and row is not best]
         if not others:
             return first
         return (
@@ -212,7 +213,7 @@ def _changes(asked: Scenario, rows: Sequence[Any], best: Any, key: str) -> list[
             continue
         if other.mtbf_s < other.step_time:
             continue
-        ours = [model.best(other, [row.protection], search) for row in rows if _is_ours(row)]
+        ours = [model.best(other, [row.protection], search) for row in rows if is_ours(row)]
         same = next(row for row in ours if row.protection == best.protection)
         first = recommended(ours)
         wins = first is not same and first.paid < same.paid * (1.0 - _ALIKE)
@@ -227,7 +228,7 @@ def spare_plan(found: Answer) -> list[dict[str, int]]:
     Raises:
         UserError: the table has no row of SPARe.
     """
-    best = next((row for row in found.rows if STACKS in row.protection.names and _is_ours(row)), None)
+    best = next((row for row in found.rows if STACKS in row.protection.names and is_ours(row)), None)
     if best is None:
         raise UserError("the table has no row of SPARe", "give --replicas of 3 or more that divide the nodes")
     made = best.protection
@@ -239,7 +240,7 @@ def rests_on(row: Any) -> list[str]:
     notes = {
         STAGES: "CheckFree: 2 parameters fitted to 2 cells of its table 2; the others differ by up to 15 % (ft plan "
         "paper checkfree), and there checkpoints at the best interval beat CheckFree at all its rates",
-        SWAPPED: "CheckFree+: 4.5 % more steps, fitted to a cell of CheckFree's table 2",
+        SWAPPED: "CheckFree+: 5.6 % more steps, fitted to a cell of CheckFree's table 2",
         STACKS: "SPARe: stacks and patch computes by the trainer's own controller",
         DOUBLE: "DMR: the overhead is assumed within the 3 to 14 % of SpareTrain; ft dmr estimate has that of a model",
     }

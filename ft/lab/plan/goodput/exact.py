@@ -1,4 +1,4 @@
-"""Closed forms of single effects, beside which the simulation is checked, and the command ``ft plan check-model``."""
+"""Closed forms of single effects, and their comparison with the simulation (``ft plan check-model``)."""
 
 import argparse
 import json
@@ -156,18 +156,6 @@ def _endured(words: str, protection: Protection):
         return totals["units lost"] / totals["losses"]
 
     return simulated
-
-
-def add_parser(subparsers) -> None:
-    """Add the subcommand ``check-model``."""
-    parser = subparsers.add_parser(
-        "check-model",
-        help="compare the simulation behind ft plan with exact formulas",
-        description="Compare the simulation behind ft plan buy with exact formulas, one effect at a time. The exit "
-        "code is 1 if a share differs by more than 0.5 points, or SPARe's endurance, an approximation, by over 6 %.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(main=run)
 
 
 def run(given: argparse.Namespace) -> int:

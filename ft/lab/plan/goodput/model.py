@@ -36,7 +36,7 @@ STATE = MAIN + MOMENTS["adam"]
 """Bytes of main weights and optimizer state of a parameter."""
 STATE_BYTES = STATE + 6
 """The same with the 16-bit weights and 32-bit gradients."""
-JUMP, MADE_GOOD, ABOVE, EXPONENT, SLOWDOWN = 0.0164, 500.0, 0.949, 0.28, 0.045
+JUMP, MADE_GOOD, ABOVE, EXPONENT, SLOWDOWN = 0.0141, 500.0, 0.949, 0.28, 0.056
 """CheckFree's cost of a rebuild: the loss jumps by ``JUMP``, which shrinks to 1/e in ``MADE_GOOD`` steps, on a power
 law of the loss with ``EXPONENT`` that is ``ABOVE`` its limit; CheckFree+ needs ``SLOWDOWN`` more steps. JUMP and
 SLOWDOWN are fitted to two cells of CheckFree's table 2 (10 % an hour)."""
@@ -217,7 +217,7 @@ def _thinned(numbers: Sequence[int], most: int) -> list[int]:
 
 
 @cache
-def _controlled(groups: int, redundancy: int) -> tuple[np.ndarray, np.ndarray]:
+def controlled(groups: int, redundancy: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (mean stack S, share of losses that need a patch compute) after d losses, by SPARe's controller.
 
     After more losses than any trial endured, the values of the last one are repeated.
@@ -276,7 +276,7 @@ def options(asked: Scenario, protection: Protection, interval: float) -> engine.
     pace, gain, patch = np.full(units + 1, 1.0 / step), np.full(units + 1, asked.step_time), np.zeros(units + 1)
     marks = np.zeros(0, dtype=np.int64)
     if STACKS in names:
-        stack, patch = _controlled(units, protection.redundancy)
+        stack, patch = controlled(units, protection.redundancy)
         pace = 1.0 / (step * (stack * (1.0 - asked.reduce_share) + asked.reduce_share))
         marks = np.array(ruler(units, protection.redundancy), dtype=np.int64)
         real[engine.PATCH_S] = step * (1.0 - asked.reduce_share)
@@ -377,7 +377,11 @@ def _row(asked, protection, standbys, interval, until, found, portion) -> Row:
     span = until[1] - until[0]
     whole = parts.sum(axis=0) / (until[-1] - until[0])
     useful = parts[:, engine.USEFUL] / span
-    factor = _converges(asked, protection, whole[shift + engine.REBUILDS], whole[engine.DONE])
+    factor = 1.0
+    if STAGES in protection.names and whole[engine.DONE] > 0 and protection.units == 1:
+        factor = converges(
+            whole[shift + engine.REBUILDS] / whole[engine.DONE], asked.stages, SWAPPED in protection.names
+        )
     share = useful * factor
     mean, spread = float(share.mean()), float(share.std(ddof=1))
     narrower = math.sqrt(portion) if portion < 1.0 else 1.0
@@ -388,7 +392,7 @@ def _row(asked, protection, standbys, interval, until, found, portion) -> Row:
     shares = {name: float(whole[at]) for name, at in names.items()}
     shares["computed again"] = float(whole[engine.UNDONE])
     counts = {name: float(parts[:, shift + at].sum()) for name, at in _COUNTS.items()}
-    counts["seconds"] = float(until[-1] - until[0])
+    counts |= {"seconds": float(until[-1] - until[0]), "steps": float(parts[:, engine.DONE].sum())}
     per_run = parts[:, shift + engine.LARGE].mean() / max(portion, 1e-12)
     hour = float((parts[:, shift + engine.LARGE] > 0).mean()) if portion >= 0.999 else 1.0 - math.exp(-per_run)
     return Row(
@@ -405,15 +409,19 @@ _COUNTS = {
 }  # fmt: skip
 
 
-def _converges(asked: Scenario, protection: Protection, rebuilds: float, steps: float) -> float:
-    """Return the useful share of steps with CheckFree, whose rebuilds raise the loss; 1 without it."""
-    if STAGES not in protection.names or steps <= 0 or protection.units > 1:
-        return 1.0
-    ends = min(2, asked.stages) / asked.stages if SWAPPED in protection.names else 0.0
-    excess = JUMP * (1.0 - ends + ends * COPIED) * MADE_GOOD * rebuilds / steps
+def converges(rebuilds: float, stages: int, swapped: bool) -> float:
+    """Return the useful share of steps with CheckFree, whose rebuilds raise the loss.
+
+    Args:
+        rebuilds: rebuilt stages per step.
+        stages: stages of the pipeline.
+        swapped: whether the first and the last stage are copied after swap training (CheckFree+).
+    """
+    ends = min(2, stages) / stages if swapped else 0.0
+    excess = JUMP * (1.0 - ends + ends * COPIED) * MADE_GOOD * rebuilds
     if excess >= ABOVE:
         return 0.0
-    return (1.0 - excess / ABOVE) ** (1.0 / EXPONENT) / (1.0 + SLOWDOWN * (SWAPPED in protection.names))
+    return (1.0 - excess / ABOVE) ** (1.0 / EXPONENT) / (1.0 + SLOWDOWN * swapped)
 
 
 def best_interval(save_s: float, between_s: float, step_s: float) -> int:

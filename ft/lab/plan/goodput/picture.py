@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ft.base.errors import UserError
-from ft.lab.plan.goodput.buy import VARIED, Answer
+from ft.lab.plan.goodput.buy import VARIED, Answer, Change
 from ft.protection.table import DOUBLE
 from ft.show import palette
 from ft.show.axes import DPI, STYLE, WIDTH_IN, Percents
@@ -30,16 +30,22 @@ def pareto(found: Answer, path: Path) -> None:
         is_best = row is found.recommended
         colour = _BEST if is_best else _TWICE if DOUBLE in row.protection.names else _OURS
         left.plot(row.paid, row.hour_lost, "o", color=colour, markersize=9 if is_best else 5)
-    named = [row for row in rows if DOUBLE not in row.protection.names]
-    for place, row in enumerate(sorted(named, key=lambda row: (round(row.hour_lost, 1), row.paid))):
-        shift = (6, 8 if place % 2 else -12)
-        text = f"{row.protection.title}, {row.spares} standbys"
-        left.annotate(text, (row.paid, row.hour_lost), shift, textcoords="offset points", **(STYLE | {"fontsize": 7}))
+    spots: dict[tuple[float, float], list[int]] = {}
+    singly = [row for row in rows if DOUBLE not in row.protection.names]
+    for number, row in enumerate(singly, 1):
+        spots.setdefault((round(row.paid, 2), round(row.hour_lost, 1)), []).append(number)
+    for numbers in spots.values():
+        row = singly[numbers[0] - 1]
+        at, text = (row.paid, row.hour_lost), ", ".join(map(str, numbers))
+        left.annotate(text, at, (0, 7), textcoords="offset points", ha="center", **STYLE)
+    names = [f"{n}  {row.protection.title}, {row.spares} standbys" for n, row in enumerate(singly, 1)]
+    names.append("green: recommended; grey: with DMR")
+    left.text(1.01, 1.0, "\n".join(names), transform=left.transAxes, va="top", **STYLE)
     left.set_xlabel("paid GPU hours per useful hour", **STYLE)
     left.set_ylabel("chance", **STYLE)
     left.set_ylim(-0.08, 1.08)
     left.yaxis.set_major_formatter(Percents())
-    left.margins(x=0.25)
+    left.margins(x=0.1)
     _tornado(right, found)
     _save(figure, path)
 
@@ -53,14 +59,21 @@ def _tornado(axes, found: Answer) -> None:
         for change in mine:
             axes.plot([paid, change.paid], [place, place], color=_TWICE, linewidth=10, solid_capstyle="butt", zorder=1)
             axes.plot(change.paid, place, "|", color=palette.INK, markersize=12)
-            text = f"x {change.factor:g}" + (f"\n{change.winner}" if change.wins else "")
-            above = (0, 9) if change.factor in (0.1, 3.0) else (0, -24)
-            style = STYLE | {"fontsize": 7, "ha": "center"}
-            axes.annotate(text, (change.paid, place), above, textcoords="offset points", **style)
+        for change in (min(mine, key=_paid), max(mine, key=_paid)) if mine else ():
+            above, side = (0, 10), {"ha": "center"}
+            axes.annotate(
+                f"x {change.factor:g}", (change.paid, place), above, textcoords="offset points", **STYLE, **side
+            )
+        wins = [f"x {change.factor:g}: {change.winner} wins" for change in mine if change.wins]
+        axes.text(1.01, place, "\n".join(wins), transform=axes.get_yaxis_transform(), va="center", **STYLE)
     axes.axvline(paid, color=_BEST, linewidth=1)
     axes.set_yticks(range(len(ticks)), ticks)
     axes.set_ylim(len(ticks) - 0.4, -0.6)
     axes.set_xlabel("paid GPU hours per useful hour", **STYLE)
+
+
+def _paid(change: Change) -> float:
+    return change.paid
 
 
 def curves(title: str, label: str, lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, log: bool) -> None:

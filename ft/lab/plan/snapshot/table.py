@@ -66,7 +66,7 @@ def as_text(plan: Plan, answers: list[Answer]) -> str:
         lines.append(
             "\nnone: no snapshots; every failure ends in a restart from the newest checkpoint, whose cost is in"
         )
-        lines.append("ft plan disruption")
+        lines.append("ft plan buy")
     for found in answers:
         lines += [f"\nk = {found.k}: {problem}" for problem in found.problems]
     return "\n".join(line.rstrip() for line in lines)

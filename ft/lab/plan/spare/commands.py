@@ -10,10 +10,6 @@ _SUBCOMMANDS = (
     "ft.lab.plan.spare.theory",
     "ft.lab.plan.spare.place",
     "ft.lab.plan.spare.reorder",
-    "ft.lab.plan.spare.montecarlo",
-    "ft.lab.plan.spare.optimize",
-    "ft.lab.plan.spare.simulate",
-    "ft.lab.plan.spare.cross_check",
 )
 """Modules with an ``add_parser`` function each, in the order in which help lists them."""
 

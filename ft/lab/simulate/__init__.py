@@ -1,1 +1,0 @@
-"""Simulations that run the production decision code under failures too rare or too large for a test cluster."""

@@ -1,0 +1,169 @@
+"""``ft plan buy`` and its views: the table, the recommendation, what programs get, and the lines that start the run."""
+
+import csv
+import io
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ft import cli
+from ft.commands.check import answer_for
+from ft.lab.plan.goodput import buy, exact, launch, model, papers
+from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
+from ft.protection.table import DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
+from ft.systems.spare.placement import read
+
+WORDS = "--gpus 128 --gpu-mtbf 2000h --step-time 10s --save-time 60s --restart-time 10m --repair-time 24h --params 7B"
+KEYS = {"protections", "spares", "interval_steps", "effective", "effective_low", "effective_high", "paid_per_useful"}
+
+
+@pytest.fixture(scope="module")
+def found() -> buy.Answer:
+    return buy.answer(exact.asked(f"{WORDS} --failures 3000"))
+
+
+def out(words: str, capsys) -> str:
+    assert cli.main(["plan", *shlex.split(words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_combination_has_its_rows_sorted_by_cost(found):
+    names = {row.protection.names for row in found.rows}
+    assert {(CHECKPOINTS,), (HOT_SWAP,), (REPLICAS,), (REPLICAS, STACKS), (HOT_SWAP, STAGES), (DOUBLE,)} <= names
+    assert (HOT_SWAP, STAGES, SWAPPED, DOUBLE) in names and (model.FEWER,) in names
+    assert [row.paid for row in found.rows] == sorted(row.paid for row in found.rows)
+    assert {row.protection.returns for row in found.rows if row.protection.names == (REPLICAS, STACKS)} == {True, False}
+
+
+def test_the_recommended_row_is_the_simplest_of_the_cheapest(found):
+    ours = [row for row in found.rows if buy.is_ours(row)]
+    assert found.recommended.paid <= 1.002 * min(row.paid for row in ours)
+    assert found.reason.count(". ") == 1 and found.reason.endswith(".")
+
+
+def test_failures_that_are_rarer_make_it_cheaper(found):
+    paid = {change.factor: change.paid for change in found.changes if change.key == "gpu_mtbf"}
+    assert paid[0.3] > paid[3.0] > paid[10.0]
+    assert all(change.least <= change.paid for change in found.changes)
+
+
+def test_json_has_the_keys_that_are_promised(found):
+    values = json.loads(json.dumps(buy.as_values(found)))
+    assert all(row.keys() >= KEYS for row in values["rows"])
+    assert values["recommended"]["protections"] == list(found.recommended.protection.names)
+    assert values["assumed"]["days"] == "90.0" and "repair_time" not in values["assumed"]
+    assert values["origin"]["swap_time"]["from"].startswith("paper")
+    alone = next(row for row in values["rows"] if row["protections"] == ["checkpoints"])
+    assert alone["effective_low"] <= alone["effective"] <= alone["effective_high"]
+
+
+def test_csv_has_a_line_for_each_row(found):
+    lines = list(csv.DictReader(io.StringIO(buy.as_csv(found))))
+    assert [line["protections"] for line in lines] == ["+".join(row.protection.names) for row in found.rows]
+    assert float(lines[0]["paid_per_useful"]) == found.rows[0].paid
+
+
+def test_the_text_has_the_table_the_reason_and_the_origin_of_every_value(found):
+    text = buy.as_text(found)
+    assert found.reason in text and "ft run --nnodes" in text and "given: --gpus 128" in text
+    assert "paper (DEADPOOL" in text and "fitted to 2 cells" in text and "assumed:" in text
+
+
+@pytest.mark.parametrize("names", [(CHECKPOINTS,), (HOT_SWAP,), (REPLICAS,), (REPLICAS, STACKS), (HOT_SWAP, STAGES),
+                                   (HOT_SWAP, STAGES, SWAPPED), (HOT_SWAP, REPLICAS)])  # fmt: skip
+@pytest.mark.parametrize("gpus", [64, 4096, 98304])
+def test_ft_check_accepts_the_line_of_every_row(names, gpus):
+    asked = exact.asked(WORDS.replace("128", str(gpus)).replace("7B", "70B"))
+    protections = model.candidates(asked, names)
+    for protection in protections[:1]:
+        row = model.simulate(asked.but(), protection, 2, 300, 200)
+        line = launch.lines(asked, row)["check"].split()
+        found = answer_for(Path(line[4]), line[5:], gpus // protection.units)
+        assert found.accepted, found.refused
+
+
+def test_a_plan_of_spare_is_one_that_a_run_reads(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    out(f"buy {WORDS.replace('7B', '1B')} --replicas 16 --failures 400 --spare-plan {path}", capsys)
+    assert read(path, 16).redundancy >= 2
+
+
+def test_init_writes_a_file_that_the_command_takes(tmp_path, capsys):
+    path = tmp_path / "scenario.toml"
+    out(f"buy {path} --init", capsys)
+    assert "--repair-time 24h" in out(f"interval {path} --gpus 64 --failures 400", capsys)
+    assert cli.main(["plan", "buy", str(path), "--init"]) == 2
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_pictures_have_the_kind_of_their_ending(ending, found, tmp_path, capsys):
+    from ft.lab.plan.goodput.picture import pareto
+
+    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
+    pareto(found, tmp_path / f"buy.{ending}")
+    out(f"spares {WORDS} --failures 400 --spares 0,2 --plot {tmp_path}/spares.{ending}", capsys)
+    assert all((tmp_path / f"{name}.{ending}").read_bytes().startswith(begins) for name in ("buy", "spares"))
+
+
+def test_an_unknown_ending_is_refused_with_all_other_problems(capsys):
+    assert cli.main(["plan", "buy", "--plot", "x.bmp", "--gpus", "-1", "--mttf", "1h"]) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in ("--plot x.bmp", "--gpus -1", "give --gpu-mtbf", "--step-time is missing"))
+
+
+def test_bad_input_is_refused_before_anything_large_is_imported():
+    code = (
+        "import sys; from ft import cli; code = cli.main('plan buy --gpus 1e99 --save-time nan'.split());"
+        "sys.exit(code + 10 * any(name in sys.modules for name in ('torch', 'scipy', 'numba', 'matplotlib')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2, done.stderr
+
+
+def test_spares_and_interval_show_the_optimum(capsys):
+    rows = json.loads(out(f"spares {WORDS} --failures 2000 --json", capsys))
+    assert rows.keys() == {"checkpoints", "hot-swap", "replicas"}
+    assert rows["hot-swap"][0]["effective"] < rows["hot-swap"][-1]["effective"]
+    found = json.loads(out(f"interval {WORDS} --repair-time 0 --failures 20000 --json", capsys))
+    pairs = zip(found["rows"]["checkpoints"], found["daly"], strict=True)
+    assert all(row["effective"] == pytest.approx(daly, abs=0.006) for row, daly in pairs)
+
+
+@pytest.mark.parametrize("name", ["CheckFree", "CheckFree+"])
+def test_the_fitted_cells_of_checkfree_are_hit_and_the_best_checkpoints_beat_it(name):
+    paper = {"CheckFree": 405.9, "CheckFree+": 367.8}[name]
+    ours = papers.checkfree_hours(name, 0.10, 20_000)
+    assert ours == pytest.approx(paper, rel=0.01)
+    assert papers.checkfree_hours("checkpoints, best interval", 0.10, 20_000) < ours
+
+
+def test_spares_training_takes_the_time_of_table_2():
+    for is_spare, redundancy, paper, available in ((False, 3, 6.07, 0.617), (True, 9, 2.92, 0.870)):
+        time_to_train, up = papers.spare_training(200, redundancy, is_spare, 0)
+        assert time_to_train == pytest.approx(paper, rel=0.1) and up == pytest.approx(available, abs=0.03)
+
+
+@pytest.mark.parametrize(("name", "said"), [("deadpool", "section IV"), ("ft-hsdp", "12 replicas")])
+def test_papers_are_redone(name, said, capsys):
+    assert said in out(f"paper {name}", capsys)
+
+
+def test_check_model_compares_every_closed_form(capsys):
+    cases = json.loads(out("check-model --json", capsys))
+    assert len(cases) == len(list(exact.cases()))
+
+
+def test_a_run_without_standbys_waits_for_repairs():
+    row = model.simulate(exact.asked(WORDS), Protection((CHECKPOINTS,)), 0, 100, 4000)
+    assert row.shares["waiting for nodes"] == pytest.approx(exact.waiting(16, 0, 250 * 3600, 86400), abs=0.02)
+
+
+def test_a_progress_bar_is_drawn_on_terminals_only(monkeypatch, capsys):
+    assert buy.progress() is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    buy.progress()(1, 2, "hot-swap")
+    assert "hot-swap" in capsys.readouterr().err
