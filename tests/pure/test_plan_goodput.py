@@ -30,7 +30,7 @@ def effective(words: str, protection: Protection, standbys: int = 0, interval: f
     return model.simulate(asked(words), protection, standbys, interval, number)
 
 
-@pytest.mark.parametrize("case", exact.cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(exact.cases()), ids=lambda case: case.name)
 def test_the_simulation_agrees_with_closed_forms(case):
     assert exact.fits(case, case.simulated(40_000 if engine.player()[0] == "numba" else 8000))
 

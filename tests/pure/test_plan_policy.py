@@ -13,26 +13,31 @@ def answer(capsys, *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+def stages(capsys, lost: str, *words: str) -> dict:
+    """A job with a rank on each of 6 stages, which loses these with all copies of their state."""
+    given = ("--pp", "6", "--dp", "1", "--peers", "0", "--standbys", "2", "--step", "0", *words)
+    return answer(capsys, *given, "--lost", lost)["replicas"][0]
+
+
 @pytest.mark.parametrize(
-    "lost, checkfree, rung, said",
+    "lost, protect, rung, said",
     [
-        ("", "plus", "in place", "step 0"),
-        ("2", "off", "checkpoint", "both copies lost"),
-        ("2", "middle", "CheckFree", "of step 0, stage 2 is rebuilt"),
-        ("1,4", "middle", "CheckFree", "stage 1, 4"),
-        ("2,3", "plus", "checkpoint", "the adjacent stages 2 and 3 are both lost"),
-        ("0", "middle", "checkpoint", "only CheckFree+ rebuilds"),
-        ("0,5", "plus", "CheckFree", "stage 0, 5"),
+        ("2", "hot-swap", "checkpoint", "both copies lost"),
+        ("2", "hot-swap,checkfree", "CheckFree", "of step 0, stage 2 is rebuilt"),
+        ("1,4", "hot-swap,checkfree", "CheckFree", "stage 1, 4"),
+        ("2,3", "hot-swap,checkfree-plus", "checkpoint", "the adjacent stages 2 and 3 are both lost"),
+        ("0", "hot-swap,checkfree", "checkpoint", "only CheckFree+ rebuilds"),
+        ("0,5", "hot-swap,checkfree-plus", "CheckFree", "stage 0, 5"),
     ],
 )
-def test_one_failure(lost, checkfree, rung, said, capsys):
-    found = answer(capsys, "--lost", lost, "--checkfree", checkfree)
-    assert found["rung"] == rung and said in found["reason"]
+def test_one_failure(lost, protect, rung, said, capsys):
+    found = stages(capsys, lost, "--protect", protect)
+    assert found["rung"] == rung and said in str(found)
 
 
 def test_unequal_blocks_are_named(capsys):
-    found = answer(capsys, "--blocks", "4,4,4,5,4", "--lost", "2", "--checkfree", "middle")
-    assert found["rung"] == "checkpoint" and "do not hold as many transformer layers" in found["reason"]
+    found = stages(capsys, "2", "--blocks", "4,4,4,5,4,4", "--protect", "hot-swap,checkfree")
+    assert found["rung"] == "checkpoint" and "do not hold as many transformer layers" in str(found)
 
 
 def test_the_table_has_the_rungs_in_their_order_and_fits_a_terminal(capsys):
@@ -44,18 +49,15 @@ def test_the_table_has_the_rungs_in_their_order_and_fits_a_terminal(capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [("--lost", "9"), ("--lost", "a"), ("--blocks", "2,0"), ("--pp", "3", "--blocks", "2,2")]
+    "words", [("--lost", "9"), ("--lost", "a"), ("--blocks", "2,0"), ("--pp", "3", "--blocks", "2,2"), ("--pp", "0")]
 )
 def test_stages_that_make_no_sense_are_refused(words, capsys):
     assert cli.main(["plan", "policy", *words]) == 2
     assert "fix:" in capsys.readouterr().err
 
 
-# --- ft plan policy ladder ------------------------------------------------------------------------------------------
-
-
 def ladder(capsys, *words: str) -> list[dict]:
-    return answer(capsys, "ladder", *words)["replicas"]
+    return answer(capsys, *words)["replicas"]
 
 
 def test_any_loss_has_its_rung_its_source_its_loss_and_its_limits(capsys):
@@ -68,7 +70,7 @@ def test_any_loss_has_its_rung_its_source_its_loss_and_its_limits(capsys):
 @pytest.mark.parametrize(
     ("words", "rung", "steps", "exactness"),
     [
-        ("", "in place", 0, "bit for bit"),
+        ("--unverified 3@98", "in place", 0, "bit for bit"),
         ("--lost 3", "copy elsewhere", 0, "bit for bit"),
         ("--unverified 3@100", "in place", 1, "bit for bit"),
         ("--unverified 3@100 --replicas 2", "another replica", 0, "bit for bit"),
@@ -100,7 +102,7 @@ def test_a_file_gives_the_same_keys_and_flags_go_before_it(capsys, tmp_path):
 
 def test_the_text_names_rungs_losses_and_limits_and_what_a_run_refuses(capsys):
     words = "--lost 3 --room 0 --replicas 3 --spare-redundancy 2 --protect hot-swap"
-    assert cli.main(["plan", "policy", "ladder", *words.split()]) == 0
+    assert cli.main(["plan", "policy", *words.split()]) == 0
     text = capsys.readouterr().out
     assert "replica 0, logical rank(s) 3 lost: reorder" in text and "no node has room for another worker" in text
     assert "waits  at most" in text and "quorum.member_s" in text
@@ -127,7 +129,7 @@ def test_the_text_names_rungs_losses_and_limits_and_what_a_run_refuses(capsys):
     ],
 )
 def test_what_no_job_can_be_is_refused_with_a_fix(words, said, capsys):
-    assert cli.main(["plan", "policy", "ladder", *words.split()]) == 2
+    assert cli.main(["plan", "policy", *words.split()]) == 2
     error = capsys.readouterr().err
     assert said in error and "fix:" in error
 
@@ -138,10 +140,10 @@ def test_what_no_job_can_be_is_refused_with_a_fix(words, said, capsys):
 def test_a_file_that_makes_no_sense_is_refused(text, capsys, tmp_path):
     path = tmp_path / "loss.json"
     path.write_text(text)
-    assert cli.main(["plan", "policy", "ladder", "--file", str(path)]) == 2
+    assert cli.main(["plan", "policy", "--file", str(path)]) == 2
     assert "fix:" in capsys.readouterr().err
 
 
 def test_all_problems_are_named_at_once(capsys):
-    assert cli.main(["plan", "policy", "ladder", "--tp", "x", "--dp", "0", "--lost", "y"]) == 2
+    assert cli.main(["plan", "policy", "--tp", "x", "--dp", "0", "--lost", "y"]) == 2
     assert "3 problems" in capsys.readouterr().err

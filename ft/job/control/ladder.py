@@ -1,6 +1,6 @@
 """The recovery ladder: which kind of recovery follows a fault, why, and what it loses.
 
-The control plane decides with :func:`decide`, and ``ft plan policy ladder`` shows the same decisions. The function is
+The control plane decides with :func:`decide`, and ``ft plan policy`` shows the same decisions. The function is
 pure and total: it does no I/O, reads no clock, and answers every situation. The kinds of recovery are the rungs of
 :mod:`ft.job.control.rungs`. Every rung that is possible in a situation makes an offer, which says what it loses. The
 first rung of the ladder is taken whose offer is not worse in any respect than another one: a snapshot of an earlier

@@ -1,154 +1,210 @@
-"""Implement ``ft plan policy``: show the rungs of the recovery ladder, and which one follows the loss of a stage.
+"""Implement ``ft plan policy``: the rungs of the recovery ladder, what each costs, and which one follows which fault.
 
-The decisions shown are computed by the control plane's own code (:mod:`ft.job.control.ladder`). The subcommand
-``ladder`` (:mod:`ft.lab.plan.policy.ladder`) answers for any set of losses.
+The decisions are computed by the function that the control plane uses (:mod:`ft.job.control.ladder`).
 """
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
-from ft.base.errors import UserError
 from ft.job.control import rungs
-from ft.job.control.ladder import Decision, decide
-from ft.job.control.recovery_plan import AGAINST, MIDDLE, PLUS
-from ft.lab.plan.policy import ladder
-from ft.lab.plan.policy.failure import failure
-from ft.show.text import left_out, table
+from ft.job.control.recovery_plan import AGAINST
+from ft.job.control.rungs import LADDER
+from ft.job.control.timeouts import Timeouts
+from ft.job.quorum.limits import Limits
+from ft.lab.plan.goodput.scenario import KEYS
+from ft.lab.plan.policy.scenario import CHECKFREE, CHECKFREE_PLUS, FLAGS, HOT_SWAP, REPEATED, Scenario, read
+from ft.protection import table as protections
+from ft.show.text import count, left_out, percent, seconds, table
+
+if TYPE_CHECKING:
+    from ft.job.control.ladder import Decision
 
 _DESCRIPTION = """\
-Show the rungs of the recovery ladder, and which one follows which loss of pipeline stages, as the control plane
-decides. With --lost, show the decision for one failure. The subcommand "ladder" takes any layout, protections and
-losses."""
+Show the kinds of recovery in the order in which they are tried, what each costs, and which one follows typical faults.
+With --lost, --unverified or --file, show which one follows this fault, why, what it loses, and how long it can wait at
+most, for any layout and any protections. Each damaged replica is decided on by itself, as its control plane does.
+Logical ranks are numbered tensor parallel first, then data parallel, then the pipeline stages. Limits of waits are the
+defaults; some grow by a few step times."""
 
-OFF = "off"
-LEFT_OUT = left_out("how often each case occurs, and how long its recovery takes", "further faults during the recovery")
-_MOST_STAGES = 1024
-
-_COLUMNS = ("rung", "flag", "needs", "loses")
+LEFT_OUT = left_out(
+    "how often this occurs", "how long the recovery takes (waits are limits)", "further faults during the recovery"
+)
+_REPLICA_ENTRIES = (protections.REPLICAS, protections.STACKS)
+_COLUMNS = ("rung", "flag", "needs", "loses", "takes")
 _KINDS = {
-    rungs.IN_PLACE: ("--ft-hot-swap", "every worker, with its own snapshot", "the step under way"),
-    rungs.STANDBY: ("--standby", "ready standbys, and peer copies", "the step under way, seldom one more"),
-    rungs.COPY: ("--ft-hot-swap", "room to start workers, and peer copies", "the same, and the time to start them"),
-    rungs.REPLICA: ("--ft-hsdp-replicas", "another replica", "no step; a part of the batches comes later"),
-    rungs.REORDER: ("--ft-spare-redundancy", "another replica", "no step, and no part of a batch"),
-    rungs.CHECKFREE: (
-        "--ft-checkfree[-plus]",
-        "the neighbours of each lost stage",
-        "no step; the stage is an estimate",
-    ),
-    rungs.CHECKPOINT: ("--save", "a persistent checkpoint, a warm restart", "the steps since it was written"),
-    rungs.END: ("", "", "the run, until somebody starts it again"),
-}
+    rungs.IN_PLACE: ("--ft-hot-swap", "every worker, with its own snapshot", "the step under way", "swap_time"),
+    rungs.STANDBY: ("--standby", "ready standbys, peer copies", "the step under way, seldom one more", "swap_time"),
+    rungs.COPY: ("--ft-hot-swap", "room to start workers, peer copies", "the step under way", "restart_time"),
+    rungs.REPLICA: ("--ft-hsdp-replicas", "another replica", "no step; a part of the batches is late", "stall_time"),
+    rungs.REORDER: ("--ft-spare-redundancy", "another replica", "no step, and no part of a batch", "shrink_time"),
+    rungs.CHECKFREE: ("--ft-checkfree[-plus]", "the stages beside each lost one", "no step; an estimate",
+                      "neighbour_time"),
+    rungs.CHECKPOINT: ("--save", "a checkpoint, a warm restart", "the steps since it was written", "restart_time"),
+    rungs.END: ("", "", "the run, until somebody starts it again", ""),
+}  # fmt: skip
+"""Rung -> flag, what it needs, what it loses, and the key of the time that it takes (ft plan buy)."""
+_MODES = {"off": (HOT_SWAP,), CHECKFREE: (HOT_SWAP, CHECKFREE), CHECKFREE_PLUS: (HOT_SWAP, CHECKFREE_PLUS)}
 
 
 def add_parser(subparsers) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "policy",
-        help="show the order of the kinds of recovery, and which one follows which failure",
+        help="show the kinds of recovery, what each costs, and which one follows which fault",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--pp", type=int, metavar="P", help="number of pipeline stages; default: those of --blocks, or 6"
+        "--file", metavar="FILE", help="JSON object with the flags' names as keys, such as min_replicas"
     )
-    parser.add_argument(
-        "--blocks",
-        metavar="N,N,...",
-        help="number of transformer blocks of each stage, such as 4,4,4; default: all the same",
-    )
-    parser.add_argument("--lost", metavar="S,S,...", help="stages of whose state no rank holds a copy; '' for none")
-    parser.add_argument("--checkfree", choices=(OFF, MIDDLE, PLUS), help=f"with --lost; default: {OFF}")
+    defaults = Scenario()
+    for key, (metavar, about) in FLAGS.items():
+        default = getattr(defaults, key)
+        shown = ",".join(default) if isinstance(default, tuple) else default
+        more = "" if "default" in about or key in REPEATED or default is None else f"; default: {shown}"
+        action = "append" if key in REPEATED else "store"
+        parser.add_argument(f"--{key.replace('_', '-')}", metavar=metavar, action=action, help=about + more)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(main=run)
-    ladder.add_parser(parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND"))
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the kinds of recovery and what follows typical failures, or the decision for one failure.
+    """Print the kinds of recovery and what follows typical faults, or the decision for each damaged replica.
 
     Raises:
-        UserError: the stages are invalid.
+        UserError: the scenario is invalid; the message names every problem.
     """
-    blocks = _blocks(given)
-    if given.lost is None:
-        failures = _typical(blocks, given)
-        print(json.dumps(_all_values(failures)) if given.json else f"{LEFT_OUT}\n\n{_all_text(failures)}")
+    scenario = read({key: getattr(given, key) for key in FLAGS}, given.file)
+    from ft.job.control.ladder import decide
+    from ft.lab.plan.policy.losses import situations  # with SciPy, which wrong input need not wait for
+
+    if given.lost is None and given.unverified is None and given.file is None:
+        cases = [(what, mode, decide(situations(case)[0])) for what, mode, case in _typical(scenario)]
+        print(json.dumps(_overview(cases)) if given.json else f"{LEFT_OUT}\n\n{_overview_text(cases)}")
         return 0
-    found = decide(failure(blocks, _lost(given.lost, len(blocks)), _asked(given.checkfree)))
-    print(json.dumps(_values(found)) if given.json else f"{LEFT_OUT}\n\n{found.rung}: {found.reason}")
+    found = {replica: decide(situation) for replica, situation in situations(scenario).items()}
+    notes = list(_notes(scenario))
+    if given.json:
+        values = [_values(replica, scenario, decision) for replica, decision in found.items()]
+        print(json.dumps({"replicas": values, "notes": notes}))
+    else:
+        parts = [_text(replica, scenario, decision) for replica, decision in found.items()]
+        print("\n\n".join([LEFT_OUT, *parts, *notes]))
     return 0
 
 
-def _asked(checkfree: str | None) -> str:
-    return "" if checkfree in (None, OFF) else checkfree
-
-
-def _blocks(given: argparse.Namespace) -> tuple[int, ...]:
-    if given.pp is not None and not 1 <= given.pp <= _MOST_STAGES:
-        raise UserError(f"--pp {given.pp}", f"give 1 to {_MOST_STAGES} pipeline stages")
-    alike = (1,) * (given.pp or 6)
-    blocks = alike if given.blocks is None else _numbers(given.blocks)
-    if len(blocks) != (given.pp or len(blocks)) or min(blocks, default=0) < 1:
-        stages = "" if given.pp is None else f"--pp {given.pp}, and "
-        raise UserError(f"{stages}--blocks {given.blocks}", "give each stage at least one block")
-    return blocks
-
-
-def _lost(text: str, stages: int) -> frozenset[int]:
-    lost = frozenset(_numbers(text)) if text.strip() else frozenset()
-    if any(not 0 <= stage < stages for stage in lost):
-        raise UserError(f"--lost {text}: stages are 0 to {stages - 1}", "give stages that exist")
-    return lost
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(
-            f"{text!r} is not a list of whole numbers", "give whole numbers with commas between them, such as 4,4,4"
-        ) from None
-
-
-def _typical(blocks: tuple[int, ...], given: argparse.Namespace) -> list[tuple[str, str, Decision]]:
-    """Return (description of the failure, CheckFree mode, decision) for typical failures."""
-    last, middle = len(blocks) - 1, len(blocks) // 2
+def _typical(asked: Scenario) -> Iterator[tuple[str, str, Scenario]]:
+    """Yield (description, mode of CheckFree, job) for typical faults of a job with a rank on each stage."""
+    last, middle = asked.pp - 1, asked.pp // 2
     losses = {"an operation fails, nobody dies": frozenset()}
     losses |= {f"stage {stage} lost everywhere": frozenset({stage}) for stage in (middle, 0, last)}
     if last > 0:
         losses[f"stages {middle - 1} and {middle} lost"] = frozenset({middle - 1, middle})
-    modes = (OFF, MIDDLE, PLUS) if given.checkfree is None else (given.checkfree,)
-    return [
-        (name, mode, decide(failure(blocks, lost, _asked(mode)))) for name, lost in losses.items() for mode in modes
-    ]
+    for what, lost in losses.items():
+        for mode, protect in _MODES.items():
+            case = Scenario(dp=1, pp=asked.pp, blocks=asked.blocks, peers=0, protect=protect, standbys=len(lost))
+            yield what, mode, replace(case, lost={0: lost})
 
 
-def _all_text(failures: list[tuple[str, str, Decision]]) -> str:
-    kinds = [(str(number), name, *row) for number, (name, row) in enumerate(_KINDS.items(), 1)]
-    rows = [(name, mode, found.rung, _why(found)) for name, mode, found in failures]
-    return "\n\n".join(
-        (
-            table(("", *_COLUMNS), kinds),
-            table(("what happened", "CheckFree", "rung", "because"), rows),
-        )
-    )
+def _overview(cases: Iterable[tuple[str, str, "Decision"]]) -> dict[str, Any]:
+    kinds = [dict(zip(_COLUMNS, (name, *row[:3], _takes(row[3])), strict=True)) for name, row in _KINDS.items()]
+    told = [{"what": what, "checkfree": mode, "rung": d.rung, "reason": d.reason} for what, mode, d in cases]
+    return {"rungs": kinds, "cases": told}
 
 
-def _why(decision: Decision) -> str:
+def _overview_text(cases: Iterable[tuple[str, str, "Decision"]]) -> str:
+    kinds = [(str(n), name, *row[:3], _takes(row[3])) for n, (name, row) in enumerate(_KINDS.items(), 1)]
+    rows = [(what, mode, found.rung, _why(found)) for what, mode, found in cases]
+    heads = ("", *_COLUMNS), ("what happened", "CheckFree", "rung", "because")
+    return "\n\n".join((table(heads[0], kinds), table(heads[1], rows)))
+
+
+def _takes(key: str) -> str:
+    """Return the default of a time of ``ft plan buy``, with its source, or the flag that gives it."""
+    if not key:
+        return ""
+    default, origin = KEYS[key].default, KEYS[key].origin.split(":")[0].rstrip(")")
+    return f"--{key.replace('_', '-')}" if default is None else f"{seconds(default)}, {origin})"
+
+
+def _why(decision: "Decision") -> str:
     """Return the reason of a decision; for a restart, why the rungs before it cannot be used."""
     _, found, against = decision.reason.partition(f"{AGAINST}: ")
     return against.split(";")[0] if found else decision.reason
 
 
-def _all_values(failures: list[tuple[str, str, Decision]]) -> dict[str, Any]:
-    kinds = [dict(zip(_COLUMNS, (name, *row), strict=True)) for name, row in _KINDS.items()]
-    cases = [{"what": name, "checkfree": mode, **_values(found)} for name, mode, found in failures]
-    return {"rungs": kinds, "cases": cases}
+def _notes(scenario: Scenario) -> Iterable[str]:
+    """Yield why protections of the scenario cannot run together, if they cannot."""
+    asked = {protections.HOT_SWAP} if HOT_SWAP in scenario.protect else set()
+    asked |= {protections.STAGES} if scenario.checkfree else set()
+    asked |= set(_REPLICA_ENTRIES) if scenario.spare_redundancy else set()
+    asked |= {protections.REPLICAS} if scenario.replicas > 1 else set()
+    for conflict in protections.CONFLICTS:
+        if conflict.one in asked and conflict.other in asked:
+            yield f"note: ft run refuses {conflict.one} with {conflict.other}: {conflict.why}"
 
 
-def _values(decision: Decision) -> dict[str, Any]:
-    rebuilt = {} if decision.plan is None else decision.plan.rebuilt
-    beside = {str(rank): neighbours.there for rank, neighbours in rebuilt.items()}
-    return {"rung": decision.rung, "reason": decision.reason, "rebuilt": beside}
+def _waits(decision: "Decision") -> list[tuple[str, float]]:
+    """Return (name, seconds) of the limits of all waits: the defaults, without the multiples of the step time."""
+    tables: dict[str, Any] = {"control": Timeouts(), "quorum": Limits()}
+    named = [(name, *name.split(".")) for name in decision.waits]
+    return [(name, getattr(tables[where], field)) for name, where, field in named]
+
+
+def _text(replica: int, scenario: Scenario, decision: "Decision") -> str:
+    lost = ", ".join(map(str, sorted(scenario.lost.get(replica, ()))))
+    what = f"logical rank(s) {lost} lost" if lost else "no worker lost"
+    rows = [(str(at), rung, why.splitlines()[0]) for at, rung, why in _rungs(decision)]
+    waits = _waits(decision)
+    named = ", ".join(f"{name} {seconds(limit)}" for name, limit in waits)
+    limit = f"at most {seconds(sum(limit for _, limit in waits))} ({named})" if waits else "for nothing"
+    return "\n".join(
+        (
+            f"replica {replica}, {what}: {decision.rung}",
+            f"  loses  {_loses(decision)}",
+            f"  waits  {limit}",
+            "",
+            table(("", "rung", "why it is taken, or not"), rows),
+        )
+    )
+
+
+def _rungs(decision: "Decision") -> Iterable[tuple[int, str, str]]:
+    """Yield (number, rung, why) down to the rung that is taken; rungs that had nothing to say are left out."""
+    for number, rung in enumerate(LADDER, 1):
+        if rung == decision.rung:
+            yield number, rung, decision.reason
+            return
+        if rung in decision.refused:
+            yield number, rung, decision.refused[rung]
+
+
+def _loses(decision: "Decision") -> str:
+    lost = decision.lost
+    steps = "an unknown number of steps" if lost.steps is None else count(lost.steps, "committed step")
+    words = ["the run" if lost.ended else f"{steps}", f"{count(lost.samples, 'sample')}"]
+    if lost.late:
+        words.append(f"{percent(lost.late)} of each batch comes later")
+    if lost.starts_anew and not lost.ended:
+        words.append("all workers start anew")
+    return f"{', '.join(words)}; {f'a new run repeats {steps}' if lost.ended else f'continues {lost.exactness}'}"
+
+
+def _values(replica: int, scenario: Scenario, decision: "Decision") -> dict[str, Any]:
+    plan = decision.plan
+    return {
+        "replica": replica,
+        "lost": sorted(scenario.lost.get(replica, ())),
+        "rung": decision.rung,
+        "reason": decision.reason,
+        "refused": dict(decision.refused),
+        "step": None if plan is None else plan.step,
+        "loses": asdict(decision.lost),
+        "waits": [{"limit": name, "seconds": limit} for name, limit in _waits(decision)],
+        "sources": {} if plan is None else {str(r): asdict(source) for r, source in sorted(plan.sources.items())},
+        "fetched": {str(rank): other for rank, other in sorted(decision.fetched.items())},
+        "rebuilt": {} if plan is None else {str(rank): beside.there for rank, beside in sorted(plan.rebuilt.items())},
+    }

@@ -1,4 +1,4 @@
-"""Read the question of ``ft plan policy ladder``: the layout of a job, its protections, and what a fault took.
+"""Read the question of ``ft plan policy``: the layout of a job, its protections, and what a fault took.
 
 Each key is a flag of the command and a key of its JSON file; a flag overrides the file.
 """

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from ft.lab.plan.snapshot.loss import Failures, Risk, formula_1, risk
 from ft.lab.plan.snapshot.shards import Shard
 from ft.platform.slurm import NODE
-from ft.state.placement.assign import place
-from ft.state.placement.problems import find_problems
 
 MONTH = 30 * 86400.0
 
@@ -102,6 +100,9 @@ class Answer:
 
 def answer(question: Question, k: int) -> Answer:
     """Place ``k`` copies of each snapshot and compute their cost and risk."""
+    from ft.state.placement.assign import place  # with SciPy, which wrong input need not wait for
+    from ft.state.placement.problems import find_problems
+
     where, shards = question.where, question.shards
     holders = place(where, question.groups, k)
     node = {rank: kinds[NODE] for rank, kinds in where.items()}
