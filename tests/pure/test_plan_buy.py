@@ -12,7 +12,7 @@ import pytest
 
 from ft import cli
 from ft.commands.check import answer_for
-from ft.lab.plan.goodput import buy, exact, launch, model, papers
+from ft.lab.plan.goodput import answer, buy, exact, launch, model, papers
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
 from ft.protection.table import DOUBLE, HOT_SWAP, REPLICAS, STACKS, STAGES, SWAPPED
 from ft.systems.spare.placement import read
@@ -22,8 +22,8 @@ KEYS = {"protections", "spares", "interval_steps", "effective", "effective_low",
 
 
 @pytest.fixture(scope="module")
-def found() -> buy.Answer:
-    return buy.answer(exact.asked(f"{WORDS} --failures 3000"))
+def found() -> answer.Answer:
+    return answer.answer(exact.asked(f"{WORDS} --failures 3000"))
 
 
 def out(words: str, capsys) -> str:
@@ -40,7 +40,7 @@ def test_every_combination_has_its_rows_sorted_by_cost(found):
 
 
 def test_the_recommended_row_is_the_simplest_of_the_cheapest(found):
-    ours = [row for row in found.rows if buy.is_ours(row)]
+    ours = [row for row in found.rows if answer.is_ours(row)]
     assert found.recommended.paid <= 1.002 * min(row.paid for row in ours)
     assert found.reason.count(". ") == 1 and found.reason.endswith(".")
 

@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ft.base.errors import UserError
-from ft.lab.plan.goodput.buy import VARIED, Answer, Change
+from ft.lab.plan.goodput.answer import VARIED, Answer, Change
 from ft.protection.table import DOUBLE
 from ft.show import palette
 from ft.show.axes import DPI, STYLE, WIDTH_IN, Percents

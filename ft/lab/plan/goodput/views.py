@@ -11,7 +11,8 @@ from typing import Any
 
 from ft.base.quantities import argument, whole
 from ft.lab.plan.goodput import scenario
-from ft.lab.plan.goodput.buy import DRAWN, LEFT_OUT, origins, row_values
+from ft.lab.plan.goodput.answer import row_values
+from ft.lab.plan.goodput.buy import DRAWN, LEFT_OUT, origins
 from ft.lab.plan.goodput.scenario import Scenario
 from ft.protection.table import HOT_SWAP, REPLICAS
 from ft.show.text import percent, seconds, table

@@ -1,1 +1,1 @@
-"""Implementation of ``ft plan policy``: show which kind of recovery the control plane uses after which failure."""
+"""A job after a fault, and the situations in which the control plane decides on its recovery."""
