@@ -235,12 +235,7 @@ REPLICAS = (
         after=("hsdp",),
         long=True,
     ),
-    Walk(
-        "simulate-hsdp",
-        "ft simulate hsdp *",
-        {"--replicas 12": "--replicas 12 --time 20d --no-sweep"},
-        ("98,304 GPUs in 12 replicas", "44", "80"),
-    ),
+    Walk("paper-hsdp", "ft plan paper ft-hsdp", says=("12 replicas", "80.0 %")),
 )
 
 SPARE = (
@@ -264,19 +259,15 @@ SPARE = (
     Walk("spare-theory", "ft plan spare theory *", {"2..20": "2..9"}, ("stacks per step", "r*")),
     Walk("spare-place", "ft plan spare place *", says=("ruler",), long=True),
     Walk("spare-reorder", "ft plan spare reorder *", says=("stack", "phase", "types were moved"), long=True),
-    Walk("spare-montecarlo", "ft plan spare montecarlo *", {"--trials 1000": "--trials 5"}, ("patch rate",), long=True),
-    Walk("spare-simulate", "ft plan spare simulate *", {"table1_n1000": "small"}, ("groups",), long=True),
+    Walk("paper-spare", "ft plan paper spare", {"paper spare": "paper spare --trials 2"}, ("Table 2",), long=True),
     Walk(
-        "spare-optimize",
-        "ft plan spare optimize *",
-        {"--groups 1000": "--groups 20 --steps 50 --seeds 1 --redundancy 2..3"},
-        ("rule of thumb (8)", "recommended: R ="),
-        makes=("optimum.png",),
-    ),
-    Walk(
-        "spare-cross-check",
-        "ft plan spare cross-check *",
-        not_run="it needs SimGrid: tests/pure/test_spare_cross_check.py, which also covers what is said without it",
+        "spare-plan",
+        "ft plan buy scenario.toml --replicas 16 *",
+        {"scenario.toml": "scenario.toml --failures 400"},
+        ("SPARe", "To run it"),
+        makes=("plan.json",),
+        after=("plan-init",),
+        long=True,
     ),
 )
 
@@ -370,10 +361,10 @@ CHECKFREE = (
         ("the run has finished",),
         long=True,
     ),
-    Walk("ladder", "ft plan policy ladder --pp 4 *", says=("standby", "control.assemble_s")),
-    Walk("ladder-stage", "ft plan policy ladder --lost 2,3 *", says=("CheckFree", "approximate")),
-    Walk("ladder-replicas", "ft plan policy ladder --lost 0:2,3 *", says=('"rung": "another replica"', '"late"')),
-    Walk("churn", "ft simulate churn *", says=("6 stages that can fail", "paper"), long=True),
+    Walk("ladder", "ft plan policy --pp 4 *", says=("standby", "control.assemble_s")),
+    Walk("ladder-stage", "ft plan policy --lost 2,3 *", says=("CheckFree", "approximate")),
+    Walk("ladder-replicas", "ft plan policy --lost 0:2,3 *", says=('"rung": "another replica"', '"late"')),
+    Walk("paper-checkfree", "ft plan paper checkfree", says=("fitted", "predicted"), long=True),
 )
 
 _DUMPS = """
@@ -470,7 +461,35 @@ CLUSTER = (
 
 PLANS = (
     Walk("plan-snapshot", "ft plan snapshot *", says=("64 nodes, 512 ranks: TP8 x DP16 x PP4", "copies")),
-    Walk("plan-disruption", "ft plan disruption *", says=("1,024 GPUs on 128 nodes", "hot-swap")),
+    Walk(
+        "plan-buy",
+        "ft plan buy --gpus 4096 * --plot buy.png",
+        {"--plot": "--failures 400 --plot"},
+        ("4,096 GPUs on 512 nodes", "Buy "),
+        makes=("buy.png",),
+    ),
+    Walk(
+        "plan-buy-short",
+        "ft plan buy --gpus 4096 * 24h",
+        {"24h": "24h --failures 400"},
+        ("what would change",),
+        long=True,
+    ),
+    Walk("plan-init", "ft plan buy --init", says=("wrote scenario.toml",), makes=("scenario.toml",)),
+    Walk(
+        "plan-file",
+        "ft plan buy scenario.toml",
+        {"scenario.toml": "scenario.toml --failures 400"},
+        ("what would change",),
+        after=("plan-init",),
+        long=True,
+    ),
+    Walk("plan-spares", "ft plan spares *", {"spares": "spares --failures 400"}, ("standbys",), after=("plan-init",)),
+    Walk(
+        "plan-interval", "ft plan interval *", {"interval": "interval --failures 400"}, ("Daly",), after=("plan-init",)
+    ),
+    Walk("plan-dmr", "ft plan dmr *", {"80gb.toml": "80gb.toml --batch 8"}, ("over naive",), long=True),
+    Walk("plan-check-model", "ft plan check-model", says=("Daly", "birth and death"), long=True),
     Walk(
         "bench-connections",
         "python tools/bench/connections.py *",

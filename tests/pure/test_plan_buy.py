@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -167,3 +168,24 @@ def test_a_progress_bar_is_drawn_on_terminals_only(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     buy.progress()(1, 2, "hot-swap")
     assert "hot-swap" in capsys.readouterr().err
+
+
+STORED = Path(__file__).parents[2] / "tools/experiments/results"
+
+
+def rows_of(text: str) -> dict[str, float]:
+    """Return name -> useful per cent of the rows of an output."""
+    found = re.findall(r"^(\S.*?)  +[\d,]+  +\S+  +([\d.]+) % \(", text, re.MULTILINE)
+    return {name: float(share) for name, share in found}
+
+
+@pytest.mark.skipif(model.engine.player()[0] != "numba", reason="numba is not installed (pip install numba)")
+@pytest.mark.parametrize("gpus", [64, 4096, pytest.param(98304, marks=pytest.mark.long)])
+def test_the_worked_cases_are_what_the_command_prints(gpus, capsys):
+    stored = (STORED / f"plan_buy_{gpus}.txt").read_text()
+    printed = out(stored.splitlines()[0].removeprefix("$ ft plan "), capsys)
+    assert rows_of(printed).keys() == rows_of(stored).keys() and len(rows_of(stored)) > 20
+    assert rows_of(printed) == pytest.approx(rows_of(stored), abs=0.5)
+    assert [line.split(" with ")[0] for line in printed.splitlines() if line.startswith("Buy ")] == [
+        line.split(" with ")[0] for line in stored.splitlines() if line.startswith("Buy ")
+    ]

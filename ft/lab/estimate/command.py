@@ -17,10 +17,10 @@ data sheets and assumed efficiencies, and planned by the planner of real runs. O
 without DMR. A scenario file (examples/dmr) has a key for each flag; flags override the file."""
 
 
-def add_parser(subparsers) -> None:
-    """Add the subcommand."""
+def add_parser(subparsers, name: str = "estimate") -> None:
+    """Add the subcommand: ``ft dmr estimate``, and under another name ``ft plan dmr``."""
     parser = subparsers.add_parser(
-        "estimate",
+        name,
         help="estimate what DMR will cost a model on a cluster, without hardware",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,9 +1,7 @@
-"""Implement ``ft plan``: planning tools for recovery, snapshots, pipeline schedules and redundancy of training data.
-
-There is one subcommand for each question.
-"""
+"""Implement ``ft plan``: what to buy and how to run it. There is one subcommand for each question."""
 
 from ft.base.subcommands import add_group
+from ft.lab.estimate import command
 
 _SUBCOMMANDS = (
     "ft.lab.plan.goodput.buy",
@@ -17,9 +15,10 @@ _SUBCOMMANDS = (
 
 def add_parser(subparsers) -> None:
     """Add ``plan`` with its subcommands."""
-    add_group(
+    nested = add_group(
         subparsers,
         "plan",
         _SUBCOMMANDS,
-        help="plan recovery, snapshots, pipeline schedules and redundancy before a run",
+        help="what to buy before a run: protections, standbys, intervals, copies, schedules, redundancy",
     )
+    command.add_parser(nested, "dmr")

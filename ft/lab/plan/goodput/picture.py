@@ -30,10 +30,11 @@ def pareto(found: Answer, path: Path) -> None:
         is_best = row is found.recommended
         colour = _BEST if is_best else _TWICE if DOUBLE in row.protection.names else _OURS
         left.plot(row.paid, row.hour_lost, "o", color=colour, markersize=9 if is_best else 5)
-    spots: dict[tuple[float, float], list[int]] = {}
+    spots: dict[tuple[int, float], list[int]] = {}
+    width = max(row.paid for row in rows) - rows[0].paid or 1.0
     singly = [row for row in rows if DOUBLE not in row.protection.names]
     for number, row in enumerate(singly, 1):
-        spots.setdefault((round(row.paid, 2), round(row.hour_lost, 1)), []).append(number)
+        spots.setdefault((int(16 * (row.paid - rows[0].paid) / width), round(row.hour_lost, 1)), []).append(number)
     for numbers in spots.values():
         row = singly[numbers[0] - 1]
         at, text = (row.paid, row.hour_lost), ", ".join(map(str, numbers))
