@@ -6,12 +6,12 @@ import random
 
 import numpy as np
 import pytest
+import spare_scipy_flow as flow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spare_flow import least_cost, least_stack
 
 from ft.base.errors import UserError
-from ft.lab.plan.spare import flow
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import largest_redundancy, ruler

@@ -7,15 +7,12 @@ computed additionally in this step (patch compute). If all hosts of a type are l
 """
 
 import argparse
-import sys
 import time
 from typing import Any
 
-import numpy as np
-
 from ft.base.quantities import several
 from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
-from ft.show.text import count, left_out, shortened, table
+from ft.show.text import left_out, shortened, table
 from ft.systems.spare.controller import Controller, Reordering
 from ft.systems.spare.placement import Placement
 from ft.systems.spare.ruler import ruler
@@ -42,14 +39,11 @@ def add_parser(subparsers) -> None:
     )
     add_sizes(parser)
     parser.add_argument("--failed", type=several, required=True, metavar="A,B,...", help="groups, from 0, or ranges")
-    parser.add_argument(
-        "--check", action="store_true", help="also solve the problem with SciPy's flow algorithms, and compare"
-    )
     parser.set_defaults(main=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the decisions; with ``--check``, return 1 if another solver decides differently.
+    """Print the decisions.
 
     Raises:
         UserError: a size cannot be placed, or the failed groups are invalid.
@@ -61,17 +55,11 @@ def run(given: argparse.Namespace) -> int:
         began = time.perf_counter()
         done = controller.lose(given.failed)
         found.append((done, (time.perf_counter() - began) * 1e3))
-        differs = difference(placement, given.failed, done) if given.check else None
-        if differs is not None:
-            print(f"error: {groups} groups, redundancy {redundancy}: {differs}", file=sys.stderr)
-            return 1
     if given.json:
         print(as_json(given, [as_values(done, time_ms) for done, time_ms in found]))
         return 0
     parts = [_as_text(size, *each) for size, each in zip(sizes(given), found, strict=True)]
     print("\n\n".join([LEFT_OUT, *parts]))
-    if given.check:
-        print("\nSciPy finds the same stack and as many moves.")
     return 0
 
 
@@ -89,27 +77,6 @@ def as_values(done: Reordering, time_ms: float) -> dict[str, Any]:
         "patch_types": list(done.patch_types),
         "time_ms": time_ms,
     }
-
-
-def difference(placement: Placement, failed: list[int], done: Reordering) -> str | None:
-    """Compare the controller's decision with an independent solution by SciPy's maximum and minimum-cost flow.
-
-    Returns:
-        A sentence that says what differs, or None if nothing differs.
-    """
-    from ft.lab.plan.spare.flow import min_cost, smallest_stack
-
-    alive = np.ones(placement.groups, dtype=bool)
-    alive[failed] = False
-    stack = smallest_stack(placement.host_table, alive, 1)
-    if stack is None or done.wipe_out:
-        same = stack is None and done.wipe_out
-        return None if same else f"SciPy's smallest stack is {stack}, the controller lost types {done.wipe_out}"
-    _, moves = min_cost(placement.host_table, placement.orders(), alive, stack)
-    if (stack, moves) == (done.stack, len(done.moves)):
-        return None
-    ours = f"{done.stack} with {count(len(done.moves), 'move')}"
-    return f"SciPy needs stack {stack} with {count(moves, 'move')}, the controller {ours}"
 
 
 def _as_text(size: tuple[int, int], done: Reordering, time_ms: float) -> str:
