@@ -163,6 +163,22 @@ def test_a_run_without_standbys_waits_for_repairs():
     assert row.shares["waiting for nodes"] == pytest.approx(exact.waiting(16, 0, 250 * 3600, 86400), abs=0.02)
 
 
+@pytest.mark.parametrize(("gpus", "more"), [(8, ""), (16, ""), (24, "--stages 3"), (3, "--gpus-per-node 1 --stages 3")])
+def test_small_clusters_have_the_rows_that_fit(gpus, more):
+    asked = exact.asked(f"{WORDS.replace('128', str(gpus)).replace('7B', '100M')} --failures 300 {more}")
+    titles = {row.protection.title for row in answer.answer(asked).rows}
+    assert "checkpoints" in titles and ("hot-swap" in titles) == (asked.nodes > 1)
+    assert ("hot-swap + CheckFree" in titles) == (asked.nodes >= asked.stages)
+
+
+def test_a_run_in_which_nothing_gets_done_is_told():
+    found = answer.answer(
+        exact.asked(f"{WORDS.replace('2000h', '1h').replace('24h', '9000d')} --failures 300 --spares 0")
+    )
+    assert found.reason.startswith("Nothing trains") and "never" in buy.as_text(found)
+    assert json.loads(json.dumps(buy.as_values(found)))["recommended"]["paid_per_useful"] is None
+
+
 def test_a_progress_bar_is_drawn_on_terminals_only(monkeypatch, capsys):
     assert buy.progress() is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)

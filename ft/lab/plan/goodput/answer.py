@@ -8,7 +8,7 @@ from typing import Any
 from ft.base.errors import UserError
 from ft.lab.plan.goodput.scenario import Scenario
 from ft.protection.table import DOUBLE, STACKS, STAGES, SWAPPED
-from ft.show.text import count, percent
+from ft.show.text import count, percent, seconds
 
 _ALIKE = 0.002
 """Rows whose paid hours differ by a smaller part are alike: the simpler one is recommended."""
@@ -90,6 +90,11 @@ def recommended(rows: Sequence[Any]) -> Any:
 def _reason(asked: Scenario, rows: Sequence[Any], best: Any) -> str:
     from ft.lab.plan.goodput.model import CHECKPOINTS
 
+    if not math.isfinite(best.paid):
+        return (
+            f"Nothing trains: with a failure every {seconds(asked.mtbf_s)}, no protection gets anything done in the "
+            f"simulated time. {percent(best.shares['waiting for nodes'])} of it is a wait for repaired nodes."
+        )
     standbys = f"{count(best.spares, 'standby node')} ({best.spares * asked.gpus_per_node:,} GPUs)"
     first = (
         f"Buy {best.protection.title} with {standbys if best.spares else 'no standby node'}: {best.paid:.3f} paid GPU "

@@ -192,8 +192,10 @@ def units_of(asked: Scenario, least: int = 2, most: int = 64) -> list[int]:
 def candidates(asked: Scenario, names: tuple[str, ...]) -> list[Protection]:
     """Return the settings of a combination of protections that are tried."""
     names = names or (CHECKPOINTS,)
-    copies = (1, 2, 3) if HOT_SWAP in names else (0,)
-    copies = (0, 1) if STAGES in names else tuple(k for k in copies if k < asked.nodes)
+    if STAGES in names and asked.nodes < asked.stages:
+        return []  # a node holds stages beside each other, which no others can rebuild
+    copies = (0, 1) if STAGES in names else (1, 2, 3) if HOT_SWAP in names else (0,)
+    copies = tuple(k for k in copies if k < asked.nodes)
     if STACKS in names:
         found = []
         for units in _thinned(units_of(asked, 8, 1000), 2):
