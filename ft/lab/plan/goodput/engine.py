@@ -94,7 +94,7 @@ class State(NamedTuple):
         unit_of: node -> its unit, ``SPARE`` or ``AWAY``.
         slot_of: node -> its position in the job.
         spares: stack of standbys. ``spare_at``: node -> its position in that stack.
-        away: nodes in repair. ``back_at``: when each of them returns.
+        away: nodes in repair, as a heap. ``back_at``: when each of them returns, the earliest first.
         vacant: stack of positions without a node.
         up, missing, ready: unit -> whether it trains, nodes that it lacks, when its restart ends.
         gone: positions lost since the last recovery; ``is_gone``: position -> whether it is one of these.
@@ -173,10 +173,10 @@ def play(o: Options, e: Events, s: State, until: np.ndarray, found: np.ndarray) 
             if which == -1:
                 fail(o, e, s, s.whole[NEXT])
                 s.whole[NEXT] += 1
-            elif which < len(s.away):
-                come_back(o, e, s, which)
+            elif which == 0:
+                come_back(o, e, s)
             else:
-                resume(o, s, which - len(s.away))
+                resume(o, s, which - 1)
         advance(o, s, until[row])
         for i in range(len(s.real)):
             found[row, i] = s.real[i]
@@ -185,17 +185,16 @@ def play(o: Options, e: Events, s: State, until: np.ndarray, found: np.ndarray) 
 
 
 def next_event(e: Events, s: State) -> tuple[int, float]:
-    """Return the next event and its time: -1 for a failure, the place in ``away`` of a node that returns, or the number
-    of a unit that is ready, counted from ``len(away)``.
+    """Return the next event and its time: -1 for a failure, 0 for a node that returns, or the number of a unit that is
+    ready, counted from 1.
     """
     which, when = -1, e.at[s.whole[NEXT]]
-    for i in range(s.whole[DOWN]):
-        if s.back_at[i] <= when:
-            which, when = i, s.back_at[i]
+    if s.whole[DOWN] and s.back_at[0] <= when:
+        which, when = 0, s.back_at[0]
     if s.whole[READYING]:
         for unit in range(len(s.ready)):
             if s.ready[unit] <= when:
-                which, when = len(s.away) + unit, s.ready[unit]
+                which, when = 1 + unit, s.ready[unit]
     return which, when
 
 
@@ -300,9 +299,29 @@ def vacate(s: State, node: int) -> None:
 
 def repair(s: State, node: int, seconds: float) -> None:
     """Send a node to repair."""
+    at, when = s.whole[DOWN], s.real[NOW] + seconds
     s.unit_of[node] = AWAY
-    s.away[s.whole[DOWN]], s.back_at[s.whole[DOWN]] = node, s.real[NOW] + seconds
     s.whole[DOWN] += 1
+    while at > 0 and s.back_at[(at - 1) // 2] > when:
+        s.away[at], s.back_at[at] = s.away[(at - 1) // 2], s.back_at[(at - 1) // 2]
+        at = (at - 1) // 2
+    s.away[at], s.back_at[at] = node, when
+
+
+def repaired(s: State) -> int:
+    """Take the node that is repaired first out of repair."""
+    node, at, last = s.away[0], 0, s.whole[DOWN] - 1
+    s.whole[DOWN] = last
+    while 2 * at + 1 < last:
+        child = 2 * at + 1
+        if child + 1 < last and s.back_at[child + 1] < s.back_at[child]:
+            child += 1
+        if s.back_at[child] >= s.back_at[last]:
+            break
+        s.away[at], s.back_at[at] = s.away[child], s.back_at[child]
+        at = child
+    s.away[at], s.back_at[at] = s.away[last], s.back_at[last]
+    return node
 
 
 def take_spare(s: State, node: int) -> None:
@@ -331,11 +350,9 @@ def fill(o: Options, e: Events, s: State, unit: int) -> int:
     return bad
 
 
-def come_back(o: Options, e: Events, s: State, place: int) -> None:
+def come_back(o: Options, e: Events, s: State) -> None:
     """Let a repaired node return, and give it to the unit that lacks the fewest nodes, if a unit waits."""
-    node, last = s.away[place], s.whole[DOWN] - 1
-    s.away[place], s.back_at[place] = s.away[last], s.back_at[last]
-    s.whole[DOWN] = last
+    node = repaired(s)
     s.unit_of[node], s.spare_at[node] = SPARE, s.whole[SPARES]
     s.spares[s.whole[SPARES]] = node
     s.whole[SPARES] += 1
@@ -348,6 +365,13 @@ def come_back(o: Options, e: Events, s: State, place: int) -> None:
     bad = fill(o, e, s, best)
     if s.missing[best] == 0:
         start(o, s, best, o.real[RESTART if s.whole[ANEW] else REBUILD], bad)
+
+
+def forget(s: State) -> None:
+    """Note that no position is lost since the last recovery."""
+    for i in range(s.whole[GONE]):
+        s.is_gone[s.gone[i]] = 0
+    s.whole[GONE] = 0
 
 
 def start(o: Options, s: State, unit: int, seconds: float, bad: int) -> None:
@@ -474,9 +498,7 @@ def lose(o: Options, e: Events, s: State) -> None:
     elif s.whole[ANEW] or o.whole[RETURNS]:
         for i in range(s.whole[HITS]):
             revive(o, e, s, s.hits[i])
-    s.whole[GONE] = 0
-    for i in range(len(s.is_gone) if s.whole[HITS] else 0):
-        s.is_gone[i] = 0
+    forget(s)
     set_pace(o, s)
 
 
@@ -516,9 +538,7 @@ def resume(o: Options, s: State, unit: int) -> None:
     s.whole[UP] += 1
     host(o, s, unit, 1)
     if o.whole[UNITS] == 1:
-        for i in range(s.whole[GONE]):
-            s.is_gone[s.gone[i]] = 0
-        s.whole[GONE] = 0
+        forget(s)
     if s.whole[ANEW]:
         if s.whole[ENDS] == 0 and (o.whole[RETURNS] or s.whole[UP] == o.whole[UNITS]):
             s.whole[ANEW] = 0

@@ -33,6 +33,7 @@ CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
 """Names of rows that are no protection of this project: checkpoints alone, and ReCoVer's constant microbatches."""
 _SEARCH, _FINAL = {"numba": 4000, "interpreted": 400}, {"numba": 60_000, "interpreted": 4000}
 _ERROR = 0.0008
+_PLACED = 16_384
 STATE = MAIN + MOMENTS["adam"]
 """Bytes of main weights and optimizer state of a parameter."""
 STATE_BYTES = STATE + 6
@@ -250,6 +251,9 @@ def _holders(nodes: int, copies: int, per_rack: int, replicas: int) -> np.ndarra
     """Return the positions that hold the copies of each node's state, flattened, by the production placement."""
     if not copies:
         return np.zeros(0, dtype=np.int64)
+    if nodes > _PLACED:  # the placement repeats itself
+        blocks = np.arange(-(-nodes // _PLACED))[:, None] * _PLACED
+        return ((blocks + _holders(_PLACED, copies, per_rack, replicas)).ravel() % nodes)[: nodes * copies]
     where = {i: {"node": f"n{i}"} | ({"rack": f"r{i // per_rack}"} if per_rack else {}) for i in range(nodes)}
     stride = max(1, nodes // replicas)
     held = place(where, [list(range(first, nodes, stride)) for first in range(stride)], copies)
