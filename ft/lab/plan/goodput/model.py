@@ -356,12 +356,14 @@ def _replayed(asked: Scenario, nodes: int, failures: int) -> tuple[np.ndarray, n
 
 
 def simulate(asked: Scenario, protection: Protection, standbys: int, interval: float, failures: int) -> Row:
-    """Simulate about ``failures`` failures of the run with these settings."""
+    """Simulate about ``failures`` failures of the run with these settings, or more if repairs take long."""
+    repair = max(cause.repair_s for cause in asked.causes)
+    failures = max(failures, min(10**6, math.ceil(20.0 * repair / asked.mtbf_s)))
     given = options(asked, protection, interval)
     happen = events(asked, standbys, failures)
     state = engine.begin(protection.units, asked.nodes, standbys, len(given.marks))
     end = float(happen.at[-2])
-    warm = min(0.1 * end, 5.0 * asked.repair_time)
+    warm = min(0.3 * end, 5.0 * repair)
     length = asked.days * 86400.0
     count = int(min(2000, max(20, (end - warm) / length)))
     until = warm + np.arange(count + 1) * (end - warm) / count
