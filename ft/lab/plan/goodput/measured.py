@@ -57,7 +57,7 @@ def of_sacct(path: str, repair_s: float) -> list[Cause]:
         jobs = [row for row in rows if "." not in row["JobID"]]
         seconds = sum(float(row["ElapsedRaw"]) * float(row["NNodes"]) for row in jobs)
         failed = sum(row["State"].startswith("NODE_FAIL") for row in jobs)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise UserError(f"--from-sacct {path} cannot be read: {error!r}", _SACCT) from error
     if not failed or seconds <= 0:
         problem = f"{path} has {failed} job(s) with the state NODE_FAIL in {seconds / 3600:,.0f} node hours"

@@ -106,10 +106,10 @@ def history(name: str) -> History:
     lines = text.splitlines()
     about = dict(line[1:].split(":", 1) for line in lines if line.startswith("#") and ":" in line)
     about = {key.strip(): value.strip() for key, value in about.items()}
-    rows = list(csv.DictReader(line for line in lines if line.strip() and not line.startswith("#")))
     try:
+        rows = list(csv.DictReader(line for line in lines if line.strip() and not line.startswith("#")))
         return _history(name, about, rows)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise UserError(f"--history {name}: {error!r}", f"{fix}, and lines # gpus: N and # hours: H") from error
 
 
