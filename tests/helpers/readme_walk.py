@@ -476,14 +476,6 @@ PLANS = (
         long=True,
     ),
     Walk("plan-init", "ft plan buy --init", says=("wrote scenario.toml",), makes=("scenario.toml",)),
-    Walk(
-        "plan-file",
-        "ft plan buy scenario.toml",
-        {"scenario.toml": "scenario.toml --failures 400"},
-        ("what would change",),
-        after=("plan-init",),
-        long=True,
-    ),
     Walk("plan-spares", "ft plan spares *", {"spares": "spares --failures 400"}, ("standbys",), after=("plan-init",)),
     Walk(
         "plan-interval", "ft plan interval *", {"interval": "interval --failures 400"}, ("Daly",), after=("plan-init",)
