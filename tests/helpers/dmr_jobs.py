@@ -1,9 +1,10 @@
 """A training job in the ranks of a test, whose steps can be undone and repeated with another kind of DMR."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+
+from msgspec import structs
 
 
 def assemble(flags: str, has_te: bool = False):
@@ -68,8 +69,8 @@ def plan_of(job, folder: Path, budget: float = 1e9) -> Path:
         again.step()
     if dist.get_rank() == 0:
         trace = read_trace(folder / "profile.json")
-        ops = tuple(replace(op, checking=replace(op.checking, defer_us=0.0)) for op in trace.ops)
-        write_plan(path, plan(replace(trace, ops=ops), budget))
+        ops = tuple(structs.replace(op, defer_us=0.0) for op in trace.ops)
+        write_plan(path, plan(structs.replace(trace, ops=ops), budget))
     dist.barrier()
     return path
 

@@ -1,7 +1,8 @@
 """Traces for tests of the DMR planner: random ones, and a small pipeline of transformer blocks."""
 
 import random
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ft.systems.dmr.plan.predict import idle, simulate
 from ft.systems.dmr.plan.trace import (
@@ -10,11 +11,8 @@ from ft.systems.dmr.plan.trace import (
     FORWARD,
     OPTIMIZER,
     RECOMPUTE,
-    Checking,
     Memory,
     Operator,
-    Place,
-    Segment,
     Tensor,
     Trace,
     Window,
@@ -35,26 +33,29 @@ def random_trace(seed: int, most: int = 30, dynamic: bool = False) -> Trace:
         if windows is not None and rng.random() < 0.4:
             kind = rng.choice(("p2p", "dp", "bubble", "tp", "ep"))
             length = rng.choice((0.0, rng.uniform(0, 60)))
-            windows.append(Window(f"w{len(windows)}", 0, now, length, kind, dynamic and kind == "ep"))
+            windows.append(Window(f"w{len(windows)}", now, length, kind, dynamic=dynamic and kind == "ep"))
             now += length
         phase = rng.choice((FORWARD, FORWARD, RECOMPUTE, BACKWARD, BACKWARD))
-        segment = (
-            Segment(f"s{i // 4}", i % 4 == 3, rng.random() < 0.3) if phase != BACKWARD and rng.random() < 0.5 else None
-        )
+        segment = (None, False, False)
+        if phase != BACKWARD and rng.random() < 0.5:
+            segment = (f"s{i // 4}", i % 4 == 3, rng.random() < 0.3)
         length = rng.choice((0.0, 1.0, rng.uniform(0, 30)))
         out = f"t{i}"
         tensors[out] = Tensor(
             out, float(rng.randint(0, 40)), rng.choice((None, now + length, now + rng.uniform(0, 90)))
         )
         mutates = (rng.choice(list(tensors)),) if rng.random() < 0.1 else ()
-        checking = Checking(rng.choice((0.0, 0.5)), mutates, rng.random() < 0.1, rng.random() < 0.95, segment)
+        compare_us = rng.choice((0.0, 0.5))
+        flags = dict(zip(("rng", "deterministic"), (rng.random() < 0.1, rng.random() < 0.95), strict=True))
+        flags |= dict(zip(("ac_segment", "is_segment_last", "comm_tail"), segment, strict=True))
         reads = tuple(dict.fromkeys((previous, rng.choice(list(tensors)))))
         reads = tuple(each for each in reads if each != out)
-        place = Place(0, rng.randint(0, 1), i // 6, phase)
-        ops.append(Operator(f"o{i}", "mm", place, now, length, reads, (out,), checking))
+        where = {"microbatch": rng.randint(0, 1), "layer": i // 6}
+        costs = {"compare_us": compare_us, "mutates": mutates}
+        ops.append(Operator(f"o{i}", "mm", phase, now, length, reads, (out,), **where, **costs, **flags))
         now, previous = now + length, out
     if rng.random() < 0.7:
-        ops.append(Operator("adam", "adam", Place(0, 0, 0, OPTIMIZER), now, 5.0, ("w",), (), Checking(mutates=("w",))))
+        ops.append(Operator("adam", "adam", OPTIMIZER, now, 5.0, ("w",), mutates=("w",)))
     points = sorted((rng.uniform(0, now), float(rng.randint(0, 100))) for _ in range(rng.randint(0, 12)))
     return Trace(PRINT, tuple(ops), tensors, tuple(windows), Memory({0: tuple(points)}), None, rng.random() < 0.5)
 
@@ -75,19 +76,19 @@ def pipeline_trace(
                 now = _block(unit, layer, phase, now, end, size, times, tensors, ops)
                 length = tp_us * (2 if phase == BACKWARD else 1) if phase != RECOMPUTE else 0.0
                 if length:
-                    windows.append(Window(f"tp{len(windows)}", unit.stage, now, length, "ep" if moe else "tp", moe))
+                    windows.append(Window(f"tp{len(windows)}", now, length, "ep" if moe else "tp", unit.stage, moe))
                 now += length
     for i, (stage, start, stop, kind, _) in enumerate(idle(timeline)):
-        windows.append(Window(f"i{i}", stage, start, stop - start, kind))
+        windows.append(Window(f"i{i}", start, stop - start, kind, stage))
     memory = Memory({stage: _in_use(timeline, stage, size) for stage in range(pipeline.stages)})
-    ops.sort(key=lambda op: (op.place.stage, op.start_us))
+    ops.sort(key=lambda op: (op.stage, op.start_us))
     windows.sort(key=lambda one: (one.stage, one.start_us))
     return Trace(PRINT, tuple(ops), tensors, tuple(windows), memory, pipeline)
 
 
 def _block(unit: Unit, layer: int, phase: str, now: float, end: float, size: float, times, tensors, ops) -> float:
     key = f"{unit.stage}.{unit.chunk}.{unit.microbatch}.{layer}"
-    place = Place(unit.stage, unit.microbatch, layer, phase, unit.chunk)
+    where = {"stage": unit.stage, "microbatch": unit.microbatch, "layer": layer, "chunk": unit.chunk}
     previous = f"{key}.in"
     tensors.setdefault(previous, Tensor(previous, size, None))
     if phase == BACKWARD:
@@ -100,8 +101,8 @@ def _block(unit: Unit, layer: int, phase: str, now: float, end: float, size: flo
         if phase == BACKWARD:
             reads += (f"{key}.r{3 - i}",)
         tensors[out] = Tensor(out, size, end if phase == RECOMPUTE else now + length)
-        segment = Segment(key, i == 3) if phase != BACKWARD else None
-        ops.append(Operator(out, f"mm{i}", place, now, length, reads, (out,), Checking(0.1, segment=segment)))
+        segment = {"ac_segment": key, "is_segment_last": i == 3} if phase != BACKWARD else {}
+        ops.append(Operator(out, f"mm{i}", phase, now, length, reads, (out,), compare_us=0.1, **where, **segment))
         now, previous = now + length, out
     return now
 

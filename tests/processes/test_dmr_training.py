@@ -182,9 +182,9 @@ def flips_of_what_waits(flags: str, folder: Path, hit_rank: int) -> dict:
     plan, protection = read_plan(path), dmr_jobs.protection(job, path)
     waiting: dict[bool, tuple] = {}
     for op in plan.trace.ops:
-        how, place = plan.assign[op.id], op.place
-        if place.stage == hit_rank and how.window is not None:
-            waiting[how.agc_segment is None] = (place.phase, op.name, place.microbatch, int(op.id.split(".")[-1]))
+        how = plan.assign[op.id]
+        if op.stage == hit_rank and how.window is not None:
+            waiting[how.agc_segment is None] = (op.phase, op.name, op.microbatch, int(op.id.split(".")[-1]))
     for which in waiting.values():
         for execution in ("primary", "checker"):
             flip = Flip(execution, *which, times=int(dist.get_rank() == hit_rank))

@@ -96,17 +96,17 @@ def test_a_trace_is_one_that_can_have_happened(model, pp, others, tmp_path):
     names = [op.name for op in trace.ops]
     for once in ("embedding", "embedding.backward", "logits", "loss.backward"):
         assert names.count(once) == layout.microbatches
-    assert {op.place.layer for op in trace.ops} == set(range(MODELS[model].layers + 2))
+    assert {op.layer for op in trace.ops} == set(range(MODELS[model].layers + 2))
     for stage in range(pp):
         _nothing_overlaps_and_nothing_is_left_out(trace, stage)
 
 
 def _nothing_overlaps_and_nothing_is_left_out(trace, stage):
     """Operators and windows of a stage follow one another without gaps, up to the optimizer."""
-    spans = [(op.start_us, op.end_us) for op in trace.ops if op.place.stage == stage and op.place.phase != OPTIMIZER]
+    spans = [(op.start_us, op.end_us) for op in trace.ops if op.stage == stage and op.phase != OPTIMIZER]
     spans += [(window.start_us, window.end_us) for window in trace.windows if window.stage == stage]
     spans.sort()
-    [optimizer] = [op for op in trace.ops if op.place.stage == stage and op.place.phase == OPTIMIZER]
+    [optimizer] = [op for op in trace.ops if op.stage == stage and op.phase == OPTIMIZER]
     assert spans[0][0] == 0 and spans[-1][1] == pytest.approx(optimizer.start_us)
     for (_, end), (start, _) in pairwise(spans):
         assert start == pytest.approx(end, abs=1e-3)
@@ -116,11 +116,11 @@ def test_early_stop_recomputes_up_to_the_last_product_and_marks_it():
     cluster = Cluster(DEVICES["h200"], 8)
     layout = fitted(MODELS["llama3-8b"], cluster, 1, dp=1, batch=1, early_stop=True)
     trace = profile(MODELS["llama3-8b"], layout, cluster)
-    layer = [op for op in trace.ops if op.place.layer == 1]
-    recomputed = [op.name for op in layer if op.place.phase == "recompute"]
+    layer = [op for op in trace.ops if op.layer == 1]
+    recomputed = [op.name for op in layer if op.phase == "recompute"]
     assert recomputed[-1] == "mlp_act" and "mlp_down" not in recomputed
-    [last] = [op for op in layer if op.checking.segment is not None and op.checking.segment.last]
-    assert (last.name, last.checking.segment.comm_tail) == ("mlp_down", True)
+    [last] = [op for op in layer if op.ac_segment is not None and op.is_segment_last]
+    assert (last.name, last.comm_tail) == ("mlp_down", True)
 
 
 @pytest.mark.parametrize(("target", "share"), [("idle", 0.68), ("idle", 0.5), ("naive_overhead", 0.36)])

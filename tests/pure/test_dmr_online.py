@@ -2,15 +2,15 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from dmr_traces import pipeline_trace, random_trace
+from msgspec.structs import replace
 
 from ft.systems.dmr.plan.check import problems
 from ft.systems.dmr.plan.online import Entry, Waiting
 from ft.systems.dmr.plan.planner import Options, plan
-from ft.systems.dmr.plan.trace import D_INTRA, NAIVE, Memory, Operator, Place, Tensor, Trace, Window
+from ft.systems.dmr.plan.trace import D_INTRA, NAIVE, Memory, Operator, Tensor, Trace, Window
 from ft.systems.schedule.kinds import Pipeline
 
 QUEUE = (Entry("a", 5.0, 100.0), Entry("b", 30.0, 100.0), Entry("c", 10.0, 50.0))
@@ -90,9 +90,9 @@ def test_what_never_fits_does_not_crowd_out_what_does():
     for i in range(40):
         length = 100.0 if i % 4 == 0 else 10.0
         tensors[f"t{i}"] = Tensor(f"t{i}", 10.0, now + length)
-        ops.append(Operator(f"o{i}", "mm", Place(phase="backward"), now, length, (), (f"t{i}",)))
+        ops.append(Operator(f"o{i}", "mm", "backward", now, length, (), (f"t{i}",)))
         now += length
-        windows.append(Window(f"w{i}", 0, now, 10.0, "ep", True))
+        windows.append(Window(f"w{i}", now, 10.0, "ep", dynamic=True))
         now += 10.0
     trace = Trace({}, tuple(ops), tensors, tuple(windows), Memory({}))
     # Ten long ones that fit no window, and memory for four.

@@ -1,10 +1,10 @@
 """DMR's planner on random traces: every operator assigned once, nothing overrun, and more room does no harm."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from dmr_traces import pipeline_trace, random_trace, wider
+from msgspec.structs import replace
 
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.check import peaks, problems
@@ -18,11 +18,8 @@ from ft.systems.dmr.plan.trace import (
     PIGGYBACK,
     SETS,
     UNCHECKED,
-    Checking,
     Memory,
     Operator,
-    Place,
-    Segment,
     Tensor,
     Trace,
     Window,
@@ -48,9 +45,9 @@ def seeds():
 
 def one(op_us: float = 10.0, windows=(), budget: float = 1e9, **how) -> tuple[Trace, Operator]:
     """An operator (0 to ``op_us``) whose output of 8 bytes is freed at once, and windows (start, length, kind)."""
-    op = Operator("a", "mm", Place(phase="backward"), 0.0, op_us, ("x",), ("y",), Checking(**how))
+    op = Operator("a", "mm", "backward", 0.0, op_us, ("x",), ("y",), **how)
     tensors = {"x": Tensor("x", 8.0), "y": Tensor("y", 8.0, op_us)}
-    found = tuple(Window(f"w{i}", 0, *each) for i, each in enumerate(windows))
+    found = tuple(Window(f"w{i}", *each) for i, each in enumerate(windows))
     return Trace({}, (op,), tensors, found, Memory({0: ((0.0, 100.0),)}, budget)), op
 
 
@@ -64,7 +61,7 @@ def test_every_operator_is_assigned_once_and_neither_windows_nor_memory_are_over
         for op in trace.ops:
             how = found.assign[op.id]
             assert how.set in SETS and (how.window is not None) == (how.set in (D_INTER, D_INTRA)), seed
-            assert op.checking.deterministic != (how.set == UNCHECKED), seed
+            assert op.deterministic != (how.set == UNCHECKED), seed
         windows = {window.id: window for window in trace.windows}
         for name, taken in loads(found).items():
             assert taken <= windows[name].dur_us + 1e-6, seed
@@ -118,7 +115,7 @@ def test_without_dmr_the_iteration_takes_what_it_took_in_the_trace(shape):
 def test_naive_dmr_costs_what_is_executed_and_the_bubbles_that_grow_with_it():
     trace = pipeline_trace(Pipeline(4, 8), tp_us=0.0)
     found = plan(trace, 1e6, Options(phases=0)).predicted
-    compared = sum(op.checking.compare_us for op in trace.ops) / 4
+    compared = sum(op.compare_us for op in trace.ops) / 4
     assert 2 * found.t_none < found.t_naive < 2 * found.t_none + 2 * compared
     assert found.t_plan == found.t_naive and found.gain == 0.0
 
@@ -127,8 +124,8 @@ def test_windows_as_long_as_all_work_hide_everything():
     ops, windows, tensors, now = [], [], {"w": Tensor("w", 1.0)}, 0.0
     for i in range(20):
         tensors[f"t{i}"] = Tensor(f"t{i}", 8.0, now + 10)
-        ops.append(Operator(f"o{i}", "mm", Place(layer=i, phase="backward"), now, 10.0, ("w",), (f"t{i}",)))
-        windows.append(Window(f"w{i}", 0, now + 10, 10.0, "tp"))
+        ops.append(Operator(f"o{i}", "mm", "backward", now, 10.0, ("w",), (f"t{i}",), layer=i))
+        windows.append(Window(f"w{i}", now + 10, 10.0, "tp"))
         now += 20
     trace = Trace({}, tuple(ops), tensors, tuple(windows), Memory({}))
     found = plan(trace, 8.0).predicted
@@ -154,10 +151,10 @@ def test_operators_that_change_tensors_are_verified_at_once_and_what_uses_these_
     trace, op = one(windows=[(10.0, 12.0, "tp"), (30.0, 12.0, "tp")], mutates=("x",))
     assert plan(trace, 1e9).assign["a"].set == NAIVE
     trace, op = one(windows=[(30.0, 12.0, "tp")])
-    change = Operator("b", "add_", Place(), 22.0, 1.0, ("x",), (), Checking(mutates=("x",)))
+    change = Operator("b", "add_", "forward", 22.0, 1.0, ("x",), mutates=("x",))
     assert plan(replace(trace, ops=(op, change)), 1e9).assign["a"].set == NAIVE
     assert plan(replace(trace, ops=(op, replace(change, start_us=42.0))), 1e9).assign["a"].set == D_INTRA
-    adam = Operator("c", "adam", Place(phase=OPTIMIZER), 22.0, 1.0)
+    adam = Operator("c", "adam", OPTIMIZER, 22.0, 1.0)
     assert plan(replace(trace, ops=(op, adam)), 1e9).assign["a"].set == NAIVE
 
 
@@ -165,24 +162,24 @@ def test_a_segment_s_last_operator_costs_one_execution_where_recomputation_stops
     ops = []
     for phase, start in (("forward", 0.0), ("recompute", 20.0)):
         for i in range(2):
-            checking = Checking(segment=Segment("s", last=i == 1, comm_tail=i == 1))
-            ops.append(Operator(f"{phase}{i}", "mm", Place(phase=phase), start + 10 * i, 10.0, (), (), checking))
+            segment = {"ac_segment": "s", "is_segment_last": i == 1, "comm_tail": i == 1}
+            ops.append(Operator(f"{phase}{i}", "mm", phase, start + 10 * i, 10.0, **segment))
     trace = Trace({}, tuple(ops), {}, (), Memory({}))
     assert plan(trace, 0.0).predicted.exposed_us == 0.0
     early = replace(trace, ops=tuple(ops[:3]), early_stop=True)
     # The last one ends in communication: naive DMR, which does not repeat that.
     assert plan(early, 0.0).assign["forward1"].set == NAIVE
-    quiet = replace(ops[1], checking=Checking(segment=Segment("s", last=True)))
+    quiet = replace(ops[1], comm_tail=False)
     found = plan(replace(early, ops=(ops[0], quiet, ops[2])), 0.0)
     assert found.assign["forward1"].set == PIGGYBACK and found.predicted.exposed_us == 10.0
-    windows = (Window("w", 0, 40.0, 10.0, "tp"),)
+    windows = (Window("w", 40.0, 10.0, "tp"),)
     found = plan(replace(found.trace, windows=windows), 0.0)
     assert found.assign["forward1"].set == D_INTRA and found.predicted.exposed_us == 0.0
     assert plan(found.trace, 0.0, Options(phases=1)).assign["forward1"].set == PIGGYBACK
 
 
 def test_without_a_recomputation_a_segment_is_no_second_execution():
-    op = Operator("a", "mm", Place(), 0.0, 10.0, (), (), Checking(segment=Segment("s")))
+    op = Operator("a", "mm", "forward", 0.0, 10.0, ac_segment="s")
     assert plan(Trace({}, (op,), {}, (), Memory({})), 0.0).assign["a"].set == NAIVE
 
 
@@ -195,9 +192,8 @@ def test_an_agc_segment_keeps_its_boundary_alone():
     ops, tensors = [], {"t0": Tensor("t0", 8.0, 10.0)}
     for i in range(5):
         tensors[f"t{i + 1}"] = Tensor(f"t{i + 1}", 8.0, 10.0 * (i + 2))
-        place = Place(phase="backward")
-        ops.append(Operator(f"o{i}", "mm", place, 10.0 * i, 10.0, (f"t{i}",), (f"t{i + 1}",)))
-    trace = Trace({}, tuple(ops), tensors, (Window("w", 0, 60.0, 50.0, "p2p"),), Memory({}))
+        ops.append(Operator(f"o{i}", "mm", "backward", 10.0 * i, 10.0, (f"t{i}",), (f"t{i + 1}",)))
+    trace = Trace({}, tuple(ops), tensors, (Window("w", 60.0, 50.0, "p2p"),), Memory({}))
     found = plan(trace, 24.0)
     [segment] = found.segments.values()
     assert segment.ops == tuple(op.id for op in ops) and set(segment.keeps) == {"t0", "t5"} and segment.load_us == 50
@@ -207,7 +203,7 @@ def test_an_agc_segment_keeps_its_boundary_alone():
 
 def test_where_memory_is_scarce_activations_are_regenerated():
     trace = pipeline_trace(Pipeline(1, 1), layers=1, size=100.0, tp_us=0.0)
-    window = Window("late", 0, 200.0, 200.0, "p2p")
+    window = Window("late", 200.0, 200.0, "p2p")
     base = trace.memory.peak(0)
     tight, ample = (plan(replace(trace, windows=(window,)), base + more) for more in (250.0, 2500.0))
     [segment] = tight.segments.values()

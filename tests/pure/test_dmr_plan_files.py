@@ -4,11 +4,11 @@ import json
 import os
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from dmr_traces import PRINT, pipeline_trace, random_trace
+from msgspec.structs import replace
 
 from ft import cli
 from ft.base.errors import UserError

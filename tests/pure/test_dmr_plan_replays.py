@@ -1,10 +1,10 @@
 """What a verification may execute again and when: counterparts, regenerated activations, windows and units."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from dmr_traces import pipeline_trace
+from msgspec.structs import replace
 
 from ft.systems.dmr.plan.check import problems
 from ft.systems.dmr.plan.phases import Graph
@@ -16,11 +16,8 @@ from ft.systems.dmr.plan.trace import (
     NAIVE,
     PIGGYBACK,
     RECOMPUTE,
-    Checking,
     Memory,
     Operator,
-    Place,
-    Segment,
     Tensor,
     Trace,
     Window,
@@ -34,11 +31,9 @@ def segment_trace(forward: str, recomputed: str, early_stop: bool = False) -> Tr
     ops = []
     for phase, names in ((FORWARD, forward), (RECOMPUTE, recomputed)):
         for i, name in enumerate(names):
-            segment = Segment("s", last=phase == FORWARD and i == len(names) - 1)
+            segment = {"ac_segment": "s", "is_segment_last": phase == FORWARD and i == len(names) - 1}
             start = 10.0 * len(ops)
-            ops.append(
-                Operator(f"{phase}{i}", name, Place(phase=phase), start, 10.0, (), (), Checking(segment=segment))
-            )
+            ops.append(Operator(f"{phase}{i}", name, phase, start, 10.0, **segment))
     return Trace({}, tuple(ops), {}, (), Memory({}), None, early_stop)
 
 
@@ -76,8 +71,8 @@ def test_what_changes_a_tensor_is_verified_by_the_recomputation_if_that_is_its_o
     trace = segment_trace("abc", "abc")
     ops = list(trace.ops)
     for i, name in zip((1, 4), changed, strict=True):
-        ops[i] = replace(ops[i], checking=replace(ops[i].checking, mutates=(name,)))
-    ops.append(Operator("end", "add_", Place(phase=BACKWARD), 60.0, 1.0, (), (), Checking(mutates=("w",))))
+        ops[i] = replace(ops[i], mutates=(name,))
+    ops.append(Operator("end", "add_", BACKWARD, 60.0, 1.0, mutates=("w",)))
     found = plan(replace(trace, ops=tuple(ops)), 0.0)
     assert {found.assign[ops[i].id].set for i in (1, 4)} == {set_of_it}
     assert {found.assign[ops[i].id].set for i in (0, 2, 3, 5)} == {PIGGYBACK} and not list(problems(found))
@@ -89,13 +84,13 @@ def test_what_changes_a_tensor_is_verified_by_the_recomputation_if_that_is_its_o
 @pytest.mark.parametrize("checking", [{"deterministic": False}, {"mutates": ("w",)}])
 def test_activations_are_not_regenerated_by_operators_that_cannot_be_repeated(checking):
     trace = pipeline_trace(Pipeline(1, 1), layers=1, size=100.0, tp_us=0.0)
-    trace = replace(trace, windows=(Window("late", 0, 200.0, 200.0, "p2p"),))
+    trace = replace(trace, windows=(Window("late", 200.0, 200.0, "p2p"),))
     budget = trace.memory.peak(0) + 250.0
     [segment] = plan(trace, budget).segments.values()
     assert segment.regenerated_us > 0
-    first = next(i for i, op in enumerate(trace.ops) if op.place.phase == RECOMPUTE)
+    first = next(i for i, op in enumerate(trace.ops) if op.phase == RECOMPUTE)
     ops = list(trace.ops)
-    ops[first] = replace(ops[first], checking=replace(ops[first].checking, **checking))
+    ops[first] = replace(ops[first], **checking)
     found = plan(replace(trace, ops=tuple(ops)), budget)
     assert all(segment.regenerated_us == 0 for segment in found.segments.values()) and not list(problems(found))
 
@@ -104,8 +99,8 @@ def test_activations_are_not_regenerated_from_what_has_changed():
     trace = pipeline_trace(Pipeline(1, 1), layers=1, size=100.0, tp_us=0.0)
     end = max(op.end_us for op in trace.ops)
     # The block's input, which its recomputation reads and its backward does not, is overwritten behind the block.
-    change = Operator("b", "add_", Place(layer=1, phase=BACKWARD), end, 1.0, (), (), Checking(mutates=("0.0.0.0.in",)))
-    trace = replace(trace, ops=(*trace.ops, change), windows=(Window("late", 0, 210.0, 200.0, "p2p"),))
+    change = Operator("b", "add_", BACKWARD, end, 1.0, layer=1, mutates=("0.0.0.0.in",))
+    trace = replace(trace, ops=(*trace.ops, change), windows=(Window("late", 210.0, 200.0, "p2p"),))
     found = plan(trace, trace.memory.peak(0) + 250.0)
     assert all(segment.regenerated_us == 0 for segment in found.segments.values()) and not list(problems(found))
     # Nor is a plan believed that does so.
@@ -116,9 +111,9 @@ def test_activations_are_not_regenerated_from_what_has_changed():
 
 
 def test_time_that_windows_share_is_used_once():
-    windows = (Window("a", 0, 10.0, 30.0, "p2p"), Window("b", 0, 20.0, 30.0, "tp"), Window("c", 0, 25.0, 5.0, "tp"))
+    windows = (Window("a", 10.0, 30.0, "p2p"), Window("b", 20.0, 30.0, "tp"), Window("c", 25.0, 5.0, "tp"))
     assert rooms(windows) == {"a": 30.0, "b": 10.0, "c": 0.0}
-    ops = tuple(Operator(f"o{i}", "mm", Place(phase=BACKWARD), 0.0, 10.0) for i in range(6))
+    ops = tuple(Operator(f"o{i}", "mm", BACKWARD, 0.0, 10.0) for i in range(6))
     found = plan(Trace({}, ops, {}, windows, Memory({})), 0.0)
     assert found.predicted.exposed_us == 20.0 and not list(problems(found))
     both = {name: replace(how, set="D_intra", window="b") for name, how in found.assign.items() if how.window != "a"}
@@ -127,8 +122,8 @@ def test_time_that_windows_share_is_used_once():
 
 def unit_trace(*windows: tuple[float, float]) -> Trace:
     """A forward (0 to 10 us), a backward (40 to 50), and windows inside units (start, end)."""
-    ops = [Operator("f", "mm", Place(), 0.0, 10.0), Operator("b", "mm", Place(phase=BACKWARD), 40.0, 10.0)]
-    found = [Window(f"w{i}", 0, begin, end - begin, "tp") for i, (begin, end) in enumerate(windows)]
+    ops = [Operator("f", "mm", FORWARD, 0.0, 10.0), Operator("b", "mm", BACKWARD, 40.0, 10.0)]
+    found = [Window(f"w{i}", begin, end - begin, "tp") for i, (begin, end) in enumerate(windows)]
     return Trace({}, tuple(ops), {}, tuple(found), Memory({}), Pipeline(1, 1))
 
 
@@ -165,11 +160,11 @@ def long_run(n: int, dynamic: bool, seed: int) -> Trace:
         tensors[f"t{i}"] = Tensor(f"t{i}", float(rng.randint(1, 4) * 2**20), now + length + rng.uniform(0, 20_000))
         reads = ("w", f"t{i - 1}") if i else ("w",)
         reads += ("buffer",) if changes or i % 5 == 0 else ()
-        checking = Checking(1.0, ("buffer",) if changes else ())
-        ops.append(Operator(f"o{i}", "mm", Place(phase=BACKWARD), now, length, reads, (f"t{i}",), checking))
+        checking = {"compare_us": 1.0, "mutates": ("buffer",) if changes else ()}
+        ops.append(Operator(f"o{i}", "mm", BACKWARD, now, length, reads, (f"t{i}",), **checking))
         now += length
         if i % 500 == 499:
-            windows.append(Window(f"w{i}", 0, now, rng.uniform(1e4, 1e5), "ep" if dynamic else "p2p", dynamic))
+            windows.append(Window(f"w{i}", now, rng.uniform(1e4, 1e5), "ep" if dynamic else "p2p", dynamic=dynamic))
             now += windows[-1].dur_us
     return Trace({}, tuple(ops), tensors, tuple(windows), Memory({0: ((0.0, 1e9),)}))
 
@@ -202,7 +197,7 @@ def test_segments_of_a_run_come_longest_first_and_none_twice():
     print("seed", seed)
     rng = random.Random(seed)
     for _ in range(30):
-        ops = [Operator(f"o{i}", "mm", Place(), 0.0, rng.choice((0.0, 1.0, rng.uniform(0, 9)))) for i in range(12)]
+        ops = [Operator(f"o{i}", "mm", FORWARD, 0.0, rng.choice((0.0, 1.0, rng.uniform(0, 9)))) for i in range(12)]
         runs, longest = [ops[:7], ops[7:]], rng.uniform(0, 40)
         found = [tuple(op.id for op in part) for _, part in _by_time(runs, longest)]
         sums = [sum(op.check_us for op in part) for _, part in _by_time(runs, longest)]
@@ -219,6 +214,6 @@ def _ids(part: list[Operator]) -> tuple[str, ...]:
 
 def test_a_graph_without_recomputation_regenerates_nothing():
     trace = pipeline_trace(Pipeline(1, 1), layers=1)
-    ops = tuple(op for op in trace.ops if op.place.phase == BACKWARD)
+    ops = tuple(op for op in trace.ops if op.phase == BACKWARD)
     assert Graph(ops).regenerated(ops) is None
     assert plan(replace(trace, ops=ops), 1e6, Options(phases=2)).assign.keys() == {op.id for op in ops}

@@ -13,7 +13,6 @@ from ft.systems.dmr.plan.trace import (
     Assignment,
     Memory,
     Operator,
-    Place,
     Plan,
     Predicted,
     Tensor,
@@ -32,15 +31,17 @@ def a_plan(assign: dict[int, Assignment], stage: int = 0, segments=(), rename=No
         Operator(
             operator_id(stage, rename or "backward", 0, 0, i),
             name,
-            Place(stage, 0, 1, "backward"),
+            "backward",
             10.0 * i,
             10.0,
             ("w", f"t{i}"),
+            stage=stage,
+            layer=1,
         )
         for i, name in enumerate(NAMES)
     )
     tensors = {f"t{i}": Tensor(f"t{i}", 100.0, 60.0) for i in range(6)} | {"w": Tensor("w", 1e6)}
-    windows = (Window("gap", stage, 40.0, 0.0, "bubble"), Window("open", stage, 50.0, 5.0, "ep", dynamic=True))
+    windows = (Window("gap", 40.0, 0.0, "bubble", stage), Window("open", 50.0, 5.0, "ep", stage, dynamic=True))
     trace = Trace({}, ops, tensors, windows, Memory({}))
     how = {op.id: assign.get(i, Assignment(NAIVE)) for i, op in enumerate(ops)}
     return Plan(trace, how, {one.id: one for one in segments}, Predicted(1.0, 1.0, 1.0, 0.0, 0.0))

@@ -96,7 +96,7 @@ def waits(way: str | Path) -> tuple[int, int]:
     if not isinstance(way, Path):
         return 0, 0
     plan, stage = read_plan(way), parallel_state.get_pipeline_model_parallel_rank()
-    deferred = [plan.assign[op.id] for op in plan.trace.ops if op.place.stage == stage and plan.assign[op.id].window]
+    deferred = [plan.assign[op.id] for op in plan.trace.ops if op.stage == stage and plan.assign[op.id].window]
     alone = sum(how.agc_segment is None for how in deferred)
     return alone, len(deferred) - alone
 

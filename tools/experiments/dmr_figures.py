@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from msgspec import structs
+
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -138,7 +140,7 @@ def _checked(one: Estimate) -> Estimate:
         raise RuntimeError(wrong)
     if sorted(overheads, reverse=True) != overheads:
         raise RuntimeError(f"phases make it worse: {overheads}")
-    return replace(one, plan=replace(plan, trace=None, assign={}, segments={}))
+    return replace(one, plan=structs.replace(plan, trace=None, assign={}, segments={}))
 
 
 def _mean(found: list[Estimate], phase: int) -> float:

@@ -15,17 +15,7 @@ from ft.lab.estimate.memory import over_units, stage_memory, stage_parameters
 from ft.lab.estimate.models import Model
 from ft.lab.estimate.stage import MICRO, PartWork, PlacedStep, part_work
 from ft.systems.dmr.plan.predict import Timeline, idle, simulate
-from ft.systems.dmr.plan.trace import (
-    OPTIMIZER,
-    Checking,
-    Memory,
-    Operator,
-    Place,
-    Segment,
-    Tensor,
-    Trace,
-    Window,
-)
+from ft.systems.dmr.plan.trace import OPTIMIZER, Memory, Operator, Tensor, Trace, Window
 from ft.systems.schedule.kinds import Pipeline
 from ft.systems.schedule.program import Unit
 
@@ -75,11 +65,11 @@ def profile(model: Model, layout: Layout, cluster: Cluster, budget: float | None
     builder.optimizers([stage_parameters(model, layout, stage) for stage in range(layout.pp)], timeline.end_us)
     gaps = enumerate(idle(timeline))
     builder.windows += [
-        Window(f"{gap.kind}{i}", gap.stage, gap.start_us, gap.end_us - gap.start_us, gap.kind) for i, gap in gaps
+        Window(f"{gap.kind}{i}", gap.start_us, gap.end_us - gap.start_us, gap.kind, gap.stage) for i, gap in gaps
     ]
     return Trace(
         fingerprint=_fingerprint(model, layout, cluster),
-        ops=tuple(sorted(builder.ops, key=lambda op: (op.place.stage, op.start_us))),
+        ops=tuple(sorted(builder.ops, key=lambda op: (op.stage, op.start_us))),
         tensors=builder.tensors(),
         windows=tuple(sorted(builder.windows, key=lambda window: (window.stage, window.start_us))),
         memory=Memory(_memory(model, layout, cluster, timeline), budget or cluster.device.memory),
@@ -125,36 +115,43 @@ class _Builder:
             if isinstance(step.step, Transfer):
                 if step.t_us:
                     kind = step.step.kind
-                    self.windows.append(Window(count, unit.stage, begin, step.t_us, kind, dynamic=kind == "ep"))
+                    self.windows.append(Window(count, begin, step.t_us, kind, unit.stage, dynamic=kind == "ep"))
                 continue
-            place = Place(unit.stage, unit.microbatch, work.first + step.layer, step.phase, unit.chunk)
-            self.ops.append(self._operator(place, step, count, tensors, begin))
+            self.ops.append(self._operator(unit, work.first + step.layer, step, count, tensors, begin))
 
-    def _operator(self, place: Place, step: PlacedStep, name: str, tensors: list[str], begin: float) -> Operator:
+    def _operator(
+        self, unit: Unit, layer: int, step: PlacedStep, name: str, tensors: list[str], begin: float
+    ) -> Operator:
+        """Return one operator.
+
+        A row-parallel matrix product at the end of an activation-checkpointing segment is followed by a reduce-scatter.
+        The two count as one operator, as in DTensor; the operator is then marked as one that ends in communication
+        (``comm_tail``).
+        """
         inputs, outputs = tensors[: len(step.inputs)], tensors[len(step.inputs) :]
         mutates: tuple[str, ...] = ()
         if step.step.mutates:
-            mutates = (f"s{place.stage}/gradient of {place.layer}/{step.step.name}",)
+            mutates = (f"s{unit.stage}/gradient of {layer}/{step.step.name}",)
             self.sizes[mutates[0]] = sum(self.sizes[one] for one in inputs) * FP32 / BF16
             self.kept.add(mutates[0])
-        checking = Checking(
+        return Operator(
+            id=name,
+            name=step.step.name,
+            phase=step.phase,
+            start_us=begin,
+            t_us=step.t_us,
+            in_ids=(*inputs, *mutates),
+            out_ids=tuple(outputs),
+            stage=unit.stage,
+            microbatch=unit.microbatch,
+            layer=layer,
+            chunk=unit.chunk,
             compare_us=step.compare_us,
             mutates=mutates,
-            segment=self._segment(place, step),
+            ac_segment=f"m{unit.microbatch}l{layer}" if step.segment else None,
+            is_segment_last=step.segment and step.last,
+            comm_tail=step.segment and step.last and self.layout.tp > 1 and step.step.kind == "product",
         )
-        inputs = (*inputs, *mutates)
-        return Operator(name, step.step.name, place, begin, step.t_us, tuple(inputs), tuple(outputs), checking)
-
-    def _segment(self, place: Place, step: PlacedStep) -> Segment | None:
-        """Return the activation-checkpointing segment of an operator, or None.
-
-        A row-parallel matrix product at the end of a segment is followed by a reduce-scatter. The two count as one
-        operator, as in DTensor; the operator is then marked as one that ends in communication (``comm_tail``).
-        """
-        if not step.segment:
-            return None
-        tail = step.last and self.layout.tp > 1 and step.step.kind == "product"
-        return Segment(f"m{place.microbatch}l{place.layer}", step.last, tail)
 
     def optimizers(self, parameters: list[float], start_us: float) -> None:
         """Add one optimizer operator on each stage.
@@ -168,9 +165,9 @@ class _Builder:
             self.sizes[state] = count * self.layout.state.optimizer
             self.kept.add(state)
             t_us = read_seconds(count * (7 * FP32 + BF16), self.cluster) * MICRO
-            checking = Checking(compare_us=2 * read_seconds(self.sizes[state], self.cluster) * MICRO, mutates=(state,))
-            place = Place(stage, 0, 0, OPTIMIZER)
-            self.ops.append(Operator(f"s{stage}/step", "adam", place, start_us, t_us, (state,), (), checking))
+            costs = {"compare_us": 2 * read_seconds(self.sizes[state], self.cluster) * MICRO, "mutates": (state,)}
+            ids = (f"s{stage}/step", "adam", OPTIMIZER)
+            self.ops.append(Operator(*ids, start_us, t_us, in_ids=(state,), stage=stage, **costs))
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return all tensors by name, with the time of their last use (None for tensors that are kept)."""

@@ -35,8 +35,8 @@ class Changes:
         self._times: dict[tuple[int, str], list[float]] = defaultdict(list)
         for op in trace.ops:
             # "" stands for the parameters, which change when the optimizer of the stage begins.
-            for name in (*op.checking.mutates, *([""] if op.place.phase == OPTIMIZER else [])):
-                self._times[op.place.stage, name].append(op.start_us)
+            for name in (*op.mutates, *([""] if op.phase == OPTIMIZER else [])):
+                self._times[op.stage, name].append(op.start_us)
         for times in self._times.values():
             times.sort()
 
@@ -44,7 +44,7 @@ class Changes:
         """Return the name of a tensor of ``op`` that is changed in place between the end of ``op`` and the end of
         ``window``; "" stands for the parameters. Return None if no tensor is changed."""
         for name in (*op.tensors, ""):
-            times = self._times.get((op.place.stage, name), ())
+            times = self._times.get((op.stage, name), ())
             place = bisect.bisect_left(times, op.end_us - CLOSE_US)
             if place < len(times) and times[place] < window.end_us - CLOSE_US:
                 return name
@@ -57,7 +57,7 @@ def bad_segments(plan: Plan, changes: Changes) -> Iterator[str]:
     windows = {window.id: window for window in plan.trace.windows}
     recomputed: dict[tuple, list[Operator]] = defaultdict(list)
     for op in plan.trace.ops:
-        if op.place.phase == RECOMPUTE:
+        if op.phase == RECOMPUTE:
             recomputed[_block(op)].append(op)
     for segment in plan.segments.values():
         name = f"AGC segment {segment.id!r}"
@@ -70,8 +70,7 @@ def bad_segments(plan: Plan, changes: Changes) -> Iterator[str]:
 
 
 def _block(op: Operator) -> tuple:
-    place = op.place
-    return place.stage, place.microbatch, place.chunk, place.layer
+    return op.stage, op.microbatch, op.chunk, op.layer
 
 
 def _inconsistent(
@@ -121,7 +120,7 @@ def _not_replayable(
         changed = changes.first(op, window)
         if changed is not None:
             yield f"executes operator {op.id!r} again beyond a change of {changed or 'the parameters'!r}"
-        if op.checking.mutates or not op.checking.deterministic:
+        if op.mutates or not op.deterministic:
             yield f"executes operator {op.id!r} again, which cannot be repeated"
 
 
@@ -137,8 +136,8 @@ def problems(plan: Plan) -> Iterator[str]:
             continue
         yield from _wrong_set(op, how)
         if how.set == PIGGYBACK:
-            again = executes_last_again(plan.trace.early_stop, op) and op.checking.segment.name in twice.segments
-            if op.id not in twice.ops and (not again or op.checking.mutates):
+            again = executes_last_again(plan.trace.early_stop, op) and op.ac_segment in twice.segments
+            if op.id not in twice.ops and (not again or op.mutates):
                 yield f"operator {op.id!r} is in set P, but nothing recomputes it"
         elif how.set in (D_INTER, D_INTRA):
             if how.window not in windows:
@@ -165,11 +164,11 @@ def _incomplete(plan: Plan) -> Iterator[str]:
 def _wrong_set(op: Operator, how: Assignment) -> Iterator[str]:
     """Yield a problem if this operator cannot be in the set that it is assigned to, whatever else the plan says."""
     name = f"operator {op.id!r}"
-    if how.set == UNCHECKED and op.checking.deterministic:
+    if how.set == UNCHECKED and op.deterministic:
         yield f"{name} is reproducible, and the plan leaves it unchecked"
-    if how.set != UNCHECKED and not op.checking.deterministic:
+    if how.set != UNCHECKED and not op.deterministic:
         yield f"{name} is not reproducible, and is in set {how.set} to be compared"
-    if how.set in (D_INTER, D_INTRA) and (op.checking.mutates or op.place.phase == OPTIMIZER):
+    if how.set in (D_INTER, D_INTRA) and (op.mutates or op.phase == OPTIMIZER):
         yield f"{name} changes what it reads, and must be verified at once"
     if how.set not in (D_INTER, D_INTRA) and (how.window or how.agc_segment) is not None:
         yield f"{name} is in set {how.set}, and has a window or an AGC segment besides"
@@ -181,8 +180,8 @@ def _members(plan: Plan, segment: str) -> tuple[str, ...]:
 
 def _deferral_problems(op: Operator, assigned: str, window: Window, changes: Changes) -> Iterator[str]:
     name = f"operator {op.id!r}"
-    if window.stage != op.place.stage:
-        yield f"{name} of stage {op.place.stage} is deferred to a window of stage {window.stage}"
+    if window.stage != op.stage:
+        yield f"{name} of stage {op.stage} is deferred to a window of stage {window.stage}"
     if assigned != deferred_set(window):
         yield f"{name} is in set {assigned}, but its window {window.id!r} is for set {deferred_set(window)}"
     if op.end_us > window.start_us + CLOSE_US:
@@ -236,7 +235,7 @@ def _memory_changes(plan: Plan, windows: dict[str, Window]) -> dict[int, list[tu
         if how is not None and how.window in windows:
             keeps = op.tensors if how.agc_segment is None else _kept(plan, how.agc_segment)
             for name in keeps:
-                key = (op.place.stage, name)
+                key = (op.stage, name)
                 until[key] = max(until.get(key, 0.0), windows[how.window].end_us)
     changes: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for (stage, name), end in until.items():

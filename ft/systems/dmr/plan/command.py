@@ -5,8 +5,9 @@ how a plan file verifies operators, what that costs, and why).
 import argparse
 import json
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ft.base.errors import UserError
 from ft.base.quantities import argument, size
@@ -92,10 +93,7 @@ def run_plan(given: argparse.Namespace) -> int:
 
 def without_checking(trace: Trace, operators: Collection[str]) -> Trace:
     """Return the same trace with the operators of these names marked as not reproducible."""
-    ops = (
-        replace(op, checking=replace(op.checking, deterministic=False)) if op.name in operators else op
-        for op in trace.ops
-    )
+    ops = (replace(op, deterministic=False) if op.name in operators else op for op in trace.ops)
     return replace(trace, ops=tuple(ops))
 
 
@@ -161,8 +159,8 @@ def listed(plan: Plan, text: str) -> str:
     ops.sort(key=lambda op: (-op.t_us, op.start_us))
     rows = []
     for op in ops[:_MOST]:
-        how, place = plan.assign[op.id], op.place
-        where = (str(place.stage), str(place.microbatch), str(place.layer), place.phase)
+        how = plan.assign[op.id]
+        where = (str(op.stage), str(op.microbatch), str(op.layer), op.phase)
         rows.append((op.id, op.name, *where, f"{op.t_us:.1f}", how.set, how.agc_segment or how.window or "-"))
     head = ("operator", "name", "stage", "microbatch", "layer", "phase", "us", "set", "window or segment")
     more = [f"and {len(ops) - _MOST} more"] if len(ops) > _MOST else []

@@ -153,7 +153,7 @@ class Draft:
 
     def __init__(self, trace: Trace, stage: int, budget: float, kinds: Iterable[str]):
         self.trace, self.stage = trace, stage
-        self.ops = [op for op in trace.ops if op.place.stage == stage]
+        self.ops = [op for op in trace.ops if op.stage == stage]
         usable = [each for each in trace.windows if each.stage == stage and each.kind in set(kinds) and each.dur_us > 0]
         self.windows = sorted(usable, key=lambda window: window.end_us)
         room = rooms(self.windows)
@@ -164,16 +164,16 @@ class Draft:
         self.segments: dict[str, AgcSegment] = {}
         self._changes = _changes(self.ops)
         self._deferrable = {op.id for op in self.ops if self._is_worth_deferring(op)}
-        self._drained = min((op.start_us for op in self.ops if op.place.phase == OPTIMIZER), default=float("inf"))
+        self._drained = min((op.start_us for op in self.ops if op.phase == OPTIMIZER), default=float("inf"))
 
     def at_once(self, op: Operator) -> bool:
         """Return whether the operator has to be verified when it is executed, because it changes its inputs or belongs
         to the optimizer."""
-        return bool(op.checking.mutates) or op.place.phase == OPTIMIZER
+        return bool(op.mutates) or op.phase == OPTIMIZER
 
     def _is_worth_deferring(self, op: Operator) -> bool:
-        verifiable = op.checking.deterministic and not self.at_once(op)
-        return verifiable and (op.check_us > op.checking.defer_us or not op.checking.defer_us)
+        verifiable = op.deterministic and not self.at_once(op)
+        return verifiable and (op.check_us > op.defer_us or not op.defer_us)
 
     def open(self, op: Operator) -> bool:
         """Return whether the operator may be deferred and is not assigned yet."""
@@ -236,7 +236,7 @@ class Draft:
         naive, in_vain = Assignment(NAIVE), Assignment(UNCHECKED)
         found = {}
         for op in self.ops:
-            meant = self.otherwise.get(op.id, naive) if op.checking.deterministic else in_vain
+            meant = self.otherwise.get(op.id, naive) if op.deterministic else in_vain
             found[op.id] = self.assign.get(op.id, meant)
         return found
 
@@ -245,6 +245,6 @@ def _changes(ops: Iterable[Operator]) -> dict[str, list[float]]:
     """Return tensor -> start times of the operators that change it in place, in order."""
     found: dict[str, list[float]] = {}
     for op in sorted(ops, key=lambda op: op.start_us):
-        for name in op.checking.mutates:
+        for name in op.mutates:
             found.setdefault(name, []).append(op.start_us)
     return found

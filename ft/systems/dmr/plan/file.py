@@ -5,7 +5,7 @@ The fields of a trace file:
 - ``version``, and ``fingerprint`` with the properties of the run (FINGERPRINT).
 - ``ops``: each has ``id``, ``name``, ``phase``, ``t0_us`` and ``t_us``, and optionally ``stage``, ``microbatch``,
   ``layer``, ``chunk``, ``in_ids``, ``out_ids``, ``mutates``, ``rng``, ``deterministic``, ``compare_us``, ``defer_us``,
-  ``ac_segment``, ``is_segment_last`` and ``comm_tail`` (``Operator``, ``Checking``, ``Segment``).
+  ``ac_segment``, ``is_segment_last`` and ``comm_tail`` (``Operator``).
 - ``tensors``: each has ``id``, ``bytes``, and ``free_us`` unless it outlives the iteration.
 - ``windows``: each has ``id``, ``t0_us``, ``dur_us`` and ``kind``, and optionally ``stage`` and ``dynamic``.
 - ``memory``: ``budget``, and ``timeline`` with ``stage``, ``t_us`` and ``live`` (bytes in use from then on) for each
@@ -22,16 +22,16 @@ A plan file is a trace file with these additions:
 """
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct, ValidationError, convert, structs
+from msgspec.json import encode
 
 from ft.base import bounded_json, files
 from ft.base.errors import UserError
@@ -43,14 +43,13 @@ from ft.systems.dmr.plan.trace import (
     PHASES,
     SETS,
     AgcSegment,
+    Amount,
     Assignment,
-    Checking,
+    Count,
     Memory,
     Operator,
-    Place,
     Plan,
     Predicted,
-    Segment,
     Tensor,
     Trace,
     Window,
@@ -66,115 +65,45 @@ _PROFILE_AGAIN = "profile again: ft dmr profile --out FILE"
 _PLAN_AGAIN = "plan again: ft dmr plan PROFILE --memory-budget SIZE --out FILE"
 
 _T = TypeVar("_T")
-_Amount = Annotated[float, Meta(ge=0, le=1e300)]
-_Count = Annotated[int, Meta(ge=0)]
 _Positive = Annotated[int, Meta(ge=1)]
 _CHOICES = {"phase": PHASES, "kind": INTER + INTRA, "set": SETS}
 
 
-class _Operator(Struct):
-    id: str
-    name: str
-    phase: Literal[PHASES]
-    t0_us: _Amount
-    t_us: _Amount
-    stage: _Count = 0
-    microbatch: _Count = 0
-    layer: _Count = 0
-    chunk: _Count = 0
-    in_ids: tuple[str, ...] = ()
-    out_ids: tuple[str, ...] = ()
-    mutates: tuple[str, ...] = ()
-    rng: bool = False
-    deterministic: bool = True
-    compare_us: _Amount = 0.0
-    defer_us: _Amount = 0.0
-    ac_segment: str | None = None
-    is_segment_last: bool = False
-    comm_tail: bool = False
-
-    def operator(self) -> Operator:
-        place = Place(self.stage, self.microbatch, self.layer, self.phase, self.chunk)
-        segment = None
-        if self.ac_segment is not None:
-            segment = Segment(self.ac_segment, self.is_segment_last, self.comm_tail)
-        checking = Checking(self.compare_us, self.mutates, self.rng, self.deterministic, segment, self.defer_us)
-        return Operator(self.id, self.name, place, self.t0_us, self.t_us, self.in_ids, self.out_ids, checking)
-
-
-class _Tensor(Struct):
-    id: str
-    bytes: _Amount
-    free_us: _Amount | None = None
-
-
-class _Window(Struct):
-    id: str
-    t0_us: _Amount
-    dur_us: _Amount
-    kind: Literal[INTER + INTRA]
-    stage: _Count = 0
-    dynamic: bool = False
-
-
 class _Level(Struct):
-    t_us: _Amount
-    live: _Amount
-    stage: _Count = 0
+    t_us: Amount
+    live: Amount
+    stage: Count = 0
 
 
 class _Memory(Struct):
     timeline: list[_Level] = []
-    budget: _Amount | None = None
+    budget: Amount | None = None
 
 
 class _Pipeline(Struct):
     stages: _Positive
     microbatches: _Positive
     chunks: _Positive = 1
-    comm_us: _Amount = 0.0
+    comm_us: Amount = 0.0
     blocking: bool = True
-    group: _Count = 0
+    group: Count = 0
 
 
 class _Trace(Struct):
     fingerprint: dict[str, Any]
-    ops: list[_Operator]
-    tensors: list[_Tensor]
-    windows: list[_Window]
+    ops: list[Operator]
+    tensors: list[Tensor]
+    windows: list[Window]
     memory: _Memory
     schedule: _Pipeline | None = None
     early_stop: bool = False
 
 
-class _Assignment(Struct):
-    set: Literal[SETS]
-    window: str | None = None
-    agc_segment: str | None = None
-
-
-class _AgcSegment(Struct):
-    id: str
-    ops: tuple[str, ...]
-    window: str
-    keeps: tuple[str, ...]
-    load_us: _Amount
-    regenerated_us: _Amount = 0.0
-
-
-class _Predicted(Struct):
-    t_none: _Amount
-    t_naive: _Amount
-    t_plan: _Amount
-    exposed_us: _Amount
-    peak_bytes: _Amount
-
-
 class _Plan(Struct):
     assign: dict[str, Any]
-    predicted: _Predicted
-    agc_segments: list[_AgcSegment] = []
-    phases: list[_Predicted] = []
+    predicted: Predicted
+    agc_segments: list[AgcSegment] = []
+    phases: tuple[Predicted, ...] = ()
 
 
 class _File:
@@ -266,18 +195,16 @@ def read_trace(path: Path) -> Trace:
 
 def _trace(file: _File) -> Trace:
     found = file.convert(_Trace)
-    tensors = [Tensor(one.id, one.bytes, one.free_us) for one in found.tensors]
-    windows = [Window(one.id, one.stage, one.t0_us, one.dur_us, one.kind, one.dynamic) for one in found.windows]
     trace = Trace(
         fingerprint=_fingerprint(found.fingerprint, file),
-        ops=tuple(sorted((op.operator() for op in found.ops), key=lambda op: (op.place.stage, op.start_us))),
-        tensors={tensor.id: tensor for tensor in tensors},
-        windows=tuple(sorted(windows, key=lambda one: (one.stage, one.start_us))),
+        ops=tuple(sorted(found.ops, key=lambda op: (op.stage, op.start_us))),
+        tensors={tensor.id: tensor for tensor in found.tensors},
+        windows=tuple(sorted(found.windows, key=lambda one: (one.stage, one.start_us))),
         memory=_memory(found.memory),
         pipeline=_pipeline(found.schedule, file) if found.schedule is not None else None,
         early_stop=found.early_stop,
     )
-    _refuse_twice("tensor", (tensor.id for tensor in tensors), file)
+    _refuse_twice("tensor", (tensor.id for tensor in found.tensors), file)
     _refuse_inconsistent(trace, file)
     return trace
 
@@ -300,7 +227,7 @@ def _memory(found: _Memory) -> Memory:
 
 
 def _pipeline(found: _Pipeline, file: _File) -> Pipeline:
-    pipeline = Pipeline(found.stages, found.microbatches, found.chunks, found.comm_us, found.blocking, found.group)
+    pipeline = Pipeline(**structs.asdict(found))
     if pipeline.stages * pipeline.microbatches * pipeline.chunks > MOST_UNITS:
         raise file.error(f"has more than {MOST_UNITS} forwards: {pipeline}", "schedule")
     return pipeline
@@ -311,7 +238,7 @@ def _refuse_inconsistent(trace: Trace, file: _File) -> None:
     _refuse_twice("window", (window.id for window in trace.windows), file)
     producer: dict[str, str] = {}
     for op in trace.ops:
-        unknown = [each for each in (*op.tensors, *op.checking.mutates) if each not in trace.tensors]
+        unknown = [each for each in (*op.tensors, *op.mutates) if each not in trace.tensors]
         if unknown:
             raise file.error(f"has an operator {op.id!r} that uses a tensor {unknown[0]!r} it does not list")
         for each in op.out_ids:
@@ -330,10 +257,9 @@ def _refuse_inconsistent(trace: Trace, file: _File) -> None:
 
 def _fits(trace: Trace, pipeline: Pipeline, file: _File) -> None:
     for op in trace.ops:
-        place = op.place
-        if place.phase == PHASES[-1] and place.stage < pipeline.stages:
+        if op.phase == PHASES[-1] and op.stage < pipeline.stages:
             continue
-        here = (place.stage, place.microbatch, place.chunk)
+        here = (op.stage, op.microbatch, op.chunk)
         if any(is_ >= of for is_, of in zip(here, _shape(pipeline), strict=True)):
             said = f"{pipeline.stages} stages, {pipeline.microbatches} microbatches, {pipeline.chunks} chunks"
             where = f"stage {here[0]}, microbatch {here[1]}, chunk {here[2]} (from 0)"
@@ -358,7 +284,7 @@ def write_trace(path: Path, trace: Trace) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    _write(path, {"version": VERSION, **_trace_values(trace)})
+    _write(path, _trace_values(trace))
 
 
 def read_plan(path: Path) -> Plan:
@@ -373,16 +299,10 @@ def read_plan(path: Path) -> Plan:
     if "assign" not in file.values:
         raise UserError(f"{path} is a profile, not a plan: it assigns no operators", f"plan it: ft dmr plan {path} ...")
     trace, found = _trace(file), file.convert(_Plan)
-    assign = {name: file.convert(_Assignment, how, f"assign: {name}") for name, how in found.assign.items()}
-    segments = [AgcSegment(**structs.asdict(segment)) for segment in found.agc_segments]
-    _refuse_twice("AGC segment", (segment.id for segment in segments), file)
-    plan = Plan(
-        trace=trace,
-        assign={name: Assignment(how.set, how.window, how.agc_segment) for name, how in assign.items()},
-        segments={segment.id: segment for segment in segments},
-        predicted=Predicted(**structs.asdict(found.predicted)),
-        phases=tuple(Predicted(**structs.asdict(phase)) for phase in found.phases),
-    )
+    assign = {name: file.convert(Assignment, how, f"assign: {name}") for name, how in found.assign.items()}
+    _refuse_twice("AGC segment", (segment.id for segment in found.agc_segments), file)
+    segments = {segment.id: segment for segment in found.agc_segments}
+    plan = Plan(trace, assign, segments, found.predicted, found.phases)
     wrong = list(islice(problems(plan), 4))
     if wrong:
         more = "; and more" if len(wrong) > 3 else ""
@@ -396,78 +316,25 @@ def write_plan(path: Path, plan: Plan) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    values = {
-        "version": VERSION,
-        **_trace_values(plan.trace),
-        "assign": {name: _assignment_values(how) for name, how in plan.assign.items()},
-        "agc_segments": [vars(segment) for segment in plan.segments.values()],
-        "predicted": vars(plan.predicted),
-        "phases": [vars(each) for each in plan.phases],
-    }
-    _write(path, values)
-
-
-def _assignment_values(how: Assignment) -> dict[str, str]:
-    values = {"set": how.set, "window": how.window, "agc_segment": how.agc_segment}
-    return {name: value for name, value in values.items() if value is not None}
+    segments = list(plan.segments.values())
+    found = _Plan(dict(plan.assign), plan.predicted, segments, plan.phases)
+    _write(path, _trace_values(plan.trace) | structs.asdict(found))
 
 
 def _trace_values(trace: Trace) -> dict[str, Any]:
-    """Return the trace as JSON values."""
-    pipeline = trace.pipeline
-    return {
-        "fingerprint": dict(trace.fingerprint),
-        "ops": [_operator_values(op) for op in trace.ops],
-        "tensors": [_without({"id": one.id, "bytes": one.bytes, "free_us": one.free_us}) for one in _listed(trace)],
-        "windows": [_window_values(window) for window in trace.windows],
-        "memory": {
-            "budget": trace.memory.budget,
-            "timeline": [
-                {"stage": stage, "t_us": at, "live": live}
-                for stage, points in sorted(trace.memory.timeline.items())
-                for at, live in points
-            ],
-        },
-        "schedule": None if pipeline is None else vars(pipeline),
-        "early_stop": trace.early_stop,
-    }
-
-
-def _listed(trace: Trace) -> list[Tensor]:
-    return [
-        tensor if tensor.free_us is None or math.isfinite(tensor.free_us) else Tensor(tensor.id, tensor.bytes)
-        for tensor in trace.tensors.values()
-    ]
-
-
-def _operator_values(op: Operator) -> dict[str, Any]:
-    """Return one operator as JSON values; defaults are left out."""
-    segment, checking = op.checking.segment, op.checking
-    required = {"id": op.id, "name": op.name, "phase": op.place.phase, "t0_us": op.start_us, "t_us": op.t_us}
-    place = {name: getattr(op.place, name) for name in ("stage", "microbatch", "layer", "chunk")}
-    optional = {
-        "in_ids": list(op.in_ids),
-        "out_ids": list(op.out_ids),
-        "compare_us": checking.compare_us,
-        "defer_us": checking.defer_us,
-        "mutates": list(checking.mutates),
-        "rng": checking.rng,
-        "ac_segment": segment and segment.name,
-        "is_segment_last": segment is not None and segment.last,
-        "comm_tail": segment is not None and segment.comm_tail,
-    }
-    given = {name: value for name, value in optional.items() if value}
-    return {**required, **place, **given, **({} if checking.deterministic else {"deterministic": False})}
-
-
-def _window_values(window: Window) -> dict[str, Any]:
-    """Return one window as JSON values."""
-    times = {"t0_us": window.start_us, "dur_us": window.dur_us}
-    return {"id": window.id, "stage": window.stage, **times, "kind": window.kind, "dynamic": window.dynamic}
-
-
-def _without(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    """Return the fields of a trace file."""
+    points = [_Level(at, live, stage) for stage, level in sorted(trace.memory.timeline.items()) for at, live in level]
+    pipeline = trace.pipeline and _Pipeline(**vars(trace.pipeline))
+    found = _Trace(
+        fingerprint=dict(trace.fingerprint),
+        ops=list(trace.ops),
+        tensors=list(trace.tensors.values()),
+        windows=list(trace.windows),
+        memory=_Memory(points, trace.memory.budget),
+        schedule=pipeline,
+        early_stop=trace.early_stop,
+    )
+    return {"version": VERSION, **structs.asdict(found)}
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
@@ -477,7 +344,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
         UserError: the file cannot be written.
     """
     try:
-        files.replace(path, json.dumps(values, separators=(",", ":")) + "\n")
+        files.replace(path, encode(values) + b"\n")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}", "choose another path") from error
 

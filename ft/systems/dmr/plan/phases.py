@@ -36,7 +36,7 @@ def piggyback(draft: Draft) -> None:
     twice = executed_twice(draft.ops)
     for op in draft.ops:
         if executes_last_again(draft.trace.early_stop, op):
-            if draft.open(op) and op.checking.segment.name in twice.segments and not op.checking.segment.comm_tail:
+            if draft.open(op) and op.ac_segment in twice.segments and not op.comm_tail:
                 draft.otherwise[op.id] = Assignment(PIGGYBACK)
         elif op.id in twice.ops:
             draft.assign[op.id] = Assignment(PIGGYBACK)
@@ -66,14 +66,14 @@ def executed_twice(ops: Sequence[Operator]) -> RepeatedOperators:
     found: dict[tuple[str, str], tuple[list[Operator], list[Operator]]] = {}
     changed_in: dict[str, set[tuple[str, str]]] = {}
     for op in ops:
-        segment = op.checking.segment.name if op.checking.segment is not None else ""
-        for name in op.checking.mutates:
-            changed_in.setdefault(name, set()).add((segment, op.place.phase))
-        if segment and op.place.phase in (FORWARD, RECOMPUTE):
-            found.setdefault((segment, op.name), ([], []))[op.place.phase == RECOMPUTE].append(op)
+        segment = op.ac_segment or ""
+        for name in op.mutates:
+            changed_in.setdefault(name, set()).add((segment, op.phase))
+        if segment and op.phase in (FORWARD, RECOMPUTE):
+            found.setdefault((segment, op.name), ([], []))[op.phase == RECOMPUTE].append(op)
 
     def alike(op: Operator) -> bool:
-        return op.checking.deterministic and all(len(changed_in[name]) == 1 for name in op.checking.mutates)
+        return op.deterministic and all(len(changed_in[name]) == 1 for name in op.mutates)
 
     pairs = (pair for first, again in found.values() for pair in zip(first, again, strict=False))
     matched = frozenset(op.id for pair in pairs if all(map(alike, pair)) for op in pair)
@@ -83,8 +83,7 @@ def executed_twice(ops: Sequence[Operator]) -> RepeatedOperators:
 def executes_last_again(early_stop: bool, op: Operator) -> bool:
     """Return whether P-DMR has to execute this operator once more, because it is the last operator of a checkpointed
     segment and recomputation stops before it (``early_stop``)."""
-    segment = op.checking.segment
-    return early_stop and segment is not None and segment.last and op.place.phase == FORWARD
+    return early_stop and op.ac_segment is not None and op.is_segment_last and op.phase == FORWARD
 
 
 MOST_TRIES, MOST_LOOKED_AT = 64, 512
@@ -152,8 +151,7 @@ def blocks(draft: Draft) -> dict[tuple, list[list[Operator]]]:
 
 
 def _block(op: Operator) -> tuple:
-    place = op.place
-    return place.microbatch, place.chunk, place.layer, place.phase
+    return op.microbatch, op.chunk, op.layer, op.phase
 
 
 def _place_best(
@@ -233,7 +231,7 @@ class Graph:
         for op in ops:
             for name in op.in_ids:
                 self._readers.setdefault(name, []).append(op.id)
-            if op.place.phase == RECOMPUTE:
+            if op.phase == RECOMPUTE:
                 self._recomputed.setdefault(_block(op)[:3], []).append(op)
 
     def kept(self, ops: tuple[Operator, ...]) -> Candidate:
@@ -261,7 +259,7 @@ class Graph:
             return None
         last = max(i for i, op in enumerate(again) if set(op.out_ids) & set(inner))
         replayed = tuple(again[: last + 1])
-        if any(op.checking.mutates or not op.checking.deterministic for op in replayed):
+        if any(op.mutates or not op.deterministic for op in replayed):
             return None
         written = {name for op in replayed for name in op.out_ids}
         needed = [name for op in replayed for name in op.in_ids if name not in written]
@@ -273,7 +271,7 @@ class Graph:
 
 
 def _of(producer: Operator | None, block: tuple) -> bool:
-    return producer is not None and producer.place.phase == RECOMPUTE and _block(producer)[:3] == block
+    return producer is not None and producer.phase == RECOMPUTE and _block(producer)[:3] == block
 
 
 def fine(draft: Draft) -> None:

@@ -52,7 +52,7 @@ def _lanes(axes, plan: Plan, stages: Sequence[int]) -> None:
     used = loads(plan)
     for lane, stage in enumerate(stages):
         by_colour: dict[str, list[tuple[float, float]]] = {}
-        for begin, end, phase in _work([op for op in plan.trace.ops if op.place.stage == stage]):
+        for begin, end, phase in _work([op for op in plan.trace.ops if op.stage == stage]):
             by_colour.setdefault(_WORK.get(phase, _OUTSIDE), []).append((begin / 1e3, (end - begin) / 1e3))
         for window in plan.trace.windows:
             if window.stage == stage and window.dur_us:
@@ -75,10 +75,10 @@ def _work(ops: Sequence[Operator]) -> list[tuple[float, float, str]]:
     in microseconds."""
     bars: list[tuple[float, float, str]] = []
     for op in sorted(ops, key=lambda op: op.start_us):
-        if bars and bars[-1][2] == op.place.phase and op.start_us - bars[-1][1] < 1e-3:
-            bars[-1] = (bars[-1][0], max(bars[-1][1], op.end_us), op.place.phase)
+        if bars and bars[-1][2] == op.phase and op.start_us - bars[-1][1] < 1e-3:
+            bars[-1] = (bars[-1][0], max(bars[-1][1], op.end_us), op.phase)
         else:
-            bars.append((op.start_us, op.end_us, op.place.phase))
+            bars.append((op.start_us, op.end_us, op.phase))
     return bars
 
 

@@ -7,7 +7,9 @@ best is returned.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.check import peaks, problems

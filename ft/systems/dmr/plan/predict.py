@@ -184,7 +184,7 @@ def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
 
 def everything_at_once(trace: Trace) -> dict[str, Assignment]:
     """Return the assignment of naive DMR: every operator, recomputed ones too, is executed again immediately."""
-    return {op.id: Assignment(NAIVE if op.checking.deterministic else UNCHECKED) for op in trace.ops}
+    return {op.id: Assignment(NAIVE if op.deterministic else UNCHECKED) for op in trace.ops}
 
 
 @dataclass(frozen=True)
@@ -304,15 +304,14 @@ class _Cost:
 
 def _cost(trace: Trace, op: Operator) -> _Cost:
     again = op.t_us if executes_last_again(trace.early_stop, op) else 0.0
-    unit = unit_of(op) if op.place.phase in IN_UNITS else None
+    unit = unit_of(op) if op.phase in IN_UNITS else None
     later = unit._replace(backward=True) if unit is not None and again else unit
-    return _Cost(op.place.stage, unit, later, op.check_us, op.checking.compare_us + again)
+    return _Cost(op.stage, unit, later, op.check_us, op.compare_us + again)
 
 
 def unit_of(op: Operator) -> Unit:
     """Return the unit of the schedule in which an operator runs; recomputation belongs to the backward."""
-    place = op.place
-    return Unit(place.stage, place.microbatch, place.chunk, place.phase in (RECOMPUTE, BACKWARD))
+    return Unit(op.stage, op.microbatch, op.chunk, op.phase in (RECOMPUTE, BACKWARD))
 
 
 def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
@@ -320,7 +319,7 @@ def _unit_spans(trace: Trace) -> dict[Unit, tuple[float, float]]:
     INTRA at its ends that belong to it."""
     spans: dict[Unit, tuple[float, float]] = {}
     for op in trace.ops:
-        if op.place.phase in IN_UNITS:
+        if op.phase in IN_UNITS:
             unit = unit_of(op)
             begin, end = spans.get(unit, (op.start_us, op.end_us))
             spans[unit] = (min(begin, op.start_us), max(end, op.end_us))

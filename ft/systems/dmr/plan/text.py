@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import asdict
+
 from ft.show.text import count, percent, seconds, table
 from ft.systems.dmr.plan.check import peaks
 from ft.systems.dmr.plan.predict import exposed_us
@@ -98,10 +100,10 @@ def peak_by_stage(plan: Plan) -> dict[int, tuple[float, float]]:
 def reasons(plan: Plan) -> Iterator[str]:
     """Yield the reasons why some verification is not hidden or some operators are not verified, one sentence each."""
     at_once = [op for op in plan.trace.ops if plan.assign[op.id].set == NAIVE]
-    forced = [op for op in at_once if op.checking.mutates or op.place.phase == OPTIMIZER]
+    forced = [op for op in at_once if op.mutates or op.phase == OPTIMIZER]
     if forced:
         yield f"{len(forced)} operators change their inputs, the optimizer's included: verified at once"
-    left = [op for op in at_once if not (op.checking.mutates or op.place.phase == OPTIMIZER)]
+    left = [op for op in at_once if not (op.mutates or op.phase == OPTIMIZER)]
     free = {each.kind: each.dur_us - each.used_us for each in fillings(plan)}
     if left:
         total = sum(op.check_us for op in left)
@@ -223,4 +225,4 @@ def as_values(plan: Plan) -> dict[str, Any]:
 
 def _predicted_values(found: Predicted) -> dict[str, float]:
     rates = {"overhead": found.overhead, "naive_overhead": found.naive_overhead, "gain": found.gain}
-    return {**vars(found), **rates}
+    return {**asdict(found), **rates}

@@ -1,17 +1,28 @@
-"""Data classes of the DMR planner: its input, a trace (the operators of one iteration, idle windows, memory use), and
-its output, a plan that says for each operator how and when it is verified.
+"""Records of the DMR planner: its input, a trace (the operators of one iteration, idle windows, memory use), and its
+output, a plan that says for each operator how and when it is verified.
 
 A *unit* is the forward or backward pass of one microbatch through one model chunk of a stage. A *window* is a time in
 which a stage communicates or is idle. An *AGC segment* (activation-gradient checkpointing, SpareTrain, Method 2) is a
 sequence of operators that is executed again as a whole, so that only the tensors at its boundary have to be kept until
 then. A trace comes from a profile of a run or from the estimator. Times are microseconds since the iteration began,
-sizes are bytes. ``ft.systems.dmr.plan.file`` describes the file formats.
+sizes are bytes.
+
+``Operator``, ``Tensor``, ``Window``, ``Assignment``, ``AgcSegment`` and ``Predicted`` are also the records of the files
+(``ft.systems.dmr.plan.file``); a field that has another name in the file says so. What their types allow is checked
+when a file is read.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
 
 from ft.systems.schedule.kinds import Pipeline
+
+Amount = Annotated[float, Meta(ge=0, le=1e300)]
+"""A time in microseconds or a size in bytes, in a file."""
+Count = Annotated[int, Meta(ge=0)]
+"""A number, in a file."""
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = "forward", "recompute", "backward", "optimizer"
 BETWEEN = "between"
@@ -32,87 +43,53 @@ otherwise its operators or windows are different. ``vpp`` is the number of model
 the number per iteration on each rank."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of an operator in the iteration.
-
-    Attributes:
-        stage: pipeline stage, from 0.
-        microbatch: number of the microbatch, from 0.
-        layer: number of the transformer layer in the model. Profiles count from 1, with 0 outside of all layers.
-        phase: one of PHASES.
-        chunk: model chunk (virtual stage) of the stage, from 0.
-    """
-
-    stage: int = 0
-    microbatch: int = 0
-    layer: int = 0
-    phase: str = FORWARD
-    chunk: int = 0
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Membership of an operator in an activation-checkpointing segment.
-
-    Args:
-        name: name of the segment, unique in the iteration.
-        last: True if the operator is the last of the segment.
-        comm_tail: True if the operator ends in communication, so that executing it again would repeat costly
-            communication.
-    """
-
-    name: str
-    last: bool = False
-    comm_tail: bool = False
-
-
-@dataclass(frozen=True)
-class Checking:
-    """Properties of an operator that matter for its verification.
-
-    Args:
-        compare_us: cost of comparing (or digesting) its outputs, beyond executing it again, in microseconds.
-        mutates: ids of tensors that it changes in place. The operator is verified immediately; deferred operators that
-            use these tensors are verified before it runs.
-        rng: True if it draws random numbers; the generator state is then kept for its second execution.
-        deterministic: True if two executions give the same bits; otherwise no comparison is meaningful.
-        segment: the activation-checkpointing segment that recomputes it, or None.
-        defer_us: immediate cost of deferring its verification, in microseconds. The operator is not deferred if
-            verifying it costs no more than this.
-    """
-
-    compare_us: float = 0.0
-    mutates: tuple[str, ...] = ()
-    rng: bool = False
-    deterministic: bool = True
-    segment: Segment | None = None
-    defer_us: float = 0.0
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One execution of an operator on its stage.
+class Operator(Struct, frozen=True, omit_defaults=True):
+    """One execution of an operator on its stage, and the properties that matter for its verification.
 
     Attributes:
         id: id of the execution, unique in the trace.
         name: name of the operator, with overload.
-        place: its place in the iteration.
-        start_us: start, in microseconds since the iteration began.
+        phase: one of PHASES.
+        start_us: start, in microseconds since the iteration began ("t0_us" in files).
         t_us: duration, in microseconds.
         in_ids: ids of the tensors that it reads.
         out_ids: ids of the tensors that it produces.
-        checking: properties that matter for its verification.
+        stage: pipeline stage, from 0.
+        microbatch: number of the microbatch, from 0.
+        layer: number of the transformer layer in the model. Profiles count from 1, with 0 outside of all layers.
+        chunk: model chunk (virtual stage) of the stage, from 0.
+        compare_us: cost of comparing (or digesting) its outputs, beyond executing it again, in microseconds.
+        defer_us: immediate cost of deferring its verification, in microseconds. The operator is not deferred if
+            verifying it costs no more than this.
+        mutates: ids of tensors that it changes in place. The operator is verified immediately; deferred operators that
+            use these tensors are verified before it runs.
+        rng: True if it draws random numbers; the generator state is then kept for its second execution.
+        deterministic: True if two executions give the same bits; otherwise no comparison is meaningful.
+        ac_segment: name of the activation-checkpointing segment that recomputes it, unique in the iteration; None:
+            nothing recomputes it.
+        is_segment_last: True if it is the last operator of that segment.
+        comm_tail: True if it ends in communication, so that executing it again would repeat costly communication.
     """
 
     id: str
     name: str
-    place: Place
-    start_us: float
-    t_us: float
+    phase: Literal[PHASES]
+    start_us: Amount = field(name="t0_us")
+    t_us: Amount
     in_ids: tuple[str, ...] = ()
     out_ids: tuple[str, ...] = ()
-    checking: Checking = field(default_factory=Checking)
+    stage: Count = 0
+    microbatch: Count = 0
+    layer: Count = 0
+    chunk: Count = 0
+    compare_us: Amount = 0.0
+    defer_us: Amount = 0.0
+    mutates: tuple[str, ...] = ()
+    rng: bool = False
+    deterministic: bool = True
+    ac_segment: str | None = None
+    is_segment_last: bool = False
+    comm_tail: bool = False
 
     @property
     def end_us(self) -> float:
@@ -121,7 +98,7 @@ class Operator:
     @property
     def check_us(self) -> float:
         """Return the time in microseconds of verifying the operator by itself: executing it again and comparing."""
-        return self.t_us + self.checking.compare_us
+        return self.t_us + self.compare_us
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -129,8 +106,7 @@ class Operator:
         return self.in_ids + self.out_ids
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(Struct, frozen=True, omit_defaults=True):
     """One tensor.
 
     Attributes:
@@ -140,28 +116,27 @@ class Tensor:
     """
 
     id: str
-    bytes: float
-    free_us: float | None = None
+    bytes: Amount
+    free_us: Amount | None = None
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(Struct, frozen=True):
     """A time in which a stage computes nothing, so that operators can be verified.
 
     Attributes:
         id: id of the window, unique in the trace.
-        stage: pipeline stage.
-        start_us: start, in microseconds since the iteration began.
+        start_us: start, in microseconds since the iteration began ("t0_us" in files).
         dur_us: duration, in microseconds.
         kind: one of INTER or INTRA.
+        stage: pipeline stage.
         dynamic: True if the duration differs from iteration to iteration.
     """
 
     id: str
-    stage: int
-    start_us: float
-    dur_us: float
-    kind: str
+    start_us: Amount = field(name="t0_us")
+    dur_us: Amount
+    kind: Literal[INTER + INTRA]
+    stage: Count = 0
     dynamic: bool = False
 
     @property
@@ -181,8 +156,7 @@ def rooms(windows: Iterable[Window]) -> dict[str, float]:
     return found
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Struct, frozen=True):
     """Memory in use without DMR.
 
     Attributes:
@@ -198,8 +172,7 @@ class Memory:
         return max((live for _, live in self.timeline.get(stage, ())), default=0.0)
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(Struct, frozen=True):
     """One iteration of all stages that are planned together.
 
     Args:
@@ -227,7 +200,7 @@ class Trace:
     @property
     def stages(self) -> list[int]:
         """Return the stages that have operators or windows."""
-        return sorted({op.place.stage for op in self.ops} | {window.stage for window in self.windows})
+        return sorted({op.stage for op in self.ops} | {window.stage for window in self.windows})
 
     @property
     def dynamic(self) -> bool:
@@ -255,8 +228,7 @@ def deferred_set(window: Window) -> str:
     return D_INTER if window.kind in INTER else D_INTRA
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(Struct, frozen=True, omit_defaults=True):
     """How one operator is verified.
 
     Args:
@@ -266,13 +238,12 @@ class Assignment:
             it is executed again by itself.
     """
 
-    set: str
+    set: Literal[SETS]
     window: str | None = None
     agc_segment: str | None = None
 
 
-@dataclass(frozen=True)
-class AgcSegment:
+class AgcSegment(Struct, frozen=True):
     """Operators of one transformer block that are executed again (replayed) as a whole from their boundary tensors.
 
     Args:
@@ -289,12 +260,11 @@ class AgcSegment:
     ops: tuple[str, ...]
     window: str
     keeps: tuple[str, ...]
-    load_us: float
-    regenerated_us: float = 0.0
+    load_us: Amount
+    regenerated_us: Amount = 0.0
 
 
-@dataclass(frozen=True)
-class Predicted:
+class Predicted(Struct, frozen=True):
     """Predicted times of one iteration, in microseconds.
 
     Attributes:
@@ -305,11 +275,11 @@ class Predicted:
         peak_bytes: largest memory use of any stage, in bytes.
     """
 
-    t_none: float
-    t_naive: float
-    t_plan: float
-    exposed_us: float
-    peak_bytes: float
+    t_none: Amount
+    t_naive: Amount
+    t_plan: Amount
+    exposed_us: Amount
+    peak_bytes: Amount
 
     @property
     def overhead(self) -> float:
@@ -326,8 +296,7 @@ class Predicted:
         return self.t_naive / self.t_plan - 1 if self.t_plan else 0.0
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Struct, frozen=True):
     """The DMR plan of one iteration: its trace, with a way of verification for every operator.
 
     Args:

@@ -23,10 +23,8 @@ from ft.systems.dmr.plan.trace import (
     IN_UNITS,
     OPTIMIZER,
     RECOMPUTE,
-    Checking,
     Memory,
     Operator,
-    Segment,
     Tensor,
     Trace,
     Window,
@@ -191,7 +189,7 @@ def blocks(record: StageRecord) -> list[Block]:
     found = [Block(None)]
     loose: list[int] = []
     for number, event in enumerate(record.notes.events):
-        unit = _unit(event)
+        unit = _unit(record.stage, event)
         if isinstance(event, RecordedWait) and event.kind == P2P:
             _put(record, found[-1], loose)
             found[-1].waits = True
@@ -215,11 +213,10 @@ def _put(record: StageRecord, block: Block, loose: list[int]) -> None:
     loose.clear()
 
 
-def _unit(event: Event) -> Unit | None:
-    if isinstance(event, RecordedWait) or event.place.phase not in IN_UNITS:
+def _unit(stage: int, event: Event) -> Unit | None:
+    if isinstance(event, RecordedWait) or event.at.phase not in IN_UNITS:
         return None
-    place = event.place
-    return Unit(place.stage, place.microbatch, place.chunk, place.phase in (RECOMPUTE, BACKWARD))
+    return Unit(stage, event.at.microbatch, event.at.chunk, event.at.phase in (RECOMPUTE, BACKWARD))
 
 
 def _comm_us(cut: Sequence[Sequence[Block]]) -> float:
@@ -258,7 +255,7 @@ def _windows_between(stage: int, found: Sequence[Block], timeline: Timeline, beg
     waits = {block.unit for block in found[1:-1] if block.waits}
     idles = [one for one in idle(timeline) if one.stage == stage and one.after in waits]
     return [
-        Window(f"s{stage}.between.{number}", stage, begins + one.start_us, one.end_us - one.start_us, one.kind)
+        Window(f"s{stage}.between.{number}", begins + one.start_us, one.end_us - one.start_us, one.kind, stage)
         for number, one in enumerate(idles)
     ]
 
@@ -290,20 +287,34 @@ class _Stage:
     def _last_of_segments(self) -> set[int]:
         last: dict[int, int] = {}
         for number, event in enumerate(self.record.notes.events):
-            if isinstance(event, ExecutedOperator) and event.segment is not None and event.place.phase != RECOMPUTE:
+            if isinstance(event, ExecutedOperator) and event.segment is not None and event.at.phase != RECOMPUTE:
                 last[event.segment] = number
         return set(last.values())
 
     def _operator(self, done: ExecutedOperator, start: float, time: Timed, *, is_last: bool) -> Operator:
         memory = self.record.notes.memory
         made = sum(memory[number].bytes for number in (*done.outs, *done.changes))
-        segment = None if done.segment is None else Segment(f"s{self.record.stage}.ac{done.segment}", is_last)
-        costs = {"compare_us": self.costs.us(made), "defer_us": self.costs.defer_us}
-        flags = {"rng": done.rng, "deterministic": done.name not in self.unstable}
-        checking = Checking(mutates=self._names(done.changes), segment=segment, **flags, **costs)
-        identity = operator_id(self.record.stage, *done.unit, done.index)
-        names = self._names(done.ins), self._names(done.outs)
-        return Operator(identity, done.name, done.place, start, time.us, *names, checking)
+        at, stage = done.at, self.record.stage
+        return Operator(
+            id=operator_id(stage, *at.unit, at.index),
+            name=at.operator,
+            phase=at.phase,
+            start_us=start,
+            t_us=time.us,
+            in_ids=self._names(done.ins),
+            out_ids=self._names(done.outs),
+            stage=stage,
+            microbatch=at.microbatch,
+            layer=at.layer,
+            chunk=at.chunk,
+            compare_us=self.costs.us(made),
+            defer_us=self.costs.defer_us,
+            mutates=self._names(done.changes),
+            rng=done.rng,
+            deterministic=at.operator not in self.unstable,
+            ac_segment=None if done.segment is None else f"s{stage}.ac{done.segment}",
+            is_segment_last=done.segment is not None and is_last,
+        )
 
     def _names(self, numbers: Sequence[int]) -> tuple[str, ...]:
         return tuple(f"s{self.record.stage}.t{number}" for number in numbers)
@@ -324,7 +335,7 @@ class _Stage:
         the optimizer."""
         stage, last = self.record.stage, self._optimizer_begins()
         return [
-            Window(f"s{stage}.{event.kind}.{event.number}", stage, start, time.us, event.kind, event.dynamic)
+            Window(f"s{stage}.{event.kind}.{event.number}", start, time.us, event.kind, stage, event.dynamic)
             for event, start, time in zip(self.record.notes.events, self.starts, self.record.times, strict=True)
             if isinstance(event, RecordedWait) and event.kind != P2P and start <= last
         ]
@@ -332,7 +343,7 @@ class _Stage:
     def _optimizer_begins(self) -> float:
         """Return the start time of the optimizer, in microseconds; no verification is deferred beyond it."""
         events = zip(self.record.notes.events, self.starts, strict=True)
-        begins = (at for event, at in events if isinstance(event, ExecutedOperator) and event.place.phase == OPTIMIZER)
+        begins = (at for event, at in events if isinstance(event, ExecutedOperator) and event.at.phase == OPTIMIZER)
         return next(begins, float("inf"))
 
     def live(self) -> tuple[tuple[float, float], ...]:

@@ -74,7 +74,7 @@ def _summary(trace: Trace, path: Path) -> str:
     shape = f"{pipeline.stages} stages, {pipeline.microbatches} microbatches, {end / 1e3:.1f} ms"
     lines = [f"profile of one iteration: {shape}; {gigabytes(path.stat().st_size)} in {path}"]
     for stage in trace.stages:
-        ops = [op for op in trace.ops if op.place.stage == stage]
+        ops = [op for op in trace.ops if op.stage == stage]
         busy = sum(op.t_us for op in ops) / 1e3
         idle = sum(window.dur_us for window in trace.windows if window.stage == stage) / 1e3
         count = sum(window.stage == stage for window in trace.windows)

@@ -14,8 +14,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ft.systems.dmr.plan.trace import IN_UNITS, INTER, Place
-from ft.systems.dmr.runtime.cursor import ExecutionCursor
+from ft.systems.dmr.plan.trace import IN_UNITS, INTER
+from ft.systems.dmr.runtime.cursor import ExecutionCursor, OperatorCall
 from ft.systems.dmr.runtime.operators import OperatorProperties, is_counted, properties_of, tensors_in, written
 
 P2P = INTER[0]
@@ -27,9 +27,7 @@ class ExecutedOperator:
     storage have the same number.
 
     Args:
-        name: name of the operator, as in ``ft.systems.dmr.runtime.operators.OperatorProperties``.
-        place: stage, microbatch, layer, phase and chunk.
-        index: number of the operator in its unit (phase, chunk, microbatch), from 0.
+        at: operator and place in the iteration.
         ins: storages that it read.
         outs: storages of its results, without storages that existed before.
         changes: storages that it wrote in place, and storages that a collective writes before the next operator.
@@ -37,9 +35,7 @@ class ExecutedOperator:
         segment: number of the activation-checkpointing segment that it belongs to; None if it belongs to none.
     """
 
-    name: str
-    place: Place
-    index: int
+    at: OperatorCall
     ins: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
     changes: list[int] = field(default_factory=list)
@@ -47,13 +43,9 @@ class ExecutedOperator:
     segment: int | None = None
 
     @property
-    def unit(self) -> tuple[str, int, int]:
-        return self.place.phase, self.place.chunk, self.place.microbatch
-
-    @property
     def key(self) -> tuple:
         """Return the key of the event, which is the same in every iteration."""
-        return (*self.unit, self.index, self.name)
+        return (*self.at.unit, self.at.index, self.at.operator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +278,6 @@ class Recorder(TorchDispatchMode):
 
     Args:
         course: the position of this rank in the iteration.
-        stage: pipeline stage of this rank.
         watch: measures the durations.
         storages: returns a new object that observes the memory of one iteration.
 
@@ -300,9 +291,9 @@ class Recorder(TorchDispatchMode):
         keys: keys of the events of the last iteration.
     """
 
-    def __init__(self, course: ExecutionCursor, stage: int, watch: Stopwatch, storages: Callable[[], Storages]):
+    def __init__(self, course: ExecutionCursor, watch: Stopwatch, storages: Callable[[], Storages]):
         super().__init__()
-        self._course, self._stage, self._watch, self._make_storages = course, stage, watch, storages
+        self._course, self._watch, self._make_storages = course, watch, storages
         self.takes_notes = False
         self.notes = IterationRecord()
         self.restart()
@@ -379,13 +370,12 @@ class Recorder(TorchDispatchMode):
         self._watch.go()
 
     def _execute(self, kind: OperatorProperties, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        unit, index = self._course.count()
+        _, index = self._course.count()
         self._begins()
         self._watch.begin()
         out = func(*args, **kwargs)
         self._watch.end()
-        place = Place(self._stage, unit.microbatch, self._course.layer, unit.phase, unit.chunk)
-        done = ExecutedOperator(kind.name, place, index)
+        done = ExecutedOperator(self._course.at(kind.name, index))
         if self._storages is not None:
             self._describe(done, kind, args, kwargs, out)
         self._note(done)

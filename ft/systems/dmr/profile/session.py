@@ -222,7 +222,7 @@ def install(
     device = next(chunks[0].parameters()).device
     in_use = torch.cuda.memory_allocated if device.type == "cuda" else None
     course = ExecutionCursor()
-    recorder = Recorder(course, stage, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
+    recorder = Recorder(course, stopwatch(device), lambda: Storages(lasting(chunks, optimizer), in_use))
     engine = ProfilingEngine(course, recorder, device)
     engine.watch_layers(chunks, TransformerLayer)
     engine.watch_opaque_calls(OpaqueCalls(engine, compares=False), functions_of_core(chunks[0].config))

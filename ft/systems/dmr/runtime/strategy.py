@@ -196,7 +196,7 @@ class Planned:
     name, uses_recomputation = "plan", True
 
     def __init__(self, plan: Plan, stage: int, unstable: Collection[str] = ()):
-        ops = [op for op in plan.trace.ops if op.place.stage == stage]
+        ops = [op for op in plan.trace.ops if op.stage == stage]
         if not ops:
             known = ", ".join(map(str, plan.trace.stages))
             raise UserError(f"the DMR plan has no operators of stage {stage}, only of stages {known}", "plan this run")
@@ -209,9 +209,9 @@ class Planned:
         self.misfits: Counter[tuple[str, str]] = Counter()
         self._decisions: dict[tuple[str, int, int], list[tuple[str, Decision]]] = {}
         for ordinal, op in enumerate(ops, 1):
-            place, how = op.place, plan.assign[op.id]
-            unit = self._decisions.setdefault((place.phase, place.chunk, place.microbatch), [])
-            if op.id != operator_id(stage, place.phase, place.chunk, place.microbatch, len(unit)):
+            how, where = plan.assign[op.id], (op.phase, op.chunk, op.microbatch)
+            unit = self._decisions.setdefault(where, [])
+            if op.id != operator_id(stage, *where, len(unit)):
                 raise UserError(
                     f"the DMR plan's operator {op.id!r} does not come from the profile of a run",
                     "profile the run itself: ft dmr profile, then ft dmr plan",
@@ -249,10 +249,10 @@ class Planned:
         by_id = {op.id: op for op in plan.trace.ops}
         recomputed: dict[tuple, list[str]] = {}
         for op in plan.trace.ops:
-            if op.place.stage == stage and op.place.phase == RECOMPUTE:
-                recomputed.setdefault((op.place.chunk, op.place.microbatch, op.place.layer), []).append(op.id)
+            if op.stage == stage and op.phase == RECOMPUTE:
+                recomputed.setdefault((op.chunk, op.microbatch, op.layer), []).append(op.id)
         for segment in plan.segments.values():
-            first = by_id[segment.ops[0]].place
+            first = by_id[segment.ops[0]]
             if first.stage != stage:
                 continue
             made = recomputed.get((first.chunk, first.microbatch, first.layer), []) if segment.regenerated_us else []
