@@ -1,6 +1,6 @@
 """Define the command ``ft dmr`` and its subcommands, which plan, explain, estimate and test double execution."""
 
-from ft.base.subcommands import add_group
+from ft.base.flags import add_group
 
 _SUBCOMMANDS = (
     "ft.systems.dmr.profile.command",

@@ -32,7 +32,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json, files, structured_file
+from ft.base import bounded_json, files
 from ft.base.errors import Problems, UserError
 from ft.base.quantities import seconds
 from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES, Fault
@@ -369,7 +369,7 @@ def read_scenario(path: str | Path) -> Scenario:
         UserError: the file cannot be read or an entry is not valid; the message names the entry by its position.
     """
     path = Path(path)
-    values = structured_file.read(path, "scenario")
+    values = files.read_structured(path, "scenario")
     if isinstance(values, list):
         values = {"faults": values}
     faults = values.get("faults") if isinstance(values, dict) else None

@@ -328,3 +328,25 @@ class Protection:
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         """Return the system's layer, once model and data exist. ``inner``: the layers inside it, outermost first."""
         raise NotImplementedError
+
+
+class StreamView(torch.utils.data.Dataset[Any]):
+    """The samples of ``base`` that belong to ``stream``, in the order of the stream."""
+
+    def __init__(self, base: Any, stream: Stream):
+        self.base, self.stream = base, stream
+
+    def follow(self, stream: Stream) -> None:
+        """Switch to another stream.
+
+        Call ``seek`` on the data loaders afterwards, because they have prefetched samples of the old stream.
+        """
+        self.stream = stream
+
+    def __len__(self) -> int:
+        return self.stream.within(len(self.base))
+
+    def __getitem__(self, position: int) -> Any:
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of the {len(self)} of {self.stream}")
+        return self.base[self.stream.index(position)]

@@ -1,5 +1,7 @@
 """The state that is protected: megatron-core's model chunks, optimizer and learning-rate schedule of one rank."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +13,13 @@ from ft.base.errors import Problem, UserError
 from ft.state.grid import groups_like
 from ft.state.snapshot import capture, optimizers
 from ft.state.snapshot.state import RankState
+from megatron import core
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megatron.patches import instances, releases, step_state
+from megatron.patches import instances, platform, releases, step_state
 
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 _MOST_NAMES = 3
@@ -200,3 +203,34 @@ def learnt_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             own = name.rpartition(".")[2]
             if held.is_floating_point() and own not in part._non_persistent_buffers_set:
                 yield name, held
+
+
+def fingerprint(
+    settings: Mapping[str, Any], *, tp: int, pp: int, vpp: int, dp: int, ep: int, micro_batch: int, global_batch: int
+) -> dict[str, str | int]:
+    """Return the fingerprint of a run on this machine: property -> value.
+
+    Args:
+        settings: all other settings that determine the operators, by name; the fingerprint has their digest, "model".
+        tp: tensor-parallel size.
+        pp: number of pipeline stages.
+        vpp: number of model chunks per stage.
+        dp: data-parallel size.
+        ep: expert-parallel size.
+        micro_batch: samples in a microbatch.
+        global_batch: samples in a step, after a batch-size ramp.
+    """
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {
+        "model": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "tp": tp,
+        "pp": pp,
+        "vpp": vpp,
+        "dp": dp,
+        "ep": ep,
+        "micro_batch": micro_batch,
+        "microbatches": global_batch // (micro_batch * dp),
+        "torch": torch.__version__.split("+")[0],
+        "core": core.__version__,
+        "device": torch.cuda.get_device_name() if platform().name == "cuda" else "cpu",
+    }

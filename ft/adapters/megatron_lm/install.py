@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft.adapters.megatron_lm import refusals, saves, state, step, tree
+from ft.adapters.megatron_lm import refusals, state, step, trainer, tree
 from ft.adapters.megatron_lm.iterators import Iterators, prepare
 from ft.adapters.megatron_lm.seams import split
 from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Log, Run
-from ft.adapters.megatron_lm.trainer import CheckoutTrainer
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state
@@ -194,7 +193,7 @@ def _stack(run: Run) -> None:
     loop.
     """
     run.config.finalize_model_grads_func = tree.module("training").finalize_model_grads
-    run.stack = run.protections.stack(CheckoutTrainer(run))
+    run.stack = run.protections.stack(trainer.CheckoutTrainer(run))
     run.protections.ends_as(functools.partial(_outcome, run))
     replace(_TRAINING, "finalize_model_grads", run.config.finalize_model_grads_func)
 
@@ -297,14 +296,14 @@ def _saves(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     if not run.stack.saves(iteration, is_due=True, ends=ends):
         return None
     run.stack.at("save")
-    with saves.reported(run, iteration, ends or run.is_ended or bool(saves.signal_of(run))):
+    with trainer.reported(run, iteration, ends or run.is_ended or bool(trainer.signal_of(run))):
         result = original(*args, **kwargs)
         if run.args.async_save:
-            saves.finish()
+            trainer.finish()
     return result
 
 
 def _outcome(run: Run) -> dict[str, str | int]:
     """Return how training has ended: the fields of :class:`ft.job.messages.WorkerDone`, as far as they apply."""
-    early = saves.signal_of(run) if run.step < run.args.train_iters else ""
+    early = trainer.signal_of(run) if run.step < run.args.train_iters else ""
     return {"early": early, "steps": run.args.train_iters} if early else {}

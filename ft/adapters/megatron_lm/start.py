@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     from ft.adapters.megatron_lm import seams, tree
     from ft.adapters.megatron_lm.install import install
-    from ft.adapters.megatron_lm.saves import newest
     from ft.adapters.megatron_lm.state import Run
+    from ft.adapters.megatron_lm.trainer import newest
     from ft.job.agent.script import run as run_script
     from ft.protection.stack import Protections
     from megatron import patches

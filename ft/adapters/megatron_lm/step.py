@@ -17,7 +17,7 @@ import torch
 from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Run
 from ft.base.errors import FtError, UserError
-from ft.protection import fingerprint as fingerprints
+from ft.protection import training_state
 from megatron.core import parallel_state
 from megatron.patches import step_state
 
@@ -247,9 +247,9 @@ def leave_checks_to_layers(run: Run) -> None:
 
 
 def fingerprint(run: Run) -> dict[str, str | int]:
-    """Return the fingerprint of the run (:mod:`ft.protection.fingerprint`): property -> value."""
+    """Return the fingerprint of the run (:func:`ft.protection.training_state.fingerprint`): property -> value."""
     args = run.args
-    return fingerprints.fingerprint(
+    return training_state.fingerprint(
         {name: str(value) for name, value in vars(args).items() if name not in _APART},
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,

@@ -3,7 +3,7 @@
 There is one subcommand for each question.
 """
 
-from ft.base.subcommands import add_group
+from ft.base.flags import add_group
 
 _SUBCOMMANDS = (
     "ft.lab.plan.disruption.commands",

@@ -152,7 +152,7 @@ CHECKS = (
     Check(
         "versions",
         "the versions and settings that training will use; that they fit each other, and are equal on all nodes",
-        "versions:versions",
+        "nodes:versions",
         needs_s=5,
         limit_s=60,
         plants="TORCH_NCCL_BLOCKING_WAIT is set",
@@ -160,7 +160,7 @@ CHECKS = (
     Check(
         "storage",
         "the run folder can be written and synchronised, and a leader's lease is renewed and seen in time",
-        "storage:storage",
+        "nodes:storage",
         needs_s=3,
         limit_s=60,
         plants="the run folder is below a file",
@@ -168,7 +168,7 @@ CHECKS = (
     Check(
         "ports",
         "every node reaches every other one at the ports that processes choose",
-        "network:ports",
+        "nodes:ports",
         needs_s=2,
         limit_s=60,
         plants="node 0 listens at another port than it says",
@@ -176,7 +176,7 @@ CHECKS = (
     Check(
         "clocks",
         "the clocks of the nodes agree, so that reports order events of several nodes correctly",
-        "network:clocks",
+        "nodes:clocks",
         needs_s=2,
         limit_s=60,
         plants="the clock of node 0 is 10 s fast",
@@ -224,7 +224,7 @@ CHECKS = (
     Check(
         "snapshot",
         "a snapshot of the training state reaches host memory intact, and how fast",
-        "snapshot:snapshot",
+        "device:snapshot",
         needs_s=8,
         limit_s=120,
         plants="a byte of the snapshot flips",
@@ -264,7 +264,7 @@ CHECKS = (
     Check(
         "ring",
         "the all-reduce between replicas gives the same bits on all members, and those of the sum on the CPU",
-        "ring:ring",
+        "groups:ring",
         needs_s=10,
         limit_s=120,
         plants="a bit of a member's result flips",
@@ -272,7 +272,7 @@ CHECKS = (
     Check(
         "digests",
         "DMR's digests on the device equal those of the CPU, and change with every bit",
-        "dmr:digests",
+        "device:digests",
         needs_s=6,
         limit_s=120,
         plants="a bit of the tensor on the device flips",
@@ -280,7 +280,7 @@ CHECKS = (
     Check(
         "reproducible",
         "the operators of training give the same bits when they are executed again, as DMR needs it",
-        "dmr:reproducible",
+        "device:reproducible",
         needs_s=30,
         limit_s=420,
         plants="an operator's result varies",

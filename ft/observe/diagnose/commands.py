@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ft.base import events
 from ft.base.errors import UserError
-from ft.base.subcommands import add_group
+from ft.base.flags import add_group
 from ft.platform import suspects
 from ft.record.looks import looks_of
 from ft.record.run import EVENTS
@@ -73,9 +73,8 @@ def run_compare(given: argparse.Namespace) -> int:
         UserError: a folder, a checkpoint or their combination cannot be compared.
     """
     # Import these modules here, so that showing the help does not wait for the import of torch.
-    from ft.observe.diagnose.compare import compare
+    from ft.observe.diagnose.compare import as_text, as_values, compare
     from ft.observe.diagnose.stored import open_runs
-    from ft.observe.diagnose.verdict import as_text, as_values
 
     found = compare(open_runs(given.runs), given.step, quick=given.quick)
     print(json.dumps(as_values(found)) if given.json else as_text(found, given.show))

@@ -26,16 +26,18 @@ from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
 from ft.observe.report import protections, ranks, text
-from ft.observe.report.goodput import (
+from ft.observe.report.lineage import FAILURE, REJOIN
+from ft.observe.report.record import (
     PAPER_BETWEEN_S,
     PAPER_REPAIR_S,
     PAPER_REPLICAS,
     PAPER_STALL_S,
+    Losses,
+    Record,
+    Replica,
     asynchronous,
     synchronous,
 )
-from ft.observe.report.lineage import FAILURE, REJOIN
-from ft.observe.report.record import Losses, Record, Replica
 from ft.observe.report.status import health, lost_nodes, lost_sentence, saves
 from ft.record import looks, metrics
 from ft.record.block import seat_changes, what_differs, what_failed

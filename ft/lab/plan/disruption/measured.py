@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ft.base.errors import UserError
-from ft.observe.report.goodput import goodput
+from ft.observe.report.record import goodput
 from ft.record.recoveries import REPLACED, RESTART, recoveries
 from ft.record.run import Run
 
