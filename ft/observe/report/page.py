@@ -42,7 +42,7 @@ from ft.observe.report.status import health, lost_nodes, lost_sentence, saves
 from ft.record import looks, metrics
 from ft.record.block import seat_changes, what_differs, what_failed
 from ft.record.recoveries import PHASES, Recovery
-from ft.record.run import EVENTS
+from ft.record.run import EVENTS, replicas
 from ft.show import palette
 from ft.show.html import html, joined
 from ft.show.text import count, percent, seconds, shortened
@@ -280,7 +280,7 @@ def _hangs(record: Record) -> Panel | None:
 
 def _stored(run: Path) -> list[tuple[int, Callable[[], Look]]]:
     """Return (number, function that reads it) of each look, the oldest first."""
-    if looks.folders(run):
+    if replicas(run):
         moments = enumerate(looks.moments(run), 1)
         return [(number, partial(looks.read_together, run, moment.numbers)) for number, moment in moments]
     return [(number, partial(looks.read, run, number)) for number in looks.numbers(run)]

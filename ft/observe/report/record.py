@@ -14,7 +14,6 @@ The lanes of the timeline say which worker held which logical rank, which follow
 replica was in, which follows from the event logs and from the replicas' commit logs.
 """
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -454,7 +453,6 @@ def _intervals(replica: int, turns: Sequence[_Transition], zero: float, end: flo
     return found
 
 
-_FOLDER = re.compile(r"replica-(\d+)")
 NOTHING = "nothing on record"
 _FIX = "give the folder that was given to ft run as --run-dir"
 
@@ -668,11 +666,11 @@ def load(folder: str | Path, most: int | None = None) -> Record:
         UserError: there is no such folder, it contains no run, or it cannot be read.
     """
     folder = Path(folder)
-    found = _folders(folder)
+    found = run.replicas(folder) if folder.is_dir() else {}
     if not found:
         return Record(folder, {0: Replica(**vars(run.load(folder)))}, has_quorum=False)
     try:
-        replicas = {number: _replica(path, most) for number, path in sorted(found.items())}
+        replicas = {number: _replica(path, most) for number, path in found.items()}
         history = sorted(events.read(folder / run.EVENTS), key=lambda event: event.wall)
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error}", _FIX) from error
@@ -688,13 +686,6 @@ def _replica(folder: Path, most: int | None) -> Replica:
     except UserError:
         own = run.Run(folder)
     return Replica(**vars(own), commits=commits.read(folder, most))
-
-
-def _folders(folder: Path) -> dict[int, Path]:
-    if not folder.is_dir():
-        return {}
-    matches = ((_FOLDER.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    return {int(match[1]): path for match, path in matches if match}
 
 
 def _losses_of_one(only: Replica) -> Losses:
