@@ -345,7 +345,7 @@ def _value(core: Any, flag: str) -> str:
     """Return the value of a flag as text; "": it is off, or this release of megatron-core does not have it."""
     for name in (_FIELDS.get(flag, ""), flag.removeprefix("--").replace("-", "_")):
         value = getattr(core, name, None) if name else None
-        if value not in (None, False, 0, "", "none"):
+        if value not in (None, False, 0, "", "none", []):
             return _TYPES.get(str(value), str(value))
     return ""
 

@@ -35,10 +35,9 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     is_standby = bool(os.environ.get("FT_STANDBY"))
     with refusing(speaks=own.rank == 0):
         asked = run.protections
-        found = refusals.of_arguments(
-            own, asked.entries, intercepts_operators=asked.intercepts_operators, divides_steps=asked.divides_steps
-        )
-        refusals.refuse(found)
+        how = {"intercepts_operators": asked.intercepts_operators, "divides_steps": asked.divides_steps}
+        if found := list(refusals.of_arguments(own, asked.entries, **how)):
+            raise UserError.of(found)
     if not run.protections.joins_run:
         run.protections.connected(None)
         return original(*args, **kwargs)
