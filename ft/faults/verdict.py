@@ -67,9 +67,7 @@ class Rule:
     Attributes:
         kinds: class names, one of which the exception or a base class must have; empty: any class.
         words: words, one of which the lower-case text must contain; empty: any text.
-        node_suspect: whether the node is at fault.
         also: further words, one of which the text must contain as well; empty: any text.
-        device_unusable: whether the worker's device is at fault.
     """
 
     kinds: tuple[str, ...]

@@ -40,7 +40,6 @@ class LeaseRecord:
         where: address at which the leader accepts messages, "" until it accepts them.
         node: name of the node agent or launcher that the leader is, or whose child it is.
         pid: pid of the leader's process on that node.
-        count: number of renewals.
         launcher: the process that restarts the leader when it dies, as ``processes.identity`` returns it; "" in leases
             of earlier versions.
         end: the quorum server's (next_step, lineage) of a replica that has done the last step, or None: its number of

@@ -94,8 +94,6 @@ class Trainer(Protocol):
 
     Attributes:
         chunks: ``DistributedDataParallel`` model chunks of this rank.
-        optimizer: megatron-core's optimizer.
-        scheduler: learning-rate scheduler.
         position: all other state that changes from step to step.
         loaders: training data loaders, one for each model chunk; None for chunks that read no tokens.
         extra: JSON values that are stored with the position and in checkpoints; layers add keys of their own.
@@ -104,7 +102,6 @@ class Trainer(Protocol):
         steps: number of committed steps at which the run ends.
         batch: global batch size in samples, at the end of a batch-size ramp.
         batch_now: global batch size of the next step, in samples.
-        seed: random seed of the run.
         draws_apart: whether data-parallel ranks draw different random numbers (``--data-parallel-random-init``).
         clip_grad: upper bound of the gradient norm; 0: no clipping.
         save_interval: steps between two checkpoints; None: at most the last step's checkpoint is written.
@@ -301,7 +298,6 @@ class Protection:
         run.
 
         Args:
-            options: the trainer's options.
             grid: sizes of the parallel groups.
             replicas: number of replicas of the model (FT-HSDP); 0: the run has none.
         """

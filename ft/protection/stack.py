@@ -77,10 +77,6 @@ class Stack(Layer):
 class Protections:
     """The protections that a run asks for, the outermost first.
 
-    Args:
-        protections: the protections.
-        entries: their entries in the table of protections.
-
     Attributes:
         session: this worker's place in ``ft run``; None before ``connected``, and outside.
         outcome: returns how training has ended; see :meth:`ends_as`.

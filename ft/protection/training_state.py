@@ -212,11 +212,7 @@ def fingerprint(
 
     Args:
         settings: all other settings that determine the operators, by name; the fingerprint has their digest, "model".
-        tp: tensor-parallel size.
-        pp: number of pipeline stages.
         vpp: number of model chunks per stage.
-        dp: data-parallel size.
-        ep: expert-parallel size.
         micro_batch: samples in a microbatch.
         global_batch: samples in a step, after a batch-size ramp.
     """

@@ -211,7 +211,6 @@ class Crash:
     Attributes:
         state: how the run ended, in words: as ``ft.record.run.Run.state`` says it.
         message: the control plane's message at the end, "" without one.
-        errors: all errors of the run.
         found: the first cause, None if the run has finished or has no errors.
         started: whether a step was ever begun, as far as the run tells: a script of one's own may not tell.
     """

@@ -72,7 +72,6 @@ class Diagnosis:
 
     Attributes:
         causes: the causes of the hang, the most certain first.
-        waiting: who waits for whom.
         moving: the replicas that go on training; empty in a run without replicas.
         further: number of causes that are left out, because there are very many.
     """

@@ -36,11 +36,7 @@ _HEAD = ("check", "result", "time", "found")
 
 @dataclass(frozen=True)
 class Row:
-    """A check with its results.
-
-    Attributes:
-        results: one result for each node.
-    """
+    """A check with its results."""
 
     check: Check
     results: Sequence[Result]
@@ -52,12 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a self-test.
-
-    Attributes:
-        rows: one row for each check, in order.
-        folder: folder with the logs.
-    """
+    """The outcome of a self-test."""
 
     rows: Sequence[Row]
     nodes: Sequence[str]
@@ -121,8 +112,6 @@ class Place:
 
     Attributes:
         node: number of this node, from 0.
-        host: host of node 0.
-        port: port of the store on node 0.
     """
 
     node: int = 0
@@ -351,7 +340,7 @@ class Executor:
         seconds = time.monotonic() - began
         ended = list(codes)  # what the kill adds is not the end that is judged
         is_stuck = not ended and not self._kill(child.pid)
-        self._end_rest()
+        processes.end_descendants(_PATIENCE_S)  # this process is a subreaper, so all that is left is below it
         found = _read(context.scratch / _RESULT)
         if found is None:
             found = _without_result(ended, context, is_cut, log)
@@ -369,14 +358,6 @@ class Executor:
             if processes.state(pid) in "ZX":
                 return True
         return False
-
-    def _end_rest(self) -> None:
-        """Kill what the check has left: this process is a subreaper, so all of it is below it."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while (left := processes.members([], [os.getpid()])) and time.monotonic() < deadline:
-            for pid in left:
-                processes.send(pid, signal.SIGKILL)
-            self._supervisor.turn(_TURN_S)
 
     def _on_signal(self, signum: int) -> None:
         self._signum = signum

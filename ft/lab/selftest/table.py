@@ -41,7 +41,6 @@ class Check:
     """One check of the self-test.
 
     Attributes:
-        name: name on the command line and in the output.
         shows: what it shows, in words that follow "shows:".
         function: "module:function" below ``ft.lab.selftest.checks``; it takes a :class:`Context`, returns (text,
             measured values), and raises :class:`Failed` or :class:`Skipped`.
@@ -68,7 +67,6 @@ class Context:
         gpus: largest number of GPUs to use; None: all that this node has.
         limit_s: seconds until this check is killed.
         planted: whether to make the check's fault, which it then has to find.
-        node: number of this node, from 0.
         host: address at which the other nodes reach this one.
         store: address of the store in which the nodes of this check meet; "" with one node.
         token: shared secret of the self-test's processes.
@@ -117,7 +115,6 @@ class Result:
 
     Attributes:
         outcome: PASS, FAIL or SKIPPED.
-        text: what was found, or the reason.
         fix: what to do about a failure, otherwise "".
         node: name of the node; "" for all nodes together.
     """

@@ -36,12 +36,10 @@ class Difference:
     """The difference between a value and its reference.
 
     Attributes:
-        elements: number of elements of the value.
         differing: number of elements that differ in at least one bit.
         not_finite: number of differing elements that are NaN or infinite on one side; ``ulp`` and ``absolute`` ignore
             them.
         ulp: largest distance of floating-point elements in ULP; None where there are none to compare.
-        absolute: largest absolute distance.
         first: flat index of the first differing element; None where elements have no order.
         last: flat index of the last differing element; None where elements have no order.
         values: the values of the reference and of this value at ``first``, where they are numbers.
@@ -209,7 +207,6 @@ class Comparison:
         bytes: size of one checkpoint in bytes.
         findings: the pieces that differ at the last step.
         stored: the checkpoints of the last compared step, one for each run.
-        notes: caveats about the comparison, as sentences.
     """
 
     runs: list[Run]

@@ -85,7 +85,6 @@ class Silent:
     """What was found in all runs.
 
     Attributes:
-        histories: the runs and replicas that were read.
         devices: the devices with mismatches, those to pull first.
         operators: operators that are not reproducible -> the devices (host, device) on which they differed.
     """

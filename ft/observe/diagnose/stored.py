@@ -87,7 +87,6 @@ class Stored:
     """One checkpoint on disk.
 
     Attributes:
-        path: folder of the checkpoint.
         manifest: the checkpoint's list of files with checksums, and the description of its run.
         pieces: key (see ``Piece.key``) -> piece.
     """

@@ -63,7 +63,6 @@ class Goodput:
         recovering: total of ``lost``, the time spent on recoveries.
         other: the rest of ``wall``: repeated steps, evaluations, checkpoint saves, waiting.
         step: median time of a step, None before there is a step.
-        steps: number of committed steps.
         lost: number of a recovery -> seconds from its fault to the next step.
     """
 
@@ -491,7 +490,6 @@ class Mark:
 
     Attributes:
         at: position of the line on the horizontal axis.
-        title: what happened there.
     """
 
     at: float

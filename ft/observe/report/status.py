@@ -76,7 +76,6 @@ class Lost:
 
     Attributes:
         host: its host name, "" where unknown.
-        why: why it counts as lost.
         age: seconds since it was lost, None where unknown.
         back: name under which an agent of the same node has joined again, "" if none has.
     """
@@ -98,7 +97,6 @@ class ReplicaMember:
         quorum: number of the quorum in which it committed that step, or None.
         position: its position in its stream of data samples, or None.
         age: seconds since it last committed a step, None before its first commit.
-        hosts: host names of its nodes.
     """
 
     replica: int
@@ -117,7 +115,6 @@ class Workers:
     Attributes:
         lag: steps between the committed step and the newest snapshot that all peers hold, None where there is none.
         last: the most recent recovery, or None.
-        recovered: number of recoveries that are over.
         protected: whether a worker has ever joined the run under protection; None where no file says so.
         hot_swap: whether the run uses hot-swap: peers hold copies of the snapshots, and standbys take over.
         lacking: sentences about what is missing from the run's files.
@@ -174,8 +171,6 @@ class Status:
         age: seconds since the state was written or, with replicas, since the last commit; None where there is none.
         gone: why no live process directs the run any more, "" while one does, or may do so.
         saves: the last save of a checkpoint, and its age; "" before the first.
-        workers: the workers of a run with one replica.
-        quorum: the replicas of a run of FT-HSDP.
     """
 
     phase: str
