@@ -215,16 +215,12 @@ def _replicas(record: Record) -> Panel | None:
     return Panel("Replicas", html("wide", html("table", text.REPLICA_HEAD, text.replica_rows(record))))
 
 
-def _of_each(title: str, record: Record, make: Callable[[Replica], Markup | None]) -> Panel | None:
+def _of_each(title: str, make: Callable[[Replica], Markup | None], record: Record) -> Panel | None:
     """Return a panel with a part for each replica for which ``make`` returns one; None if it returns none."""
     made = [(number, part) for number, one in record.replicas.items() if (part := make(one)) is not None]
     if record.has_quorum:
         made = [(number, joined(html("strong", f"Replica {number}"), part)) for number, part in made]
     return Panel(title, joined(*(part for _, part in made))) if made else None
-
-
-def _corruption(record: Record) -> Panel | None:
-    return _of_each("Operators executed twice (DMR)", record, _corruption_of)
 
 
 def _corruption_of(replica: Replica) -> Markup | None:
@@ -245,10 +241,6 @@ def _corruption_of(replica: Replica) -> Markup | None:
     left = len(rows) - _MOST_MISMATCHES
     parts += [html("p", f"{left} more mismatches are in events.jsonl.")] if left > 0 else []
     return joined(*(html("p", line) for line in lines), *parts)
-
-
-def _actions(record: Record) -> Panel | None:
-    return _of_each("Other protections", record, _actions_of)
 
 
 def _actions_of(replica: Replica) -> Markup | None:
@@ -293,7 +285,7 @@ def _picture(content: bytes, alt: str) -> Markup:
 def _loss(record: Record) -> Panel:
     where = "." if record.has_quorum else " (metrics.jsonl)."
     curve = loss_curve(record.losses) if record.losses.points else html("p", f"The run has recorded no losses{where}")
-    rebuilt = _of_each("", record, _rebuilds_of)
+    rebuilt = _of_each("", _rebuilds_of, record)
     return Panel("Loss", joined(curve, *([rebuilt.content] if rebuilt is not None else [])))
 
 
@@ -392,10 +384,6 @@ def _effective(record: Record) -> Panel:
     return Panel("Effective training time", html("table", ("", "effective"), rows))
 
 
-def _step_times(record: Record) -> Panel | None:
-    return _of_each("Ranks: own work and waiting", record, _step_times_of)
-
-
 def _step_times_of(replica: Replica) -> Markup | None:
     """Return the parts of the steps of each rank, None where no worker has reported them."""
     spans, slow = metrics.read(replica.folder), ranks.slow_rows(replica.events)
@@ -464,8 +452,8 @@ _PANELS: tuple[Callable[[Record], Panel | None], ...] = (
     _recoveries,
     _incidents,
     _replicas,
-    _corruption,
-    _actions,
+    partial(_of_each, "Operators executed twice (DMR)", _corruption_of),
+    partial(_of_each, "Other protections", _actions_of),
     _hangs,
     _loss,
     _superseded,
@@ -473,7 +461,7 @@ _PANELS: tuple[Callable[[Record], Panel | None], ...] = (
 _PANELS_BELOW: tuple[Callable[[Record], Panel | None], ...] = (
     _goodput,
     _effective,
-    _step_times,
+    partial(_of_each, "Ranks: own work and waiting", _step_times_of),
     _run,
     _events,
 )

@@ -225,7 +225,7 @@ def status(record: Record, now: float, gone: str = "") -> Status:
             quorum=_quorum(record, last, now),
         )
     only = record.only
-    updated = _number(only.status.get("updated")) or (only.events[-1].wall if only.events else None)
+    updated = records.number(only.status, "updated") or (only.events[-1].wall if only.events else None)
     step = records.last_step(only)
     if only.status.get("protected") is False and only.metrics:  # the control plane hears nothing of such a run's steps
         step = max(step or 0, only.metrics[-1]["step"])
@@ -555,11 +555,9 @@ def _snapshots(found: Workers, ended: bool) -> str:
         return f"none: no worker has {when} the run, and nothing {'protected' if ended else 'protects'} it"
     if not found.hot_swap:
         return "none: the other replicas hold the state"
-    return "-" if found.lag is None else _lag(found.lag)
-
-
-def _lag(lag: int) -> str:
-    return "all peers hold the committed step" if lag == 0 else f"{lag} behind the committed step"
+    if found.lag is None:
+        return "-"
+    return f"{found.lag} behind the committed step" if found.lag else "all peers hold the committed step"
 
 
 def _last(recovery: Recovery | None) -> str:
@@ -593,10 +591,6 @@ def _hosts(history: Sequence[Event]) -> tuple[str, ...]:
 
 def _shown(value: int | None) -> str:
     return "-" if value is None else str(value)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _whole(value: Any, otherwise: int | None = None) -> int | None:
