@@ -416,7 +416,7 @@ def _run_facts(replica: Replica) -> Iterator[tuple[str, str]]:
     hosts = events.hosts(replica.events)
     yield from ((f"node {node}", host) for node, host in hosts.items())
     end = replica.events[-1].wall if replica.events else 0.0
-    yield from (("lost", lost_sentence(replace(lost, age=None), hosts)) for lost in lost_nodes(replica, end))
+    yield from (("lost", lost_sentence(replace(lost, lost_s_ago=None), hosts)) for lost in lost_nodes(replica, end))
     for event in replica.events:
         if event.name == events.DEVICE_UNUSABLE:
             which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")

@@ -76,15 +76,15 @@ class Lost:
 
     Attributes:
         host: its host name, "" where unknown.
-        age: seconds since it was lost, None where unknown.
-        back: name under which an agent of the same node has joined again, "" if none has.
+        lost_s_ago: seconds since it was lost, None where unknown.
+        back_as: name under which an agent of the same node has joined again, "" if none has.
     """
 
     node: str
     host: str
-    why: str
-    age: float | None = None
-    back: str = ""
+    reason: str
+    lost_s_ago: float | None = None
+    back_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def lost_nodes(run: Run, now: float) -> list[Lost]:
             found[node] = Lost(node, hosts.get(node, ""), _why_lost(event), max(0.0, now - event.wall))
         elif event.name == events.AGENT_JOINED:  # an agent that joins again is called n1-2
             same = [lost for lost in found.values() if lost.node.partition("-")[0] == node.partition("-")[0]]
-            found |= {lost.node: replace(lost, back=node) for lost in same if not lost.back}
+            found |= {lost.node: replace(lost, back_as=node) for lost in same if not lost.back_as}
     nodes = run.status.get("nodes")
     if run.state == NOT_ENDED and isinstance(nodes, dict):  # a node without workers has no event of its loss
         gone = {name: str(why) for name, why in nodes.items() if why != "up" and not str(why).startswith("suspect:")}
@@ -335,9 +335,9 @@ def _why_lost(event: Event) -> str:
 
 def lost_sentence(lost: Lost, hosts: Mapping[str, str]) -> str:
     """Return text such as "n1 (gpu0137), 2 min ago: nothing was heard of its agent for 3.7 s"."""
-    when = "" if lost.age is None else f", {seconds(lost.age)} ago"
-    why = f": {lost.why}" if lost.why else ""
-    back = f"; joined again as {lost.back}" if lost.back else ""
+    when = "" if lost.lost_s_ago is None else f", {seconds(lost.lost_s_ago)} ago"
+    why = f": {lost.reason}" if lost.reason else ""
+    back = f"; joined again as {lost.back_as}" if lost.back_as else ""
     return f"{events.named(lost.node, hosts)}{when}{why}{back}"
 
 
@@ -481,10 +481,7 @@ def as_values(found: Status) -> dict[str, Any]:
         workers = found.workers
         values |= {name: getattr(workers, name) for name in _SAME_NAMES}
         values |= {"members": [vars(member) for member in workers.members], "stragglers": workers.slow}
-        values["lost"] = [
-            {"node": one.node, "host": one.host, "reason": one.why, "lost_s_ago": one.age, "back_as": one.back}
-            for one in workers.lost
-        ]
+        values["lost"] = [vars(one) for one in workers.lost]
         values["last_recovery"] = _recovery_values(workers.last) if workers.last is not None else None
     return values
 
