@@ -21,7 +21,7 @@ _ACTIONS = {1: "a reset", 2: "a reboot of the node", 3: "its NVLink traffic to b
 
 
 @dataclass(frozen=True)
-class Reading:
+class GpuState:
     """The state of one GPU.
 
     Attributes:
@@ -37,7 +37,7 @@ class Reading:
     problem: str = ""
 
 
-def read(environment: Mapping[str, str] = os.environ) -> list[Reading]:
+def read(environment: Mapping[str, str] = os.environ) -> list[GpuState]:
     """Return the state of the GPUs that processes with this environment can use, in CUDA's order.
 
     The list is empty if the GPUs are unknown: no driver, or parts of GPUs (MIG), whose state NVML does not report.
@@ -48,7 +48,7 @@ def read(environment: Mapping[str, str] = os.environ) -> list[Reading]:
     return visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
-def visible(found: Sequence[Reading], selection: str | None) -> list[Reading]:
+def visible(found: Sequence[GpuState], selection: str | None) -> list[GpuState]:
     """Return the readings that CUDA_VISIBLE_DEVICES selects, in its order.
 
     Args:
@@ -90,7 +90,7 @@ def _names(name: str, uuid: str) -> bool:
     return name.startswith("GPU-") and uuid.startswith(name)
 
 
-def _from_nvml() -> list[Reading] | None:
+def _from_nvml() -> list[GpuState] | None:
     """Return the readings of all GPUs, or None if NVML or its Python package is missing."""
     nvml = find_nvml()
     if nvml is None:
@@ -107,15 +107,15 @@ def _from_nvml() -> list[Reading] | None:
         nvml.nvmlShutdown()
 
 
-def _read_one(nvml: Any, index: int) -> Reading:
+def _read_one(nvml: Any, index: int) -> GpuState:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         uuid = ask(nvml, "nvmlDeviceGetUUID", handle) or ""
         memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
         total, used = (memory.total, memory.used) if memory is not None else (0, 0)
-        return Reading(uuid.decode() if isinstance(uuid, bytes) else uuid, total, used, _fault(nvml, handle))
+        return GpuState(uuid.decode() if isinstance(uuid, bytes) else uuid, total, used, _fault(nvml, handle))
     except nvml.NVMLError as error:
-        return Reading(problem=f"NVML cannot reach it: {error}")
+        return GpuState(problem=f"NVML cannot reach it: {error}")
 
 
 def _fault(nvml: Any, handle: Any) -> str:
@@ -137,7 +137,7 @@ def _fault(nvml: Any, handle: Any) -> str:
     return f"{errors} uncorrectable error(s) of its memory" if errors else ""
 
 
-def _from_smi() -> list[Reading]:
+def _from_smi() -> list[GpuState]:
     """Return the readings of all GPUs, none if ``nvidia-smi`` is missing or fails."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_S, check=False)
@@ -146,7 +146,7 @@ def _from_smi() -> list[Reading]:
     return [_parse(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
-def _parse(line: str) -> Reading:
+def _parse(line: str) -> GpuState:
     """Return the reading of one line of ``nvidia-smi``, in which "[N/A]" stands for what the GPU does not report."""
     uuid, total, used, errors, pending = (word.strip() for word in line.split(","))
     lost = next((word for word in (uuid, total, used) if word.startswith("[") and "N/A" not in word), "")
@@ -156,4 +156,4 @@ def _parse(line: str) -> Reading:
     if not problem and errors.isdecimal() and int(errors):
         problem = f"{errors} uncorrectable error(s) of its memory"
     sizes = [int(word) * _MIB if word.isdecimal() else 0 for word in (total, used)]
-    return Reading(uuid, *sizes, problem)
+    return GpuState(uuid, *sizes, problem)

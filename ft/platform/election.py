@@ -24,6 +24,8 @@ CONTROL, QUORUM = "control.json", "quorum.json"
 """Names of leases: CONTROL of the control plane's lease and, in the launchers' own folder, of the lease of the
 launcher that runs the quorum server; QUORUM of the quorum server's lease.
 """
+LAUNCHERS = "launchers"
+"""Subfolder of a run's folder for the launchers' terms and lease; those in the run's folder belong to the servers."""
 _FOLDER = "terms"
 _LOOK_S = 0.05
 SUCCEEDED = 75

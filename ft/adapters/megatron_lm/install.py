@@ -1,4 +1,4 @@
-"""Wraps the seams of a checkout (:mod:`ft.adapters.megatron_lm.seams`) in a process that has imported its modules.
+"""Wraps the hooks of a checkout (:mod:`ft.adapters.megatron_lm.hooks`) in a process that has imported its modules.
 
 Options that cannot be protected are refused when the worker joins the run and obtains its logical rank.
 """
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ft.adapters.megatron_lm import refusals, state, step, trainer, tree
+from ft.adapters.megatron_lm.hooks import split
 from ft.adapters.megatron_lm.iterators import Iterators, prepare
-from ft.adapters.megatron_lm.seams import split
 from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Log, Run
 from ft.base.errors import UserError
 from megatron import patches
@@ -82,7 +82,7 @@ _TRAINING = "megatron.training.training"
 
 
 def install(run: Run, metrics: Path | None) -> None:
-    """Wrap every seam in a process that trains with the protections ``run.protections``.
+    """Wrap every hook in a process that trains with the protections ``run.protections``.
 
     Args:
         metrics: the file that gets a line for each step; None: there is none.

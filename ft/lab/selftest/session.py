@@ -35,7 +35,7 @@ _HEAD = ("check", "result", "time", "found")
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """A check with its results."""
 
     check: Check
@@ -47,10 +47,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SelfTestOutcome:
     """The outcome of a self-test."""
 
-    rows: Sequence[Row]
+    rows: Sequence[CheckRow]
     nodes: Sequence[str]
     folder: str
     seconds: float
@@ -61,7 +61,7 @@ class Outcome:
         return all(row.result.outcome != FAIL for row in self.rows)
 
 
-def as_text(outcome: Outcome) -> str:
+def as_text(outcome: SelfTestOutcome) -> str:
     """Return the table, what to do about each failure, and a summary."""
     cells = [
         (
@@ -84,7 +84,7 @@ def as_text(outcome: Outcome) -> str:
     return "\n".join([*lines, f"{said}; {where}, {seconds(outcome.seconds)}; logs: {outcome.folder}"])
 
 
-def as_values(outcome: Outcome) -> dict[str, Any]:
+def as_values(outcome: SelfTestOutcome) -> dict[str, Any]:
     """Return the outcome as JSON values; docs/selftest.md describes them."""
     return {
         "format": FORMAT,
@@ -96,7 +96,7 @@ def as_values(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _values(row: Row) -> dict[str, Any]:
+def _values(row: CheckRow) -> dict[str, Any]:
     values = {"name": row.check.name, "shows": row.check.shows, **asdict(row.result)}
     return {**values, "node": None, "fix": row.result.fix or None, "nodes": [asdict(one) for one in row.results]}
 
@@ -413,7 +413,7 @@ class SelfTest:
         self._folder = _folder(plan)
         self._nodes = Nodes(plan.place, plan.run_dir, executor.turn)
 
-    def lead(self) -> Outcome:
+    def lead(self) -> SelfTestOutcome:
         """Run the checks as node 0, and return the outcome of all nodes.
 
         Raises:
@@ -432,11 +432,11 @@ class SelfTest:
                 results = [self._run(check, limit, is_cut), *self._nodes.collect(number, deadline)]
             else:
                 self._nodes.announce(number, SKIPPED, 0.0, True)
-            rows.append(Row(check, results))
+            rows.append(CheckRow(check, results))
         self._nodes.announce(len(self._plan.checks), "", 0.0, False)
         self._nodes.close()
         _progress("")
-        return Outcome(rows, self._nodes.names, str(self._folder), time.monotonic() - self._began)
+        return SelfTestOutcome(rows, self._nodes.names, str(self._folder), time.monotonic() - self._began)
 
     def follow(self) -> None:
         """Run the checks that node 0 announces, until it ends the self-test or is gone."""

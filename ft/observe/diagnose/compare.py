@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from ft.observe.diagnose.stored import COMMON, Blocks, Piece, Run, Stored, check_alike, common_steps, notes, read
+from ft.observe.diagnose.stored import COMMON, Blocks, Piece, SavedRun, Stored, check_alike, common_steps, notes, read
 from ft.show.text import count, table
 from ft.systems.dmr.digest.definition import integers
 from megatron.core.parallel_state import RankGenerator
@@ -178,7 +178,7 @@ results. They are not compared.
 
 
 @dataclass(frozen=True)
-class Finding:
+class DifferingPiece:
     """A piece of a checkpoint that is not the same in all runs.
 
     Attributes:
@@ -209,12 +209,12 @@ class Comparison:
         stored: the checkpoints of the last compared step, one for each run.
     """
 
-    runs: list[Run]
+    runs: list[SavedRun]
     steps: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     pieces: int = 0
     bytes: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[DifferingPiece] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -224,7 +224,7 @@ class Comparison:
         return self.steps[-1] if self.findings else None
 
 
-def compare(runs: list[Run], asked: Sequence[int] | None = None, *, quick: bool = False) -> Comparison:
+def compare(runs: list[SavedRun], asked: Sequence[int] | None = None, *, quick: bool = False) -> Comparison:
     """Compare ``runs`` up to the first step at which they differ.
 
     Reads every file once, one block at a time. Only pieces that differ are held whole in memory, one at a time for all
@@ -254,7 +254,7 @@ def compare(runs: list[Run], asked: Sequence[int] | None = None, *, quick: bool 
     return found
 
 
-def _shards(stored: Sequence[Stored], quick: bool) -> Iterator[Finding]:
+def _shards(stored: Sequence[Stored], quick: bool) -> Iterator[DifferingPiece]:
     same = _equal_files(stored) if quick else set()
     readers = [Blocks(each) for each in stored]
     for key, piece in stored[0].pieces.items():
@@ -283,7 +283,7 @@ def _equal_files(stored: Sequence[Stored]) -> set[str]:
     return {name for name in records[0] if all(r.get(name) == records[0][name] for r in records)}
 
 
-def _common(stored: Sequence[Stored]) -> Iterator[Finding]:
+def _common(stored: Sequence[Stored]) -> Iterator[DifferingPiece]:
     """Yield the differences in the part that is not sharded: counters, schedule, the optimizer's groups."""
     values = []
     for each in stored:
@@ -295,14 +295,14 @@ def _common(stored: Sequence[Stored]) -> Iterator[Finding]:
         yield from [finding] if finding else []
 
 
-def _finding(piece: Piece, values: Sequence[Any]) -> Finding | None:
+def _finding(piece: Piece, values: Sequence[Any]) -> DifferingPiece | None:
     """Return how the runs' values of one piece differ; None if they do not."""
     classes = classed(values, lambda a, b: of_values(a, b) is None)
     if len(classes) == 1:
         return None
     reference = values[classes[0][0]]
     others = {run: of_values(reference, values[group[0]]) for group in classes[1:] for run in group}
-    return Finding(piece, classes, others)
+    return DifferingPiece(piece, classes, others)
 
 
 def classed(values: Sequence[Any], equal: Callable[[Any, Any], bool]) -> Classes:
@@ -382,7 +382,7 @@ class Subject:
             sharded).
         name: name of the parameter, with the number of its layer.
         stacked: whether the checkpoint's first dimension counts layers; the layer is then in ``name`` and not in
-            ``Row.index``.
+            ``SubjectRow.index``.
     """
 
     kind: str
@@ -391,7 +391,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Row:
+class SubjectRow:
     """The difference of one subject in one run.
 
     Attributes:
@@ -433,13 +433,13 @@ def subject(piece: Piece) -> Subject:
     return Subject(_KINDS.get(kind, kind), name, stacked)
 
 
-def rows(found: Comparison) -> list[Row]:
+def rows(found: Comparison) -> list[SubjectRow]:
     """Return one row for each deviating run and subject, those with the largest differences first.
 
     Rows with values that are not finite come first; the others are sorted by absolute distance. Sorting does not use
     the distance in ULP, because once a fault has spread, numbers around zero have the largest distance in ULP.
     """
-    together: dict[tuple[int, Subject], list[tuple[Finding, Difference]]] = {}
+    together: dict[tuple[int, Subject], list[tuple[DifferingPiece, Difference]]] = {}
     for finding in found.findings:
         for run, difference in finding.differences.items():
             together.setdefault((run, subject(finding.piece)), []).append((finding, difference))
@@ -447,7 +447,7 @@ def rows(found: Comparison) -> list[Row]:
     return sorted(made, key=lambda row: (-row.difference.not_finite, -(row.difference.absolute or 0.0), row.run))
 
 
-def _row(found: Comparison, run: int, about: Subject, parts: Sequence[tuple[Finding, Difference]]) -> Row:
+def _row(found: Comparison, run: int, about: Subject, parts: Sequence[tuple[DifferingPiece, Difference]]) -> SubjectRow:
     parts = sorted(parts, key=lambda part: part[0].piece.offsets or ())
     total = parts[0][1]
     for _, difference in parts[1:]:
@@ -458,7 +458,7 @@ def _row(found: Comparison, run: int, about: Subject, parts: Sequence[tuple[Find
     elements = sum(each.elements for _, each in parts)
     if finding.piece.offsets is not None:
         elements = math.prod(finding.piece.whole[1:] if about.stacked else finding.piece.whole)
-    return Row(
+    return SubjectRow(
         run=run,
         reference=finding.classes[0][0],
         subject=about,
@@ -517,7 +517,7 @@ def ranks(found: Comparison) -> list[RankShare]:
     """
     shares = []
     for run, stored in enumerate(found.stored):
-        by_rank: dict[int, list[Finding]] = {}
+        by_rank: dict[int, list[DifferingPiece]] = {}
         for finding in _sharded(found, run):
             by_rank.setdefault(_writer(found, run, finding), []).append(finding)
         wrote = Counter(piece.rank for piece in stored.pieces.values())
@@ -525,7 +525,7 @@ def ranks(found: Comparison) -> list[RankShare]:
     return shares
 
 
-def _share(found: Comparison, run: int, rank: int, pieces: int, mine: Sequence[Finding]) -> RankShare:
+def _share(found: Comparison, run: int, rank: int, pieces: int, mine: Sequence[DifferingPiece]) -> RankShare:
     differences = [finding.differences[run] for finding in mine]
     return RankShare(
         run=run,
@@ -559,7 +559,7 @@ def suspects(found: Comparison, run: int) -> tuple[int, ...]:
     return tuple(sorted(own or set().union(*groups)))
 
 
-def _is_own(found: Comparison, run: int, finding: Finding) -> bool:
+def _is_own(found: Comparison, run: int, finding: DifferingPiece) -> bool:
     """Return whether the rank that wrote the piece of ``finding`` computed the piece itself.
 
     Otherwise the rank may have received it from another rank.
@@ -570,16 +570,16 @@ def _is_own(found: Comparison, run: int, finding: Finding) -> bool:
     return in_memory or generators or stored in ("replicated", None) or not _copies(found, run, [finding])
 
 
-def _sharded(found: Comparison, run: int) -> list[Finding]:
+def _sharded(found: Comparison, run: int) -> list[DifferingPiece]:
     return [f for f in found.findings if run in f.differences and f.piece.file != COMMON]
 
 
-def _writer(found: Comparison, run: int, finding: Finding) -> int:
+def _writer(found: Comparison, run: int, finding: DifferingPiece) -> int:
     """Return the rank of ``run`` that wrote the piece; it may differ between runs with different checkpoint flags."""
     return found.stored[run].pieces.get(finding.piece.key, finding.piece).rank
 
 
-def _copies(found: Comparison, run: int, findings: Sequence[Finding]) -> tuple[int, ...]:
+def _copies(found: Comparison, run: int, findings: Sequence[DifferingPiece]) -> tuple[int, ...]:
     """Return the other ranks that hold what one rank of ``run`` wrote."""
     manifest = found.stored[run].manifest
     expert = all(".experts." in f.piece.name for f in findings)
@@ -612,7 +612,7 @@ def _headline(found: Comparison) -> str:
     return what if found.findings else f"equal, bit for bit: {what}"
 
 
-def _verdict(found: Comparison, made: Sequence[Row]) -> list[str]:
+def _verdict(found: Comparison, made: Sequence[SubjectRow]) -> list[str]:
     share = f"{sum(f.piece.file != COMMON for f in found.findings)} of {count(found.pieces, 'piece')} differ"
     lines = [f"first difference: step {found.step}{_span(found)}: {share}"]
     names, guilty = [run.name for run in found.runs], outliers(found)
@@ -650,14 +650,14 @@ def _span(found: Comparison) -> str:
     return f"; step {last} is equal, so it happened {at}"
 
 
-def _rows(found: Comparison, made: Sequence[Row], shown: int) -> str:
+def _rows(found: Comparison, made: Sequence[SubjectRow], shown: int) -> str:
     head = ("run", "what", "of", "differ", "elements", "ULP", "absolute", "first at", "values there", "bit", "rank")
     cells = [_cells(found, row) for row in made[:shown]]
     more = f"\n... and {count(len(made) - shown, 'more line')} (--show, --json)" if len(made) > shown else ""
     return table(head, cells, right=(3, 4, 5, 6)) + more
 
 
-def _cells(found: Comparison, row: Row) -> list[str]:
+def _cells(found: Comparison, row: SubjectRow) -> list[str]:
     d = row.difference
     ulp = f"{d.ulp}" if d.ulp is not None else "-"
     values = f"{d.values[0]:.7g} -> {d.values[1]:.7g}" if d.values else "-"
@@ -741,7 +741,7 @@ def as_values(found: Comparison) -> dict[str, Any]:
     }
 
 
-def _row_values(names: Sequence[str], row: Row) -> dict[str, Any]:
+def _row_values(names: Sequence[str], row: SubjectRow) -> dict[str, Any]:
     d = row.difference
     return {
         "run": names[row.run],

@@ -13,7 +13,6 @@ from typing import Any
 from ft.base import events
 from ft.base.events import Event
 from ft.faults.verdict import NODE_LOST
-from ft.job.replicas.host import FOLDER as LAUNCHERS
 from ft.observe.report import ranks
 from ft.observe.report.lineage import Step
 from ft.observe.report.record import NOTHING, Record, load
@@ -307,7 +306,7 @@ def _gone(record: Record, found: Status) -> str:
     Of replicas, the launcher that hosts the quorum server holds a lease.
     """
     if found.workers is None:
-        return gone(record.folder / LAUNCHERS, None, _NODES, is_steady=True)
+        return gone(record.folder / election.LAUNCHERS, None, _NODES, is_steady=True)
     return gone(record.folder, found.age, found.workers.nodes)
 
 
