@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ft.adapters.megatron_lm import step, tree
-from ft.adapters.megatron_lm.iterators import StreamLoader
 from ft.adapters.megatron_lm.state import Run
 from ft.base import events
 from ft.base.errors import FtError, LastSaveFailed
@@ -148,32 +147,14 @@ class CheckoutTrainer:
     """Provides the parts of a :class:`Run` through the interface that :mod:`ft.protection.contract` documents."""
 
     def __init__(self, run: Run):
-        self._run, self.position = run, CheckoutPosition(run)
+        self._run, self.position, self.extra = run, CheckoutPosition(run), run.extra
+        self.chunks, self.optimizer, self.scheduler = run.chunks, run.optimizer, run.scheduler
+        self.loaders = run.iterators.loaders  # only in a run whose training data are divided
         args = run.args
         self.seed, self.clip_grad, self.draws_apart = args.seed, args.clip_grad, args.data_parallel_random_init
         self.steps, self.batch = args.train_iters, args.global_batch_size
         self.saves = args.save is not None
         self.save_interval = args.save_interval if self.saves else None
-
-    @property
-    def chunks(self) -> list:
-        return self._run.chunks
-
-    @property
-    def optimizer(self) -> Any:
-        return self._run.optimizer
-
-    @property
-    def scheduler(self) -> Any:
-        return self._run.scheduler
-
-    @property
-    def loaders(self) -> list[StreamLoader]:  # only in a run whose training data are divided
-        return self._run.iterators.loaders
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        return self._run.extra
 
     @property
     def step(self) -> int:  # committed steps
