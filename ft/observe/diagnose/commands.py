@@ -73,7 +73,11 @@ def run_compare(given: argparse.Namespace) -> int:
     Raises:
         UserError: a folder, a checkpoint or their combination cannot be compared.
     """
-    # Import these modules here, so that showing the help does not wait for the import of torch.
+    from megatron.ft_trainer.logging.quiet import quieten
+
+    # Import these modules here, so that showing the help does not wait for the import of torch; megatron-core warns
+    # about missing optional packages at its import.
+    quieten()
     from ft.observe.diagnose.compare import as_text, as_values, compare
     from ft.observe.diagnose.stored import open_runs
 
