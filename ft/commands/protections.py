@@ -35,10 +35,5 @@ which the device is idle, or at once."""
 
 def add_dmr(subparsers) -> None:
     """Add ``dmr`` with its subcommands."""
-    add_group(
-        subparsers,
-        "dmr",
-        _DMR,
-        help="plan double execution of operators (DMR), and estimate what it costs",
-        description=_DMR_DESCRIPTION,
-    )
+    about = "plan double execution of operators (DMR), and estimate what it costs"
+    add_group(subparsers, "dmr", _DMR, help=about, description=_DMR_DESCRIPTION)
