@@ -121,6 +121,15 @@ def hold_the_interpreter(fault: Fault) -> None:
         usleep(ctypes.c_uint(int(min(left, 1000.0) * 1e6)))
 
 
+# The names of these two appear in the stacks of ft diagnose.
+def segfault(fault: Fault) -> None:
+    ctypes.string_at(0)
+
+
+def stall(fault: Fault) -> None:
+    time.sleep(_FOR_EVER_S if fault.seconds is None else fault.seconds)
+
+
 def raise_error(fault: Fault) -> None:
     raise _ERRORS[fault.error](f"injected fault {fault.number}: {fault}")
 
@@ -146,11 +155,11 @@ def kill_the_control_plane(fault: Fault) -> None:
 ACTS: dict[str, Callable[[Fault], None]] = {
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
-    "segfault": lambda fault: ctypes.string_at(0),
+    "segfault": segfault,
     "exit": lambda fault: os._exit(1),
     "hang": hang,
     "gil": hold_the_interpreter,
-    "stall": lambda fault: time.sleep(_FOR_EVER_S if fault.seconds is None else fault.seconds),
+    "stall": stall,
     "exception": raise_error,
     "lose-device": lose_device,
     "cuda-fault": break_cuda,
