@@ -20,7 +20,7 @@ _SUBCOMMANDS = (
     (("protections",), "ft.commands.protections", "add_parser"),
     (("faults",), "ft.faults.page", "add_parser"),
     (("plan",), "ft.lab.plan.commands", "add_parser"),
-    (("dmr",), "ft.commands.dmr", "add_parser"),
+    (("dmr",), "ft.commands.protections", "add_dmr"),
     (("diagnose",), "ft.observe.diagnose.commands", "add_parser"),
 )
 """(names, module, function). Only the module of the requested subcommand is imported, because simulations and planners

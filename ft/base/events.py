@@ -15,52 +15,6 @@ from typing import Any
 from ft.base import bounded_json, files
 from ft.base.lines import Lines
 
-RUN_STARTED = "run_started"
-AGENT_JOINED = "agent_joined"
-AGENTS_MISSING = "agents_missing"
-START_REFUSED = "start_refused"
-WORKER_STARTED = "worker_started"
-STANDBY_READY = "standby_ready"
-FAULT_INJECTED = "fault_injected"
-FAULT_DETECTED = "fault_detected"
-EPOCH_CLOSED = "epoch_closed"
-RELEASED = "released"
-EPOCH_OPENED = "epoch_opened"
-JOINER_ARRIVED = "joiner_arrived"
-REPAIR_ORDERED = "repair_ordered"
-GROUPS_REBUILT = "groups_rebuilt"
-STATE_RESTORED = "state_restored"
-STAGE_REBUILT = "stage_rebuilt"
-RESUMED = "resumed"
-STEP_DIFFERS = "step_differs"
-LOOKED = "looked"
-WORKER_LOST = "worker_lost"
-DEVICE_UNUSABLE = "device_unusable"
-HEALTH_FOUND = "health_found"
-RESTARTED = "restarted"
-INVARIANTS_CHECKED = "invariants_checked"
-COPIES_PLACED = "copies_placed"
-SAVED = "saved"
-SAVE_FAILED = "save_failed"
-FINISHED = "finished"
-STOPPED = "stopped"
-CONTROL_RESTARTED = "control_restarted"
-CONTROL_BACK = "control_back"
-REPLICA_OFFLINE = "replica_offline"
-REPLICA_ONLINE = "replica_online"
-CAUGHT_UP = "caught_up"
-TYPES_ADOPTED = "types_adopted"
-QUORUM_FORMED = "quorum_formed"
-BIT_FLIPPED = "bit_flipped"
-DMR_COVERED = "dmr_covered"
-DMR_COVERAGE_FELL = "dmr_coverage_fell"
-DMR_MISMATCH = "dmr_mismatch"
-DMR_VERDICT = "dmr_verdict"
-DMR_CLEAN = "dmr_clean"
-PROTECTION_ACTED = "protection_acted"
-STRAGGLER_FOUND = "straggler_found"
-STRAGGLER_GONE = "straggler_gone"
-
 
 @dataclass(frozen=True)
 class Needs:
@@ -75,123 +29,130 @@ class Needs:
     detail: tuple[str, ...] = ()
 
 
-SCHEMA: Mapping[str, Needs] = {
-    # the run has started; command: list of words; world_size: number of logical ranks
-    RUN_STARTED: Needs((), ("command", "world_size")),
-    # an agent has joined; host: the address that it advertises; interfaces: name -> address; machine: its host name;
-    # about: settings that must be equal on all nodes; paths: paths of the command line -> "there" or "missing"; clock:
-    # its wall clock when it joined, in seconds since 1970
-    AGENT_JOINED: Needs(("node",), ("host", "interfaces", "machine", "about", "paths", "clock")),
-    # the run waits for agents at its start; missing: numbers of their nodes
-    AGENTS_MISSING: Needs((), ("missing", "message")),
-    # the nodes do not fit together, so the run ends before its first step; problems: sentences
-    START_REFUSED: Needs((), ("problems",)),
-    # a worker's process was started; rank is None for a standby
-    WORKER_STARTED: Needs(("node", "worker"), ("pid",)),
-    STANDBY_READY: Needs(("node", "worker")),
-    # a planned fault was injected; number: index of the fault; where: phase of the step, or "time"
-    FAULT_INJECTED: Needs(("node",), ("number", "kind")),
-    # a failure was detected and classified; epoch: the epoch in which it happened; worker, node, rank: where it
-    # happened; step: the last step known to be committed; category: class of the failure; action: "replace", "in
-    # place", "restart" or "stop"; signal: the observation that revealed the failure
-    FAULT_DETECTED: Needs(("epoch",), ("category", "action", "reason", "signal")),
-    EPOCH_CLOSED: Needs(("epoch",), ("reason",)),
-    # the last surviving worker has left the closed epoch; epoch: its number
-    RELEASED: Needs(("epoch",)),
-    # a new epoch begins; seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
-    EPOCH_OPENED: Needs(("epoch",), ("seats", "joiners")),
-    JOINER_ARRIVED: Needs(("epoch", "worker", "rank")),
-    # the workers were ordered to rebuild groups and restore their state; step: the step to restore; also rung, the rung
-    # of the recovery ladder (ft.job.control.rungs)
-    REPAIR_ORDERED: Needs(("epoch", "step")),
-    # the process groups are connected; rebuilt, kept, deferred: numbers of groups, each counted once and not per
-    # worker; seconds: duration on the slowest worker
-    GROUPS_REBUILT: Needs(("epoch",), ("rebuilt", "kept", "deferred", "seconds")),
-    # all ranks have restored their state; sources: logical rank (a string) -> where its state came from; seconds:
-    # duration on the slowest worker
-    STATE_RESTORED: Needs(("epoch", "step"), ("sources", "seconds")),
-    # a pipeline stage whose state is lost on all ranks is rebuilt from its neighbouring stages (CheckFree); weights:
-    # shares of the previous and the following stage; neighbours: logical ranks; seconds: on the stage's first rank,
-    # counted from its first message
-    STAGE_REBUILT: Needs(("epoch", "step"), ("stage", "strategy", "weights", "seconds")),
-    # the first new step has begun on every worker; step: the last committed step
-    RESUMED: Needs(("epoch", "step")),
-    # a step that was done again after a recovery differs from its first try on this rank, in a training loop of the
-    # user's own; differences: clauses about the batches, the outputs of the model and the gradients
-    STEP_DIFFERS: Needs(("rank", "epoch", "step"), ("differences",)),
-    # all workers were asked what they are doing, because a time limit is about to pass or somebody wants to know
-    # (ft diagnose hang); number: number of the look
-    LOOKED: Needs(("epoch",), ("number", "reason")),
-    WORKER_LOST: Needs(("node", "worker"), ("reason",)),
-    # a device (GPU) of the node gets no further worker; device: its index on the node
-    DEVICE_UNUSABLE: Needs(("node",), ("device", "reason")),
-    # a node has found something about itself, by the rules of ft.faults.health; device: its name, "" for the node;
-    # action: "watch", "evict at the next step" or "drain"; index: the device's index among those that workers use, or
-    # None; acts: whether the control plane acts on it (ft run --health drain)
-    HEALTH_FOUND: Needs(("node",), ("device", "observation", "category", "action", "reason", "advice")),
-    # all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far; also
-    # rung, as in REPAIR_ORDERED
-    RESTARTED: Needs((), ("number", "reason")),
-    # the recovery was checked; violations: sentences, empty if invariants I1 to I4 hold (DEADPOOL, section V-C)
-    INVARIANTS_CHECKED: Needs(("epoch",), ("violations",)),
-    # peer copies (copies of a rank's optimizer shard in other ranks' host memory) were assigned to their holders;
-    # copies: logical rank of the owner (a string) -> ranks that hold its copies from this epoch's first snapshot on;
-    # moved: copies that were placed elsewhere before; problems: sentences, empty when all failure domains are respected
-    COPIES_PLACED: Needs(("epoch",), ("copies", "moved", "problems")),
-    # a checkpoint of ``step`` is complete; folder: of all checkpoints; also bytes and seconds, where they are known
-    SAVED: Needs(("step",), ("folder",)),
-    # the checkpoint of ``step`` could not be saved; older checkpoints are as they were
-    SAVE_FAILED: Needs(("step",), ("folder", "reason")),
-    # the run has ended as planned; early: name of the signal that has ended it before its last step, whose number is
-    # steps (0: unknown); unsaved: why its last checkpoint could not be saved. Both are absent where they do not apply
-    FINISHED: Needs(("step",)),
-    STOPPED: Needs((), ("code", "message")),
-    # the control plane could not continue from its journal (its log of decisions): all workers restarted
-    CONTROL_RESTARTED: Needs(),
-    # the control plane continued from its journal, on the given node; term: number of its leadership; away: seconds
-    # since the control plane last received a message
-    CONTROL_BACK: Needs(("node",), ("term", "away")),
-    # FT-HSDP, where a replica is a full copy of the model with its own ranks; replica: number of the replica; life:
-    # number of restarts of the replica; step: number of committed steps in its state
-    REPLICA_OFFLINE: Needs((), ("replica", "reason")),
-    REPLICA_ONLINE: Needs(("step",), ("replica", "life")),
-    # a rank of a replica that was behind has received the state; step: the step in which it caught up; bytes: number of
-    # bytes fetched in fetch_s seconds
-    CAUGHT_UP: Needs(("step",), ("replica", "fetch_s", "bytes")),
-    # SPARe: a change in the shard types (parts of the batch) of which no host is present, so that the replica computes
-    # types that it does not host; step: the first step with the change; types: those of all replicas, empty at the end
-    TYPES_ADOPTED: Needs(("step",), ("replica", "types")),
-    # a new quorum (set of replicas that compute a step together): its members differ from the last quorum's, or the
-    # step is retried; step: number of committed steps; wait_s: seconds since the first report
-    QUORUM_FORMED: Needs(("step",), ("number", "healthy", "behind", "reason", "wait_s")),
-    # a bit-flip fault was injected; fault: index of the planned fault; execution: "primary" or "checker", the execution
-    # of a duplicated operator that was hit, or None if the data of a message was hit
-    BIT_FLIPPED: Needs(
-        ("rank", "step"), ("fault", "operator", "phase", "layer", "microbatch", "element", "bit", "dtype")
-    ),
-    # SpareTrain (dual modular redundancy, DMR): coverage of this rank's first iteration; strategy: naive, piggyback or
-    # plan; counts: number of operators by method of verification
-    DMR_COVERED: Needs(("rank", "step"), ("strategy", "counts")),
-    # a smaller share of the operators is verified than in the steps before; now: that share, on the rank with the least
-    DMR_COVERAGE_FELL: Needs(("step",), ("before", "now")),
-    # two executions of an operator gave different results; how: what was compared; elements: number of differing
-    # elements, None if digests were compared
-    DMR_MISMATCH: Needs(
-        ("rank", "step"), ("attempt", "operator", "phase", "layer", "microbatch", "how", "host", "device")
-    ),
-    # the decision after a failed attempt on ``ranks``: action "retry", "evict" or "give up"; blamed: the faulty ranks
-    DMR_VERDICT: Needs(("step",), ("attempt", "action", "reason", "ranks", "blamed")),
-    # an attempt at a step showed no mismatch after earlier attempts at that step had failed
-    DMR_CLEAN: Needs(("step",), ("attempt",)),
-    # a user-defined protection has acted on a step; protection: its name; what: its action, as a verb phrase
-    PROTECTION_ACTED: Needs(("rank", "step"), ("protection", "what")),
-    # a rank's own work takes persistently longer than that of ranks with the same work, or no longer does; step: the
-    # last step that was compared; ratio: its time divided by the others'; own_s, usual_s: the median times of one step;
-    # cause: the kind of work that takes it longer; steps: number of steps that were compared
-    STRAGGLER_FOUND: Needs(("worker", "rank", "step"), ("ratio", "own_s", "usual_s", "cause", "steps")),
-    STRAGGLER_GONE: Needs(("worker", "rank", "step"), ("ratio",)),
-}
+SCHEMA: dict[str, Needs] = {}
 """All events, by name."""
+
+
+def _event(name: str, fields: tuple[str, ...] = (), detail: tuple[str, ...] = ()) -> str:
+    """Enter an event into ``SCHEMA`` and return its name; the arguments are as in :class:`Needs`."""
+    SCHEMA[name] = Needs(fields, detail)
+    return name
+
+
+# the run has started; command: list of words; world_size: number of logical ranks
+RUN_STARTED = _event("run_started", (), ("command", "world_size"))
+# an agent has joined; host: the address that it advertises; interfaces: name -> address; machine: its host name;
+# about: settings that must be equal on all nodes; paths: paths of the command line -> "there" or "missing"; clock:
+# its wall clock when it joined, in seconds since 1970
+AGENT_JOINED = _event("agent_joined", ("node",), ("host", "interfaces", "machine", "about", "paths", "clock"))
+# the run waits for agents at its start; missing: numbers of their nodes
+AGENTS_MISSING = _event("agents_missing", (), ("missing", "message"))
+# the nodes do not fit together, so the run ends before its first step; problems: sentences
+START_REFUSED = _event("start_refused", (), ("problems",))
+# a worker's process was started; rank is None for a standby
+WORKER_STARTED = _event("worker_started", ("node", "worker"), ("pid",))
+STANDBY_READY = _event("standby_ready", ("node", "worker"))
+# a planned fault was injected; number: index of the fault; where: phase of the step, or "time"
+FAULT_INJECTED = _event("fault_injected", ("node",), ("number", "kind"))
+# a failure was detected and classified; epoch: the epoch in which it happened; worker, node, rank: where it
+# happened; step: the last step known to be committed; category: class of the failure; action: "replace", "in
+# place", "restart" or "stop"; signal: the observation that revealed the failure
+FAULT_DETECTED = _event("fault_detected", ("epoch",), ("category", "action", "reason", "signal"))
+EPOCH_CLOSED = _event("epoch_closed", ("epoch",), ("reason",))
+# the last surviving worker has left the closed epoch; epoch: its number
+RELEASED = _event("released", ("epoch",))
+# a new epoch begins; seats: logical rank (a string) -> worker; joiners: logical ranks whose worker is new
+EPOCH_OPENED = _event("epoch_opened", ("epoch",), ("seats", "joiners"))
+JOINER_ARRIVED = _event("joiner_arrived", ("epoch", "worker", "rank"))
+# the workers were ordered to rebuild groups and restore their state; step: the step to restore; also rung, the rung
+# of the recovery ladder (ft.job.control.rungs)
+REPAIR_ORDERED = _event("repair_ordered", ("epoch", "step"))
+# the process groups are connected; rebuilt, kept, deferred: numbers of groups, each counted once and not per
+# worker; seconds: duration on the slowest worker
+GROUPS_REBUILT = _event("groups_rebuilt", ("epoch",), ("rebuilt", "kept", "deferred", "seconds"))
+# all ranks have restored their state; sources: logical rank (a string) -> where its state came from; seconds:
+# duration on the slowest worker
+STATE_RESTORED = _event("state_restored", ("epoch", "step"), ("sources", "seconds"))
+# a pipeline stage whose state is lost on all ranks is rebuilt from its neighbouring stages (CheckFree); weights:
+# shares of the previous and the following stage; neighbours: logical ranks; seconds: on the stage's first rank,
+# counted from its first message
+STAGE_REBUILT = _event("stage_rebuilt", ("epoch", "step"), ("stage", "strategy", "weights", "seconds"))
+# the first new step has begun on every worker; step: the last committed step
+RESUMED = _event("resumed", ("epoch", "step"))
+# a step that was done again after a recovery differs from its first try on this rank, in a training loop of the
+# user's own; differences: clauses about the batches, the outputs of the model and the gradients
+STEP_DIFFERS = _event("step_differs", ("rank", "epoch", "step"), ("differences",))
+# all workers were asked what they are doing, because a time limit is about to pass or somebody wants to know
+# (ft diagnose hang); number: number of the look
+LOOKED = _event("looked", ("epoch",), ("number", "reason"))
+WORKER_LOST = _event("worker_lost", ("node", "worker"), ("reason",))
+# a device (GPU) of the node gets no further worker; device: its index on the node
+DEVICE_UNUSABLE = _event("device_unusable", ("node",), ("device", "reason"))
+# a node has found something about itself, by the rules of ft.faults.health; device: its name, "" for the node;
+# action: "watch", "evict at the next step" or "drain"; index: the device's index among those that workers use, or
+# None; acts: whether the control plane acts on it (ft run --health drain)
+HEALTH_FOUND = _event("health_found", ("node",), ("device", "observation", "category", "action", "reason", "advice"))
+# all workers were restarted from the last checkpoint (warm restart); number: number of warm restarts so far; also
+# rung, as in REPAIR_ORDERED
+RESTARTED = _event("restarted", (), ("number", "reason"))
+# the recovery was checked; violations: sentences, empty if invariants I1 to I4 hold (DEADPOOL, section V-C)
+INVARIANTS_CHECKED = _event("invariants_checked", ("epoch",), ("violations",))
+# peer copies (copies of a rank's optimizer shard in other ranks' host memory) were assigned to their holders;
+# copies: logical rank of the owner (a string) -> ranks that hold its copies from this epoch's first snapshot on;
+# moved: copies that were placed elsewhere before; problems: sentences, empty when all failure domains are respected
+COPIES_PLACED = _event("copies_placed", ("epoch",), ("copies", "moved", "problems"))
+# a checkpoint of ``step`` is complete; folder: of all checkpoints; also bytes and seconds, where they are known
+SAVED = _event("saved", ("step",), ("folder",))
+# the checkpoint of ``step`` could not be saved; older checkpoints are as they were
+SAVE_FAILED = _event("save_failed", ("step",), ("folder", "reason"))
+# the run has ended as planned; early: name of the signal that has ended it before its last step, whose number is
+# steps (0: unknown); unsaved: why its last checkpoint could not be saved. Both are absent where they do not apply
+FINISHED = _event("finished", ("step",))
+STOPPED = _event("stopped", (), ("code", "message"))
+# the control plane could not continue from its journal (its log of decisions): all workers restarted
+CONTROL_RESTARTED = _event("control_restarted")
+# the control plane continued from its journal, on the given node; term: number of its leadership; away: seconds
+# since the control plane last received a message
+CONTROL_BACK = _event("control_back", ("node",), ("term", "away"))
+# FT-HSDP, where a replica is a full copy of the model with its own ranks; replica: number of the replica; life:
+# number of restarts of the replica; step: number of committed steps in its state
+REPLICA_OFFLINE = _event("replica_offline", (), ("replica", "reason"))
+REPLICA_ONLINE = _event("replica_online", ("step",), ("replica", "life"))
+# a rank of a replica that was behind has received the state; step: the step in which it caught up; bytes: number of
+# bytes fetched in fetch_s seconds
+CAUGHT_UP = _event("caught_up", ("step",), ("replica", "fetch_s", "bytes"))
+# SPARe: a change in the shard types (parts of the batch) of which no host is present, so that the replica computes
+# types that it does not host; step: the first step with the change; types: those of all replicas, empty at the end
+TYPES_ADOPTED = _event("types_adopted", ("step",), ("replica", "types"))
+# a new quorum (set of replicas that compute a step together): its members differ from the last quorum's, or the
+# step is retried; step: number of committed steps; wait_s: seconds since the first report
+QUORUM_FORMED = _event("quorum_formed", ("step",), ("number", "healthy", "behind", "reason", "wait_s"))
+# a bit-flip fault was injected; fault: index of the planned fault; execution: "primary" or "checker", the execution
+# of a duplicated operator that was hit, or None if the data of a message was hit
+BIT_FLIPPED = _event(
+    "bit_flipped", ("rank", "step"), ("fault", "operator", "phase", "layer", "microbatch", "element", "bit", "dtype")
+)
+# SpareTrain (dual modular redundancy, DMR): coverage of this rank's first iteration; strategy: naive, piggyback or
+# plan; counts: number of operators by method of verification
+DMR_COVERED = _event("dmr_covered", ("rank", "step"), ("strategy", "counts"))
+# a smaller share of the operators is verified than in the steps before; now: that share, on the rank with the least
+DMR_COVERAGE_FELL = _event("dmr_coverage_fell", ("step",), ("before", "now"))
+# two executions of an operator gave different results; how: what was compared; elements: number of differing
+# elements, None if digests were compared
+DMR_MISMATCH = _event(
+    "dmr_mismatch", ("rank", "step"), ("attempt", "operator", "phase", "layer", "microbatch", "how", "host", "device")
+)
+# the decision after a failed attempt on ``ranks``: action "retry", "evict" or "give up"; blamed: the faulty ranks
+DMR_VERDICT = _event("dmr_verdict", ("step",), ("attempt", "action", "reason", "ranks", "blamed"))
+# an attempt at a step showed no mismatch after earlier attempts at that step had failed
+DMR_CLEAN = _event("dmr_clean", ("step",), ("attempt",))
+# a user-defined protection has acted on a step; protection: its name; what: its action, as a verb phrase
+PROTECTION_ACTED = _event("protection_acted", ("rank", "step"), ("protection", "what"))
+# a rank's own work takes persistently longer than that of ranks with the same work, or no longer does; step: the
+# last step that was compared; ratio: its time divided by the others'; own_s, usual_s: the median times of one step;
+# cause: the kind of work that takes it longer; steps: number of steps that were compared
+STRAGGLER_FOUND = _event("straggler_found", ("worker", "rank", "step"), ("ratio", "own_s", "usual_s", "cause", "steps"))
+STRAGGLER_GONE = _event("straggler_gone", ("worker", "rank", "step"), ("ratio",))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft.adapters.megatron_lm.seams import Finding
+from ft.adapters.megatron_lm.hooks import HookFinding
 from ft.base.errors import Problem, UserError
 from ft.base.flags import groups
 from ft.base.quantities import count
@@ -234,10 +234,10 @@ def smallest_world(options: Options) -> int:
     return math.lcm(tp * pp * cp, experts) * c.num_distributed_optimizer_instances
 
 
-def _described(finding: Finding) -> dict[str, str]:
-    seam = finding.seam
+def _described(finding: HookFinding) -> dict[str, str]:
+    hook = finding.hook
     found = {"status": finding.status, "differs": finding.differs}
-    return {"file": seam.file, "symbol": seam.symbol, **found, "why": seam.why}
+    return {"file": hook.file, "symbol": hook.symbol, **found, "why": hook.why}
 
 
 def _describe(answer: Answer, options: Options, grid: Layout) -> None:

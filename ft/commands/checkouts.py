@@ -19,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ft.adapters.megatron_lm import refusals, seams, tree
-from ft.adapters.megatron_lm.seams import own_flags
+from ft.adapters.megatron_lm import hooks, refusals, tree
+from ft.adapters.megatron_lm.hooks import own_flags
 from ft.base import files
 from ft.base.errors import Problem, UserError
 from ft.commands.arguments import launchers_flags, misplaced
@@ -116,7 +116,7 @@ def examine(script: "Script", world_size: int | None, replicas: int) -> tuple[An
     return None if of_files else options, [*of_files, *of_flags]
 
 
-def examine_files(script: str) -> tuple[list[seams.Finding], list[Problem]]:
+def examine_files(script: str) -> tuple[list[hooks.HookFinding], list[Problem]]:
     """Return whether the files of the checkout of ``script`` can be protected.
 
     This parses the trainer's modules, which takes a few tenths of a second.
@@ -125,9 +125,9 @@ def examine_files(script: str) -> tuple[list[seams.Finding], list[Problem]]:
         (one finding for each function of the trainer that protections depend on; the problems, each with its fix).
     """
     root = tree.root_of(script)
-    findings = seams.check_tree(root)
+    findings = hooks.check_tree(root)
     try:
-        return findings, [*seams.problems(tree.read(root), findings), *_second_packages(root)]
+        return findings, [*hooks.problems(tree.read(root), findings), *_second_packages(root)]
     except UserError as error:
         return findings, error.problems
 
@@ -138,7 +138,7 @@ def notices(script: str) -> list[str]:
     Raises:
         UserError: the checkout has no megatron-core.
     """
-    found = seams.notice(tree.read(tree.root_of(script)))
+    found = hooks.notice(tree.read(tree.root_of(script)))
     return [] if found is None else [found]
 
 

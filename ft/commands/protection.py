@@ -32,7 +32,7 @@ TRAINER = CHECKOUT / "pretrain_gpt.py"
 
 
 @dataclass(frozen=True)
-class Asked:
+class LaunchLine:
     """The settings from the command line of ``ft run`` that decide about the run's protection.
 
     Attributes:
@@ -50,7 +50,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Protection:
+class RunProtection:
     """How a run is protected.
 
     Attributes:
@@ -98,7 +98,9 @@ def choose_trainer(given: argparse.Namespace) -> None:
         given.script, given.module = str(tree.SCRIPT), False
 
 
-def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ()) -> tuple[Protection, list[Problem]]:
+def examine(
+    script: "Script", asked: LaunchLine | None, faults: Sequence[Fault] = ()
+) -> tuple[RunProtection, list[Problem]]:
     """Return how the run is protected, and the problems found in the trainer's flags and in ``asked.flags``.
 
     Args:
@@ -109,11 +111,11 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
     if checkouts.is_protected_checkout(script) or (replicas and checkouts.is_checkout(script)):
         options, problems = checkouts.examine(script, size, replicas)
         if options is None or asked is None:
-            return Protection(UNKNOWN), problems
+            return RunProtection(UNKNOWN), problems
         return _protection(options, asked, faults, problems)
     if not is_trainer(script) or {"-h", "--help"} & set(script.args):
         others = asked.replicas - 1 if asked is not None else -1
-        protection = Protection(REPLICAS, others) if others >= 0 else Protection(UNKNOWN)
+        protection = RunProtection(REPLICAS, others) if others >= 0 else RunProtection(UNKNOWN)
         return protection, checkouts.outside_checkout(script)
     from megatron.ft_trainer.arguments import may_have_gpu, may_have_te, refusals
 
@@ -121,28 +123,28 @@ def examine(script: "Script", asked: Asked | None, faults: Sequence[Fault] = ())
     options, problems = refusals(script.args, size, **here, replicas=replicas)
     problems = [misplaced(problem) or (problem, fix) for problem, fix in problems]
     if options is None or asked is None:
-        return Protection(UNKNOWN), problems
+        return RunProtection(UNKNOWN), problems
     return _protection(options, asked, faults, problems)
 
 
 def _protection(
-    options: "Options", asked: Asked, faults: Sequence[Fault], problems: list[Problem]
-) -> tuple[Protection, list[Problem]]:
+    options: "Options", asked: LaunchLine, faults: Sequence[Fault], problems: list[Problem]
+) -> tuple[RunProtection, list[Problem]]:
     """Return how a run is protected, and ``problems`` with those of its faults."""
     if asked.replicas:
         if not options.fault_tolerance.ft_hot_swap:
             problems = problems + _no_use_of_standbys(asked.flags)
-        return Protection(REPLICAS, asked.replicas - 1), problems + _useless(faults, options)
+        return RunProtection(REPLICAS, asked.replicas - 1), problems + _useless(faults, options)
     if not options.fault_tolerance.ft_hot_swap:
-        return Protection(NOTHING), problems + _never_act(asked.flags)
-    return Protection(HOT_SWAP, options.fault_tolerance.ft_snapshot_peers), problems + _useless(faults, options)
+        return RunProtection(NOTHING), problems + _never_act(asked.flags)
+    return RunProtection(HOT_SWAP, options.fault_tolerance.ft_snapshot_peers), problems + _useless(faults, options)
 
 
 def _useless(faults: Sequence[Fault], options: "Options") -> list[Problem]:
     return [problem for fault in faults for problem in _cannot_act(fault, options)]
 
 
-def announcement(protection: Protection, nodes: int) -> str:
+def announcement(protection: RunProtection, nodes: int) -> str:
     """Return the sentence that ``ft run`` prints at the start of a run on ``nodes`` nodes about its protection."""
     if protection.by == NOTHING:
         return (

@@ -15,7 +15,7 @@ from ft import faults as inject
 from ft.base.errors import Problems, UserError
 from ft.base.files import needs_run_dir
 from ft.commands import checkouts, protection
-from ft.commands.protection import Asked, Protection
+from ft.commands.protection import LaunchLine, RunProtection
 from ft.job.agent import options
 from ft.job.agent.carry_out import make_run_dir
 from ft.job.agent.membership import claim_name
@@ -88,7 +88,7 @@ def main(given: argparse.Namespace, job: MpiJob | SlurmJob | None) -> NoReturn:
 
 def prepare(
     given: argparse.Namespace, job: MpiJob | SlurmJob | None
-) -> tuple[Replicas, RunOptions, list[Part], dict[int, list[inject.Fault]], Protection]:
+) -> tuple[Replicas, RunOptions, list[Part], dict[int, list[inject.Fault]], RunProtection]:
     """Return the replica settings, the run's options, this node's parts, the faults by replica, and the protection.
 
     A part is the share of this node in one replica: how many of the node's workers belong to that replica.
@@ -97,7 +97,7 @@ def prepare(
         UserError: lists every problem with the flags of ``ft run`` and, for this project's trainer, of the trainer.
     """
     problems, asked, whole, parts, specs, seed = Problems(), None, None, [], [], 0
-    planned, protected = {}, Protection(protection.REPLICAS)
+    planned, protected = {}, RunProtection(protection.REPLICAS)
     with problems:
         asked = flags.read(given, ruler, placement.read)
     with problems:
@@ -113,7 +113,9 @@ def prepare(
             parts = parts_here(whole, asked)
             planned = faults.plan(specs, asked.count, parts[0], seed)
     if given.script is not None:
-        shape = Asked(parts[0].world_size, whole.cluster.nnodes, _standby_flags(whole), asked.count) if parts else None
+        shape = (
+            LaunchLine(parts[0].world_size, whole.cluster.nnodes, _standby_flags(whole), asked.count) if parts else None
+        )
         with problems:
             every = [fault for of_one in planned.values() for fault in of_one]
             protected, found = protection.examine(options.script_of(given), shape, every)

@@ -16,7 +16,7 @@ from ft.base import output
 from ft.base.errors import Problems
 from ft.commands import arguments, checkouts, protection
 from ft.commands import replicas as launch
-from ft.commands.protection import Asked, Protection
+from ft.commands.protection import LaunchLine, RunProtection
 from ft.job.agent import mpirun
 from ft.job.agent.carry_out import carry_out
 from ft.job.agent.console import Console
@@ -83,7 +83,7 @@ def main(given: argparse.Namespace) -> NoReturn:
 
 def prepare(
     given: argparse.Namespace, environment: Mapping[str, str], job: Job | None = None
-) -> tuple[RunOptions, list[inject.Fault], Protection]:
+) -> tuple[RunOptions, list[inject.Fault], RunProtection]:
     """Return the options, the planned faults, and how the run is protected.
 
     Args:
@@ -92,7 +92,7 @@ def prepare(
     Raises:
         UserError: lists every problem with the flags of ``ft run`` and, for this project's trainer, of the trainer.
     """
-    problems, options, faults, protected = Problems(), None, [], Protection(protection.UNKNOWN)
+    problems, options, faults, protected = Problems(), None, [], RunProtection(protection.UNKNOWN)
     with problems:
         options = resolve(given, environment, job)
     with problems:
@@ -111,12 +111,12 @@ def prepare(
     return options, faults, protected
 
 
-def _asked(options: RunOptions) -> Asked:
+def _asked(options: RunOptions) -> LaunchLine:
     flags = [f"--inject {text}" for text in options.inject]
     flags += [f"--scenario {options.scenario}"] if options.scenario else []
     flags += [f"--standby {options.standby}"] if options.standby else []
     flags += [f"--standby-nodes {options.cluster.standby_nodes}"] if options.cluster.standby_nodes else []
-    return Asked(options.world_size, options.cluster.nnodes, flags)
+    return LaunchLine(options.world_size, options.cluster.nnodes, flags)
 
 
 def plan_faults(options: RunOptions) -> list[inject.Fault]:
@@ -130,7 +130,7 @@ def plan_faults(options: RunOptions) -> list[inject.Fault]:
     return inject.schedule(specs, options.world_size, nodes, seed)
 
 
-def _announcement(options: RunOptions, faults: list[inject.Fault], protected: Protection) -> str:
+def _announcement(options: RunOptions, faults: list[inject.Fault], protected: RunProtection) -> str:
     cluster = options.cluster
     parts = [f"{options.world_size} logical ranks on {cluster.training_nodes} node(s)"]
     if options.standbys_here:

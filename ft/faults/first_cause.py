@@ -164,15 +164,10 @@ def class_of(error: CrashError) -> str:
     if error.observed:
         return error.observed
     if error.chain:
-        return _class_of_chain(error.chain)
+        return class_of_exception(error.chain[0])  # what is raised while it is handled is a consequence of it
     if error.by_us:
         return ENDED
     return KILLED if error.signal else EXIT
-
-
-def _class_of_chain(chain: Sequence[Raised]) -> str:
-    """Return the class of the original exception: what is raised while it is handled is a consequence of it."""
-    return class_of_exception(chain[0])
 
 
 def class_of_exception(raised: Raised) -> str:

@@ -4,12 +4,14 @@ The runtime of DMR (``ft.systems.dmr.runtime.injection``) carries a flip out, be
 So bit flips can be injected only in runs with DMR.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ft.base.errors import UserError
+from ft.base.quantities import between, whole
 
 BIT_FLIP = "bit-flip"
 ANY = "any"
@@ -144,35 +146,8 @@ def one_of(*choices: str):
     return read
 
 
-def whole(least: int):
-    """Return a reader of whole numbers; it raises ValueError for any other value, and for less than ``least``."""
-
-    def read(value: Any) -> int:
-        text = str(value)
-        if not text.removeprefix("-").isdecimal():
-            raise ValueError("not a whole number")
-        number = int(text)
-        if number < least:
-            raise ValueError(f"less than {least}")
-        return number
-
-    return read
-
-
 def _bit(value: Any) -> int | None:
-    if value == ANY:
-        return None
-    number = int(str(value))
-    if not 0 <= number < 64:
-        raise ValueError("there is no bit with this number")
-    return number
-
-
-def _share(value: Any) -> float:
-    number = float(value)
-    if not 0.0 < number <= 1.0:
-        raise ValueError("not above 0 and at most 1")
-    return number
+    return None if value == ANY else whole(0, 63)(value)
 
 
 _READERS = {
@@ -185,6 +160,6 @@ _READERS = {
     "bit": (_bit, f"a number from 0, the lowest, or {ANY}"),
     "mode": (one_of(ONCE, REPEAT, STUCK), f"one of: {ONCE}, {REPEAT}, {STUCK}"),
     "nth": (whole(1), "a number from 1"),
-    "probability": (_share, "a number above 0 and at most 1"),
+    "probability": (between(math.ulp(0.0), 1.0), "a number above 0 and at most 1"),
 }
 """Key -> (function that reads its value, what is allowed, in words)."""

@@ -419,16 +419,11 @@ RULES: tuple[Rule, ...] = GPU_RULES + NODE_RULES
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a node that its operators should know.
+    """Something about a node that its operators should know; what a :class:`Rule` has, too, is that of its rule.
 
     Attributes:
         device: name of the device, "" for the node as a whole.
-        category: class of fault, as in ``ft.faults.verdict``.
-        action: "watch", "evict at the next step" or "drain".
-        cause: where the cause is, as in ``ft.faults.health``.
         reason: what was observed, with its value.
-        advice: what a person should do.
-        source: where the meaning of the observation is written down.
         when: wall time of the (last) observation in seconds since 1970.
     """
 

@@ -32,11 +32,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ft.base import bounded_json, files, structured_file
+from ft.base import bounded_json, files
 from ft.base.errors import Problems, UserError
-from ft.base.quantities import seconds
+from ft.base.quantities import between, seconds, whole
 from ft.faults.faults import COPIES, ERRORS, OF_CONTROL, OF_NODE, PHASES, RECOVERY_PHASES, VALUES, Fault
-from ft.faults.flip import BIT_FLIP, one_of, read_flip, read_values, whole
+from ft.faults.flip import BIT_FLIP, one_of, read_flip, read_values
 from ft.faults.flip import KEYS as FLIP_KEYS
 from ft.faults.table import NAMES
 
@@ -266,13 +266,6 @@ def _rank(value: Any) -> int | str:
     return "random" if value == "random" else whole(0)(value)
 
 
-def _factor(value: Any) -> float:
-    number = float(value)
-    if not 1.0 < number <= 1000.0:
-        raise ValueError("not above 1 and at most 1000")
-    return number
-
-
 _DURATION = "seconds, or a number with ms, s, m or h: 500ms, 90s, 2m"
 _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "step": (whole(1), "a step number from 1"),
@@ -287,7 +280,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "node": (str, "a node's name (n0, n1, ...), its number, or random"),
     "phase": (one_of(*PHASES), f"one of: {', '.join(PHASES)}"),
     "for": (parse_duration, _DURATION),
-    "factor": (_factor, "a number above 1 and at most 1000"),
+    "factor": (between(math.nextafter(1, 2), 1000), "a number above 1 and at most 1000"),
     "error": (one_of(*ERRORS), f"one of: {', '.join(ERRORS)}"),
     "copies": (one_of(*COPIES), f"one of: {', '.join(COPIES)}"),
     "value": (one_of(*VALUES), f"one of: {', '.join(VALUES)}"),
@@ -369,7 +362,7 @@ def read_scenario(path: str | Path) -> Scenario:
         UserError: the file cannot be read or an entry is not valid; the message names the entry by its position.
     """
     path = Path(path)
-    values = structured_file.read(path, "scenario")
+    values = files.read_structured(path, "scenario")
     if isinstance(values, list):
         values = {"faults": values}
     faults = values.get("faults") if isinstance(values, dict) else None

@@ -64,7 +64,6 @@ class Row:
 
     Attributes:
         kind: name in ``--inject``.
-        does: what the injection does.
         outcome: key of ``MEANING``: the result if nothing else fails.
         seen: what a person who watches the run sees.
         sign: how the control plane detects it, or None if it detects nothing.

@@ -61,15 +61,13 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ErrorRule:
     """A rule for exceptions, which applies if the class and the text of the exception match.
 
     Attributes:
         kinds: class names, one of which the exception or a base class must have; empty: any class.
         words: words, one of which the lower-case text must contain; empty: any text.
-        node_suspect: whether the node is at fault.
         also: further words, one of which the text must contain as well; empty: any text.
-        device_unusable: whether the worker's device is at fault.
     """
 
     kinds: tuple[str, ...]
@@ -90,37 +88,37 @@ _STORAGE_WORDS = ("no space left", "input/output error", "read-only file system"
 
 RULES = (
     # Exceptions of this project are explicit, so they are matched before any word of the message.
-    Rule(("UserError",), (), USER, STOP),
-    Rule(("LastSaveFailed",), (), STORAGE, STOP),
-    Rule(("ReplaceNodeError",), (), HOST, REPLACE, True),
-    Rule(("DeviceUnusable",), (), DEVICE, REPLACE, device_unusable=True),
-    Rule(("EpochClosed",), (), TRANSIENT, RETRY),
-    Rule(("AbortError",), (), DEVICE, REPLACE),
+    ErrorRule(("UserError",), (), USER, STOP),
+    ErrorRule(("LastSaveFailed",), (), STORAGE, STOP),
+    ErrorRule(("ReplaceNodeError",), (), HOST, REPLACE, True),
+    ErrorRule(("DeviceUnusable",), (), DEVICE, REPLACE, device_unusable=True),
+    ErrorRule(("EpochClosed",), (), TRANSIENT, RETRY),
+    ErrorRule(("AbortError",), (), DEVICE, REPLACE),
     # Devices: the text distinguishes a broken device from a program that misuses it.
-    Rule((), ("uncorrectable", "ecc error", "xid", "double bit", "row remap"), DEVICE, REPLACE, True),
-    Rule((), ("device-side assert", "out of memory. tried", "cuda out of memory"), SOFTWARE, RESTART),
-    Rule(("OutOfMemoryError",), (), SOFTWARE, RESTART),
-    Rule((), ("illegal memory access", "unspecified launch failure", "misaligned address"), DEVICE, REPLACE),
-    Rule((), ("fallen off the bus", "pcie", "device unavailable", "no cuda-capable device"), HOST, REPLACE, True),
+    ErrorRule((), ("uncorrectable", "ecc error", "xid", "double bit", "row remap"), DEVICE, REPLACE, True),
+    ErrorRule((), ("device-side assert", "out of memory. tried", "cuda out of memory"), SOFTWARE, RESTART),
+    ErrorRule(("OutOfMemoryError",), (), SOFTWARE, RESTART),
+    ErrorRule((), ("illegal memory access", "unspecified launch failure", "misaligned address"), DEVICE, REPLACE),
+    ErrorRule((), ("fallen off the bus", "pcie", "device unavailable", "no cuda-capable device"), HOST, REPLACE, True),
     # NCCL: FT-HSDP retries errors that a dead peer causes, but no error of this side.
-    Rule((), ("ncclinvalid", "invalid usage", "invalid argument"), SOFTWARE, RESTART),
-    Rule((), ("ncclsystemerror", "ncclinternalerror", "ibv_"), TRANSIENT, RETRY, also=_OF_PEER),
-    Rule((), ("ncclsystemerror", "ncclinternalerror", "ibv_"), NETWORK, REPLACE, True),
-    Rule((), ("ncclremoteerror", "nccl communicator was aborted"), TRANSIENT, RETRY),
-    Rule((), ("ncclunhandledcudaerror", "cuda error"), DEVICE, REPLACE),
-    Rule(("AcceleratorError",), (), DEVICE, REPLACE),
+    ErrorRule((), ("ncclinvalid", "invalid usage", "invalid argument"), SOFTWARE, RESTART),
+    ErrorRule((), ("ncclsystemerror", "ncclinternalerror", "ibv_"), TRANSIENT, RETRY, also=_OF_PEER),
+    ErrorRule((), ("ncclsystemerror", "ncclinternalerror", "ibv_"), NETWORK, REPLACE, True),
+    ErrorRule((), ("ncclremoteerror", "nccl communicator was aborted"), TRANSIENT, RETRY),
+    ErrorRule((), ("ncclunhandledcudaerror", "cuda error"), DEVICE, REPLACE),
+    ErrorRule(("AcceleratorError",), (), DEVICE, REPLACE),
     # Storage: another node may be able to use its storage.
-    Rule((), _STORAGE_WORDS, NETWORK, REPLACE, True),
-    Rule((), ("remote i/o error", "endpoint is not connected", "network is unreachable"), NETWORK, REPLACE, True),
-    Rule(("MemoryError",), (), HOST, REPLACE),
-    Rule((), ("cannot allocate memory", "too many open files"), HOST, REPLACE),
+    ErrorRule((), _STORAGE_WORDS, NETWORK, REPLACE, True),
+    ErrorRule((), ("remote i/o error", "endpoint is not connected", "network is unreachable"), NETWORK, REPLACE, True),
+    ErrorRule(("MemoryError",), (), HOST, REPLACE),
+    ErrorRule((), ("cannot allocate memory", "too many open files"), HOST, REPLACE),
     # A damaged copy: use the next source of the same state, which is the checkpoint once all peers were tried.
-    Rule(("FallbackError",), (), NETWORK, RESTART),
-    Rule(("RecoverableError",), (), TRANSIENT, RETRY),
-    Rule(("DistNetworkError", "DistBackendError", "DistStoreError", "DistError"), (), TRANSIENT, RETRY),
-    Rule(("ConnectionError", "TimeoutError", "BrokenPipeError"), (), TRANSIENT, RETRY),
-    Rule((), ("connection closed", "connection reset", "gloo/transport", "broken pipe"), TRANSIENT, RETRY),
-    Rule((), (), SOFTWARE, RESTART),
+    ErrorRule(("FallbackError",), (), NETWORK, RESTART),
+    ErrorRule(("RecoverableError",), (), TRANSIENT, RETRY),
+    ErrorRule(("DistNetworkError", "DistBackendError", "DistStoreError", "DistError"), (), TRANSIENT, RETRY),
+    ErrorRule(("ConnectionError", "TimeoutError", "BrokenPipeError"), (), TRANSIENT, RETRY),
+    ErrorRule((), ("connection closed", "connection reset", "gloo/transport", "broken pipe"), TRANSIENT, RETRY),
+    ErrorRule((), (), SOFTWARE, RESTART),
 )
 """The rules for exceptions; the first rule that matches applies."""
 
@@ -144,7 +142,7 @@ def of_error(kinds: Sequence[str], message: str) -> Verdict:
     )
 
 
-def _fits(rule: Rule, kinds: Sequence[str], said: str) -> bool:
+def _fits(rule: ErrorRule, kinds: Sequence[str], said: str) -> bool:
     of_kind = not rule.kinds or any(kind in kinds for kind in rule.kinds)
     return of_kind and all(not words or any(word in said for word in words) for words in (rule.words, rule.also))
 

@@ -101,22 +101,6 @@ if not ended:
 """
 
 
-def kill(fault: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def terminate(fault: Fault) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def segfault(fault: Fault) -> None:
-    ctypes.string_at(0)
-
-
-def leave(fault: Fault) -> None:
-    os._exit(1)
-
-
 def hang(fault: Fault) -> None:
     waker = _wake_later(fault.seconds) if fault.seconds is not None else None
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -135,6 +119,11 @@ def hold_the_interpreter(fault: Fault) -> None:
     ended = time.monotonic() + left
     while (left := ended - time.monotonic()) > 0:
         usleep(ctypes.c_uint(int(min(left, 1000.0) * 1e6)))
+
+
+# The names of these two appear in the stacks of ft diagnose.
+def segfault(fault: Fault) -> None:
+    ctypes.string_at(0)
 
 
 def stall(fault: Fault) -> None:
@@ -157,10 +146,6 @@ def break_cuda(fault: Fault) -> None:
     print(values[torch.tensor([1 << 20], device="cuda")].item())
 
 
-def kill_agent(fault: Fault) -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-
-
 def kill_the_control_plane(fault: Fault) -> None:
     from ft.faults.agent import kill_control
 
@@ -168,10 +153,10 @@ def kill_the_control_plane(fault: Fault) -> None:
 
 
 ACTS: dict[str, Callable[[Fault], None]] = {
-    "kill": kill,
-    "terminate": terminate,
+    "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
     "segfault": segfault,
-    "exit": leave,
+    "exit": lambda fault: os._exit(1),
     "hang": hang,
     "gil": hold_the_interpreter,
     "stall": stall,
@@ -182,7 +167,7 @@ ACTS: dict[str, Callable[[Fault], None]] = {
     "out-of-files": use_up_files,
     "disk-full": fill_disk,
     "io-error": fail_read,
-    "kill-agent": kill_agent,
+    "kill-agent": lambda fault: os.kill(os.getppid(), signal.SIGKILL),
     "kill-control": kill_the_control_plane,
 }
 

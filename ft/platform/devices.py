@@ -6,22 +6,22 @@ creates a CUDA context, so a process that has asked can still be forked, and ask
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ft.platform.health.gpus import ask, fields, find_nvml
 
 _FIELDS = "uuid,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
 _QUERY = ("nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
 _QUERY_S = 20.0
 _MIB = 1 << 20
-_LOST = (15, 16)
-"""Values of NVMLError for a GPU that has fallen off the bus, and for one that has to be reset."""
 _ACTIONS = {1: "a reset", 2: "a reboot of the node", 3: "its NVLink traffic to be drained", 4: "a drain and a reset"}
 """Values of NVML's field "GPU recovery action", which the driver sets after a fatal Xid; 0: nothing is to be done."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class GpuState:
     """The state of one GPU.
 
     Attributes:
@@ -37,7 +37,7 @@ class Reading:
     problem: str = ""
 
 
-def read(environment: Mapping[str, str] = os.environ) -> list[Reading]:
+def read(environment: Mapping[str, str] = os.environ) -> list[GpuState]:
     """Return the state of the GPUs that processes with this environment can use, in CUDA's order.
 
     The list is empty if the GPUs are unknown: no driver, or parts of GPUs (MIG), whose state NVML does not report.
@@ -48,7 +48,7 @@ def read(environment: Mapping[str, str] = os.environ) -> list[Reading]:
     return visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
 
 
-def visible(found: Sequence[Reading], selection: str | None) -> list[Reading]:
+def visible(found: Sequence[GpuState], selection: str | None) -> list[GpuState]:
     """Return the readings that CUDA_VISIBLE_DEVICES selects, in its order.
 
     Args:
@@ -90,48 +90,32 @@ def _names(name: str, uuid: str) -> bool:
     return name.startswith("GPU-") and uuid.startswith(name)
 
 
-def _from_nvml() -> list[Reading] | None:
+def _from_nvml() -> list[GpuState] | None:
     """Return the readings of all GPUs, or None if NVML or its Python package is missing."""
-    try:
-        import pynvml
-    except ImportError:
+    nvml = find_nvml()
+    if nvml is None:
         return None
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
         return None
     try:
-        return [_read_one(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
+        return [_read_one(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
         return None
     finally:
-        pynvml.nvmlShutdown()
+        nvml.nvmlShutdown()
 
 
-def _read_one(nvml: Any, index: int) -> Reading:
+def _read_one(nvml: Any, index: int) -> GpuState:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = _ask(nvml, nvml.nvmlDeviceGetUUID, handle) or ""
-        uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
-        memory = _ask(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
+        uuid = ask(nvml, "nvmlDeviceGetUUID", handle) or ""
+        memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
         total, used = (memory.total, memory.used) if memory is not None else (0, 0)
-        return Reading(uuid, total, used, _fault(nvml, handle))
+        return GpuState(uuid.decode() if isinstance(uuid, bytes) else uuid, total, used, _fault(nvml, handle))
     except nvml.NVMLError as error:
-        return Reading(problem=f"NVML cannot reach it: {error}")
-
-
-def _ask(nvml: Any, function: Callable, *arguments: Any) -> Any:
-    """Return what NVML answers, or None if this GPU or driver does not support the question.
-
-    Raises:
-        NVMLError: the GPU is lost, or has to be reset.
-    """
-    try:
-        return function(*arguments)
-    except nvml.NVMLError as error:
-        if getattr(error, "value", None) in _LOST:
-            raise
-        return None
+        return GpuState(problem=f"NVML cannot reach it: {error}")
 
 
 def _fault(nvml: Any, handle: Any) -> str:
@@ -140,22 +124,20 @@ def _fault(nvml: Any, handle: Any) -> str:
     The driver knows best what an Xid or a memory error requires, and newer drivers (565 and later) say so. An
     uncorrectable error counts by itself only with older drivers: newer GPUs contain it and go on.
     """
-    field = getattr(nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
-    answer = _ask(nvml, nvml.nvmlDeviceGetFieldValues, handle, [field]) if field is not None else None
-    action = answer[0].value.uiVal if answer and answer[0].nvmlReturn == 0 else None
-    rows = _ask(nvml, nvml.nvmlDeviceGetRemappedRows, handle)  # correctable, uncorrectable, pending, failed
+    [action] = fields(nvml, handle, ["NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"])
+    rows = ask(nvml, "nvmlDeviceGetRemappedRows", handle)  # correctable, uncorrectable, pending, failed
     if action:
-        return f"the driver asks for {_ACTIONS.get(action, f'recovery action {action}')}"
+        return f"the driver asks for {_ACTIONS.get(action, f'recovery action {action:.0f}')}"
     if rows and rows[3]:
         return "a row of its memory is defective and cannot be replaced"
-    if _ask(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+    if ask(nvml, "nvmlDeviceGetRetiredPagesPendingStatus", handle):
         return "pages of its memory are retired at the next reboot"
     kinds = (nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    errors = _ask(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *kinds) if action is None else 0
+    errors = ask(nvml, "nvmlDeviceGetTotalEccErrors", handle, *kinds) if action is None else 0
     return f"{errors} uncorrectable error(s) of its memory" if errors else ""
 
 
-def _from_smi() -> list[Reading]:
+def _from_smi() -> list[GpuState]:
     """Return the readings of all GPUs, none if ``nvidia-smi`` is missing or fails."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_S, check=False)
@@ -164,7 +146,7 @@ def _from_smi() -> list[Reading]:
     return [_parse(line) for line in done.stdout.splitlines()] if done.returncode == 0 else []
 
 
-def _parse(line: str) -> Reading:
+def _parse(line: str) -> GpuState:
     """Return the reading of one line of ``nvidia-smi``, in which "[N/A]" stands for what the GPU does not report."""
     uuid, total, used, errors, pending = (word.strip() for word in line.split(","))
     lost = next((word for word in (uuid, total, used) if word.startswith("[") and "N/A" not in word), "")
@@ -174,4 +156,4 @@ def _parse(line: str) -> Reading:
     if not problem and errors.isdecimal() and int(errors):
         problem = f"{errors} uncorrectable error(s) of its memory"
     sizes = [int(word) * _MIB if word.isdecimal() else 0 for word in (total, used)]
-    return Reading(uuid, *sizes, problem)
+    return GpuState(uuid, *sizes, problem)

@@ -24,6 +24,8 @@ CONTROL, QUORUM = "control.json", "quorum.json"
 """Names of leases: CONTROL of the control plane's lease and, in the launchers' own folder, of the lease of the
 launcher that runs the quorum server; QUORUM of the quorum server's lease.
 """
+LAUNCHERS = "launchers"
+"""Subfolder of a run's folder for the launchers' terms and lease; those in the run's folder belong to the servers."""
 _FOLDER = "terms"
 _LOOK_S = 0.05
 SUCCEEDED = 75
@@ -40,7 +42,6 @@ class LeaseRecord:
         where: address at which the leader accepts messages, "" until it accepts them.
         node: name of the node agent or launcher that the leader is, or whose child it is.
         pid: pid of the leader's process on that node.
-        count: number of renewals.
         launcher: the process that restarts the leader when it dies, as ``processes.identity`` returns it; "" in leases
             of earlier versions.
         end: the quorum server's (next_step, lineage) of a replica that has done the last step, or None: its number of

@@ -328,7 +328,6 @@ class Handler:
     """The handler that a process has registered.
 
     Attributes:
-        signum: the signal.
         fd: descriptor, in that process, of the file that the stacks are written to.
         thread: identifier of its main thread, as ``threading.get_ident`` returns it.
     """

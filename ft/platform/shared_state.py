@@ -443,8 +443,6 @@ def of(folder: Path) -> SharedState:
 
 @functools.lru_cache
 def _on_etcd(pointer: str, folder: Path, part: str) -> "Etcd":
-    from ft.platform.shared_state import Etcd
-
     found = bounded_json.loads(pointer)
     return Etcd(found["url"], bytes.fromhex(found["key"]), "/".join(filter(None, (found["run"], part))), folder)
 

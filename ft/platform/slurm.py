@@ -31,6 +31,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from ft.base import files
@@ -230,14 +231,12 @@ def _measure(switches: dict[str, _Switch], path: str) -> dict[str, str]:
                     f"{path}: switch {child} is below {above[child]} and {name}", "make the switches a tree"
                 )
             above[child] = name
-    waiting = dict(switches)
-    while waiting:
-        ready = [name for name, switch in waiting.items() if not any(child in waiting for child in switch.below)]
-        if not ready:
-            raise UserError(f"{path}: switches {', '.join(sorted(waiting))} are below each other", "make them a tree")
-        for name in ready:
-            switch = waiting.pop(name)
-            switch.height = 1 + max((switches[child].height for child in switch.below), default=0)
+    try:
+        for name in TopologicalSorter({name: switch.below for name, switch in switches.items()}).static_order():
+            switches[name].height = 1 + max((switches[child].height for child in switches[name].below), default=0)
+    except CycleError as error:
+        names = ", ".join(sorted(set(error.args[1])))
+        raise UserError(f"{path}: switches {names} are below each other", "make them a tree") from error
     return above
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft.base import files, structured_file
+from ft.base import files
 from ft.base.errors import UserError
 
 FORMAT, VERSION = "ft suspects", 1
@@ -88,7 +88,7 @@ def read(path: str | Path) -> list[Suspect]:
     Raises:
         UserError: the file cannot be read, or is none of this version.
     """
-    content = structured_file.read(path, "suspects")
+    content = files.read_structured(path, "suspects")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f'suspects {path} has no "format": "{FORMAT}"', _FIX)
     if content.get("version") != VERSION:

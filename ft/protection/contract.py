@@ -94,8 +94,6 @@ class Trainer(Protocol):
 
     Attributes:
         chunks: ``DistributedDataParallel`` model chunks of this rank.
-        optimizer: megatron-core's optimizer.
-        scheduler: learning-rate scheduler.
         position: all other state that changes from step to step.
         loaders: training data loaders, one for each model chunk; None for chunks that read no tokens.
         extra: JSON values that are stored with the position and in checkpoints; layers add keys of their own.
@@ -104,7 +102,6 @@ class Trainer(Protocol):
         steps: number of committed steps at which the run ends.
         batch: global batch size in samples, at the end of a batch-size ramp.
         batch_now: global batch size of the next step, in samples.
-        seed: random seed of the run.
         draws_apart: whether data-parallel ranks draw different random numbers (``--data-parallel-random-init``).
         clip_grad: upper bound of the gradient norm; 0: no clipping.
         save_interval: steps between two checkpoints; None: at most the last step's checkpoint is written.
@@ -301,7 +298,6 @@ class Protection:
         run.
 
         Args:
-            options: the trainer's options.
             grid: sizes of the parallel groups.
             replicas: number of replicas of the model (FT-HSDP); 0: the run has none.
         """
@@ -328,3 +324,25 @@ class Protection:
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         """Return the system's layer, once model and data exist. ``inner``: the layers inside it, outermost first."""
         raise NotImplementedError
+
+
+class StreamView(torch.utils.data.Dataset[Any]):
+    """The samples of ``base`` that belong to ``stream``, in the order of the stream."""
+
+    def __init__(self, base: Any, stream: Stream):
+        self.base, self.stream = base, stream
+
+    def follow(self, stream: Stream) -> None:
+        """Switch to another stream.
+
+        Call ``seek`` on the data loaders afterwards, because they have prefetched samples of the old stream.
+        """
+        self.stream = stream
+
+    def __len__(self) -> int:
+        return self.stream.within(len(self.base))
+
+    def __getitem__(self, position: int) -> Any:
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of the {len(self)} of {self.stream}")
+        return self.base[self.stream.index(position)]

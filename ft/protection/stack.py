@@ -77,17 +77,21 @@ class Stack(Layer):
 class Protections:
     """The protections that a run asks for, the outermost first.
 
-    Args:
-        protections: the protections.
-        entries: their entries in the table of protections.
-
     Attributes:
+        features: the patches of megatron-core that any protection needs.
+        joins_run, replicates_ends, intercepts_operators, divides_steps: whether this is so of any protection; see
+            :class:`ft.protection.contract.Protection`.
         session: this worker's place in ``ft run``; None before ``connected``, and outside.
         outcome: returns how training has ended; see :meth:`ends_as`.
     """
 
     def __init__(self, protections: Sequence[Protection] = (), entries: Sequence[Entry] = ()):
         self._protections, self.entries = tuple(protections), tuple(entries)
+        self.features = frozenset[str]().union(*(each.features for each in self._protections))
+        self.joins_run = any(each.joins_run for each in self._protections)
+        self.replicates_ends = any(each.replicates_ends for each in self._protections)
+        self.intercepts_operators = any(each.intercepts_operators for each in self._protections)
+        self.divides_steps = any(each.divides_steps for each in self._protections)
         self.session: Session | None = None
         self.outcome: Callable[[], Mapping[str, Any]] = dict
 
@@ -100,31 +104,6 @@ class Protections:
 
     def __iter__(self) -> Iterator[Protection]:
         return iter(self._protections)
-
-    @property
-    def features(self) -> frozenset[str]:
-        """Return the patches of megatron-core that any protection needs."""
-        return frozenset().union(*(each.features for each in self._protections))
-
-    @property
-    def joins_run(self) -> bool:
-        """Return whether ``ft run`` assigns this process its logical rank."""
-        return any(each.joins_run for each in self._protections)
-
-    @property
-    def replicates_ends(self) -> bool:
-        """Return whether the first two stages have the embedding, and the last two have the output layer."""
-        return any(each.replicates_ends for each in self._protections)
-
-    @property
-    def intercepts_operators(self) -> bool:
-        """Return whether a layer intercepts every operator, and finds wrong values itself."""
-        return any(each.intercepts_operators for each in self._protections)
-
-    @property
-    def divides_steps(self) -> bool:
-        """Return whether other worlds compute parts of every step."""
-        return any(each.divides_steps for each in self._protections)
 
     def connected(self, session: Session | None) -> None:
         """Pass ``session`` to all protections, once the process groups exist."""

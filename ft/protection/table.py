@@ -23,7 +23,6 @@ class Entry:
     Attributes:
         name: its name in messages and reports.
         does: what it provides, in a few words.
-        paper: the paper that describes it.
         home: "module:class" of its :class:`ft.protection.contract.Protection`.
         checks: module with a function ``check(options, grid, replicas)`` that yields the problems of its flags;
             importable without torch. "": there are no flags to check.
@@ -60,14 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two protections that exclude each other.
-
-    Attributes:
-        one: name of one protection.
-        other: name of the other protection.
-        why: the reason, as a sentence.
-        fix: what a user can do.
-    """
+    """Two protections that exclude each other."""
 
     one: str
     other: str
@@ -81,7 +73,6 @@ class Mode:
 
     Attributes:
         flags: the flags of megatron-core, each of which turns it on.
-        protections: names of these protections.
         why: the reason, as a clause.
         fix: what a user can do; "": drop the flag.
         values: the values of the flags that are refused; empty: all values that turn it on.
@@ -345,7 +336,7 @@ def _value(core: Any, flag: str) -> str:
     """Return the value of a flag as text; "": it is off, or this release of megatron-core does not have it."""
     for name in (_FIELDS.get(flag, ""), flag.removeprefix("--").replace("-", "_")):
         value = getattr(core, name, None) if name else None
-        if value not in (None, False, 0, "", "none"):
+        if value not in (None, False, 0, "", "none", []):
             return _TYPES.get(str(value), str(value))
     return ""
 

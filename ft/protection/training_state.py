@@ -1,5 +1,7 @@
 """The state that is protected: megatron-core's model chunks, optimizer and learning-rate schedule of one rank."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from ft.base.errors import Problem, UserError
 from ft.state.grid import groups_like
 from ft.state.snapshot import capture, optimizers
-from ft.state.snapshot.state import RankState
+from megatron import core
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-from megatron.patches import instances, releases, step_state
+from megatron.patches import instances, platform, releases, step_state
 
 _KNOWN = (FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer)
 _MOST_NAMES = 3
@@ -24,8 +26,8 @@ _WRAP = f"wrap the model in {DistributedDataParallel.__module__.rpartition('.')[
 _MAKE = "make it with megatron.core.optimizer.get_megatron_optimizer(OptimizerConfig(...), chunks)"
 
 
-class TrainingState:
-    """The live objects of one rank. They survive every recovery.
+class TrainingState(capture.Capture):
+    """The live objects of one rank, and what of them a copy holds. They survive every recovery.
 
     Args:
         chunks: ``DistributedDataParallel`` model chunks.
@@ -54,7 +56,7 @@ class TrainingState:
         tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         self.shards = [f"optimizer tp{tp} pp{pp} dp{self.dp_peers.index(dist.get_rank())}"]
         self.role = f"stage {pp}"
-        self._capture = capture.Capture(self.chunks, optimizer, scheduler, alone=len(self.dp_peers) == 1)
+        super().__init__(self.chunks, optimizer, scheduler, alone=len(self.dp_peers) == 1)
 
     def before_update(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called before each optimizer step, the last point at which no state has changed."""
@@ -65,23 +67,6 @@ class TrainingState:
 
         instances.around(self.optimizer, "step", step_after_callback)
 
-    @property
-    def copies_are_complete(self) -> bool:
-        """Return whether a peer copy of this rank's snapshot holds all of its state."""
-        return self._capture.copies_are_complete
-
-    def state(self, position: dict[str, Any]) -> RankState:
-        """Return the live tensors with a new envelope. Only the states of the random generators are copied."""
-        return self._capture.state(position)
-
-    def apply_envelope(self, restored: RankState) -> dict[str, Any]:
-        """Restore all state other than the tensors; return the trainer's position."""
-        return self._capture.apply(restored)
-
-    def adopt(self, envelope: dict[str, Any]) -> dict[str, Any]:
-        """Continue at the step of another pipeline stage, with a fresh optimizer state; return the position."""
-        return self._capture.adopt(envelope)
-
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live parameters and learnt buffers of the model, by name."""
         return {
@@ -89,17 +74,6 @@ class TrainingState:
             for number, chunk in enumerate(self.chunks)
             for name, held in (*chunk.named_parameters(), *learnt_buffers(chunk))
         }
-
-    def unsharded(self) -> dict[str, torch.Tensor]:
-        """Return the live optimizer tensors that all ranks with the same parameters have bit for bit, by name."""
-        return self._capture.unsharded()
-
-    def take_over(self, envelope: dict[str, Any], unsharded: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Continue as a data-parallel peer with that envelope and :meth:`unsharded` tensors; return the position.
-
-        The sharded optimizer state begins anew.
-        """
-        return self._capture.take_over(envelope, unsharded)
 
     def abandon_step(self) -> None:
         step_state.abandon_step(self.chunks, self.optimizer)
@@ -200,3 +174,30 @@ def learnt_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             own = name.rpartition(".")[2]
             if held.is_floating_point() and own not in part._non_persistent_buffers_set:
                 yield name, held
+
+
+def fingerprint(
+    settings: Mapping[str, Any], *, tp: int, pp: int, vpp: int, dp: int, ep: int, micro_batch: int, global_batch: int
+) -> dict[str, str | int]:
+    """Return the fingerprint of a run on this machine: property -> value.
+
+    Args:
+        settings: all other settings that determine the operators, by name; the fingerprint has their digest, "model".
+        vpp: number of model chunks per stage.
+        micro_batch: samples in a microbatch.
+        global_batch: samples in a step, after a batch-size ramp.
+    """
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {
+        "model": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "tp": tp,
+        "pp": pp,
+        "vpp": vpp,
+        "dp": dp,
+        "ep": ep,
+        "micro_batch": micro_batch,
+        "microbatches": global_batch // (micro_batch * dp),
+        "torch": torch.__version__.split("+")[0],
+        "core": core.__version__,
+        "device": torch.cuda.get_device_name() if platform().name == "cuda" else "cpu",
+    }

@@ -138,7 +138,7 @@ class Undo:
             raise RuntimeError("there is no copy to go back to: begin() was not called")
         self._subject.abandon_step()
         self._used.write_back(self._sections)
-        position = self._subject.apply_envelope(unpack_meta(self._meta))
+        position = self._subject.apply(unpack_meta(self._meta))
         self._subject.publish_parameters()
         self._position.set(position)
 

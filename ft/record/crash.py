@@ -211,7 +211,6 @@ class Crash:
     Attributes:
         state: how the run ended, in words: as ``ft.record.run.Run.state`` says it.
         message: the control plane's message at the end, "" without one.
-        errors: all errors of the run.
         found: the first cause, None if the run has finished or has no errors.
         started: whether a step was ever begun, as far as the run tells: a script of one's own may not tell.
     """
@@ -507,7 +506,10 @@ def _further(found: FirstCause) -> list[str]:
     lines = []
     if found.others:
         lines.append(f"{count(len(found.others), 'other error')} may have a cause of its own:")
-        lines += [f"  {group.kind} on {_ranks_or_names(group)}: {_short(group.first)}" for group in found.others]
+        lines += [
+            f"  {group.kind} on {_ranks_or_names(group)}: {shortened(group.first.head, _WIDTH // 2)}"
+            for group in found.others
+        ]
     number = sum(len(group.errors) for group in found.consequences)
     if number:
         counted = "; ".join(
@@ -516,10 +518,6 @@ def _further(found: FirstCause) -> list[str]:
         verb = "error is a consequence" if number == 1 else "errors are consequences"
         lines.append(f"{number} further {verb}: {counted}")
     return lines
-
-
-def _short(error: CrashError) -> str:
-    return shortened(error.head, _WIDTH // 2)
 
 
 def _ranks_or_names(group: Group) -> str:

@@ -8,7 +8,7 @@ import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Across, Look, Rank, united
 from ft.faults.hang.replicas import combine
 from ft.net.codec import BadMessage, Numbers, from_json, to_json
-from ft.record.run import NOT_ENDED, load, read_status
+from ft.record.run import NOT_ENDED, load, read_status, replicas
 
 _FOLDER, _WANTED, _SERVER = "looks", "wanted", "server.jsonl"
-_REPLICA = re.compile(r"replica-(\d+)")
 _WALL = re.compile(rb'"wall":\s*([0-9.e+]+)')
 _HEAD_BYTES = 4096
 _TOGETHER_S = 60.0
@@ -31,14 +30,16 @@ _MOMENT_S = 3.0
 
 @dataclass(frozen=True)
 class _Part:
-    """What one node has stored of a look."""
+    """What one node has stored of a look; ``seats``: logical rank -> worker."""
 
     wall: float
     why: str
     ranks: list[Rank]
-    groups: dict[str, tuple[int, ...]]
-    across: dict[str, Across]
-    seats: dict[str, str]
+    groups: dict[str, Numbers]
+    seats: dict[int, str]
+    across: dict[str, Across] = field(default_factory=dict)
+    number: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,25 +124,17 @@ def _united(parts: Sequence[_Part]) -> Look:
     # A run that has lost its journal counts its looks from 1 again; a node that is gone leaves its old part behind.
     parts = [part for part in parts if newest - part.wall < _TOGETHER_S]
     ranks = {rank.rank: rank for part in parts for rank in part.ranks}
-    groups = {name: members for part in parts for name, members in part.groups.items()}
-    seats = {name: worker for part in parts for name, worker in part.seats.items()}
-    for name, worker in seats.items():
-        if int(name) not in ranks:
-            ranks[int(name)] = Rank(int(name), worker, worker.partition(".")[0], DEAD, answers=False)
+    groups = {name: tuple(members) for part in parts for name, members in part.groups.items()}
+    seats = {rank: worker for part in parts for rank, worker in part.seats.items()}
+    for rank in seats.keys() - ranks.keys():
+        ranks[rank] = Rank(rank, seats[rank], seats[rank].partition(".")[0], DEAD, answers=False)
     return Look(ranks, groups, newest, parts[0].why, united(part.across for part in parts))
 
 
-def _part(values: Mapping[str, Any], source: str) -> _Part:
+def _part(values: Any, source: str) -> _Part:
     try:
-        return _Part(
-            wall=float(values["wall"]),
-            why=str(values["why"]),
-            ranks=[from_json(Rank, said) for said in values["ranks"]],
-            groups={name: tuple(Numbers.from_json(members)) for name, members in values["groups"].items()},
-            across={name: from_json(Across, members) for name, members in values.get("across", {}).items()},
-            seats={str(int(name)): str(worker) for name, worker in values["seats"].items()},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, BadMessage) as error:
+        return from_json(_Part, values)
+    except BadMessage as error:
         raise _unreadable(source, error) from error
 
 
@@ -160,24 +153,18 @@ def _unreadable(source: str, error: Exception) -> UserError:
 # --- runs of replicas ------------------------------------------------------------------------------------------------
 
 
-def folders(run: Path) -> dict[int, Path]:
-    """Return replica -> its folder; empty for an ordinary run, and for the folder of one replica."""
-    matches = ((_REPLICA.fullmatch(one.name), one) for one in sorted(run.iterdir()) if one.is_dir())
-    return {int(match[1]): one for match, one in matches if match is not None}
-
-
 def _replica(run: Path) -> int | None:
     """Return which replica the folder ``run`` belongs to; None if it is the folder of a run without replicas."""
     run = run.resolve()
-    match = _REPLICA.fullmatch(run.name)
-    return int(match[1]) if match is not None and (run.parent / "quorum.json").exists() else None
+    known = replicas(run.parent) if (run.parent / "quorum.json").exists() else {}
+    return next((number for number, own in known.items() if own == run), None)
 
 
 def moments(run: Path) -> list[Moment]:
     """Return the moments of which a run of replicas has looks, the oldest first."""
     found = [
         (wall, replica, number)
-        for replica, folder in folders(run).items()
+        for replica, folder in replicas(run).items()
         for number in numbers(folder)
         if (wall := _taken_at(folder, number)) is not None
     ]
@@ -220,7 +207,7 @@ def read_together(run: Path, looks: Mapping[int, int], lost: Iterable[int] = ())
     Raises:
         UserError: a look does not exist, or cannot be read.
     """
-    known = folders(run)
+    known = replicas(run)
     found = {replica: _read(known[replica], number) for replica, number in looks.items()}
     wall = max((look.wall for look in found.values()), default=0.0)
     return combine(found, lost, known, _server(run, wall))
@@ -287,8 +274,8 @@ def looks_of(folder: Path, number: int | None, wanted: int, every_s: float) -> l
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder", "give the folder that was given to ft run as --run-dir")
-    if replicas := folders(folder):
-        return _of_replicas(folder, replicas, number, wanted, every_s)
+    if own := replicas(folder):
+        return _of_replicas(folder, own, number, wanted, every_s)
     taken: list[Look] = []
     if wanted and _is_live(folder):
         for at in range(wanted):
@@ -313,9 +300,9 @@ def _nothing(folder: Path) -> UserError:
 
 
 def _of_replicas(
-    folder: Path, replicas: Mapping[int, Path], number: int | None, wanted: int, every_s: float
+    folder: Path, folders: Mapping[int, Path], number: int | None, wanted: int, every_s: float
 ) -> list[Look]:
-    live = {replica: own for replica, own in replicas.items() if wanted and _is_live(own)}
+    live = {replica: own for replica, own in folders.items() if wanted and _is_live(own)}
     taken: list[Look] = []
     lost: set[int] = set()
     for at in range(max(2, wanted) if live else 0):

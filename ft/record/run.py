@@ -4,6 +4,7 @@ The run may still be in progress, or may have died in the middle of writing a li
 is missing is known: damaged lines, and committed steps without a line in ``metrics.jsonl``.
 """
 
+import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ EVENTS, METRICS, STATUS, JOURNAL = "events.jsonl", "metrics.jsonl", "status.json
 FINISHED, ENDED_EARLY, NOT_SAVED, NOT_ENDED = "finished", "ended early", ", not saved", "not ended"
 AGENT_LOG = ".agent.log"
 """End of the name of a file in the folder ``logs``, with the exception that has ended the agent of a node."""
+_REPLICA = re.compile(r"replica-(\d+)")
 _FIX = "give the folder that was given to ft run as --run-dir"
 
 
@@ -97,6 +99,18 @@ def load(folder: str | Path) -> Run:
         return Run(folder, found, ordered, read_status(folder), len(journal[0]), damaged, has_metrics)
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error}", _FIX) from error
+
+
+def replicas(run: Path) -> dict[int, Path]:
+    """Return replica -> its folder, by number; empty for an ordinary run, and for the folder of one replica."""
+    matches = ((_REPLICA.fullmatch(one.name), one) for one in run.iterdir() if one.is_dir())
+    return dict(sorted((int(match[1]), one) for match, one in matches if match is not None))
+
+
+def parts(run: Path) -> list[Path]:
+    """Return the folders of the replicas that have events, or the run's own folder if there are none."""
+    found = replicas(run).values() if run.is_dir() else ()
+    return [each for each in found if (each / EVENTS).is_file()] or [run]
 
 
 def read_status(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _OUTPUT = "folder of "
 
 
 @dataclass(frozen=True)
-class Finding:
+class Obstacle:
     """One reason why the run has not started, with what to do; ``is_cause``: whether it alone keeps a run from
     starting.
     """
@@ -108,13 +108,13 @@ class Start:
     crashed: str = ""
 
 
-def findings(start: Start, now: float) -> list[Finding]:
+def findings(start: Start, now: float) -> list[Obstacle]:
     """Return why the run has not started, the causes first. ``now``: time in seconds since 1970."""
     found = [] if start.has_begun else _causes(start, now)
     found += _clocks(start.nodes.values())
     if start.starts > 1:
         found.append(
-            Finding(f"{start.starts} runs have begun in this folder", "give every run a --run-dir of its own", False)
+            Obstacle(f"{start.starts} runs have begun in this folder", "give every run a --run-dir of its own", False)
         )
     unique = list(dict.fromkeys(found))
     if start.stopped and not start.has_begun and not any(one.is_cause for one in unique):
@@ -122,7 +122,7 @@ def findings(start: Start, now: float) -> list[Finding]:
     return sorted(unique, key=lambda one: not one.is_cause)
 
 
-def _causes(start: Start, now: float) -> list[Finding]:
+def _causes(start: Start, now: float) -> list[Obstacle]:
     found = [_sentence(problem) for problem in start.problems]
     if not start.problems:
         found += [_sentence(f"{node}: {reason}") for node, reason in start.refused.items()]
@@ -130,13 +130,13 @@ def _causes(start: Start, now: float) -> list[Finding]:
     return [*found, *_absent(start, now), *_control_plane(start), *_workers(start)]
 
 
-def _sentence(text: str) -> Finding:
+def _sentence(text: str) -> Obstacle:
     """Return the finding of a message whose last lines say what to do."""
     problem, _, fix = text.partition("\n  fix: ")
-    return Finding(problem, " ".join(line.strip() for line in fix.splitlines()))
+    return Obstacle(problem, " ".join(line.strip() for line in fix.splitlines()))
 
 
-def _differences(nodes: Sequence[Node]) -> list[Finding]:
+def _differences(nodes: Sequence[Node]) -> list[Obstacle]:
     """Compare what the agents have told, for runs that ended before the control plane could."""
     told = [node for node in nodes if node.joined is not None]
     found = []
@@ -148,11 +148,11 @@ def _differences(nodes: Sequence[Node]) -> list[Finding]:
             if len(of_value) < 2 or name.startswith(_OUTPUT):
                 continue
             shown = "; ".join(f"{value} on {', '.join(map(str, same))}" for value, same in of_value.items())
-            found.append(Finding(f"{name}: {shown}", fix))
+            found.append(Obstacle(f"{name}: {shown}", fix))
     return found
 
 
-def _absent(start: Start, now: float) -> list[Finding]:
+def _absent(start: Start, now: float) -> list[Obstacle]:
     """Return the nodes whose agents have not joined, and the numbers that two agents share."""
     found, names = [], start.nodes
     if not start.problems:
@@ -161,7 +161,7 @@ def _absent(start: Start, now: float) -> list[Finding]:
                 since = "" if node.claimed_at is None else f" {seconds(max(0.0, now - node.claimed_at))} ago"
                 words = f"; the last line of its log: {node.last_words[-1]}" if node.last_words else ""
                 found.append(
-                    Finding(
+                    Obstacle(
                         f"the agent of {node} has started{since} and never reached the control plane{words}",
                         "see what it prints; it says within 30 s what it waits for, if it can ever know",
                     )
@@ -169,7 +169,7 @@ def _absent(start: Start, now: float) -> list[Finding]:
         missing = sorted(set(range(start.expected)) - {node.rank for node in names.values()})
         if missing:
             found.append(
-                Finding(
+                Obstacle(
                     f"no agent of node(s) {', '.join(map(str, missing))} of {start.expected} has come to this folder",
                     "start ft run there, with the same --run-dir on a file system that all nodes share",
                 )
@@ -180,41 +180,41 @@ def _absent(start: Start, now: float) -> list[Finding]:
     for rank, same in of_rank.items():
         if len({node.joined.detail.get("machine") for node in same if node.joined is not None}) > 1:
             shared = " and ".join(map(str, same))
-            found.append(Finding(f"{shared} both have --node-rank {rank}", "give each node a number of its own"))
+            found.append(Obstacle(f"{shared} both have --node-rank {rank}", "give each node a number of its own"))
     return found
 
 
-def _control_plane(start: Start) -> list[Finding]:
+def _control_plane(start: Start) -> list[Obstacle]:
     found = []
     if not start.lease and not any(node.is_known for node in start.nodes.values()):
         words = f": {start.control_log[-1]}" if start.control_log else ""
         fix = "start ft run with --node-rank 0 in this --run-dir; it says at once if its port is taken"
-        found.append(Finding(f"no control plane has ever answered{words}", fix))
+        found.append(Obstacle(f"no control plane has ever answered{words}", fix))
     if start.endpoint and start.unreachable:
         fix = "give --rdzv-endpoint an address of node 0 that all nodes reach, or open the firewall for the port"
-        found.append(Finding(f"from this machine {start.endpoint} cannot be reached: {start.unreachable}", fix))
+        found.append(Obstacle(f"from this machine {start.endpoint} cannot be reached: {start.unreachable}", fix))
     elif start.holder and not start.lease:
         fix = "end it, or give --rdzv-endpoint another port"
-        found.append(Finding(f"the port of {start.endpoint} is held by {start.holder}", fix))
+        found.append(Obstacle(f"the port of {start.endpoint} is held by {start.holder}", fix))
     return found
 
 
-def _workers(start: Start) -> list[Finding]:
+def _workers(start: Start) -> list[Obstacle]:
     """Return findings about workers that have failed, were never started or have not connected.
 
     There are none as long as agents are missing, because that explains why workers are.
     """
     if start.crashed:
-        return [Finding(f"the workers' errors: {start.crashed}")]
+        return [Obstacle(f"the workers' errors: {start.crashed}")]
     if not start.world_size or not start.started or start.problems:
         return []
     everyone = set(range(start.world_size))
     found = []
     if never := sorted(everyone - start.started):
-        found.append(Finding(f"the workers of {crash.ranks(never)} were never started"))
+        found.append(Obstacle(f"the workers of {crash.ranks(never)} were never started"))
     if start.ready and (late := sorted(start.started - start.ready)):
         found.append(
-            Finding(
+            Obstacle(
                 f"the workers of {crash.ranks(late)} were started and have not connected",
                 "see the ends of their logs; imports on a busy machine or file system take long (--limits ready_s)",
             )
@@ -222,7 +222,7 @@ def _workers(start: Start) -> list[Finding]:
     return found
 
 
-def _clocks(nodes: Iterable[Node]) -> list[Finding]:
+def _clocks(nodes: Iterable[Node]) -> list[Obstacle]:
     found = []
     for node in nodes:
         clock = node.joined.detail.get("clock") if node.joined is not None else None
@@ -232,7 +232,7 @@ def _clocks(nodes: Iterable[Node]) -> list[Finding]:
         if ahead > CLOCK_AHEAD_S or -ahead > CLOCK_BEHIND_S:
             which = "ahead of" if ahead > 0 else "behind"
             problem = f"the clock of {node} is about {seconds(abs(ahead))} {which} that of the control plane's node"
-            found.append(Finding(problem, "let chrony or ntpd set it; times in logs cannot be compared", False))
+            found.append(Obstacle(problem, "let chrony or ntpd set it; times in logs cannot be compared", False))
     return found
 
 
@@ -335,7 +335,7 @@ def _last_lines(path: Path, count: int = 3) -> list[str]:
         return []
 
 
-def as_text(name: str, start: Start, found: Sequence[Finding]) -> str:
+def as_text(name: str, start: Start, found: Sequence[Obstacle]) -> str:
     """Return the findings as text, after a line on who has joined."""
     joined = [node for node in start.nodes.values() if node.is_known]
     expected = f" of {start.expected}" if start.expected else ""
@@ -360,7 +360,7 @@ def _progress(start: Start) -> str:
     return f"{len(start.started)} of {start.world_size or '?'} logical ranks have workers, no step is on record"
 
 
-def as_values(start: Start, found: Sequence[Finding]) -> dict[str, Any]:
+def as_values(start: Start, found: Sequence[Obstacle]) -> dict[str, Any]:
     """Return the findings as JSON values."""
     return {
         "has_begun": start.has_begun,

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ft.protection.contract import DataShare
-from ft.protection.streams import StreamView
+from ft.protection.contract import DataShare, StreamView
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.ft_trainer.arguments import Layout, Options

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ft.protection import fingerprint as fingerprints
+from ft.protection import training_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.topics import global_batch_size, train_steps
@@ -160,7 +160,7 @@ def fingerprint(options: Options, layout: Layout) -> dict[str, str | int]:
     """
     values, training = options.as_dict()["core"], options.training
     settings = {name: value for name, value in values.items() if name not in _NOT_DECIDING}
-    return fingerprints.fingerprint(
+    return training_state.fingerprint(
         {**settings, "seq_length": options.data.seq_length},
         tp=layout.tp,
         pp=layout.pp,

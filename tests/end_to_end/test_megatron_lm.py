@@ -11,7 +11,7 @@ import megatron_lm_trees as checkouts
 import numpy
 import pytest
 
-from ft.adapters.megatron_lm.seams import own_flags
+from ft.adapters.megatron_lm.hooks import own_flags
 
 TWO_STAGES = (
     f"{checkouts.BASE} --num-layers 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer --mock-data "

@@ -214,7 +214,7 @@ class Trainee:
     def abandon_step(self) -> None:
         self.abandoned += 1
 
-    def apply_envelope(self, state: RankState) -> dict:
+    def apply(self, state: RankState) -> dict:
         self.steps = state.envelope["steps"]
         torch.set_rng_state(torch.frombuffer(bytearray(state.blobs["rng"]), dtype=torch.uint8))
         return state.envelope["position"]

@@ -48,7 +48,7 @@ def plant(tmp_path, monkeypatch):
 def test_a_gpu_that_needs_a_reset_is_unusable(changes, problem, plant):
     plant(SOUND, {**SOUND, **changes})
     sound, other = devices.read({})
-    assert sound == devices.Reading("GPU-0000", 80 * GIB, GIB // 2)
+    assert sound == devices.GpuState("GPU-0000", 80 * GIB, GIB // 2)
     assert other.problem == problem
 
 
@@ -83,7 +83,7 @@ def test_without_the_package_nvidia_smi_is_asked(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = devices.read({})
-    assert found[0] == devices.Reading("GPU-a", 81559 << 20, 512 << 20)
+    assert found[0] == devices.GpuState("GPU-a", 81559 << 20, 512 << 20)
     problems = ["2 uncorrectable error(s) of its memory", "nvidia-smi reports [GPU is lost]"]
     assert [reading.problem for reading in found[1:]] == problems
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))

@@ -9,7 +9,7 @@ import small_runs as runs
 import torch
 
 from ft.base.errors import UserError
-from ft.protection.streams import StreamView
+from ft.protection.contract import StreamView
 from ft.systems.hsdp.layer import Follower, Share
 from ft.systems.hsdp.samples import Past, SampleAssignment
 from megatron import patches

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ft.base.errors import RecoverableError
 from ft.faults import Fault
-from ft.faults.phases import middle_module, plant
 from ft.faults.worker import Injector
+from ft.protection.injection import middle_module, plant
 
 
 class Layer(nn.Module):

@@ -7,26 +7,26 @@ import small_runs as runs
 
 from ft import faults as inject
 from ft.commands import protection
-from ft.commands.protection import HOT_SWAP, NOTHING, REPLICAS, UNKNOWN, Asked, Protection
+from ft.commands.protection import HOT_SWAP, NOTHING, REPLICAS, UNKNOWN, LaunchLine, RunProtection
 from ft.job.agent.options import Script
 
 TRAINER = Path(__file__).parent.parent.parent / "pretrain_gpt.py"
 
 
-def examined(flags: str = "", *, asked: Asked | None = None, inject_text: str = "", target: Path = TRAINER):
-    asked = asked or Asked(2, 1)
+def examined(flags: str = "", *, asked: LaunchLine | None = None, inject_text: str = "", target: Path = TRAINER):
+    asked = asked or LaunchLine(2, 1)
     faults = inject.schedule(inject.parse(inject_text), 2, ["n0"], 0) if inject_text else []
     return protection.examine(Script(str(target), False, f"{runs.BASE} --mock-data {flags}".split()), asked, faults)
 
 
 def test_what_needs_protection_is_refused_where_the_trainer_has_none():
-    found, problems = examined(asked=Asked(2, 1, ["--inject kill@step=3", "--standby 1"]))
+    found, problems = examined(asked=LaunchLine(2, 1, ["--inject kill@step=3", "--standby 1"]))
     assert found.by == NOTHING
     ((problem, fix),) = problems
     assert problem.startswith("--inject kill@step=3, --standby 1 has no effect") and "--ft-hot-swap" in fix
-    assert examined() == (Protection(NOTHING), [])
-    assert examined("--ft-hot-swap", asked=Asked(2, 1, ["--standby 1"])) == (Protection(HOT_SWAP, 1), [])
-    assert examined("--global-batch-size 12", asked=Asked(2, 1, replicas=3)) == (Protection(REPLICAS, 2), [])
+    assert examined() == (RunProtection(NOTHING), [])
+    assert examined("--ft-hot-swap", asked=LaunchLine(2, 1, ["--standby 1"])) == (RunProtection(HOT_SWAP, 1), [])
+    assert examined("--global-batch-size 12", asked=LaunchLine(2, 1, replicas=3)) == (RunProtection(REPLICAS, 2), [])
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_the_trainers_own_flags_are_refused_before_it_starts():
     assert "did you mean --hidden-size?" in texts[0]
     assert "--standby; it is a flag of ft run" in texts[1]
     assert "2 ranks cannot be split into TP 3" in texts[2]
-    assert examined("--hiden-size 3 --help") == (Protection(UNKNOWN), []), "the trainer shows its help"
+    assert examined("--hiden-size 3 --help") == (RunProtection(UNKNOWN), []), "the trainer shows its help"
 
 
 def test_what_does_not_go_with_replicas_is_refused_before_it_starts():
-    _, problems = examined("--ft-dmr-profile p.json", asked=Asked(1, 1, replicas=3))
+    _, problems = examined("--ft-dmr-profile p.json", asked=LaunchLine(1, 1, replicas=3))
     assert [problem for problem, _ in problems] == [
         "profile (--ft-dmr-profile) cannot be combined with replicas (--ft-hsdp-replicas): a profile describes one "
         "world, and replicas wait for one another",
@@ -69,15 +69,15 @@ def test_another_script_is_not_judged(tmp_path):
     other, copy = tmp_path / "train.py", tmp_path / "copy.py"
     other.write_text("import ft")
     copy.write_bytes(TRAINER.read_bytes())
-    assert examined("--no-such-flag", target=other) == (Protection(UNKNOWN), [])
-    assert examined(target=copy) == (Protection(NOTHING), [])
+    assert examined("--no-such-flag", target=other) == (RunProtection(UNKNOWN), [])
+    assert examined(target=copy) == (RunProtection(NOTHING), [])
 
 
 def test_the_announcement_says_what_protects_and_that_one_host_holds_all_copies():
-    assert "nothing protects this run" in protection.announcement(Protection(NOTHING), 1)
-    assert "until its script calls ft.attach" in protection.announcement(Protection(UNKNOWN), 1)
-    for found in (Protection(HOT_SWAP, 1), Protection(REPLICAS, 1)):
+    assert "nothing protects this run" in protection.announcement(RunProtection(NOTHING), 1)
+    assert "until its script calls ft.attach" in protection.announcement(RunProtection(UNKNOWN), 1)
+    for found in (RunProtection(HOT_SWAP, 1), RunProtection(REPLICAS, 1)):
         assert "on this host" in protection.announcement(found, 1)
         assert "on this host" not in protection.announcement(found, 2)
-    assert "nothing protects" in protection.announcement(Protection(REPLICAS, 0), 1)
+    assert "nothing protects" in protection.announcement(RunProtection(REPLICAS, 0), 1)
     assert "first snapshot" in protection.has_joined(1) and "on this host" in protection.has_joined(1)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ft.base import bounded_json, files, structured_file
+from ft.base import bounded_json, files
 from ft.base.bounded_json import BadJson
 from ft.base.errors import UserError
 
@@ -71,7 +71,7 @@ MULTIPLYING = "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zi
 def test_a_file_of_values_is_read_within_the_same_bounds(name, text, problem, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=problem):
-        structured_file.read(tmp_path / name, "file")
+        files.read_structured(tmp_path / name, "file")
 
 
 def test_only_files_and_pipes_are_read(tmp_path):

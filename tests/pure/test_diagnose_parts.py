@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ft.observe.diagnose import compare
-from ft.observe.diagnose.compare import classed, of_tensors, of_values
-from ft.observe.diagnose.verdict import coordinates, copies
+from ft.observe.diagnose.compare import classed, coordinates, copies, of_tensors, of_values
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),

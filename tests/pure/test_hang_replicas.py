@@ -30,6 +30,7 @@ from ft.observe.diagnose.hang import as_text, as_values
 from ft.observe.diagnose.hang_picture import png
 from ft.record import looks as record
 from ft.record.looks import together
+from ft.record.run import replicas
 
 DP, AGREEMENT = "DP/3", "AGREEMENT/9"
 BLOCKED = (Thread("MainThread", ("ft/faults/worker.py:76 stall",), True, "S"),)
@@ -290,7 +291,7 @@ def test_when_one_replica_takes_a_look_the_launcher_of_its_first_node_asks_the_o
         (tmp_path / f"replica-{replica}").mkdir()
 
     def wishes():
-        files = {replica: record.wanted(folder) for replica, folder in record.folders(tmp_path).items()}
+        files = {replica: record.wanted(folder) for replica, folder in replicas(tmp_path).items()}
         return {replica: file.read_text() for replica, file in files.items() if file.exists()}
 
     company = Company(tmp_path, lambda: ("n0", os.getpid()))

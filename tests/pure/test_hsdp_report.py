@@ -9,11 +9,9 @@ import pytest
 from hsdp_runs import SEQ, Run, eventful
 
 from ft import faults
-from ft.observe.report.goodput import asynchronous, synchronous
-from ft.observe.report.lanes import CATCHING_UP, OFFLINE, ONLINE, REBUILDING
 from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, lineage
 from ft.observe.report.page import page
-from ft.observe.report.record import load
+from ft.observe.report.record import CATCHING_UP, OFFLINE, ONLINE, REBUILDING, asynchronous, load, synchronous
 from ft.observe.report.text import facts
 from ft.systems.hsdp import commits
 

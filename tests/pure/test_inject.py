@@ -58,7 +58,7 @@ def test_specs(text, fault):
         ("kill", ["when", "step"]),
         ("kill@", ["KEY=VALUE"]),
         ("kill@step", ["'step'", "KEY=VALUE"]),
-        ("kill@step=0", ["step=0", "less than 1"]),
+        ("kill@step=0", ["step=0", "not a whole number from 1"]),
         ("kill@step=x:rank=1", ["step=x", "kill@step=x:rank=1"]),
         ("kill@step=1:time=3", ["step and time"]),
         ("kill@step=1:step=2", ["step is given twice"]),

@@ -1,4 +1,4 @@
-"""The adapter of Megatron-LM checkouts, as far as it starts nothing: seams, the split, flags and refusals."""
+"""The adapter of Megatron-LM checkouts, as far as it starts nothing: hooks, the split, flags and refusals."""
 
 import json
 from types import SimpleNamespace
@@ -7,8 +7,8 @@ import pytest
 import torch
 from megatron_lm_trees import trees
 
-from ft.adapters.megatron_lm import refusals, seams, state, tree
-from ft.adapters.megatron_lm.seams import split
+from ft.adapters.megatron_lm import hooks, refusals, state, tree
+from ft.adapters.megatron_lm.hooks import split
 from ft.adapters.megatron_lm.start import resuming
 from ft.adapters.megatron_lm.step import loss_name
 from ft.base.errors import UserError
@@ -99,11 +99,11 @@ def script(checkout, *flags):
     return Script(str(checkout / "pretrain_gpt.py"), False, list(flags))
 
 
-def test_every_seam_is_in_every_checkout_that_is_here():
+def test_every_hook_is_in_every_checkout_that_is_here():
     if not trees():
         pytest.skip("no checkout of Megatron-LM: name their folder in MEGATRON_LM_TREES")
     for root in trees():
-        assert list(seams.problems(tree.read(root))) == []
+        assert list(hooks.problems(tree.read(root))) == []
 
 
 def test_a_checkout_is_known_by_the_trainer_beside_the_script(checkout, tmp_path):
@@ -112,8 +112,8 @@ def test_a_checkout_is_known_by_the_trainer_beside_the_script(checkout, tmp_path
     assert tree.read(checkout).version == "0.18.2"
 
 
-def test_a_checkout_with_all_seams_fits(checkout):
-    assert all(finding.status == seams.FITS for finding in seams.check_tree(checkout))
+def test_a_checkout_with_all_hooks_fits(checkout):
+    assert all(finding.status == hooks.FITS for finding in hooks.check_tree(checkout))
 
 
 @pytest.mark.parametrize(
@@ -130,16 +130,16 @@ def test_what_differs_in_a_checkout_is_named(checkout, old, new, says):
     file = checkout / "megatron/training/training.py"
     assert old in TRAINER
     file.write_text(TRAINER.replace(old, new))
-    (problem,) = seams.problems(tree.read(checkout))
+    (problem,) = hooks.problems(tree.read(checkout))
     assert says in problem[0] and str(file) in problem[0]
 
 
 def test_a_release_that_is_not_known_is_tried_with_a_sentence(checkout):
-    assert seams.notice(tree.read(checkout)) is None
+    assert hooks.notice(tree.read(checkout)) is None
     (checkout / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\n")
     found = tree.read(checkout)
-    assert list(seams.problems(found)) == []
-    assert seams.notice(found).startswith("Megatron-LM 0.20.0 is not among the releases that were protected before")
+    assert list(hooks.problems(found)) == []
+    assert hooks.notice(found).startswith("Megatron-LM 0.20.0 is not among the releases that were protected before")
 
 
 def test_a_checkout_without_core_is_refused(checkout):

@@ -7,7 +7,7 @@ from histories import START, History
 
 from ft.base import events
 from ft.faults import verdict
-from ft.observe.report.goodput import effective_of_one, goodput, synchronous
+from ft.observe.report.record import effective_of_one, goodput, synchronous
 from ft.observe.report.status import last_save, saves
 from ft.record import recoveries as kinds
 from ft.record.block import recovery_block, what_differs

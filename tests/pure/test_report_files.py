@@ -12,7 +12,7 @@ from histories import START, History, write
 from ft import cli
 from ft.base import events
 from ft.observe.report import status
-from ft.observe.report.lanes import rank_intervals
+from ft.observe.report.record import rank_intervals
 from ft.platform import election, processes
 from ft.record.recoveries import recoveries
 from ft.record.run import load

@@ -9,7 +9,7 @@ import pytest
 from ft import cli
 from ft.base.errors import UserError
 from ft.commands.selftest import _without_nodes, plan_of
-from ft.lab.selftest.session import Outcome, Place, Row, as_text, as_values, is_alone_in, srun
+from ft.lab.selftest.session import CheckRow, Place, SelfTestOutcome, as_text, as_values, is_alone_in, srun
 from ft.lab.selftest.table import CHECKS, FAIL, PASS, SKIPPED, Context, Result, chosen, together
 from ft.platform import slurm
 
@@ -103,13 +103,13 @@ def test_a_check_fails_if_it_fails_on_one_node():
     assert together([none, none]).outcome == SKIPPED
 
 
-def outcome() -> Outcome:
+def outcome() -> SelfTestOutcome:
     rows = [
-        Row(CHECKS[0], [Result(PASS, "torch 2.13", measured={"torch": "2.13"}, seconds=2.0, node="a")]),
-        Row(CHECKS[1], [Result(FAIL, "cannot be\nwritten", "give --run-dir", seconds=0.2, node="a")]),
-        Row(CHECKS[2], [Result(SKIPPED, "this is one node")]),
+        CheckRow(CHECKS[0], [Result(PASS, "torch 2.13", measured={"torch": "2.13"}, seconds=2.0, node="a")]),
+        CheckRow(CHECKS[1], [Result(FAIL, "cannot be\nwritten", "give --run-dir", seconds=0.2, node="a")]),
+        CheckRow(CHECKS[2], [Result(SKIPPED, "this is one node")]),
     ]
-    return Outcome(rows, ["a"], "runs/selftest", 2.5)
+    return SelfTestOutcome(rows, ["a"], "runs/selftest", 2.5)
 
 
 def test_the_table_says_what_to_do_about_each_failure():

@@ -1,4 +1,4 @@
-"""Wraps the seams of a checkout (:mod:`ft.adapters.megatron_lm.seams`) in a process that has imported its modules.
+"""Wraps the hooks of a checkout (:mod:`ft.adapters.megatron_lm.hooks`) in a process that has imported its modules.
 
 Options that cannot be protected are refused when the worker joins the run and obtains its logical rank.
 """
@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ft.adapters.megatron_lm import refusals, saves, state, step, tree
+from ft.adapters.megatron_lm import refusals, state, step, trainer, tree
+from ft.adapters.megatron_lm.hooks import split
 from ft.adapters.megatron_lm.iterators import Iterators, prepare
-from ft.adapters.megatron_lm.seams import split
 from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Log, Run
-from ft.adapters.megatron_lm.trainer import CheckoutTrainer
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state
@@ -36,10 +35,9 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     is_standby = bool(os.environ.get("FT_STANDBY"))
     with refusing(speaks=own.rank == 0):
         asked = run.protections
-        found = refusals.of_arguments(
-            own, asked.entries, intercepts_operators=asked.intercepts_operators, divides_steps=asked.divides_steps
-        )
-        refusals.refuse(found)
+        how = {"intercepts_operators": asked.intercepts_operators, "divides_steps": asked.divides_steps}
+        if found := list(refusals.of_arguments(own, asked.entries, **how)):
+            raise UserError.of(found)
     if not run.protections.joins_run:
         run.protections.connected(None)
         return original(*args, **kwargs)
@@ -84,7 +82,7 @@ _TRAINING = "megatron.training.training"
 
 
 def install(run: Run, metrics: Path | None) -> None:
-    """Wrap every seam in a process that trains with the protections ``run.protections``.
+    """Wrap every hook in a process that trains with the protections ``run.protections``.
 
     Args:
         metrics: the file that gets a line for each step; None: there is none.
@@ -194,7 +192,7 @@ def _stack(run: Run) -> None:
     loop.
     """
     run.config.finalize_model_grads_func = tree.module("training").finalize_model_grads
-    run.stack = run.protections.stack(CheckoutTrainer(run))
+    run.stack = run.protections.stack(trainer.CheckoutTrainer(run))
     run.protections.ends_as(functools.partial(_outcome, run))
     replace(_TRAINING, "finalize_model_grads", run.config.finalize_model_grads_func)
 
@@ -297,14 +295,14 @@ def _saves(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     if not run.stack.saves(iteration, is_due=True, ends=ends):
         return None
     run.stack.at("save")
-    with saves.reported(run, iteration, ends or run.is_ended or bool(saves.signal_of(run))):
+    with trainer.reported(run, iteration, ends or run.is_ended or bool(trainer.signal_of(run))):
         result = original(*args, **kwargs)
         if run.args.async_save:
-            saves.finish()
+            trainer.finish()
     return result
 
 
 def _outcome(run: Run) -> dict[str, str | int]:
     """Return how training has ended: the fields of :class:`ft.job.messages.WorkerDone`, as far as they apply."""
-    early = saves.signal_of(run) if run.step < run.args.train_iters else ""
+    early = trainer.signal_of(run) if run.step < run.args.train_iters else ""
     return {"early": early, "steps": run.args.train_iters} if early else {}

@@ -14,8 +14,7 @@ import torch
 from ft.adapters.megatron_lm import tree
 from ft.base.errors import UserError
 from ft.base.step_clock import CLOCK, DATA
-from ft.protection.contract import DataShare
-from ft.protection.streams import StreamView
+from ft.protection.contract import DataShare, StreamView
 from megatron.patches.replace import replace
 
 

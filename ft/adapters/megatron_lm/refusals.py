@@ -1,62 +1,49 @@
-"""Table of the modes of a checkout's trainer that no protection protects, with one row for each mode.
+"""The modes of a checkout's trainer that no protection protects.
 
 What depends on the protection is in the table of protections (:mod:`ft.protection.table`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ft.base.errors import Problem, UserError
-from ft.protection.table import Entry, refused_modes
+from ft.base.errors import Problem
+from ft.protection.table import Entry, Mode, refused_modes
 
 
-@dataclass(frozen=True)
-class Row:
-    """One mode of the trainer.
-
-    Attributes:
-        argument: the attribute of the trainer's parsed arguments.
-        flag: the flag that sets it.
-        why: why a run in this mode cannot be protected, as a clause.
-        values: the values that are refused; empty: every value but None, False, 0 and "".
-    """
-
-    argument: str
-    flag: str
-    why: str
-    values: tuple[str, ...] = ()
+def _mode(flag: str, why: str, *values: str) -> Mode:
+    """Return a mode that no protection protects; without ``values``, every value of the flag turns it on."""
+    return Mode((flag,), (), why, values=values)
 
 
 _OTHER_LOOP = "it does not train by the loop that is protected"
 _OTHER_STATE = "its parameters and optimizer state are laid out in another way than snapshots know"
-ROWS = (
-    Row("perform_rl_step", "--perform-rl-step", _OTHER_LOOP),
-    Row("skip_train", "--skip-train", "there is no training to protect"),
-    Row("vision_pretraining", "--vision-pretraining", _OTHER_LOOP),
-    Row("use_megatron_fsdp", "--use-megatron-fsdp", _OTHER_STATE),
-    Row("use_torch_fsdp2", "--use-torch-fsdp2", _OTHER_STATE),
-    Row("optimizer", "--optimizer", _OTHER_STATE, ("muon", "dist_muon")),
-    Row("inprocess_restart", "--inprocess-restart", "it handles failures itself"),
-    Row("enable_ft_package", "--enable-ft-package", "it handles failures itself"),
-    Row("adlr_autoresume", "--adlr-autoresume", "it restarts the job itself"),
-    Row("lazy_mpu_init", "--lazy-mpu-init", "its process groups are made outside of the trainer"),
-    Row("fake_process_group", "--fake-process-group", "its ranks do not communicate"),
-    Row("yaml_cfg", "--yaml-cfg", "arguments are read from the command line only"),
-    Row("non_persistent_ckpt_type", "--non-persistent-ckpt-type", "each rank keeps files of its own", ("local",)),
-    Row("ckpt_convert_format", "--ckpt-convert-format", "there is no training to protect"),
-    Row("moe_use_upcycling", "--moe-use-upcycling", "it builds a second model at the start"),
-    Row("iterations_to_skip", "--iterations-to-skip", "a skipped iteration is never committed"),
-    Row("phase_transition_iterations", "--phase-transition-iterations", "data are read from another start"),
-    Row("dataloader_type", "--dataloader-type", "its position cannot be restored exactly", ("external", "cyclic")),
-    Row("hybrid_context_parallel", "--hybrid-context-parallel", "its batches are made across ranks"),
-    Row("full_validation", "--full-validation", "the length of an evaluation is agreed on once"),
-    Row("multiple_validation_sets", "--multiple-validation-sets", "the position in each of them is not kept"),
-    Row("use_persistent_ckpt_worker", "--use-persistent-ckpt-worker", "the process that writes outlives a recovery"),
-    Row("distributed_timeout_seconds_after_init", "--distributed-timeout-seconds-after-init", "ft run has deadlines"),
-    Row("profile", "--profile", "a profiler cannot be entered again"),
-    Row("log_straggler", "--log-straggler", "it exchanges times outside of the process groups"),
-    Row("run_workload_inspector_server", "--run-workload-inspector-server", "it starts a server in each process"),
+MODES = (
+    _mode("--perform-rl-step", _OTHER_LOOP),
+    _mode("--skip-train", "there is no training to protect"),
+    _mode("--vision-pretraining", _OTHER_LOOP),
+    _mode("--use-megatron-fsdp", _OTHER_STATE),
+    _mode("--use-torch-fsdp2", _OTHER_STATE),
+    _mode("--optimizer", _OTHER_STATE, "muon", "dist_muon"),
+    _mode("--inprocess-restart", "it handles failures itself"),
+    _mode("--enable-ft-package", "it handles failures itself"),
+    _mode("--adlr-autoresume", "it restarts the job itself"),
+    _mode("--lazy-mpu-init", "its process groups are made outside of the trainer"),
+    _mode("--fake-process-group", "its ranks do not communicate"),
+    _mode("--yaml-cfg", "arguments are read from the command line only"),
+    _mode("--non-persistent-ckpt-type", "each rank keeps files of its own", "local"),
+    _mode("--ckpt-convert-format", "there is no training to protect"),
+    _mode("--moe-use-upcycling", "it builds a second model at the start"),
+    _mode("--iterations-to-skip", "a skipped iteration is never committed"),
+    _mode("--phase-transition-iterations", "data are read from another start"),
+    _mode("--dataloader-type", "its position cannot be restored exactly", "external", "cyclic"),
+    _mode("--hybrid-context-parallel", "its batches are made across ranks"),
+    _mode("--full-validation", "the length of an evaluation is agreed on once"),
+    _mode("--multiple-validation-sets", "the position in each of them is not kept"),
+    _mode("--use-persistent-ckpt-worker", "the process that writes outlives a recovery"),
+    _mode("--distributed-timeout-seconds-after-init", "ft run has deadlines"),
+    _mode("--profile", "a profiler cannot be entered again"),
+    _mode("--log-straggler", "it exchanges times outside of the process groups"),
+    _mode("--run-workload-inspector-server", "it starts a server in each process"),
 )
 
 
@@ -70,10 +57,8 @@ def of_arguments(
         divides_steps: whether several replicas compute a step together.
     """
     yield from of_rerun_mode(arguments.rerun_mode, intercepts_operators, divides_steps)
-    for row in ROWS:
-        value = getattr(arguments, row.argument, None)
-        if _is_refused(row, value):
-            yield _problem(row, str(value) if row.values else "")
+    for mode in MODES:
+        yield from (_problem(mode, flag, value) for flag, value in mode.given(arguments))
     yield from refused_modes(arguments, asked)
 
 
@@ -96,28 +81,13 @@ def of_flags(flags: Sequence[str]) -> Iterator[Problem]:
     """Yield (problem, fix) for a command line, which is not parsed by the trainer's own parser yet."""
     for index, text in enumerate(flags):
         name, _, value = text.partition("=")
-        for row in ROWS:
-            if row.flag == name:
-                value = value or (flags[index + 1] if row.values and index + 1 < len(flags) else "")
-                if not row.values or value in row.values:
-                    yield _problem(row, value if row.values else "")
+        for mode in MODES:
+            if name in mode.flags:
+                value = value or (flags[index + 1] if mode.values and index + 1 < len(flags) else "")
+                if not mode.values or value in mode.values:
+                    yield _problem(mode, name, value)
 
 
-def refuse(problems: Iterator[Problem]) -> None:
-    """Raise all ``problems`` as one error.
-
-    Raises:
-        UserError: there is a problem.
-    """
-    found = list(problems)
-    if found:
-        raise UserError.of(found)
-
-
-def _is_refused(row: Row, value: Any) -> bool:
-    return str(value) in row.values if row.values else value not in (None, False, 0, "", [])
-
-
-def _problem(row: Row, value: str) -> Problem:
-    shown = f"{row.flag} {value}".strip()
-    return f"{shown} cannot be protected: {row.why}", f"drop {row.flag}, or the --ft flags"
+def _problem(mode: Mode, flag: str, value: str) -> Problem:
+    shown = f"{flag} {value}" if mode.values else flag
+    return f"{shown} cannot be protected: {mode.why}", f"drop {flag}, or the --ft flags"

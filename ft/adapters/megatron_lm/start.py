@@ -28,15 +28,15 @@ def main(argv: list[str]) -> int:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    from ft.adapters.megatron_lm import seams, tree
+    from ft.adapters.megatron_lm import hooks, tree
     from ft.adapters.megatron_lm.install import install
-    from ft.adapters.megatron_lm.saves import newest
     from ft.adapters.megatron_lm.state import Run
+    from ft.adapters.megatron_lm.trainer import newest
     from ft.job.agent.script import run as run_script
     from ft.protection.stack import Protections
     from megatron import patches
 
-    if os.environ["RANK"] == "0" and (notice := seams.notice(tree.read(tree.root_of(script)))):
+    if os.environ["RANK"] == "0" and (notice := hooks.notice(tree.read(tree.root_of(script)))):
         print(f"ft: {notice}", flush=True)
     asked = SimpleNamespace(**bounded_json.loads(options, non_finite=True))
     protections = Protections.of(asked, os.environ)

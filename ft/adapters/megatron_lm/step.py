@@ -17,7 +17,7 @@ import torch
 from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.state import EnterLoopAgain, LayerExit, Run
 from ft.base.errors import FtError, UserError
-from ft.protection import fingerprint as fingerprints
+from ft.protection import training_state
 from megatron.core import parallel_state
 from megatron.patches import step_state
 
@@ -168,7 +168,7 @@ class NonFiniteLossError(FtError):
     """The loss of a step is NaN or infinite, although its operators were verified: training has diverged."""
 
 
-class Outcome:
+class StepResult:
     """The result of the checkout's ``train_step``; see :class:`ft.protection.contract.Update`."""
 
     def __init__(self, result: tuple):
@@ -196,7 +196,7 @@ def take(run: Run, original: Callable[..., tuple], *args: Any, **kwargs: Any) ->
     run.running_timers = {name: (timer._start_time, timer._elapsed) for name, timer in started.items()}
     compute = run.stack.compute if run.computes else _once
     try:
-        outcome = compute(lambda: Outcome(original(**given)))
+        outcome = compute(lambda: StepResult(original(**given)))
     finally:
         run.running_timers = run.computes = run.received = None
     if run.checks_loss and outcome.result[0] and not math.isfinite(outcome.loss):
@@ -222,7 +222,7 @@ def _begin(run: Run) -> None:
             raise EnterLoopAgain(f"the position is now that after step {run.step}")
 
 
-def _once(work: Callable[[], Outcome]) -> Outcome:
+def _once(work: Callable[[], StepResult]) -> StepResult:
     return work()
 
 
@@ -247,9 +247,9 @@ def leave_checks_to_layers(run: Run) -> None:
 
 
 def fingerprint(run: Run) -> dict[str, str | int]:
-    """Return the fingerprint of the run (:mod:`ft.protection.fingerprint`): property -> value."""
+    """Return the fingerprint of the run (:func:`ft.protection.training_state.fingerprint`): property -> value."""
     args = run.args
-    return fingerprints.fingerprint(
+    return training_state.fingerprint(
         {name: str(value) for name, value in vars(args).items() if name not in _APART},
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,

@@ -72,7 +72,6 @@ class Diagnosis:
 
     Attributes:
         causes: the causes of the hang, the most certain first.
-        waiting: who waits for whom.
         moving: the replicas that go on training; empty in a run without replicas.
         further: number of causes that are left out, because there are very many.
     """
@@ -125,12 +124,12 @@ class Search:
     def diagnosis(self, causes: Sequence[Cause]) -> Diagnosis:
         """Return the diagnosis that names these causes, or the first ones if there are very many."""
         chosen = nsmallest(_MOST, causes, key=self._first_of_many) if len(causes) > _MOST else causes
-        order = sorted(self.told(chosen), key=lambda cause: (*_certainty(cause), -len(cause.delayed), cause.rank))
+        order = sorted(self.told(chosen), key=lambda cause: (KINDS.index(cause.kind), -len(cause.delayed), cause.rank))
         return Diagnosis(tuple(order), tuple(self.graph.waits), further=len(causes) - len(chosen))
 
     def _first_of_many(self, cause: Cause) -> tuple[int, int, int]:
         directly = sum(len(wait.ranks) for wait in self.graph.awaited.get(cause.rank, ()))
-        return (*_certainty(cause), -directly, cause.rank)
+        return (KINDS.index(cause.kind), -directly, cause.rank)
 
     def told(self, causes: Sequence[Cause]) -> list[Cause]:
         """Return some of the causes with the ranks that wait for them."""
@@ -456,10 +455,6 @@ def _cause(
     sentences = tuple(capitalised(one if one.endswith(".") else f"{one}.") for one in evidence)
     about = (operation.group, operation.name, operation.sequence)
     return Cause(rank, kind, *about, place, sentences, delayed=besides, together=together)
-
-
-def _certainty(cause: Cause) -> tuple[int]:
-    return (KINDS.index(cause.kind),)
 
 
 def _classes(members: Mapping[int, Operation]) -> list[list[int]]:

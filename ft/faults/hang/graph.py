@@ -182,7 +182,6 @@ def _why(other: Rank, key: str, operation: Operation, same: Operation | None, di
 
     Args:
         key: channel in which it counts the operation.
-        operation: the operation in which they wait.
         same: what the other one has started under its number, if that is known.
         differ: whether all that have started it count as different.
     """

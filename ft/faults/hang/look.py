@@ -90,7 +90,6 @@ class Thread:
 
     Attributes:
         frames: its Python calls, the innermost first, each "file:line function".
-        trains: whether it is the training thread.
         kernel: what the operating system says of it: a state letter, and the kernel function in which it waits.
     """
 
@@ -124,7 +123,6 @@ class Rank:
         answers: whether the process itself has answered. If not, its operations and threads are unknown: no thread
             of it could run Python code.
         ended: whether its training thread has left the training loop.
-        step: last committed step.
         counts: number of operations that it has started, by channel.
         operations: those that have not ended, and the last one of each channel; in the order in which they were
             started.

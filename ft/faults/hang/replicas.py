@@ -77,7 +77,6 @@ def combine(
     """Return one look at several replicas of a run.
 
     Args:
-        looks: replica -> the look at its ranks.
         lost: replicas that have not answered, so that they count as dead.
         unasked: replicas that were not asked. Others that ``looks`` mention belong to these as well.
         server: what is known of the process of the quorum server.

@@ -115,9 +115,7 @@ def _slowing(looks: Sequence[Look]) -> Diagnosis:
     links = Counter(rank for _, cause in found if cause.kind == SLOW_LINK for rank in cause.ends)
     slow = _outstanding(ranks, _SHARE * len(looks), _LEAD)
     if slow is not None:
-        causes = [
-            one for search, cause in found if (cause.rank, cause.kind) == (slow, BUSY) for one in search.told([cause])
-        ]
+        causes = _told((search, cause) for search, cause in found if (cause.rank, cause.kind) == (slow, BUSY))
         return Diagnosis((_slow(causes, SLOW_RANK, len(looks)),), waiting)
     link = _outstanding(links, _SHARE * len(looks), 1.0)
     if link is not None:

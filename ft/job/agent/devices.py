@@ -15,7 +15,7 @@ from typing import Any
 from ft.job.agent.suspects import LeftOut
 from ft.job.messages import DeviceReleased
 from ft.platform import devices
-from ft.platform.devices import Reading
+from ft.platform.devices import GpuState
 
 FREE_S = 20.0
 """Seconds that the memory of an ended worker's device has to come free; less than ``Timeouts.device_s``."""
@@ -53,7 +53,7 @@ class Devices:
         self._count, self._workers, self._wake = count, workers, wake
         self._left_out = left_out or LeftOut()
         self._free_s, self._environment = free_s, environment
-        self._before: list[Reading] = []
+        self._before: list[GpuState] = []
         self._of_worker: dict[str, int] = {}
         self._looking: set[str] = set()
         self._reports: deque[DeviceReleased] = deque()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ft.base import bounded_json, quantities, structured_file
+from ft.base import bounded_json, files, quantities
 from ft.base import timeout_order as ladder
 from ft.base.errors import Problems, UserError
 
@@ -193,7 +193,7 @@ def timeouts_of(path: str | None, base: Mapping[str, float]) -> Timeouts:
     Raises:
         UserError: the file cannot be read, a name or a value is wrong, or the timeouts do not fit each other.
     """
-    values = {} if path is None else structured_file.read(path, "limits")
+    values = {} if path is None else files.read_structured(path, "limits")
     if not isinstance(values, dict):
         raise UserError(f"limits {path} is not a table of timeouts by name", "write lines such as: stall_s: 20")
     problems, given = Problems(), {}

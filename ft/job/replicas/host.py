@@ -22,10 +22,7 @@ from ft.platform import election, processes
 from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
 from ft.platform.supervisor import Supervisor
 
-FOLDER = "launchers"
-"""Subfolder of the run's folder for the launchers' own terms and lease; those in the run's folder belong to the
-servers.
-"""
+FOLDER = election.LAUNCHERS
 
 _FRUITLESS_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 0.2, 5.0
 """A server that dies within ``_FRUITLESS_S`` seconds counts as a failed start; the pauses are those before the next."""

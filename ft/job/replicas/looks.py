@@ -15,6 +15,7 @@ from ft.faults.hang.look import SERVER
 from ft.faults.hang.replicas import FOR_OTHERS
 from ft.job.agent.looks import of_the_system
 from ft.record import looks
+from ft.record.run import replicas
 
 
 def begun(before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, str]:
@@ -64,7 +65,7 @@ class Company:
                 looks.note_server(self._run_dir, time.time(), said)
 
     def _want(self, replica: int, why: str) -> None:
-        for other, folder in looks.folders(self._run_dir).items():
+        for other, folder in replicas(self._run_dir).items():
             if other == replica:
                 continue
             with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Implement ``ft plan``: what to buy and how to run it. There is one subcommand for each question."""
 
-from ft.base.subcommands import add_group
+from ft.base.flags import add_group
 from ft.lab.estimate import command
 
 _SUBCOMMANDS = (

@@ -58,7 +58,6 @@ class Rank:
     """What a rank's function is given.
 
     Attributes:
-        address: address of the store.
         planted: whether the check's fault is to be made.
         gpus: number of GPUs that the ranks use; 0: none.
     """
@@ -114,7 +113,6 @@ class Crew:
         """Wait for ranks, kill the others, and return rank -> result.
 
         Args:
-            limit_s: longest wait in seconds.
             expected: the ranks to wait for; None: all.
 
         Raises:
@@ -202,7 +200,6 @@ class Member:
     In a run, the control plane closes epochs; here the check's process or another rank does.
 
     Args:
-        timeout_s: timeout of an operation, in seconds.
         waits: whether a failed operation waits for the epoch to be closed before it raises, as in a run.
     """
 

@@ -35,12 +35,8 @@ _HEAD = ("check", "result", "time", "found")
 
 
 @dataclass(frozen=True)
-class Row:
-    """A check with its results.
-
-    Attributes:
-        results: one result for each node.
-    """
+class CheckRow:
+    """A check with its results."""
 
     check: Check
     results: Sequence[Result]
@@ -51,15 +47,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of a self-test.
+class SelfTestOutcome:
+    """The outcome of a self-test."""
 
-    Attributes:
-        rows: one row for each check, in order.
-        folder: folder with the logs.
-    """
-
-    rows: Sequence[Row]
+    rows: Sequence[CheckRow]
     nodes: Sequence[str]
     folder: str
     seconds: float
@@ -70,7 +61,7 @@ class Outcome:
         return all(row.result.outcome != FAIL for row in self.rows)
 
 
-def as_text(outcome: Outcome) -> str:
+def as_text(outcome: SelfTestOutcome) -> str:
     """Return the table, what to do about each failure, and a summary."""
     cells = [
         (
@@ -93,7 +84,7 @@ def as_text(outcome: Outcome) -> str:
     return "\n".join([*lines, f"{said}; {where}, {seconds(outcome.seconds)}; logs: {outcome.folder}"])
 
 
-def as_values(outcome: Outcome) -> dict[str, Any]:
+def as_values(outcome: SelfTestOutcome) -> dict[str, Any]:
     """Return the outcome as JSON values; docs/selftest.md describes them."""
     return {
         "format": FORMAT,
@@ -105,7 +96,7 @@ def as_values(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _values(row: Row) -> dict[str, Any]:
+def _values(row: CheckRow) -> dict[str, Any]:
     values = {"name": row.check.name, "shows": row.check.shows, **asdict(row.result)}
     return {**values, "node": None, "fix": row.result.fix or None, "nodes": [asdict(one) for one in row.results]}
 
@@ -121,8 +112,6 @@ class Place:
 
     Attributes:
         node: number of this node, from 0.
-        host: host of node 0.
-        port: port of the store on node 0.
     """
 
     node: int = 0
@@ -351,7 +340,7 @@ class Executor:
         seconds = time.monotonic() - began
         ended = list(codes)  # what the kill adds is not the end that is judged
         is_stuck = not ended and not self._kill(child.pid)
-        self._end_rest()
+        processes.end_descendants(_PATIENCE_S)  # this process is a subreaper, so all that is left is below it
         found = _read(context.scratch / _RESULT)
         if found is None:
             found = _without_result(ended, context, is_cut, log)
@@ -369,14 +358,6 @@ class Executor:
             if processes.state(pid) in "ZX":
                 return True
         return False
-
-    def _end_rest(self) -> None:
-        """Kill what the check has left: this process is a subreaper, so all of it is below it."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while (left := processes.members([], [os.getpid()])) and time.monotonic() < deadline:
-            for pid in left:
-                processes.send(pid, signal.SIGKILL)
-            self._supervisor.turn(_TURN_S)
 
     def _on_signal(self, signum: int) -> None:
         self._signum = signum
@@ -432,7 +413,7 @@ class SelfTest:
         self._folder = _folder(plan)
         self._nodes = Nodes(plan.place, plan.run_dir, executor.turn)
 
-    def lead(self) -> Outcome:
+    def lead(self) -> SelfTestOutcome:
         """Run the checks as node 0, and return the outcome of all nodes.
 
         Raises:
@@ -451,11 +432,11 @@ class SelfTest:
                 results = [self._run(check, limit, is_cut), *self._nodes.collect(number, deadline)]
             else:
                 self._nodes.announce(number, SKIPPED, 0.0, True)
-            rows.append(Row(check, results))
+            rows.append(CheckRow(check, results))
         self._nodes.announce(len(self._plan.checks), "", 0.0, False)
         self._nodes.close()
         _progress("")
-        return Outcome(rows, self._nodes.names, str(self._folder), time.monotonic() - self._began)
+        return SelfTestOutcome(rows, self._nodes.names, str(self._folder), time.monotonic() - self._began)
 
     def follow(self) -> None:
         """Run the checks that node 0 announces, until it ends the self-test or is gone."""

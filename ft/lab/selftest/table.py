@@ -41,7 +41,6 @@ class Check:
     """One check of the self-test.
 
     Attributes:
-        name: name on the command line and in the output.
         shows: what it shows, in words that follow "shows:".
         function: "module:function" below ``ft.lab.selftest.checks``; it takes a :class:`Context`, returns (text,
             measured values), and raises :class:`Failed` or :class:`Skipped`.
@@ -68,7 +67,6 @@ class Context:
         gpus: largest number of GPUs to use; None: all that this node has.
         limit_s: seconds until this check is killed.
         planted: whether to make the check's fault, which it then has to find.
-        node: number of this node, from 0.
         host: address at which the other nodes reach this one.
         store: address of the store in which the nodes of this check meet; "" with one node.
         token: shared secret of the self-test's processes.
@@ -117,7 +115,6 @@ class Result:
 
     Attributes:
         outcome: PASS, FAIL or SKIPPED.
-        text: what was found, or the reason.
         fix: what to do about a failure, otherwise "".
         node: name of the node; "" for all nodes together.
     """
@@ -152,7 +149,7 @@ CHECKS = (
     Check(
         "versions",
         "the versions and settings that training will use; that they fit each other, and are equal on all nodes",
-        "versions:versions",
+        "nodes:versions",
         needs_s=5,
         limit_s=60,
         plants="TORCH_NCCL_BLOCKING_WAIT is set",
@@ -160,7 +157,7 @@ CHECKS = (
     Check(
         "storage",
         "the run folder can be written and synchronised, and a leader's lease is renewed and seen in time",
-        "storage:storage",
+        "nodes:storage",
         needs_s=3,
         limit_s=60,
         plants="the run folder is below a file",
@@ -168,7 +165,7 @@ CHECKS = (
     Check(
         "ports",
         "every node reaches every other one at the ports that processes choose",
-        "network:ports",
+        "nodes:ports",
         needs_s=2,
         limit_s=60,
         plants="node 0 listens at another port than it says",
@@ -176,7 +173,7 @@ CHECKS = (
     Check(
         "clocks",
         "the clocks of the nodes agree, so that reports order events of several nodes correctly",
-        "network:clocks",
+        "nodes:clocks",
         needs_s=2,
         limit_s=60,
         plants="the clock of node 0 is 10 s fast",
@@ -224,7 +221,7 @@ CHECKS = (
     Check(
         "snapshot",
         "a snapshot of the training state reaches host memory intact, and how fast",
-        "snapshot:snapshot",
+        "device:snapshot",
         needs_s=8,
         limit_s=120,
         plants="a byte of the snapshot flips",
@@ -264,7 +261,7 @@ CHECKS = (
     Check(
         "ring",
         "the all-reduce between replicas gives the same bits on all members, and those of the sum on the CPU",
-        "ring:ring",
+        "groups:ring",
         needs_s=10,
         limit_s=120,
         plants="a bit of a member's result flips",
@@ -272,7 +269,7 @@ CHECKS = (
     Check(
         "digests",
         "DMR's digests on the device equal those of the CPU, and change with every bit",
-        "dmr:digests",
+        "device:digests",
         needs_s=6,
         limit_s=120,
         plants="a bit of the tensor on the device flips",
@@ -280,7 +277,7 @@ CHECKS = (
     Check(
         "reproducible",
         "the operators of training give the same bits when they are executed again, as DMR needs it",
-        "dmr:reproducible",
+        "device:reproducible",
         needs_s=30,
         limit_s=420,
         plants="an operator's result varies",

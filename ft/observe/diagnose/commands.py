@@ -3,19 +3,19 @@
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft.base import events
 from ft.base.errors import UserError
-from ft.base.subcommands import add_group
+from ft.base.flags import add_group
 from ft.platform import suspects
 from ft.record.looks import looks_of
-from ft.record.run import EVENTS
+from ft.record.run import EVENTS, parts
 
 if TYPE_CHECKING:
-    from ft.faults.hang.look import Look
     from ft.observe.diagnose.silent import Device, Silent
     from ft.record.crash import Crash
 
@@ -33,17 +33,19 @@ optimizer, --no-dist-ckpt-optim-fully-reshardable stores the shard of every rank
 known."""
 
 _SHOWN = 20
+_RUN_DIR = "folder that was given to ft run as --run-dir"
+
+
+def _add(subparsers, name: str, main: Callable[[argparse.Namespace], int], **about: str) -> argparse.ArgumentParser:
+    """Add a subcommand that ``main`` runs; ``about``: ``help``, ``description`` and ``epilog``."""
+    parser = subparsers.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **about)
+    parser.set_defaults(main=main)
+    return parser
 
 
 def _add_compare(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="find the first step, parameter and rank at which equal runs differ, and the run that deviates",
-        description=_COMPARE,
-        epilog=_COMPARE_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "find the first step, parameter and rank at which equal runs differ, and the run that deviates"
+    parser = _add(subparsers, "compare", run_compare, help=about, description=_COMPARE, epilog=_COMPARE_CODES)
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="folder that was given to a run as --save; give two or more"
     )
@@ -60,7 +62,6 @@ def _add_compare(subparsers) -> None:
         "--show", type=int, default=_SHOWN, metavar="N", help=f"number of lines of the table (default: {_SHOWN})"
     )
     parser.add_argument("--json", action="store_true", help="print JSON with everything that differs instead of tables")
-    parser.set_defaults(main=run_compare)
 
 
 def run_compare(given: argparse.Namespace) -> int:
@@ -72,10 +73,13 @@ def run_compare(given: argparse.Namespace) -> int:
     Raises:
         UserError: a folder, a checkpoint or their combination cannot be compared.
     """
-    # Import these modules here, so that showing the help does not wait for the import of torch.
-    from ft.observe.diagnose.compare import compare
+    from megatron.ft_trainer.logging.quiet import quieten
+
+    # Import these modules here, so that showing the help does not wait for the import of torch; megatron-core warns
+    # about missing optional packages at its import.
+    quieten()
+    from ft.observe.diagnose.compare import as_text, as_values, compare
     from ft.observe.diagnose.stored import open_runs
-    from ft.observe.diagnose.verdict import as_text, as_values
 
     found = compare(open_runs(given.runs), given.step, quick=given.quick)
     print(json.dumps(as_values(found)) if given.json else as_text(found, given.show))
@@ -94,20 +98,11 @@ _HEAD = ("advice", "host", "device", "runs", "steps", "mismatches", "operators",
 
 
 def _add_silent(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "silent",
-        help="list the machines and devices that computed wrongly in runs with double execution",
-        description=_SILENT,
-        epilog=_SILENT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="folder that was given to ft run as --run-dir"
-    )
+    about = "list the machines and devices that computed wrongly in runs with double execution"
+    parser = _add(subparsers, "silent", run_silent, help=about, description=_SILENT, epilog=_SILENT_CODES)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=_RUN_DIR)
     parser.add_argument("--out", metavar="FILE", type=Path, help="add the devices to this file for ft run --suspects")
     parser.add_argument("--json", action="store_true", help="print JSON with every step instead of tables")
-    parser.set_defaults(main=run_silent)
 
 
 def run_silent(given: argparse.Namespace) -> int:
@@ -171,16 +166,10 @@ _HANG_CODES = "exit code: 0 nobody is at fault, 1 a cause was found, 2 there is 
 
 
 def _add_hang(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "hang",
-        help="say which rank a hanging run waits for, and where that rank is",
-        description=_HANG,
-        epilog=_HANG_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "say which rank a hanging run waits for, and where that rank is"
+    parser = _add(subparsers, "hang", run_hang, help=about, description=_HANG, epilog=_HANG_CODES)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("run", metavar="RUN", nargs="?", type=Path, help="folder that was given to ft run as --run-dir")
+    source.add_argument("run", metavar="RUN", nargs="?", type=Path, help=_RUN_DIR)
     source.add_argument("--traces", metavar="FOLDER", type=Path, help="folder with dumps of torch's flight recorder")
     parser.add_argument("--look", type=int, metavar="N", help="number of the look to read (default: the newest)")
     parser.add_argument("--looks", type=int, default=1, metavar="N", help="take N looks, to tell who slows a run down")
@@ -188,7 +177,6 @@ def _add_hang(subparsers) -> None:
     parser.add_argument("--stored", action="store_true", help="read the newest stored look, and ask for no new one")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw who waits for whom (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(main=run_hang)
 
 
 def run_hang(given: argparse.Namespace) -> int:
@@ -206,7 +194,9 @@ def run_hang(given: argparse.Namespace) -> int:
     if given.looks < 1 or given.every <= 0:
         raise UserError("--looks must be at least 1, and --every above 0", "leave them out for a single look")
     if given.traces is not None:
-        taken = [_traces(given.traces)]
+        from ft.observe.diagnose.flight_recorder import read
+
+        taken = [read(given.traces)]
     else:
         asks = given.look is None and not given.stored
         hosts = events.hosts(events.read(given.run / EVENTS))
@@ -226,12 +216,6 @@ def run_hang(given: argparse.Namespace) -> int:
     return 1 if found.causes else 0
 
 
-def _traces(folder: Path) -> "Look":
-    from ft.observe.diagnose.flight_recorder import read
-
-    return read(folder)
-
-
 _CRASH = """\
 Read the events, the journal and the logs of runs, and say of many ranks' errors which came first in the order of
 causes: an exception of the program, too little memory or a device error before lost connections, waits that timed out
@@ -242,19 +226,10 @@ _CRASH_CODES = "exit code: 0 no run has crashed, 1 there is a first cause, 2 a r
 
 
 def _add_crash(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "crash",
-        help="say which of many ranks' errors was the first cause of a crash, with its stack",
-        description=_CRASH,
-        epilog=_CRASH_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="folder that was given to ft run as --run-dir"
-    )
+    about = "say which of many ranks' errors was the first cause of a crash, with its stack"
+    parser = _add(subparsers, "crash", run_crash, help=about, description=_CRASH, epilog=_CRASH_CODES)
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help=_RUN_DIR)
     parser.add_argument("--json", action="store_true", help="print JSON, one object for each run, instead of text")
-    parser.set_defaults(main=run_crash)
 
 
 def run_crash(given: argparse.Namespace) -> int:
@@ -267,12 +242,10 @@ def run_crash(given: argparse.Namespace) -> int:
         UserError: a folder contains no run, or cannot be read.
     """
     from ft.record import crash
-    from ft.record.run import EVENTS
 
     found: dict[str, Crash] = {}
     for folder in given.runs:
-        replicas = sorted(each for each in folder.glob("replica-*") if (each / EVENTS).is_file())
-        found |= {str(each): crash.read(each) for each in replicas or [folder]}
+        found |= {str(each): crash.read(each) for each in parts(folder)}
     if given.json:
         values = [{"run": name, "state": one.state, **_crash_values(one)} for name, one in found.items()]
         print(json.dumps(values))
@@ -315,15 +288,9 @@ _START_CODES = "exit code: 0 nothing kept the run from starting, 1 there is a re
 
 
 def _add_start(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "start",
-        help="say why a run has never made its first step",
-        description=_START,
-        epilog=_START_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder that was given to ft run as --run-dir")
+    about = "say why a run has never made its first step"
+    parser = _add(subparsers, "start", run_start, help=about, description=_START, epilog=_START_CODES)
+    parser.add_argument("run", metavar="RUN", type=Path, help=_RUN_DIR)
     parser.add_argument(
         "--rdzv-endpoint",
         metavar="HOST:PORT",
@@ -332,7 +299,6 @@ def _add_start(subparsers) -> None:
         "(default: the address in the folder)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(main=run_start)
 
 
 def run_start(given: argparse.Namespace) -> int:

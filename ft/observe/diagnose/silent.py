@@ -85,7 +85,6 @@ class Silent:
     """What was found in all runs.
 
     Attributes:
-        histories: the runs and replicas that were read.
         devices: the devices with mismatches, those to pull first.
         operators: operators that are not reproducible -> the devices (host, device) on which they differed.
     """
@@ -103,8 +102,7 @@ def read(folders: Sequence[Path]) -> list[History]:
     """
     found = []
     for folder in folders:
-        inner = sorted(each for each in folder.glob("replica-*") if (each / run.EVENTS).is_file())
-        for each in inner or [folder]:
+        for each in run.parts(folder):
             record = run.load(each)
             shares = [(number(line, "dmr_coverage"), line["step"]) for line in record.metrics]
             known = [(share, step) for share, step in shares if share is not None]
@@ -120,10 +118,7 @@ def silent(histories: Sequence[History]) -> Silent:
     operators = dict(_not_reproducible(list(devices.values())))
     for device in devices.values():
         device.advice = _advice(device, operators)
-    ordered = sorted(
-        devices.values(), key=lambda one: (_FIRST.index(one.advice), -len(one.steps), one.host, one.device)
-    )
-    return Silent(histories, ordered, operators)
+    return Silent(histories, sorted(devices.values(), key=_urgency), operators)
 
 
 def _count(history: History, devices: dict[tuple[str, str], Device]) -> None:
@@ -180,12 +175,8 @@ def _advice(device: Device, operators: dict[str, list[tuple[str, str]]]) -> str:
     return PULL if len(device.steps) > 1 else WATCH
 
 
-def suspects_of(found: Silent) -> list[Suspect]:
-    """Return the devices to pull or to watch as entries of a file of suspects, which names runs by absolute paths."""
-    return list(_suspects(found))
-
-
-def _suspects(found: Silent) -> Iterator[Suspect]:
+def suspects_of(found: Silent) -> Iterator[Suspect]:
+    """Yield the devices to pull or to watch as entries of a file of suspects, which names runs by absolute paths."""
     for one in found.devices:
         word = _DEVICE.match(one.device)
         if one.advice not in (PULL, WATCH) or word is None:

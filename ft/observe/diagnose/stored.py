@@ -87,7 +87,6 @@ class Stored:
     """One checkpoint on disk.
 
     Attributes:
-        path: folder of the checkpoint.
         manifest: the checkpoint's list of files with checksums, and the description of its run.
         pieces: key (see ``Piece.key``) -> piece.
     """
@@ -268,7 +267,7 @@ _NO_MATTER = {
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """One run that is compared.
 
     Attributes:
@@ -286,7 +285,7 @@ class Run:
         return self.folder / naming.checkpoint_name(step)
 
 
-def open_runs(folders: Sequence[Path]) -> list[Run]:
+def open_runs(folders: Sequence[Path]) -> list[SavedRun]:
     """Return the runs in ``folders``.
 
     Raises:
@@ -301,7 +300,7 @@ def open_runs(folders: Sequence[Path]) -> list[Run]:
     return [_open(folder) for folder in folders]
 
 
-def _open(folder: Path) -> Run:
+def _open(folder: Path) -> SavedRun:
     try:
         entries = verify.scan(folder)
     except OSError as error:
@@ -310,10 +309,10 @@ def _open(folder: Path) -> Run:
         inside = naming.step_of(folder.name) is not None
         fix = f"give {folder.parent} and --step {naming.step_of(folder.name)}" if inside else "give a --save folder"
         raise UserError(f"{folder} holds no checkpoints", fix)
-    return Run(str(folder), folder, tuple(entry.step for entry in entries))
+    return SavedRun(str(folder), folder, tuple(entry.step for entry in entries))
 
 
-def common_steps(runs: Sequence[Run], asked: Sequence[int] | None) -> tuple[int, ...]:
+def common_steps(runs: Sequence[SavedRun], asked: Sequence[int] | None) -> tuple[int, ...]:
     """Return the steps to compare, in order.
 
     Raises:
@@ -330,7 +329,7 @@ def common_steps(runs: Sequence[Run], asked: Sequence[int] | None) -> tuple[int,
     return tuple(sorted(set(asked) if asked else common))
 
 
-def _common(runs: Sequence[Run]) -> set[int]:
+def _common(runs: Sequence[SavedRun]) -> set[int]:
     return set(runs[0].steps).intersection(*(run.steps for run in runs))
 
 
@@ -339,7 +338,7 @@ def _listed(steps: Iterable[int]) -> str:
     return ", ".join(map(str, shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]]))
 
 
-def check_alike(runs: Sequence[Run], stored: Sequence[Stored]) -> None:
+def check_alike(runs: Sequence[SavedRun], stored: Sequence[Stored]) -> None:
     """Check that the checkpoints have the same model, layout, training inputs and content.
 
     Raises:
@@ -372,7 +371,7 @@ def _check_pieces(pair: str, first: Stored, other: Stored) -> None:
             raise UserError(f"{pair} hold {piece.name} as {shapes}", fix)
 
 
-def notes(runs: Sequence[Run], stored: Sequence[Stored]) -> list[str]:
+def notes(runs: Sequence[SavedRun], stored: Sequence[Stored]) -> list[str]:
     """Return caveats about the comparison: steps that only some runs have, differing flags, missing determinism."""
     found = []
     for run in runs:
@@ -395,7 +394,7 @@ def _flags(options: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
             yield from ((name, value) for name, value in values.items() if name not in _NO_MATTER)
 
 
-def _different(name: str, runs: Sequence[Run], values: Sequence[Any]) -> list[str]:
+def _different(name: str, runs: Sequence[SavedRun], values: Sequence[Any]) -> list[str]:
     if all(value == values[0] for value in values):
         return []
     return [f"{name} differs: " + ", ".join(f"{v} in {run.name}" for run, v in zip(runs, values, strict=True))]

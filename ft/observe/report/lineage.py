@@ -199,7 +199,6 @@ class Pace:
     """Durations of the surviving steps in seconds.
 
     Attributes:
-        took: the duration of each step.
         normal: for each step, the median duration of undisturbed steps around it.
     """
 

@@ -26,21 +26,23 @@ from ft.faults.hang.series import over_time
 from ft.observe.diagnose.hang import as_text
 from ft.observe.diagnose.hang_picture import png
 from ft.observe.report import protections, ranks, text
-from ft.observe.report.goodput import (
+from ft.observe.report.lineage import FAILURE, REJOIN
+from ft.observe.report.record import (
     PAPER_BETWEEN_S,
     PAPER_REPAIR_S,
     PAPER_REPLICAS,
     PAPER_STALL_S,
+    Losses,
+    Record,
+    Replica,
     asynchronous,
     synchronous,
 )
-from ft.observe.report.lineage import FAILURE, REJOIN
-from ft.observe.report.record import Losses, Record, Replica
 from ft.observe.report.status import health, lost_nodes, lost_sentence, saves
 from ft.record import looks, metrics
 from ft.record.block import seat_changes, what_differs, what_failed
 from ft.record.recoveries import PHASES, Recovery
-from ft.record.run import EVENTS
+from ft.record.run import EVENTS, replicas
 from ft.show import palette
 from ft.show.html import html, joined
 from ft.show.text import count, percent, seconds, shortened
@@ -213,16 +215,12 @@ def _replicas(record: Record) -> Panel | None:
     return Panel("Replicas", html("wide", html("table", text.REPLICA_HEAD, text.replica_rows(record))))
 
 
-def _of_each(title: str, record: Record, make: Callable[[Replica], Markup | None]) -> Panel | None:
+def _of_each(title: str, make: Callable[[Replica], Markup | None], record: Record) -> Panel | None:
     """Return a panel with a part for each replica for which ``make`` returns one; None if it returns none."""
     made = [(number, part) for number, one in record.replicas.items() if (part := make(one)) is not None]
     if record.has_quorum:
         made = [(number, joined(html("strong", f"Replica {number}"), part)) for number, part in made]
     return Panel(title, joined(*(part for _, part in made))) if made else None
-
-
-def _corruption(record: Record) -> Panel | None:
-    return _of_each("Operators executed twice (DMR)", record, _corruption_of)
 
 
 def _corruption_of(replica: Replica) -> Markup | None:
@@ -243,10 +241,6 @@ def _corruption_of(replica: Replica) -> Markup | None:
     left = len(rows) - _MOST_MISMATCHES
     parts += [html("p", f"{left} more mismatches are in events.jsonl.")] if left > 0 else []
     return joined(*(html("p", line) for line in lines), *parts)
-
-
-def _actions(record: Record) -> Panel | None:
-    return _of_each("Other protections", record, _actions_of)
 
 
 def _actions_of(replica: Replica) -> Markup | None:
@@ -278,7 +272,7 @@ def _hangs(record: Record) -> Panel | None:
 
 def _stored(run: Path) -> list[tuple[int, Callable[[], Look]]]:
     """Return (number, function that reads it) of each look, the oldest first."""
-    if looks.folders(run):
+    if replicas(run):
         moments = enumerate(looks.moments(run), 1)
         return [(number, partial(looks.read_together, run, moment.numbers)) for number, moment in moments]
     return [(number, partial(looks.read, run, number)) for number in looks.numbers(run)]
@@ -291,7 +285,7 @@ def _picture(content: bytes, alt: str) -> Markup:
 def _loss(record: Record) -> Panel:
     where = "." if record.has_quorum else " (metrics.jsonl)."
     curve = loss_curve(record.losses) if record.losses.points else html("p", f"The run has recorded no losses{where}")
-    rebuilt = _of_each("", record, _rebuilds_of)
+    rebuilt = _of_each("", _rebuilds_of, record)
     return Panel("Loss", joined(curve, *([rebuilt.content] if rebuilt is not None else [])))
 
 
@@ -390,10 +384,6 @@ def _effective(record: Record) -> Panel:
     return Panel("Effective training time", html("table", ("", "effective"), rows))
 
 
-def _step_times(record: Record) -> Panel | None:
-    return _of_each("Ranks: own work and waiting", record, _step_times_of)
-
-
 def _step_times_of(replica: Replica) -> Markup | None:
     """Return the parts of the steps of each rank, None where no worker has reported them."""
     spans, slow = metrics.read(replica.folder), ranks.slow_rows(replica.events)
@@ -426,7 +416,7 @@ def _run_facts(replica: Replica) -> Iterator[tuple[str, str]]:
     hosts = events.hosts(replica.events)
     yield from ((f"node {node}", host) for node, host in hosts.items())
     end = replica.events[-1].wall if replica.events else 0.0
-    yield from (("lost", lost_sentence(replace(lost, age=None), hosts)) for lost in lost_nodes(replica, end))
+    yield from (("lost", lost_sentence(replace(lost, lost_s_ago=None), hosts)) for lost in lost_nodes(replica, end))
     for event in replica.events:
         if event.name == events.DEVICE_UNUSABLE:
             which, reason = event.detail.get("device", "?"), event.detail.get("reason", "unknown")
@@ -462,8 +452,8 @@ _PANELS: tuple[Callable[[Record], Panel | None], ...] = (
     _recoveries,
     _incidents,
     _replicas,
-    _corruption,
-    _actions,
+    partial(_of_each, "Operators executed twice (DMR)", _corruption_of),
+    partial(_of_each, "Other protections", _actions_of),
     _hangs,
     _loss,
     _superseded,
@@ -471,7 +461,7 @@ _PANELS: tuple[Callable[[Record], Panel | None], ...] = (
 _PANELS_BELOW: tuple[Callable[[Record], Panel | None], ...] = (
     _goodput,
     _effective,
-    _step_times,
+    partial(_of_each, "Ranks: own work and waiting", _step_times_of),
     _run,
     _events,
 )

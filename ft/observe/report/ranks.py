@@ -90,7 +90,7 @@ def panel(spans: Sequence[Span]) -> "Markup":
     """
     from ft.show.html import NOTHING, html, joined  # only a report needs Jinja2, and ft status uses this module, too
 
-    ratios = _ratios(spans)
+    ratios = list(map(_ratios, spans))
     shown, left_out = _rows(ratios)
     legend = ((1.0, "as fast as the others"), (1.1, "1.1 times as long"), (1.5, "1.5 times or more"))
     return joined(
@@ -103,12 +103,8 @@ def panel(spans: Sequence[Span]) -> "Markup":
     )
 
 
-def _ratios(spans: Sequence[Span]) -> list[dict[int, float]]:
-    """Return for each span: logical rank -> time of its own work divided by the median time of the others."""
-    return [_ratios_of(span) for span in spans]
-
-
-def _ratios_of(span: Span) -> dict[int, float]:
+def _ratios(span: Span) -> dict[int, float]:
+    """Return logical rank -> time of its own work divided by the median time of the others."""
     found = {}
     times: dict[str, dict[int, float]] = defaultdict(dict)
     for rank, role, own in zip(span.ranks, span.roles, span.own_ms, strict=True):

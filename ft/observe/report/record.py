@@ -2,32 +2,456 @@
 
 With FT-HSDP the run's folder has a folder for each replica; without it, it is that of its only replica. The run may
 still be in progress: folders of replicas may be missing, and files may end in incomplete lines.
+
+Goodput is the share of a run's wall time that was spent on committed steps. Steps that are rolled back and computed
+again count only once. Training begins when the first epoch opens. Effective training time (FT-HSDP, section 6.1) is the
+share of the wall time that the same work would take without failures. The example there: a failure happens every 18
+minutes; a replica is then absent for 10 minutes, and during 3 of these 10 minutes all replicas stall. With 12 replicas
+the effective training time is (8 + 7 * 11/12) / 18 = 80 %. If all replicas wait for the repair, it is
+(18 - 10) / 18 = 44 %.
+
+The lanes of the timeline say which worker held which logical rank, which follows from the epochs, and which state each
+replica was in, which follows from the event logs and from the replicas' commit logs.
 """
 
-import re
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ft.base import events
 from ft.base.errors import UserError
-from ft.base.events import Event
-from ft.observe.report import goodput, lanes
-from ft.observe.report.goodput import Effective, Goodput
-from ft.observe.report.lanes import OFFLINE, ONLINE, REBUILDING, ReplicaInterval
-from ft.observe.report.lineage import FAILURE, Audit, Incident, Lineage, Pace, Step, audit, find, lineage, replica_of
+from ft.base.events import Event, elapsed
+from ft.observe.report.lineage import (
+    FAILURE,
+    REJOIN,
+    Audit,
+    Incident,
+    Lineage,
+    Pace,
+    Step,
+    audit,
+    find,
+    lineage,
+    replica_of,
+)
 from ft.observe.report.protections import Corruption, corruption
 from ft.record import run
 from ft.record.block import what_failed
-from ft.record.recoveries import Recovery, recoveries
+from ft.record.recoveries import Recovery, recoveries, seats_of
 from ft.record.run import NOT_ENDED, number
 from ft.show import palette
 from ft.systems.hsdp import commits, loader_state
 from ft.systems.hsdp.commits import Commit
 from ft.systems.hsdp.loader_state import LoaderState
 
-_FOLDER = re.compile(r"replica-(\d+)")
+PAPER_BETWEEN_S, PAPER_REPAIR_S, PAPER_STALL_S, PAPER_REPLICAS = 1080.0, 600.0, 180.0, 12
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went, in seconds.
+
+    Attributes:
+        wall: from the opening of the first epoch to the end of the run, or to its last event or step if it has not
+            ended.
+        startup: from the start of the run to the opening of the first epoch.
+        productive: total time of the steps that were committed and not rolled back.
+        recovering: total of ``lost``, the time spent on recoveries.
+        other: the rest of ``wall``: repeated steps, evaluations, checkpoint saves, waiting.
+        step: median time of a step, None before there is a step.
+        lost: number of a recovery -> seconds from its fault to the next step.
+    """
+
+    wall: float
+    startup: float
+    productive: float
+    recovering: float
+    other: float
+    step: float | None
+    steps: int
+    lost: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float | None:
+        """Return ``productive`` as a share of ``wall`` (0 to 1), None where nothing was measured."""
+        return min(1.0, self.productive / self.wall) if self.wall > 0 and self.steps else None
+
+
+def goodput(metrics: Sequence[dict[str, Any]], history: Sequence[Event], found: Sequence[Recovery]) -> Goodput:
+    """Compute the goodput of a run.
+
+    Args:
+        metrics: one mapping per step, with ``step_time_s``.
+    """
+    times = [t for m in metrics if (t := number(m, "step_time_s")) is not None]
+    productive = sum(times)
+    wall, startup = _spans(history, productive)
+    lost = {r.number: r.total for r in found if r.total is not None}
+    recovering = sum(lost.values())
+    return Goodput(
+        wall=wall,
+        startup=startup,
+        productive=productive,
+        recovering=recovering,
+        other=max(0.0, wall - productive - recovering),
+        step=statistics.median(times) if times else None,
+        steps=len(metrics),
+        lost=lost,
+    )
+
+
+def _spans(history: Sequence[Event], productive: float) -> tuple[float, float]:
+    """Return (wall time of training, wall time before it) in seconds; without events, wall time is the steps' time."""
+    if not history:
+        return productive, 0.0
+    begin = next((e for e in history if e.name == events.RUN_STARTED), history[0])
+    opened = next((e for e in history if e.name == events.EPOCH_OPENED), begin)
+    end = next((e for e in reversed(history) if e.name in (events.FINISHED, events.STOPPED)), history[-1])
+    ended = end.name in (events.FINISHED, events.STOPPED)
+    wall = elapsed(opened, end)
+    # A run that has not ended writes no events during undisturbed training, so its steps may reach beyond the last
+    # event.
+    return (wall if ended else max(wall, productive)), elapsed(begin, opened)
+
+
+def asynchronous(between_s: float, repair_s: float, stall_s: float, replicas: float, lost: float = 1) -> float:
+    """Return the effective training time (0 to 1) if the other replicas continue during the repair.
+
+    This generalises the formula of FT-HSDP, section 6.1, to several lost replicas.
+
+    Args:
+        between_s: seconds from one failure to the next.
+        repair_s: seconds until the lost replicas contribute again.
+        stall_s: seconds of the failure and the rejoin during which all replicas stall.
+        lost: number of replicas lost in one failure.
+    """
+    stall = min(stall_s, between_s)
+    away = min(max(repair_s, stall), between_s)
+    return (between_s - away + (away - stall) * (replicas - lost) / replicas) / between_s
+
+
+def synchronous(between_s: float, repair_s: float) -> float:
+    """Return the effective training time (0 to 1) if all replicas wait until the lost one is repaired."""
+    return (between_s - min(repair_s, between_s)) / between_s
+
+
+@dataclass(frozen=True)
+class Effective:
+    """Effective training time of a run, as shares from 0 to 1.
+
+    Attributes:
+        measured: sum over the steps of (normal step time x share of replicas that contributed), divided by ``wall_s``.
+        wall_s: total duration of the steps in seconds.
+        failures: number of failures in that time.
+        between_s: ``wall_s`` per failure, None without a failure.
+        stall_s: mean stall per failure in seconds, its rejoin included.
+        repair_s: mean seconds until a lost replica contributed again.
+        formula: result of the formula of FT-HSDP, section 6.1, with these figures; None without a repaired failure.
+        paper_rate: ``formula`` with a failure every 18 minutes, as in the paper; None without a repaired failure.
+        waiting: effective training time if all replicas wait for each repair, with a failure every 18 minutes and this
+            run's ``repair_s``.
+    """
+
+    measured: float | None
+    wall_s: float = 0.0
+    failures: int = 0
+    between_s: float | None = None
+    stall_s: float | None = None
+    repair_s: float | None = None
+    formula: float | None = None
+    paper_rate: float | None = None
+    waiting: float | None = None
+
+
+def effective(steps: Sequence[Step], pace: Pace, incidents: Sequence[Incident], replicas: int) -> Effective:
+    """Return the effective training time of a run.
+
+    Args:
+        steps: the surviving steps, that is, the committed steps that are part of the current training state.
+    """
+    wall = sum(pace.took)
+    if not steps or wall <= 0:
+        return Effective(None)
+    useful = sum(
+        normal * len(step.commit.streams) / step.commit.assignment.replicas
+        for step, normal in zip(steps, pace.normal, strict=True)
+    )
+    failures = [one for one in incidents if one.kind == FAILURE and one.replicas]
+    away = [away_s for one in incidents if one.kind == REJOIN for away_s in one.away_s]
+    stalls = [one.stall_s for one in incidents if one.kind in (FAILURE, REJOIN)]
+    return _effective(useful, wall, [len(one.replicas) for one in failures], sum(stalls), away, replicas)
+
+
+def effective_of_one(times: Goodput, found: Sequence[Recovery]) -> Effective:
+    """Return the effective training time of a run with one replica, which waits for each of its recoveries."""
+    if times.step is None or times.wall <= 0:
+        return Effective(None)
+    took = [r.total for r in found if r.total is not None]
+    return _effective(times.steps * times.step, times.wall, [1] * len(found), sum(took), took, 1)
+
+
+def _effective(
+    useful: float, wall: float, lost: Sequence[int], stalled: float, away: Sequence[float], replicas: int
+) -> Effective:
+    """Return the effective training time of a run.
+
+    Args:
+        useful: seconds that the same work takes without failures.
+        wall: seconds that it took.
+        lost: number of replicas lost in each failure.
+        stalled: seconds of the stalls of all failures and rejoins.
+        away: seconds until a lost replica contributed again, for each that did.
+    """
+    measured, failures = min(1.0, useful / wall), len(lost)
+    if not failures:
+        return Effective(measured, wall)
+    between, stall = wall / failures, stalled / failures
+    if not away:
+        return Effective(measured, wall, failures, between, stall)
+    repair, at_once = statistics.mean(away), statistics.mean(lost)
+    return Effective(
+        *(measured, wall, failures, between, stall, repair),
+        formula=asynchronous(between, repair, stall, replicas, at_once),
+        paper_rate=asynchronous(PAPER_BETWEEN_S, repair, stall, replicas, at_once),
+        waiting=synchronous(PAPER_BETWEEN_S, repair),
+    )
+
+
+ONLINE, CATCHING_UP, REBUILDING, OFFLINE = "online", "catching up", "rebuilding", "offline"
+STATES = (ONLINE, CATCHING_UP, REBUILDING, OFFLINE)
+_OVER = ""
+
+_BROKEN = (events.FAULT_DETECTED, events.EPOCH_CLOSED)
+_BUILT = (events.RUN_STARTED, events.WORKER_STARTED, events.EPOCH_OPENED)
+_ENDED = (events.FINISHED, events.STOPPED)
+
+
+@dataclass(frozen=True)
+class RankInterval:
+    """The interval during which a worker held a logical rank.
+
+    Attributes:
+        begin: seconds from the opening of the first epoch to the start of the interval.
+        end: seconds from the opening of the first epoch to the end of the interval.
+        is_first: whether the worker got the rank when all workers were started together.
+    """
+
+    rank: int
+    worker: str
+    begin: float
+    end: float
+    is_first: bool
+
+
+def origin(history: Sequence[Event]) -> float:
+    """Return the wall time at which pictures start: the opening of the first epoch, else the first event, else 0."""
+    opened = next((event for event in history if event.name == events.EPOCH_OPENED), None)
+    first = opened or (history[0] if history else None)
+    return first.wall if first is not None else 0.0
+
+
+def rank_intervals(history: Sequence[Event], found: Sequence[Recovery]) -> list[RankInterval]:
+    """Return all intervals: those that ended during the run, by end, then the last one of each rank.
+
+    An interval that was ended by a fault ends at the time of the fault, not at the opening of the next epoch.
+    """
+    zero = origin(history)
+    held: dict[int, tuple[str, float, bool]] = {}
+    done = []
+    for event in history:
+        if event.name != events.EPOCH_OPENED:
+            continue
+        at, seats = event.wall - zero, seats_of(event)
+        anew = all(worker != held.get(rank, (None,))[0] for rank, worker in seats.items())
+        for rank, worker in seats.items():
+            before = held.get(rank)
+            if before is not None and before[0] == worker:
+                continue
+            if before is not None:
+                end = max(before[1], _interrupted(event, found) - zero)
+                done.append(RankInterval(rank, before[0], before[1], end, before[2]))
+            held[rank] = (worker, at, anew)
+    last = max((event.wall for event in history), default=zero) - zero
+    return done + [
+        RankInterval(rank, worker, begin, last, first) for rank, (worker, begin, first) in sorted(held.items())
+    ]
+
+
+def _interrupted(opened: Event, found: Sequence[Recovery]) -> float:
+    """Return the wall time at which the epoch before ``opened`` was interrupted."""
+    times = [
+        r.began.wall for r in found if r.began.wall <= opened.wall and (not r.ended or opened.wall <= r.ended.wall)
+    ]
+    return times[-1] if times else opened.wall
+
+
+def end_of_time(history: Sequence[Event], productive: float) -> float:
+    """Return the number of seconds that a picture spans.
+
+    A run that has not ended spans at least ``productive`` seconds, the time of its steps, as steps write no events.
+    """
+    zero = origin(history)
+    last = max((event.wall for event in history), default=zero) - zero
+    ended = any(event.name in (events.FINISHED, events.STOPPED) for event in history)
+    return max(last if ended else max(last, productive), 1e-3)
+
+
+@dataclass(frozen=True)
+class ReplicaInterval:
+    """A period in which a replica is in one state.
+
+    Attributes:
+        state: ONLINE, CATCHING_UP, REBUILDING or OFFLINE.
+        begin: beginning of the period, in seconds since ``first_moment``.
+        end: end of the period, in seconds since ``first_moment``.
+
+    The states are:
+    - ONLINE: the replica contributes gradients to steps.
+    - CATCHING_UP: the replica fetches the training state from other replicas, or waits to do so.
+    - REBUILDING: the replica's workers and process groups are being started, after a failure or for the first time.
+    - OFFLINE: the replica has failed, and its new workers have not been started yet.
+    """
+
+    replica: int
+    state: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class _Transition:
+    """A transition of a replica to ``state`` at wall time ``at``. It is ignored if the replica is in none of the states
+    ``when`` at that time; an empty ``when`` stands for all states.
+    """
+
+    at: float
+    state: str
+    when: tuple[str, ...] = ()
+
+
+def first_moment(history: Sequence[tuple[int | None, Event]], steps: Sequence[Step]) -> float:
+    """Return the wall time at which the lanes of replicas start: the first event or, if earlier, the first step."""
+    times = [event.wall for _, event in history[:1]]
+    times += [step.when - step.commit.step_s for step in steps[:1]]
+    return min(times, default=0.0)
+
+
+def replica_intervals(record: "Record") -> list[ReplicaInterval]:
+    """Return all intervals, by replica and in order of time.
+
+    They end with the last event or the last commit of the run, whichever is later.
+    """
+    last = [event.wall for _, event in record.history[-1:]] + [step.when for step in record.steps[-1:]]
+    found = []
+    for replica in range(record.count):
+        turns = _reported_transitions(replica, record)
+        turns += _committed(replica, record.steps, record.pace.took, [turn.at for turn in turns])
+        ordered = sorted(turns, key=lambda turn: turn.at)
+        found += _intervals(replica, ordered, record.zero, max(last, default=0.0))
+    return found
+
+
+def _reported_transitions(replica: int, record: "Record") -> list[_Transition]:
+    """Return the changes of a replica's state that its own events and the quorum server's events report."""
+    own = record.replicas.get(replica)
+    found = [turn for event in (own.events if own else ()) if (turn := _of_own(event)) is not None]
+    begun = record.steps[0].when if record.steps else float("inf")
+    found += [turn for _, event in record.history if (turn := _of_server(replica, event, begun)) is not None]
+    return found
+
+
+def _of_own(event: Event) -> _Transition | None:
+    if event.name in _BROKEN:
+        return _Transition(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
+    if event.name in _BUILT:
+        return _Transition(event.wall, REBUILDING, (OFFLINE, _OVER))
+    return _Transition(event.wall, _OVER) if event.name in _ENDED else None
+
+
+def _of_server(replica: int, event: Event, begun: float) -> _Transition | None:
+    """Return the transition that a quorum server's event reports for ``replica``, or None.
+
+    ``begun`` is the wall time of the first commit; a replica that joins before it has no training state to fetch.
+    """
+    if replica_of(event) != replica:
+        return None
+    if event.name == events.REPLICA_OFFLINE:
+        return _Transition(event.wall, OFFLINE, (ONLINE, CATCHING_UP))
+    if event.name == events.REPLICA_ONLINE:
+        return _Transition(event.wall, CATCHING_UP if event.wall > begun else ONLINE, (REBUILDING, OFFLINE, _OVER))
+    return _Transition(event.wall, ONLINE, (CATCHING_UP,)) if event.name == events.CAUGHT_UP else None
+
+
+def _committed(
+    replica: int, steps: Sequence[Step], took: Sequence[float], reported: Sequence[float]
+) -> list[_Transition]:
+    """Return the transitions of a replica that follow from its part in the committed steps.
+
+    A transition gets the time at which its step began. If an event reports a transition during the step, it gets the
+    time at which the step ended.
+
+    Args:
+        took: duration of each step, in seconds.
+        reported: wall times of the transitions that events report.
+    """
+    found, reported, at, last = [], sorted(reported), 0, _OVER
+    for step, seconds in zip(steps, took, strict=True):
+        begin, state = step.when - seconds, _part(replica, step)
+        while at < len(reported) and reported[at] <= begin:
+            at += 1
+        is_reported = at < len(reported) and reported[at] <= step.when
+        found.append(_Transition(step.when if is_reported else begin, state, _proven(state, last, is_reported)))
+        last = state
+    return found
+
+
+def _proven(state: str, last: str, is_reported: bool) -> tuple[str, ...]:
+    """Return the states that a commit may change to ``state``; an empty tuple stands for all states.
+
+    Args:
+        state: state of the replica according to this commit.
+        last: state of the replica according to the previous commit.
+        is_reported: whether an event reports a transition of the replica during this step.
+    """
+    # A commit without the replica does not show that it is offline: it may be rebuilding or waiting to join.
+    if state == OFFLINE:
+        return (ONLINE, CATCHING_UP) if last == CATCHING_UP and not is_reported else (ONLINE,)
+    if not is_reported:
+        return ()
+    return (CATCHING_UP,) if state == ONLINE else (REBUILDING, OFFLINE, _OVER)
+
+
+def _part(replica: int, step: Step) -> str:
+    if replica in step.commit.healthy:
+        return ONLINE
+    return CATCHING_UP if replica in step.commit.behind else OFFLINE
+
+
+def _intervals(replica: int, turns: Sequence[_Transition], zero: float, end: float) -> list[ReplicaInterval]:
+    found: list[ReplicaInterval] = []
+    state, since = _OVER, zero
+
+    def leave(at: float) -> None:
+        if state == _OVER or at <= since:
+            return
+        begin = since
+        if found and found[-1].state == state and found[-1].end == since - zero:  # merge with the previous interval
+            begin = found.pop().begin + zero
+        found.append(ReplicaInterval(replica, state, begin - zero, at - zero))
+
+    for turn in turns:
+        if (turn.when and state not in turn.when) or turn.state == state:
+            continue
+        leave(turn.at)
+        state, since = turn.state, max(turn.at, zero)
+    leave(end)
+    return found
+
+
 NOTHING = "nothing on record"
 _FIX = "give the folder that was given to ft run as --run-dir"
 
@@ -53,7 +477,7 @@ class Replica(run.Run):
 
     @cached_property
     def goodput(self) -> Goodput:
-        return goodput.goodput(self.metrics, self.events, self.recoveries)
+        return goodput(self.metrics, self.events, self.recoveries)
 
     @cached_property
     def corruption(self) -> Corruption | None:
@@ -66,7 +490,6 @@ class Mark:
 
     Attributes:
         at: position of the line on the horizontal axis.
-        title: what happened there.
     """
 
     at: float
@@ -198,8 +621,8 @@ class Record:
     def effective(self) -> Effective:
         """Return the effective training time, as FT-HSDP defines it."""
         if self.has_quorum:
-            return goodput.effective(self.steps, self.pace, self.incidents, self.count)
-        return goodput.effective_of_one(self.only.goodput, self.only.recoveries)
+            return effective(self.steps, self.pace, self.incidents, self.count)
+        return effective_of_one(self.only.goodput, self.only.recoveries)
 
     @cached_property
     def zero(self) -> float:
@@ -208,13 +631,13 @@ class Record:
         It is the first event or, if earlier, the first step; without FT-HSDP it is the opening of the first epoch.
         """
         if not self.has_quorum:
-            return lanes.origin(self.only.events)
-        return lanes.first_moment(self.history, self.steps)
+            return origin(self.only.events)
+        return first_moment(self.history, self.steps)
 
     @cached_property
     def lanes(self) -> list[ReplicaInterval]:
         """Return when each replica was in which state."""
-        return lanes.replica_intervals(self)
+        return replica_intervals(self)
 
     def seconds_in(self, replica: int, state: str) -> float:
         """Return the total seconds that the replica was in ``state``."""
@@ -241,11 +664,11 @@ def load(folder: str | Path, most: int | None = None) -> Record:
         UserError: there is no such folder, it contains no run, or it cannot be read.
     """
     folder = Path(folder)
-    found = _folders(folder)
+    found = run.replicas(folder) if folder.is_dir() else {}
     if not found:
         return Record(folder, {0: Replica(**vars(run.load(folder)))}, has_quorum=False)
     try:
-        replicas = {number: _replica(path, most) for number, path in sorted(found.items())}
+        replicas = {number: _replica(path, most) for number, path in found.items()}
         history = sorted(events.read(folder / run.EVENTS), key=lambda event: event.wall)
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error}", _FIX) from error
@@ -261,13 +684,6 @@ def _replica(folder: Path, most: int | None) -> Replica:
     except UserError:
         own = run.Run(folder)
     return Replica(**vars(own), commits=commits.read(folder, most))
-
-
-def _folders(folder: Path) -> dict[int, Path]:
-    if not folder.is_dir():
-        return {}
-    matches = ((_FOLDER.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    return {int(match[1]): path for match, path in matches if match}
 
 
 def _losses_of_one(only: Replica) -> Losses:

@@ -13,7 +13,6 @@ from typing import Any
 from ft.base import events
 from ft.base.events import Event
 from ft.faults.verdict import NODE_LOST
-from ft.job.replicas.host import FOLDER as LAUNCHERS
 from ft.observe.report import ranks
 from ft.observe.report.lineage import Step
 from ft.observe.report.record import NOTHING, Record, load
@@ -76,16 +75,15 @@ class Lost:
 
     Attributes:
         host: its host name, "" where unknown.
-        why: why it counts as lost.
-        age: seconds since it was lost, None where unknown.
-        back: name under which an agent of the same node has joined again, "" if none has.
+        lost_s_ago: seconds since it was lost, None where unknown.
+        back_as: name under which an agent of the same node has joined again, "" if none has.
     """
 
     node: str
     host: str
-    why: str
-    age: float | None = None
-    back: str = ""
+    reason: str
+    lost_s_ago: float | None = None
+    back_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,6 @@ class ReplicaMember:
         quorum: number of the quorum in which it committed that step, or None.
         position: its position in its stream of data samples, or None.
         age: seconds since it last committed a step, None before its first commit.
-        hosts: host names of its nodes.
     """
 
     replica: int
@@ -117,7 +114,6 @@ class Workers:
     Attributes:
         lag: steps between the committed step and the newest snapshot that all peers hold, None where there is none.
         last: the most recent recovery, or None.
-        recovered: number of recoveries that are over.
         protected: whether a worker has ever joined the run under protection; None where no file says so.
         hot_swap: whether the run uses hot-swap: peers hold copies of the snapshots, and standbys take over.
         lacking: sentences about what is missing from the run's files.
@@ -174,8 +170,6 @@ class Status:
         age: seconds since the state was written or, with replicas, since the last commit; None where there is none.
         gone: why no live process directs the run any more, "" while one does, or may do so.
         saves: the last save of a checkpoint, and its age; "" before the first.
-        workers: the workers of a run with one replica.
-        quorum: the replicas of a run of FT-HSDP.
     """
 
     phase: str
@@ -230,7 +224,7 @@ def status(record: Record, now: float, gone: str = "") -> Status:
             quorum=_quorum(record, last, now),
         )
     only = record.only
-    updated = _number(only.status.get("updated")) or (only.events[-1].wall if only.events else None)
+    updated = records.number(only.status, "updated") or (only.events[-1].wall if only.events else None)
     step = records.last_step(only)
     if only.status.get("protected") is False and only.metrics:  # the control plane hears nothing of such a run's steps
         step = max(step or 0, only.metrics[-1]["step"])
@@ -312,7 +306,7 @@ def _gone(record: Record, found: Status) -> str:
     Of replicas, the launcher that hosts the quorum server holds a lease.
     """
     if found.workers is None:
-        return gone(record.folder / LAUNCHERS, None, _NODES, is_steady=True)
+        return gone(record.folder / election.LAUNCHERS, None, _NODES, is_steady=True)
     return gone(record.folder, found.age, found.workers.nodes)
 
 
@@ -325,7 +319,7 @@ def lost_nodes(run: Run, now: float) -> list[Lost]:
             found[node] = Lost(node, hosts.get(node, ""), _why_lost(event), max(0.0, now - event.wall))
         elif event.name == events.AGENT_JOINED:  # an agent that joins again is called n1-2
             same = [lost for lost in found.values() if lost.node.partition("-")[0] == node.partition("-")[0]]
-            found |= {lost.node: replace(lost, back=node) for lost in same if not lost.back}
+            found |= {lost.node: replace(lost, back_as=node) for lost in same if not lost.back_as}
     nodes = run.status.get("nodes")
     if run.state == NOT_ENDED and isinstance(nodes, dict):  # a node without workers has no event of its loss
         gone = {name: str(why) for name, why in nodes.items() if why != "up" and not str(why).startswith("suspect:")}
@@ -340,9 +334,9 @@ def _why_lost(event: Event) -> str:
 
 def lost_sentence(lost: Lost, hosts: Mapping[str, str]) -> str:
     """Return text such as "n1 (gpu0137), 2 min ago: nothing was heard of its agent for 3.7 s"."""
-    when = "" if lost.age is None else f", {seconds(lost.age)} ago"
-    why = f": {lost.why}" if lost.why else ""
-    back = f"; joined again as {lost.back}" if lost.back else ""
+    when = "" if lost.lost_s_ago is None else f", {seconds(lost.lost_s_ago)} ago"
+    why = f": {lost.reason}" if lost.reason else ""
+    back = f"; joined again as {lost.back_as}" if lost.back_as else ""
     return f"{events.named(lost.node, hosts)}{when}{why}{back}"
 
 
@@ -486,10 +480,7 @@ def as_values(found: Status) -> dict[str, Any]:
         workers = found.workers
         values |= {name: getattr(workers, name) for name in _SAME_NAMES}
         values |= {"members": [vars(member) for member in workers.members], "stragglers": workers.slow}
-        values["lost"] = [
-            {"node": one.node, "host": one.host, "reason": one.why, "lost_s_ago": one.age, "back_as": one.back}
-            for one in workers.lost
-        ]
+        values["lost"] = [vars(one) for one in workers.lost]
         values["last_recovery"] = _recovery_values(workers.last) if workers.last is not None else None
     return values
 
@@ -560,11 +551,9 @@ def _snapshots(found: Workers, ended: bool) -> str:
         return f"none: no worker has {when} the run, and nothing {'protected' if ended else 'protects'} it"
     if not found.hot_swap:
         return "none: the other replicas hold the state"
-    return "-" if found.lag is None else _lag(found.lag)
-
-
-def _lag(lag: int) -> str:
-    return "all peers hold the committed step" if lag == 0 else f"{lag} behind the committed step"
+    if found.lag is None:
+        return "-"
+    return f"{found.lag} behind the committed step" if found.lag else "all peers hold the committed step"
 
 
 def _last(recovery: Recovery | None) -> str:
@@ -598,10 +587,6 @@ def _hosts(history: Sequence[Event]) -> tuple[str, ...]:
 
 def _shown(value: int | None) -> str:
     return "-" if value is None else str(value)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _whole(value: Any, otherwise: int | None = None) -> int | None:

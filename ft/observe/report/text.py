@@ -6,10 +6,8 @@ from pathlib import Path
 
 from ft import faults
 from ft.observe.report import protections
-from ft.observe.report.goodput import Effective
-from ft.observe.report.lanes import STATES
 from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, Incident, has_stacks, stacks_line, wipe_outs_line
-from ft.observe.report.record import Record, Replica
+from ft.observe.report.record import STATES, Effective, Record, Replica
 from ft.observe.report.status import saves
 from ft.record import run as records
 from ft.record.block import what_differs, what_failed

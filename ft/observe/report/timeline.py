@@ -13,18 +13,18 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from ft.base.events import Event
-from ft.observe.report.lanes import (
+from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, depth, has_stacks
+from ft.observe.report.record import (
     CATCHING_UP,
     OFFLINE,
     ONLINE,
     REBUILDING,
     STATES,
     RankInterval,
+    Record,
     end_of_time,
     rank_intervals,
 )
-from ft.observe.report.lineage import FAILURE, REJOIN, RESTART, depth, has_stacks
-from ft.observe.report.record import Record
 from ft.record.recoveries import PHASES, Recovery
 from ft.record.recoveries import RESTART as RESTARTED
 from ft.record.run import number

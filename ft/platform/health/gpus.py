@@ -73,6 +73,34 @@ def find_nvml() -> Any:
         return None
 
 
+def ask(nvml: Any, name: str, *arguments: Any) -> Any:
+    """Return the answer of an NVML function, or None if this GPU, driver or package does not have it.
+
+    Raises:
+        NVMLError: the GPU is lost, or has to be reset.
+    """
+    function: Callable[..., Any] | None = getattr(nvml, name, None)
+    try:
+        return function(*arguments) if function is not None else None
+    except nvml.NVMLError as error:
+        if getattr(error, "value", None) in _LOST:
+            raise
+        return None
+
+
+def fields(nvml: Any, handle: Any, names: Sequence[str], scope: int = 0) -> list[float | None]:
+    """Return the values of NVML's numbered fields, None for those that are not there.
+
+    Args:
+        scope: number of the part of the GPU, such as that of an NVLink.
+    """
+    known = [name for name in names if hasattr(nvml, name)]
+    asked = [(getattr(nvml, name), scope) for name in known]
+    answers = ask(nvml, "nvmlDeviceGetFieldValues", handle, asked) if asked else None
+    values = dict(zip(known, map(_value, answers or ()), strict=False))
+    return [values.get(name) for name in names]
+
+
 class Gpus:
     """Reads the GPUs of this node. Used by one thread.
 
@@ -160,18 +188,7 @@ class Gpus:
                 found.unreadable = f"{device}: {error}"
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Return the answer of an NVML function, or None if this GPU, driver or package does not have it.
-
-        Raises:
-            NVMLError: the GPU is lost, or has to be reset.
-        """
-        function: Callable[..., Any] | None = getattr(self._nvml, name, None)
-        try:
-            return function(*arguments) if function is not None else None
-        except self._nvml.NVMLError as error:
-            if getattr(error, "value", None) in _LOST:
-                raise
-            return None
+        return ask(self._nvml, name, *arguments)
 
     def _filled(self, function: str, kind: str, handle: Any) -> Any:
         """Return a structure that an NVML function has filled, or None if one of both is not there.
@@ -184,19 +201,6 @@ class Gpus:
             return None
         filled = make()
         return filled if self._ask(function, handle, ctypes.byref(filled)) is not None else None
-
-    def _fields(self, handle: Any, names: Sequence[str], scope: int = 0) -> list[float | None]:
-        """Return the values of NVML's numbered fields, None for those that are not there.
-
-        Args:
-            names: NVML's names of the fields.
-            scope: number of the part of the GPU, such as that of an NVLink.
-        """
-        known = [name for name in names if hasattr(self._nvml, name)]
-        asked = [(getattr(self._nvml, name), scope) for name in known]
-        answers = self._ask("nvmlDeviceGetFieldValues", handle, asked) if asked else None
-        values = dict(zip(known, map(_value, answers or ()), strict=False))
-        return [values.get(name) for name in names]
 
     def _names(self, found: Source, device: str, handle: Any) -> None:
         uuid = self._ask("nvmlDeviceGetUUID", handle)
@@ -225,7 +229,7 @@ class Gpus:
             found.add(device, f"gpu.recovery.{action_name(action)}", int(action != NO_ACTION))
 
     def _recovery_action(self, handle: Any) -> float | None:
-        return self._fields(handle, ["NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"])[0]
+        return fields(self._nvml, handle, ["NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"])[0]
 
     def _heat_and_power(self, found: Source, device: str, handle: Any) -> None:
         found.add(device, "gpu.temperature", (heat := self._ask("nvmlDeviceGetTemperature", handle, 0)), "C")
@@ -263,7 +267,7 @@ class Gpus:
                 self._link(found, f"{device}/nvlink{link}", handle, link)
 
     def _link(self, found: Source, device: str, handle: Any, link: int) -> None:
-        counts = dict(zip(_LINK_FIELDS, self._fields(handle, list(_LINK_FIELDS.values()), link), strict=True))
+        counts = dict(zip(_LINK_FIELDS, fields(self._nvml, handle, list(_LINK_FIELDS.values()), link), strict=True))
         for name, counter in _LINK_COUNTERS.items():
             errors = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, counter)
             if errors is None:  # a GPU has all of them or none

@@ -19,7 +19,6 @@ class Observation:
     Attributes:
         device: name of the device, such as "gpu0", "mlx5_0/1" or "nvme0"; "" for the node as a whole.
         name: what was observed, such as "gpu.temperature".
-        value: the value, in ``unit``.
         unit: "C", "W", "s", "bytes", or "" for counts and yes/no (1/0).
         when: wall time of the observation, or of the event, in seconds since 1970.
         kind: GAUGE, COUNTER or EVENT.
@@ -63,7 +62,6 @@ class Change:
     """The growth of one counter between two readings.
 
     Attributes:
-        now: the later observation.
         grew: how much the counter has grown; its whole value if it was reset in between, as by a new driver.
         seconds: time between the two readings.
     """

@@ -239,13 +239,7 @@ def _total(counts: str | None) -> float | None:
 
 
 def read_processors(root: Path, node: str, when: float) -> Source:
-    """Read how often heat has slowed the processors of a node down, and how many processors are offline.
-
-    Args:
-        root: root of the file tree.
-        node: name of the node.
-        when: wall time of the observations in seconds.
-    """
+    """Read how often heat has slowed the processors of a node down, and how many processors are offline."""
     found = Source(node, when)
     base = root / "sys/devices/system/cpu"
     packages: dict[str, float] = {}
@@ -278,7 +272,6 @@ class Reader:
     Args:
         root: root of the file tree that is read, normally "/".
         nvml: the module ``pynvml``, or None to ask no GPU.
-        watched: folders whose disks are observed.
         clock_status: function that returns what ``kernel_status`` does.
 
     Attributes:

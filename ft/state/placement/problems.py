@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from ft.platform.slurm import NODE
+from ft.show.text import spans
 from ft.state.placement.assign import Holders, place
 
 Where = Mapping[int, Mapping[str, str]]
@@ -49,17 +50,6 @@ def find_problems(
         works = f"--ft-snapshot-peers {best} can be placed" if best else "no number of copies can be placed better"
         sentences[-1] += f" ({works})"
     return sentences + _too_many(holders, k) + _lost_with_their_peers(where, groups, incomplete)
-
-
-def spans(ranks: Collection[int]) -> str:
-    """Format ``[0, 1, 2, 5]`` as "0-2, 5"."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def _all(copies: int) -> str:

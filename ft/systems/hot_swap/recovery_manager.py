@@ -178,7 +178,7 @@ class RecoveryManager(Layer, Operations):
             self._subject.state(self._position.get()), step, source, keep_tensors=keep, epoch=self.session.epoch
         )
         self._envelope = self.snapshots.restored_envelope.envelope
-        return self._subject.apply_envelope(self.snapshots.restored_envelope), sources
+        return self._subject.apply(self.snapshots.restored_envelope), sources
 
     async def rebuild_stage(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
         self.snapshots.begin_at(step, self.session.epoch)

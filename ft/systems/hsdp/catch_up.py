@@ -68,7 +68,7 @@ class ReplicaState:
             UserError: the envelope belongs to another model or optimizer.
         """
         blobs = {name: base64.b64decode(text) for name, text in envelope["blobs"].items()}
-        position = self._subject.apply_envelope(RankState(envelope=envelope["envelope"], blobs=blobs))
+        position = self._subject.apply(RankState(envelope=envelope["envelope"], blobs=blobs))
         self._position.set(position)
 
 

@@ -9,7 +9,7 @@ positions of all replicas determine which samples were taken. A replica that was
 A step takes the same number of blocks from every replica that takes part. As long as no replica is absent, the samples
 of a step therefore form one contiguous global batch. With ``block`` = micro batch x data-parallel size of a replica,
 every rank moreover gets in each of its microbatches the samples that ordinary data parallelism would give it (see
-``ft.protection.streams``).
+``ft.protection.contract``).
 
 When the number of replicas or the block size changes, a new assignment begins. Its order contains the remaining
 samples: first, in order, those below the furthest sample taken (the *leftovers*), then all samples after it.

@@ -103,7 +103,7 @@ _ENDLESS = 1 << 62
 class Cyclic(torch.utils.data.Dataset):
     """An endless sequence of passes over ``one_pass``, each in its own random order (--dataloader-type cyclic).
 
-    The sequence is the same in all replicas. A ``StreamView`` (:mod:`ft.protection.streams`) of it selects the samples
+    The sequence is the same in all replicas. A ``StreamView`` (:mod:`ft.protection.contract`) of it selects the samples
     of one replica.
 
     Args:

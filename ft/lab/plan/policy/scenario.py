@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft.base import structured_file
+from ft.base import files
 from ft.base.errors import Problems, UserError
 from ft.job.control.recovery_plan import MIDDLE, PLUS
 
@@ -111,7 +111,7 @@ def read(flags: Mapping[str, Any], path: str | None) -> Scenario:
     Raises:
         UserError: a value is wrong; the message names all of them.
     """
-    given = {} if path is None else structured_file.read(path, "the file of the situation")
+    given = {} if path is None else files.read_structured(path, "the file of the situation")
     if not isinstance(given, dict):
         raise UserError(f"{path} holds no mapping", "give an object with keys such as pp and lost")
     given = given | {key: value for key, value in flags.items() if value is not None}

@@ -4,7 +4,7 @@ SPARe protects data-parallel training: each part (shard type) of a step's data i
 the survivors of a failure compute the parts of the lost groups.
 """
 
-from ft.base.subcommands import add_group
+from ft.base.flags import add_group
 
 _SUBCOMMANDS = (
     "ft.lab.plan.spare.theory",

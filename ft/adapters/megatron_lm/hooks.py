@@ -1,4 +1,4 @@
-"""The seams of Megatron-LM's trainer: the functions that the adapter wraps or splits, as data, and their check.
+"""The hooks of Megatron-LM's trainer: the functions that the adapter wraps or splits, as data, and their check.
 
 The check reads a checkout's source and imports nothing. It examines only what the adapter relies on: names of
 parameters, and calls within a function. Therefore checkouts with local changes elsewhere pass.
@@ -26,7 +26,7 @@ _TRAINING, _CHECKPOINTING = "megatron/training/training.py", "megatron/training/
 
 
 @dataclass(frozen=True)
-class Seam:
+class Hook:
     """One function of the trainer that the adapter depends on.
 
     Attributes:
@@ -48,8 +48,8 @@ class Seam:
 
 
 _STATE = ("model", "optimizer", "opt_param_scheduler")
-SEAMS = (
-    Seam(
+HOOKS = (
+    Hook(
         _TRAINING,
         "pretrain",
         "what follows the set-up is repeated after a recovery",
@@ -57,23 +57,23 @@ SEAMS = (
         calls=("initialize_megatron", "setup_model_and_optimizer", "build_train_valid_test_data_iterators"),
         splits_at="train",
     ),
-    Seam(
+    Hook(
         _TRAINING,
         "setup_model_and_optimizer",
         "model, optimizer and schedule are those that are protected; a worker that joins loads no checkpoint",
         parameters=("checkpointing_context",),
         calls=("load_checkpoint",),
     ),
-    Seam(_TRAINING, "get_train_valid_test_num_samples", "a standby builds data sets that have no stored index"),
-    Seam(_TRAINING, "build_train_valid_test_datasets", "datasets are built once, and kept for recoveries"),
-    Seam(
+    Hook(_TRAINING, "get_train_valid_test_num_samples", "a standby builds data sets that have no stored index"),
+    Hook(_TRAINING, "build_train_valid_test_datasets", "datasets are built once, and kept for recoveries"),
+    Hook(
         _TRAINING,
         "build_train_valid_test_data_iterators",
         "its iterators are moved to the samples of the restored step",
         calls=("build_train_valid_test_data_loaders", "RerunDataIterator"),
     ),
-    Seam(_TRAINING, "build_train_valid_test_data_loaders", "iterators begin at the samples of the restored step"),
-    Seam(
+    Hook(_TRAINING, "build_train_valid_test_data_loaders", "iterators begin at the samples of the restored step"),
+    Hook(
         _TRAINING,
         "train",
         "a step is committed at its end, and training continues at args.iteration",
@@ -85,17 +85,17 @@ SEAMS = (
             "config.finalize_model_grads_func = finalize_model_grads",
         ),
     ),
-    Seam(
+    Hook(
         _TRAINING,
         "train_step",
         "the optimizer's step is taken inside it, and replicas divide its forward and backward passes",
         parameters=("optimizer", "data_iterator", "forward_backward_func"),
         calls=("forward_backward_func", "step"),
     ),
-    Seam(_TRAINING, "get_forward_backward_func", "a replica that returns runs a step before it joins the others"),
-    Seam(_TRAINING, "build_pretraining_data_loader", "a replica reads its own part of the training samples"),
-    Seam(_TRAINING, "preprocess_common_state_dict", "a replica writes the last checkpoint if another one cannot"),
-    Seam(
+    Hook(_TRAINING, "get_forward_backward_func", "a replica that returns runs a step before it joins the others"),
+    Hook(_TRAINING, "build_pretraining_data_loader", "a replica reads its own part of the training samples"),
+    Hook(_TRAINING, "preprocess_common_state_dict", "a replica writes the last checkpoint if another one cannot"),
+    Hook(
         _TRAINING,
         "training_log",
         "its arguments have the step's loss, and sums that a recovery restores",
@@ -104,71 +104,71 @@ SEAMS = (
             *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "is_first_iteration"),
         ),
     ),
-    Seam(
+    Hook(
         _TRAINING,
         "checkpoint_and_decide_exit",
         "the last call of an iteration: when it returns, the step is committed",
         parameters=(*_STATE, "iteration", "num_floating_point_operations_so_far"),
         calls=("save_checkpoint_and_time",),
     ),
-    Seam(_TRAINING, "evaluate_and_print_results", "a phase of its own for deadlines and planned faults"),
-    Seam(_TRAINING, "evaluate", "its result is the validation loss", parameters=("model",)),
-    Seam(_TRAINING, "save_checkpoint", "a phase of its own for deadlines and planned faults"),
-    Seam(_TRAINING, "maybe_finalize_async_save", "a pending checkpoint is finished before its step is committed"),
-    Seam(
+    Hook(_TRAINING, "evaluate_and_print_results", "a phase of its own for deadlines and planned faults"),
+    Hook(_TRAINING, "evaluate", "its result is the validation loss", parameters=("model",)),
+    Hook(_TRAINING, "save_checkpoint", "a phase of its own for deadlines and planned faults"),
+    Hook(_TRAINING, "maybe_finalize_async_save", "a pending checkpoint is finished before its step is committed"),
+    Hook(
         _CHECKPOINTING,
         "save_checkpoint",
         "a replica writes the last checkpoint if another one cannot",
         parameters=(*_STATE, "iteration", "checkpointing_context", "preprocess_common_state_dict_fn"),
     ),
-    Seam(
+    Hook(
         _CHECKPOINTING,
         "load_checkpoint",
         "replicas load a checkpoint if all of them have lost their state",
         parameters=("ddp_model", "optimizer", "opt_param_scheduler", "checkpointing_context"),
         calls=("check_checkpoint_args",),
     ),
-    Seam(_CHECKPOINTING, "check_checkpoint_args", "it gets the arguments of a checkpoint", ("checkpoint_args",)),
-    Seam(_CHECKPOINTING, "checkpoint_exists", "without a checkpoint, replicas begin anew"),
-    Seam("megatron/training/initialize.py", "initialize_megatron", "it starts without a GPU", ("allow_no_cuda",)),
-    Seam(
+    Hook(_CHECKPOINTING, "check_checkpoint_args", "it gets the arguments of a checkpoint", ("checkpoint_args",)),
+    Hook(_CHECKPOINTING, "checkpoint_exists", "without a checkpoint, replicas begin anew"),
+    Hook("megatron/training/initialize.py", "initialize_megatron", "it starts without a GPU", ("allow_no_cuda",)),
+    Hook(
         "megatron/training/initialize.py",
         "_initialize_distributed",
         "the worker takes its logical rank, and makes process groups that can be rebuilt",
         calls=("is_initialized",),
     ),
-    Seam("megatron/training/initialize.py", "_compile_dependencies", "kernels are compiled for a GPU only"),
-    Seam("megatron/training/global_vars.py", "_set_tensorboard_writer", "called once the rank is known", ("args",)),
-    Seam("megatron/training/global_vars.py", "_set_wandb_writer", "called once the rank is known", ("args",)),
-    Seam("megatron/training/global_vars.py", "_set_one_logger", "called once the rank is known", ("args",)),
+    Hook("megatron/training/initialize.py", "_compile_dependencies", "kernels are compiled for a GPU only"),
+    Hook("megatron/training/global_vars.py", "_set_tensorboard_writer", "called once the rank is known", ("args",)),
+    Hook("megatron/training/global_vars.py", "_set_wandb_writer", "called once the rank is known", ("args",)),
+    Hook("megatron/training/global_vars.py", "_set_one_logger", "called once the rank is known", ("args",)),
 )
-"""All seams."""
+"""All hooks."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What the check of one seam has found.
+class HookFinding:
+    """What the check of one hook has found.
 
     Attributes:
         status: FITS, MISSING or CHANGED.
-        differs: the difference from what the adapter needs, as a clause; "" if the seam fits.
+        differs: the difference from what the adapter needs, as a clause; "" if the hook fits.
     """
 
-    seam: Seam
+    hook: Hook
     status: str = FITS
     differs: str = ""
 
 
-def check_tree(root: Path) -> list[Finding]:
-    """Return one finding for each seam of the checkout in the folder ``root``, in order."""
+def check_tree(root: Path) -> list[HookFinding]:
+    """Return one finding for each hook of the checkout in the folder ``root``, in order."""
     modules: dict[str, dict[str, ast.AST] | None] = {}
-    for seam in SEAMS:
-        if seam.file not in modules:
-            modules[seam.file] = _symbols(root / seam.file)
-    return [_check(seam, modules[seam.file]) for seam in SEAMS]
+    for hook in HOOKS:
+        if hook.file not in modules:
+            modules[hook.file] = _symbols(root / hook.file)
+    return [_check(hook, modules[hook.file]) for hook in HOOKS]
 
 
-def problems(tree: Tree, findings: Sequence[Finding] | None = None) -> Iterator[Problem]:
+def problems(tree: Tree, findings: Sequence[HookFinding] | None = None) -> Iterator[Problem]:
     """Yield (problem, fix) for each function that the adapter relies on and that the checkout lacks or has changed.
 
     Args:
@@ -177,8 +177,8 @@ def problems(tree: Tree, findings: Sequence[Finding] | None = None) -> Iterator[
     fix = f"use a checkout of {_releases()}, or leave the --ft flags out"
     for finding in check_tree(tree.root) if findings is None else findings:
         if finding.status != FITS:
-            seam = finding.seam
-            yield f"{tree.root / seam.file}: {seam.symbol} {finding.differs}, and {seam.why}", fix
+            hook = finding.hook
+            yield f"{tree.root / hook.file}: {hook.symbol} {finding.differs}, and {hook.why}", fix
 
 
 def notice(tree: Tree) -> str | None:
@@ -210,23 +210,27 @@ def function_of(path: Path, symbol: str) -> ast.FunctionDef:
     return (_symbols(path) or {})[symbol]
 
 
-def _check(seam: Seam, symbols: dict[str, ast.AST] | None) -> Finding:
+def _check(hook: Hook, symbols: dict[str, ast.AST] | None) -> HookFinding:
     if symbols is None:
-        return Finding(seam, MISSING, "cannot be read")
-    node = symbols.get(seam.symbol)
+        return HookFinding(hook, MISSING, "cannot be read")
+    node = symbols.get(hook.symbol)
     if node is None:
-        return Finding(seam, MISSING, "is missing")
+        return HookFinding(hook, MISSING, "is missing")
     if not isinstance(node, ast.FunctionDef):  # imported from another module, whose source is not examined here
-        return Finding(seam) if not (seam.parameters or seam.calls) else Finding(seam, CHANGED, "is not defined here")
+        return (
+            HookFinding(hook)
+            if not (hook.parameters or hook.calls)
+            else HookFinding(hook, CHANGED, "is not defined here")
+        )
     taken = {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-    lacks = [f"has no parameter {name}" for name in seam.parameters if name not in taken]
+    lacks = [f"has no parameter {name}" for name in hook.parameters if name not in taken]
     called = _called(node)
-    lacks += [f"does not call {name}" for name in seam.calls if name not in called]
+    lacks += [f"does not call {name}" for name in hook.calls if name not in called]
     statements = {ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Assign)}
-    lacks += [f"does not set {text!r}" for text in seam.sets if text not in statements]
-    if seam.splits_at and split_index(node, seam.splits_at) is None:
-        lacks.append(f"does not call {seam.splits_at} in one statement of its body")
-    return Finding(seam, CHANGED, " and ".join(lacks)) if lacks else Finding(seam)
+    lacks += [f"does not set {text!r}" for text in hook.sets if text not in statements]
+    if hook.splits_at and split_index(node, hook.splits_at) is None:
+        lacks.append(f"does not call {hook.splits_at} in one statement of its body")
+    return HookFinding(hook, CHANGED, " and ".join(lacks)) if lacks else HookFinding(hook)
 
 
 def _symbols(path: Path) -> dict[str, ast.AST] | None:
