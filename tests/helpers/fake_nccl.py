@@ -5,6 +5,7 @@ The names of functions are those of torch/csrc/distributed/c10d/ProcessGroupNCCL
 
 import threading
 import time
+from collections import defaultdict, deque
 
 import torch
 from torch.futures import Future
@@ -143,3 +144,123 @@ def eventually(holds) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class Wires:
+    """The NCCL communicators of one group whose ranks are threads of this process.
+
+    A message is a rendezvous: it ends when its send and its receive are both at the head of their streams. torch gives
+    each communicator one stream: the group's for what is launched together, and another one for each pair of ranks
+    whose messages are launched alone (``ProcessGroupNCCL::pointToPoint``), unless the group was connected eagerly.
+    """
+
+    def __init__(self, size: int, eager: bool):
+        self.eager, self._running = eager, size
+        self._streams: dict[tuple, deque[Launch]] = defaultdict(deque)
+        self._changed, self._waiting = threading.Condition(), []
+        self.deadlock = False
+        self.largest = 0
+
+    def communicators(self) -> set[frozenset | str]:
+        """Return those that were used: "group", and pairs of ranks."""
+        return {communicator for _, communicator in self._streams}
+
+    def put(self, rank: int, communicator: frozenset | str, messages: list[tuple]) -> "Launch":
+        """Append a launch, of (kind, tensor, peer) each, to a stream of ``rank``."""
+        launch = Launch(self, rank, communicator, messages)
+        with self._changed:
+            self.largest = max(self.largest, len(messages))
+            self._streams[rank, communicator].append(launch)
+            while any(self._proceeds(stream[0]) for stream in list(self._streams.values()) if stream):
+                pass
+            self._changed.notify_all()
+        return launch
+
+    def _proceeds(self, launch: "Launch") -> bool:
+        for kind, tensor, peer in launch.left:
+            there = self._streams[peer, launch.communicator]
+            offered = there[0].left if there else []
+            other = next((one for one in offered if one[2] == launch.rank and one[0] != kind), None)
+            if other is None or any(one[2] == peer and one[0] == kind for one in _before(launch.left, tensor)):
+                continue
+            source, target = (tensor, other[1]) if kind == "send" else (other[1], tensor)
+            target.copy_(source)
+            for one, message in ((launch, (kind, tensor, peer)), (there[0], other)):
+                one.left = [left for left in one.left if left[1] is not message[1]]
+                if not one.left:
+                    self._streams[one.rank, one.communicator].popleft()
+            return True
+        return False
+
+    def wait(self, launch: "Launch") -> None:
+        """Block the thread of a rank, as the launch blocks all that its stream does afterwards."""
+        with self._changed:
+            self._waiting.append(launch)
+            self._look()
+            self._changed.wait_for(lambda: not launch.left or self.deadlock)
+            self._waiting.remove(launch)
+            if launch.left:
+                raise RuntimeError("NCCL hangs")
+
+    def ends(self) -> None:
+        """A rank has come to the end of its program."""
+        with self._changed:
+            self._running -= 1
+            self._look()
+
+    def _look(self) -> None:
+        blocked = sum(bool(one.left) for one in self._waiting)
+        self.deadlock = self.deadlock or blocked == self._running > 0
+        self._changed.notify_all()
+
+
+def _before(messages: list[tuple], tensor: torch.Tensor) -> list[tuple]:
+    return messages[: next(at for at, one in enumerate(messages) if one[1] is tensor)]
+
+
+class Launch:
+    """What was launched at once, and the work of it. ``left``: the messages that have not ended."""
+
+    def __init__(self, wires: Wires, rank: int, communicator: frozenset | str, messages: list[tuple]):
+        self._wires, self.rank, self.communicator, self.left = wires, rank, communicator, messages
+
+    def wait(self, timeout=None) -> bool:
+        self._wires.wait(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return not self.left
+
+    def get_future_result(self) -> Future:
+        result = Future()
+        if not self.left:
+            result.set_result(SUCCESS)
+        return result
+
+
+class Messenger:
+    """The NCCL backend of one rank."""
+
+    def __init__(self, wires: Wires, rank: int):
+        self._wires, self._rank, self._together = wires, rank, None
+
+    def _start_coalescing(self, device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device) -> Launch:
+        messages, self._together = self._together, None
+        return self._wires.put(self._rank, "group", messages)
+
+    def send(self, tensors, peer, tag):
+        return self._message("send", tensors[0], peer)
+
+    def recv(self, tensors, peer, tag):
+        return self._message("recv", tensors[0], peer)
+
+    def _message(self, kind: str, tensor: torch.Tensor, peer: int) -> Launch | None:
+        message = (kind, tensor.detach(), peer)
+        if self._together is not None:
+            self._together.append(message)
+            return None
+        communicator = "group" if self._wires.eager else frozenset((self._rank, peer))
+        return self._wires.put(self._rank, communicator, [message])

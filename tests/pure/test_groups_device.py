@@ -134,6 +134,17 @@ def test_the_oldest_unfinished_work_is_known_from_the_watchdog(rank):
     assert not any(member._flight for member in rank.members)
 
 
+def test_no_thread_asks_a_work_for_its_end_when_an_epoch_is_closed(rank, monkeypatch):
+    """``WorkNCCL::isCompleted`` waits for the communicator's mutex and keeps the interpreter lock meanwhile."""
+    for member in rank.members:
+        member.allreduce([]).wait()
+    rank.nccl[2].works[0].finish()
+    monkeypatch.setattr(fake_nccl.Work, "is_completed", lambda work: pytest.fail("asked"))
+    assert rank.groups.oldest_unfinished()[0] == "tp" and rank.groups.look().counts
+    rank.groups.close(0, "a rank died")
+    assert interrupted(rank) == ["tp", "dp"]
+
+
 def test_a_work_of_another_thread_counts_on_a_device(rank):
     """The backward pass runs in threads of autograd."""
     thread = threading.Thread(target=lambda: rank.members[1].allreduce([]))

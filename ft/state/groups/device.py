@@ -84,8 +84,8 @@ class Device:
 
     # --- operations without a work ------------------------------------------------------------------------------------
 
-    def mark(self, group: str, operation: str, began: float) -> torch.cuda.Event:
-        """Record an event behind an operation on the current stream, watch for it, and return it."""
+    def mark(self, group: str, operation: str, began: float) -> None:
+        """Record an event behind an operation on the current stream, and watch for it."""
         # A wait for an event of this kind blocks the thread; a wait for another kind occupies a core.
         stream, event = torch.cuda.current_stream(), torch.cuda.Event(blocking=True)
         event.record(stream)
@@ -95,7 +95,6 @@ class Device:
             device = torch.cuda.current_device()
             self._thread = threading.Thread(target=self._watch, args=(device,), name="ft-device", daemon=True)
             self._thread.start()
-        return event
 
     def oldest_marked(self) -> Mark | None:
         """Return the oldest operation whose end was not seen yet, about ``_PERIOD_S`` late, or None.

@@ -44,6 +44,10 @@ class GroupWork(dist.Work):
     def group(self) -> "Group":
         return self._group
 
+    def launch(self, inner: dist.ProcessGroup, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
+        """Call the backends' ``method``, and return their work; None if the operation is on the current stream."""
+        return getattr(inner, method)(*args, **kwargs)
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has ended; with NCCL, make the current stream wait for it.
 
@@ -77,8 +81,8 @@ class GroupWork(dist.Work):
     def is_unfinished(self) -> bool:
         """Return whether the operation may still read or write its buffers, or has failed."""
         inner = self.inner
-        if not self.on_host:  # a wait has shown nothing; and a failed NCCL work counts as completed
-            return inner is None or not DEVICE.asks(inner.is_completed) or inner.exception() is not None
+        if not self.on_host:  # a wait has shown nothing
+            return inner is None or not DEVICE.has_seen_the_end_of(inner)
         if self.ended:
             return False
         if inner is None or not inner.is_completed():
@@ -156,6 +160,34 @@ class Opaque(GroupWork):
 
 class Message(Opaque):
     """A send or a receive."""
+
+
+class Batch(Message):
+    """Sends and receives that are launched together. It keeps their works, which the history references weakly."""
+
+    def __init__(self, group: "Group"):
+        super().__init__(group)
+        self._messages: list[Message] = []
+
+    def launch(self, inner: dist.ProcessGroup, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
+        """Launch the messages, ``args[0]``, as one.
+
+        torch opens a group of NCCL for the calling thread. It is closed also if a message fails, because everything
+        that the thread launches later would otherwise wait for its end.
+        """
+        (messages,) = args
+        device = messages[0].tensor.device
+        inner._start_coalescing(device)
+        try:
+            for one in messages:
+                kind = "send" if one.op.__name__ == "isend" else "recv"
+                self._messages.append(self._group.add_message(self, kind, one.tensor, one.group_peer))
+                getattr(inner, kind)([one.tensor], one.group_peer, one.tag)
+        finally:
+            started = inner._end_coalescing(device)
+        for message in self._messages:
+            message.inner = started
+        return started
 
 
 class Composed(Opaque):
