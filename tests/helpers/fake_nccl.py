@@ -3,11 +3,14 @@
 The names of functions are those of torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp and NCCLUtils.cpp (torch 2.8).
 """
 
+import contextlib
 import threading
 import time
 from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch.futures import Future
 
 SUCCESS, COMM_ERROR = 0, 2
@@ -144,6 +147,90 @@ def eventually(holds) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class RendezvousStore(dist.HashStore):
+    def break_off(self) -> None:
+        pass
+
+
+class Members:
+    """The ranks that have to join before a communicator is ready; one of them is this process.
+
+    Attributes:
+        made: the backends of this process.
+        time_is_up: set when TORCH_NCCL_NONBLOCKING_TIMEOUT is over, for all waits.
+    """
+
+    def __init__(self, size: int):
+        self._missing, self.made, self.time_is_up = size, [], threading.Event()
+
+    def join(self) -> None:
+        self._missing -= 1
+
+    @property
+    def are_complete(self) -> bool:
+        return not self._missing
+
+
+class MakesCommunicator:
+    """``ProcessGroupNCCL`` with non-blocking communicators, as of torch 2.13.
+
+    ``NCCLComm::waitReady`` holds the mutex until the communicator is ready, and ``NCCLComm::abort`` takes it. A wait
+    for a launch takes the mutex for each question; once the communicator is aborted, the answer remains
+    ``ncclInProgress`` until the limit (``C10D_NCCL_CHECK_TIMEOUT``).
+
+    Attributes:
+        connects: whether the other ranks answer when a launch connects to them.
+        holds: whether a wait for a launch holds the mutex throughout, as in torch 2.8.
+    """
+
+    members: Members
+
+    class Options:
+        def __init__(self):
+            self.config = SimpleNamespace()
+
+    def __init__(self, store, rank, size, options):
+        assert options.config.blocking == 0
+        self.mutex, self.aborted, self.is_made, self.works = threading.Lock(), False, False, []
+        self.connects, self.holds = True, False
+        self.launched = self.waits = self.polls = 0
+        self.gpu = Gpu()
+
+    def eager_connect_single_device(self, device) -> None:
+        self.members.join()
+        self.members.made.append(self)
+
+    def allreduce(self, tensors, opts=None):
+        self._wait_ready()
+        if tensors:  # of no elements
+            return None
+        with self.mutex if self.holds else contextlib.nullcontext():
+            self._launch()
+        self.launched += 1
+        self.works.append(Work(self))
+        return self.works[-1]
+
+    def _wait_ready(self) -> None:
+        with self.mutex:
+            self.waits += 1
+            while not self.members.are_complete:
+                self._check_limit()
+
+    def _launch(self) -> None:
+        while not self.connects:
+            with contextlib.nullcontext() if self.holds else self.mutex:
+                self.polls += 1
+            self._check_limit()
+
+    def _check_limit(self) -> None:
+        if self.members.time_is_up.wait(0.005):
+            raise RuntimeError("NCCL timeout in: NCCLUtils.cpp")
+
+    def abort(self) -> None:
+        with self.mutex:
+            self.aborted = True
 
 
 class Wires:

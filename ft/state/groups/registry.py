@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ft.base.errors import EpochClosed, FtError
+from ft.job.control.timeouts import Timeouts
 from ft.job.messages import GroupReport
 from ft.net.store import StoreConnection
 from ft.state import device
@@ -54,8 +55,10 @@ class Groups:
         state: EpochState,
         connection: StoreConnection,
         store: dist.Store,
+        limits: Timeouts,
     ):
         self._rendezvous, self._device_backend, self._state = rendezvous, device_backend, state
+        self._limits = limits
         self._groups: dict[str, Group] = {}
         self._created: list[tuple[str, list[int]]] = []
         self._pending: dict[tuple[str, str], Job] = {}
@@ -77,6 +80,7 @@ class Groups:
         on_failure: Callable[[str, BaseException], None],
         epoch: int = 0,
         timeout_s: float = _DEFAULT_TIMEOUT_S,
+        limits: Timeouts | None = None,
     ) -> "Groups":
         """Create torch.distributed's default process group such that it and all later groups can be rebuilt.
 
@@ -92,6 +96,7 @@ class Groups:
                 It reports the failure, and returns when the epoch is closed or after a timeout.
             epoch: number of the present epoch.
             timeout_s: timeout in seconds for groups that specify none.
+            limits: the run's timeouts, of which NCCL needs ``launch_s`` and ``abort_s``; None: the defaults.
 
         Raises:
             UserError: this release of torch creates process groups in an unknown way.
@@ -99,13 +104,14 @@ class Groups:
         """
         take_over()
         prepare_gloo()
+        limits = limits or Timeouts()
         if device_backend == "nccl":
-            prepare_nccl(_say if rank == 0 else lambda message: None)
+            prepare_nccl(limits.launch_s, _say if rank == 0 else lambda message: None)
         own, default = rendezvous.connect(), rendezvous.connect()
         default_store = dist.PrefixStore(f"{prefix}/default", default)
-        groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
+        groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store, limits)
         if not alone:
-            groups._builder = Builder(rendezvous, prefix, groups._connection)
+            groups._builder = Builder(prefix, groups._connection)
         dist.init_process_group(
             BACKEND,
             store=groups._store,
@@ -131,7 +137,8 @@ class Groups:
     ) -> Group | None:
         """Create a group over these logical ranks. Return None if this worker is not a member.
 
-        The group is connected at once, unless this worker joins a running job (``alone``).
+        The group is connected at once, unless this worker joins a running job (``alone``). With NCCL its communicator
+        is made in the background, in the order of creation, and its first operation waits for it.
 
         Args:
             ranks: logical ranks of the members.
@@ -146,16 +153,15 @@ class Groups:
         if own not in ranks:
             return None
         group = Group(name, desc or "undefined", ranks, ranks.index(own), self._state, self)
-        kinds = [GlooConnector] if "gloo" in (backend, self._device_backend) else [NcclConnector, GlooConnector]
-        for kind in kinds:
-            if kind is GlooConnector and len(ranks) > MOST_IN_MESH:
-                kind = SparseGlooConnector
-            connector = kind(ranks.index(own), len(ranks), timeout or timedelta(seconds=_DEFAULT_TIMEOUT_S))
-            group.connectors[kind.device_type] = connector
+        place = ranks.index(own), len(ranks), timeout or timedelta(seconds=_DEFAULT_TIMEOUT_S)
+        if "gloo" not in (backend, self._device_backend):
+            group.connectors["cuda"] = NcclConnector(*place, self._limits.abort_s)
+        group.connectors["cpu"] = (SparseGlooConnector if len(ranks) > MOST_IN_MESH else GlooConnector)(*place)
         self._groups[name] = group
         if len(ranks) > 1 and not self._state.alone:
             self._submit(group)
-            self.await_connection(group, next(iter(group.connectors)))
+            if "cuda" not in group.connectors:  # communicators are made while the program builds its model
+                self.await_connection(group, "cpu")
         return group
 
     def make_default(self, options) -> Group:
@@ -174,7 +180,7 @@ class Groups:
             self._builder.cancel()
 
     def ends_later(self, remover: threading.Thread) -> None:
-        """Keep track of ``remover``, a thread that waits inside torch for the end of an abandoned connection."""
+        """Keep track of ``remover``, a thread that may wait inside torch for the end of an abandoned connection."""
         self._ending = [*(thread for thread in self._ending if thread.is_alive()), remover]
 
     def settle(self) -> None:
@@ -303,12 +309,13 @@ class Groups:
                 raise EpochClosed(*state.closed)
             if self._builder is not None:
                 self._builder.cancel()
+                self.ends_later(self._builder.thread)
             state.epoch, state.alone = epoch, False
             moved, self._rendezvous = rendezvous not in (None, self._rendezvous), rendezvous or self._rendezvous
             if self._connection.is_broken or moved:
                 self._connection.close()
                 self._connection = self._rendezvous.connect()
-            self._builder = Builder(self._rendezvous, prefix, self._connection)
+            self._builder = Builder(prefix, self._connection)
         self._pending.clear()
         state.history.clears()
         jobs = [(group, self._submit(group)) for group in (*wanted, *later)]

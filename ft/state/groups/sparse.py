@@ -6,14 +6,14 @@ reduce-scatter, broadcast and barrier need no others. Further pairs, for example
 when they are first used.
 """
 
-import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ft.base.errors import FtError
 from ft.platform import sockets
-from ft.state.groups.backends import Connection, GlooConnection, GlooConnector, OpenStore
+from ft.state.groups.backends import Connection, GlooConnection, GlooConnector
 from ft.state.groups.tree import FAN_OUT
 
 MOST_IN_MESH = 2 * FAN_OUT + 1
@@ -67,18 +67,13 @@ class SparseGlooConnector(GlooConnector):
 
     lazy = True
 
-    def __init__(self, rank: int, size: int, timeout: timedelta):
-        super().__init__(rank, size, timeout)
-        self._cancelled = threading.Event()
-
-    def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
+    def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
         """Rendezvous with the neighbours in ``store``, and connect to them.
 
         Raises:
-            RuntimeError: a neighbour did not connect in time, the connection to the store broke, or ``cancel`` was
-                called.
+            RuntimeError: a neighbour did not connect in time, the connection to the store broke, or nobody waits for
+                the connection any more (``is_cancelled``).
         """
-        self._cancelled.clear()
         self._devices = []
         self._make_devices()
         loops = [sockets.EventLoop.of(address) for address in self._listening]
@@ -89,14 +84,10 @@ class SparseGlooConnector(GlooConnector):
         connection = SparseConnection(backend, loops)
         store.set(f"at/{self._rank}", "")
         store.wait([f"at/{rank}" for rank in neighbours(self._rank, self._size)])
-        self._meet(backend, connection)
+        self._meet(backend, connection, is_cancelled)
         return connection
 
-    def cancel(self) -> None:
-        """Make ``connect`` raise an exception soon. Safe from any thread."""
-        self._cancelled.set()
-
-    def _meet(self, backend: dist.Backend, connection: SparseConnection) -> None:
+    def _meet(self, backend: dist.Backend, connection: SparseConnection, is_cancelled: Callable[[], bool]) -> None:
         how = dist.BarrierOptions()
         how.timeout = _BARRIER
         work = backend.barrier(how)
@@ -108,6 +99,6 @@ class SparseGlooConnector(GlooConnector):
                 if work.is_completed():
                     work.wait()  # the barrier has failed, or has ended just after the slice
                     return
-            if self._cancelled.is_set():
+            if is_cancelled():
                 connection.interrupt()
                 raise FtError("the groups are no longer to be connected")

@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 
 from ft.base import bounded_json
+from ft.job.control.timeouts import Timeouts
 from ft.lab.selftest.table import Context, Failed, Measured
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "triton", "numpy", "mpi4py")
@@ -39,7 +40,7 @@ def versions(context: Context) -> tuple[str, Measured]:
     from ft.state.groups.backends import prepare_nccl  # imports torch, which may be missing
 
     replaced: list[str] = []
-    prepare_nccl(replaced.append)
+    prepare_nccl(Timeouts().launch_s, replaced.append)
     import torch
 
     from megatron import patches
