@@ -67,10 +67,14 @@ class Device:
             return not self._aborting and question()
 
     def has_seen_the_end_of(self, work: dist.Work) -> bool:
-        """Return whether torch's watchdog has seen that ``work`` has ended without an error, about 0.1 s late."""
-        if not hasattr(work, "get_future_result"):
+        """Return whether torch's watchdog has seen that ``work`` has ended without an error, about 0.1 s late.
+
+        A work of a backend whose watchdog does not tell is asked itself.
+        """
+        try:
+            result = work.get_future_result()
+        except RuntimeError:  # ``Work::getFutureResult``: not implemented
             return self.asks(work.is_completed)
-        result = work.get_future_result()
         return result.done() and result.value() == _SUCCESS
 
     def aborts_begin(self) -> None:
