@@ -19,12 +19,10 @@ from ft.faults.hang.look import RECV, SEND, channel
 from ft.job.messages import GroupReport
 from ft.net.codec import Numbers
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
-from ft.state.groups.device import DEVICE
+from ft.state.groups.device import DEVICE, STALLS, Place
 from ft.state.groups.local import Local
-from ft.state.groups.stalls import STALLS, Place
 from ft.state.groups.state import EpochState
-from ft.state.groups.waiter import GRACE_S
-from ft.state.groups.work import Batch, Composed, GroupWork, Message, MessageFromAnyone
+from ft.state.groups.work import GRACE_S, Batch, Composed, GroupWork, Message, MessageFromAnyone
 
 _PRUNE_AT = 64
 # Texts in backend errors that indicate a failed connection. All other errors at the start of an operation are bugs of

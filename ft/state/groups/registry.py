@@ -11,20 +11,25 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ft.base.errors import EpochClosed, FtError
+from ft.faults.hang.look import Departure, Operation, operation_name
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import GroupReport
+from ft.net.codec import Numbers
 from ft.net.store import StoreConnection
 from ft.state import device
 from ft.state.groups.backends import (
+    MOST_IN_MESH,
     GlooConnection,
     GlooConnector,
     NcclConnector,
+    SparseGlooConnector,
     interrupt_together,
     prepare_gloo,
     prepare_nccl,
@@ -32,13 +37,34 @@ from ft.state.groups.backends import (
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
-from ft.state.groups.look import GroupsLook, look
+from ft.state.groups.history import Entry
 from ft.state.groups.seam import BACKEND, take_over
-from ft.state.groups.sparse import MOST_IN_MESH, SparseGlooConnector
 from ft.state.groups.state import EpochState
+from ft.state.groups.work import GroupWork, Message, Opaque
 
 _DEFAULT_TIMEOUT_S = 1800.0
 _SETTLE_S = 1.0
+
+
+@dataclass(frozen=True)
+class GroupsLook:
+    """What is known of the operations of training at one moment.
+
+    Attributes:
+        members: name of a group -> logical ranks of its members.
+        counts: number of operations that this worker has started, by channel (``ft.faults.hang.look.channel``).
+        operations: those that have not ended, and the last one of each channel; and collectives in which other threads
+            are blocked.
+        departure: how the present step differs from the one before.
+        blocked: whether the training thread waits in an operation, for the connection of a group, or for a thread that
+            does.
+    """
+
+    members: Mapping[str, Numbers]
+    counts: Mapping[str, int]
+    operations: tuple[Operation, ...]
+    departure: Departure | None
+    blocked: bool
 
 
 class Groups:
@@ -359,9 +385,37 @@ class Groups:
     def look(self, threads: Collection[str] = ()) -> GroupsLook:
         """Return what is known of the operations of training. Safe from any thread.
 
-        ``threads``: names of the threads that the training thread waits for.
+        ``threads``: names of other threads that the training thread waits for.
         """
-        return look(list(self._groups.values()), self._state, threads)
+        groups, state = list(self._groups.values()), self._state
+        counts: dict[str, int] = {}
+        for group in groups:
+            counts |= group.counts()
+        labels = {group.group_name: group.label for group in groups}
+        marked = {(labels.get(name, name), began) for name, began in DEVICE.marked()}
+        waiting = state.waiting
+        awaited = {*threads, *(() if waiting is None else (f"ft-tree-{waiting[0]}",))}
+        besides = dict(state.besides)
+        works = [state.awaited, *(work for name, work in besides.items() if name in awaited)]
+
+        def status(entry: Entry) -> tuple[bool, bool]:
+            work = entry.work()
+            if work is None:  # nobody keeps it; an operation without a work is known by its mark
+                done = (entry.group, entry.began) not in marked
+                return done, not done
+            # gloo tells only the thread that waits for a message when it has ended.
+            done = work.ended if work.on_host and isinstance(work, Opaque) else not work.keeps_training()
+            return done, not done and (any(work is one for one in works) or not work.on_host)
+
+        members = {group.label: Numbers(group.ranks) for group in groups}
+        others = [
+            _beside(work, name in awaited)
+            for name, work in besides.items()
+            if work.sequence and not isinstance(work, Message)
+        ]
+        operations = (*state.history.operations(status), *others)
+        blocked = waiting is not None or bool(threads)
+        return GroupsLook(members, counts, operations, state.history.departure(), blocked)
 
     def topology(self) -> str:
         """Return a digest of the names and members of all groups ever created.
@@ -407,3 +461,10 @@ class Groups:
 
 def _say(message: str) -> None:
     print(f"ft: {message}", file=sys.stderr, flush=True)
+
+
+def _beside(work: GroupWork, is_awaited: bool) -> Operation:
+    """Return the operation, a collective, in which a thread beside training is blocked."""
+    age_s = round(time.monotonic() - work.began, 3)
+    name, group = operation_name(work.operation), work.group.label
+    return Operation(group, name, work.sequence, awaited=is_awaited, age_s=age_s)
