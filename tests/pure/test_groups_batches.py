@@ -143,19 +143,24 @@ def plus_swapped(rank: int, group: Group) -> list[torch.Tensor]:
     return [work.weight.grad]
 
 
+def one_by_one(messages: list[dist.P2POp]) -> list[dist.Work]:
+    how = {dist.isend: "group_dst", dist.irecv: "group_src"}
+    return [one.op(one.tensor, group=one.group, **{how[one.op]: one.group_peer}) for one in messages]
+
+
 def run_all(
     monkeypatch, program, joined: bool, eager: bool = True
 ) -> tuple[Wires, dict[int, list[torch.Tensor]], dict[int, Exception]]:
     """Run ``program`` on all stages, each a thread, and return the gradients and errors of its stages.
 
-    ``joined``: whether torch's ``batch_isend_irecv`` is wrapped.
+    ``joined``: whether torch's ``batch_isend_irecv`` is wrapped; otherwise it does what it did before torch 2.14.
     """
     monkeypatch.setattr(groups, "wrap", lambda connections, rank, size: connections[0].backend)
     monkeypatch.setattr(groups, "_device_type", lambda values: "cuda")
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    if joined:
-        monkeypatch.setattr(dist, "batch_isend_irecv", together(dist.batch_isend_irecv))
+    batched = together(dist.batch_isend_irecv) if joined else one_by_one
+    monkeypatch.setattr(dist, "batch_isend_irecv", batched)
     wires, gradients, errors = Wires(STAGES, eager), {}, {}
 
     def stage(rank: int) -> None:
@@ -227,6 +232,13 @@ def test_a_batch_that_hangs_is_found_although_its_work_is_dropped_and_its_messag
     assert group.to_interrupt() and group.report().sent == group.report().received == {1: 1}
     assert [entry.name for entry in group.state.history.entries()] == ["send", "recv"]
     assert group.report().collectives == 0
+
+
+def test_a_batch_of_a_worker_that_joins_completes_locally():
+    group = Group("pp", "", [0, 1], 0, EpochState(0, True, lambda name, error: None), None)
+    dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    both = [dist.P2POp(call, torch.zeros(1), 1, group) for call in (dist.isend, dist.irecv)]
+    assert [work.wait() for work in together(dist.batch_isend_irecv)(both)] == [True, True]
 
 
 def test_a_batch_with_a_message_that_fails_is_closed(monkeypatch):

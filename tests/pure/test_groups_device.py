@@ -300,6 +300,25 @@ def test_settings_of_the_site_that_would_end_survivors_are_replaced_and_reported
     assert (os.environ["TORCH_NCCL_NAN_CHECK"], os.environ["NCCL_NVLS_ENABLE"]) == ("1", "0")
 
 
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [
+        ((2, 26, 5), "hang at random"),
+        ((2, 27, 3), ""),
+        ((2, 28, 3), "abort can crash"),
+        ((2, 28, 9), ""),
+        ((2, 30), ""),
+    ],
+)
+def test_known_faults_of_nccl_are_told_at_the_start(monkeypatch, release, says):
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: release, raising=False)
+    said: list[str] = []
+    prepare_nccl(15.0, said.append)
+    assert len(said) == bool(says) and all(says in one and "use 2.27.3" in one for one in said)
+
+
 @pytest.mark.parametrize(("given", "says"), [({}, 0), ({"TORCH_NCCL_NONBLOCKING_TIMEOUT": "1800"}, 1)])
 def test_torchs_own_wait_ends_before_a_worker_has_to_leave_an_epoch(monkeypatch, given, says):
     monkeypatch.setattr("os.environ", dict(given))

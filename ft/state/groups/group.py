@@ -22,7 +22,7 @@ from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, i
 from ft.state.groups.device import DEVICE, STALLS, Place
 from ft.state.groups.local import Local
 from ft.state.groups.state import EpochState
-from ft.state.groups.work import GRACE_S, Batch, Composed, GroupWork, Message, MessageFromAnyone
+from ft.state.groups.work import GRACE_S, Batch, Composed, GroupWork, Message, MessageFromAnyone, is_send
 
 _PRUNE_AT = 64
 # Texts in backend errors that indicate a failed connection. All other errors at the start of an operation are bugs of
@@ -85,26 +85,23 @@ class Group(dist.ProcessGroup):
         self._refuse_gpu_message(tensors)
         return self._start(MessageFromAnyone(self), None, "recv_anysource", (tensors, tag), {})
 
-    def coalesces(self, tensor: torch.Tensor) -> bool:
-        """Return whether messages with such tensors can be launched together (:meth:`exchange`): NCCL can, gloo cannot.
-
-        In a group without connections, where operations complete locally, there is nothing to launch.
-        """
-        return self._local is None and _device_type((tensor,)) == "cuda" and "cuda" in self.connectors
-
     def exchange(self, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
-        """Start sends and receives as one launch, so that neither their order nor the peers' order matters.
+        """Start sends and receives: ``torch.distributed.batch_isend_irecv``.
 
-        NCCL carries out what is launched alone one after the other on one stream, and a send of a large message ends
-        only when it is received: two ranks that both start with a send to each other would wait forever.
+        Over NCCL they are one launch with one work, so that neither their order nor the peers' order matters. NCCL
+        carries out what is launched alone one after the other on one stream, and a send of a large message ends only
+        when it is received: two ranks that both start with a send to each other would wait forever. gloo buffers them.
 
         Args:
             messages: the operations, all in this group and on one device.
-
-        Returns:
-            the one work of all of them, as ``torch.distributed.batch_isend_irecv`` does over NCCL.
         """
-        return [self._start(Batch(self), None, "batch_isend_irecv", (messages,), {})]
+        if self._local is None and "cuda" in self.connectors and _device_type((messages[0].tensor,)) == "cuda":
+            return [self._start(Batch(self), None, "batch_isend_irecv", (messages,), {})]
+        works = []
+        for one in messages:
+            peer = {"group_dst" if is_send(one) else "group_src": one.group_peer}
+            works.append(one.op(one.tensor, group=self, tag=one.tag, **peer))
+        return [work for work in works if work is not None]
 
     def _refuse_gpu_message(self, tensors) -> None:
         # gloo hands a message's address to the operating system (``ProcessGroupGloo::send``), which cannot read a GPU.

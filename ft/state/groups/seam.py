@@ -5,7 +5,8 @@ the default group, but only from release 2.13 on, and there without the backend 
 ``take_over`` wraps the function through which every release creates every group, ``_new_process_group_helper``: if the
 default group has a ``maker``, the maker creates the later groups too, and torch keeps its own records of them.
 
-It wraps ``batch_isend_irecv`` too: torch launches messages together only in a group whose type is exactly its own.
+It wraps ``batch_isend_irecv`` too. Before release 2.14, torch launches messages together only in a group whose type is
+exactly its own; from then on it asks the group for its backend, which a group without connections does not have.
 """
 
 import functools
@@ -66,15 +67,13 @@ def take_over() -> None:
 
 
 def together(original: Callable) -> Callable:
-    """Return ``batch_isend_irecv`` such that a group of this project launches the messages together where it can."""
+    """Return ``batch_isend_irecv`` such that a group of this project starts its messages itself."""
 
     @functools.wraps(original)
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
         dist.distributed_c10d._check_p2p_op_list(p2p_op_list)
         group = p2p_op_list[0].group or dist.group.WORLD
-        if hasattr(group, "maker") and group.coalesces(p2p_op_list[0].tensor):
-            return group.exchange(p2p_op_list)
-        return original(p2p_op_list)
+        return group.exchange(p2p_op_list) if hasattr(group, "maker") else original(p2p_op_list)
 
     return batch_isend_irecv
 

@@ -180,6 +180,10 @@ class Message(Opaque):
     """A send or a receive."""
 
 
+def is_send(message: dist.P2POp) -> bool:
+    return message.op.__name__ == "isend"  # a patch may have wrapped the function
+
+
 class Batch(Message):
     """Sends and receives that are launched together. It keeps their works, which the history references weakly."""
 
@@ -198,7 +202,7 @@ class Batch(Message):
         inner._start_coalescing(device)
         try:
             for one in messages:
-                kind = "send" if one.op.__name__ == "isend" else "recv"
+                kind = "send" if is_send(one) else "recv"
                 self._messages.append(self._group.add_message(self, kind, one.tensor, one.group_peer))
                 getattr(inner, kind)([one.tensor], one.group_peer, one.tag)
         finally:
