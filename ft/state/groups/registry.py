@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ft.base.errors import EpochClosed, FtError
@@ -330,6 +331,8 @@ class Groups:
         wanted = [g for name, g in self._groups.items() if name in names and len(g.ranks) > 1]
         later = [g for name, g in self._groups.items() if name in defer and len(g.ranks) > 1]
         self._disconnect([*wanted, *later, *(g for g in self._groups.values() if g.is_alone)])
+        if self._device_backend == "nccl":
+            torch.cuda.empty_cache()  # NCCL allocates beside torch, whose cache may hold all of the device's memory
         with self._lock:
             if state.closed is not None and state.closed[0] >= epoch:
                 raise EpochClosed(*state.closed)
