@@ -71,7 +71,12 @@ def _add_torchrun_flags(group) -> None:
         action="store_true",
         help="run on one node with a free port; this is the default without the flags above",
     )
-    flag("local-addr", metavar="HOST", help="address at which other nodes reach this node (default: detected)")
+    flag(
+        "local-addr",
+        metavar="HOST",
+        help="address at which other nodes reach this node, or name of its network interface (default: detected); "
+        "snapshots and the sums of replicas take this way",
+    )
     flag(
         "max-restarts",
         type=int,

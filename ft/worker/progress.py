@@ -7,6 +7,7 @@ update. An epoch is a version of the assignment of workers to ranks; every recov
 import statistics
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -235,3 +236,5 @@ class Heartbeat:
                     self._send(report)
             except OSError:  # the receiving thread of the link detects the agent's death, and ends the process
                 return
+            except Exception:  # a worker without heartbeats would be killed, though only its description has failed
+                traceback.print_exc()

@@ -287,6 +287,7 @@ class Session(protocol.Member):
             alone=self.joins,
             on_failure=self.suspect,
             epoch=self.epoch,
+            limits=self.timeouts,
         )
 
     def rendezvous(self) -> Rendezvous:

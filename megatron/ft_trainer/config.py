@@ -135,9 +135,7 @@ def _parallelism(options: Options, layout: Layout) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": c.decoder_last_pipeline_num_layers,
         "cp_comm_type": c.cp_comm_type[0] if len(c.cp_comm_type) == 1 else c.cp_comm_type,
         "overlap_p2p_comm": overlaps,
-        # With --ft-hot-swap, process groups can be interrupted by a recovery. Torch then launches NCCL messages one by
-        # one; without batch_p2p_comm core uses an order in which they cannot deadlock.
-        "batch_p2p_comm": not overlaps and not options.fault_tolerance.ft_hot_swap,
+        "batch_p2p_comm": not overlaps,
         "deallocate_pipeline_outputs": True,
         "cpu_offloading": bool(c.cpu_offloading_num_layers),
         "params_dtype": dtype,

@@ -17,7 +17,8 @@ from groups_worker import Worker
 
 from ft.base.errors import EpochClosed, RecoverableError, UserError
 from ft.net.store import StoreServer
-from ft.state.groups import Group, waiter
+from ft.state.groups import Group
+from ft.state.groups import work as group_work
 from ft.state.groups.local import Local
 from ft.state.groups.seam import check_torch
 from ft.state.groups.state import EpochState
@@ -250,7 +251,7 @@ def waits_without_a_limit(address):
 def _let_rank_0_wait(worker, name):
     worker.meet(name)
     if worker.rank == 1:
-        time.sleep(10 * waiter._SLICE.total_seconds())
+        time.sleep(10 * group_work._SLICE.total_seconds())
 
 
 def test_a_limit_of_zero_is_none(ranks, address):

@@ -17,7 +17,7 @@ from test_groups_tree import sockets
 
 from ft.net.store import StoreServer
 from ft.state.groups import registry
-from ft.state.groups.sparse import MOST_IN_MESH, connections, neighbours
+from ft.state.groups.backends import MOST_IN_MESH, connections, neighbours
 
 
 @pytest.fixture

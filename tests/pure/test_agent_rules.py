@@ -103,6 +103,13 @@ def test_what_cannot_work_is_refused_with_a_fix(line, says, script):
     assert caught.value.fix
 
 
+def test_the_way_to_a_node_can_be_given_as_an_interface(script):
+    assert [options(f"--local-addr {way} train.py").local_addr for way in ("lo", "10.0.0.7")] == [
+        "127.0.0.1",
+        "10.0.0.7",
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

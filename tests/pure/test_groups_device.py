@@ -3,27 +3,25 @@
 import os
 import threading
 import time
+from datetime import timedelta
 
 import fake_nccl
 import pytest
 import torch
+import torch.distributed as dist
 from fake_nccl import Gpu, Nccl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ft.base.errors import EpochClosed, UserError
 from ft.faults.verdict import REPLACE, RETRY, of_error
-from ft.state.groups import abort, group, registry, work
-from ft.state.groups.abort import AbortError
-from ft.state.groups.backends import NcclConnection, interrupt_together, prepare_nccl
+from ft.job.control.timeouts import Timeouts
+from ft.state.groups import backends, group, registry, work
+from ft.state.groups.backends import AbortError, NcclConnection, NcclConnector, interrupt_together, prepare_nccl
+from ft.state.groups.builder import Builder
 from ft.state.groups.device import Device
 from ft.state.groups.group import Group
 from ft.state.groups.registry import Groups
 from ft.state.groups.state import EpochState
-
-
-class Store:
-    def break_off(self) -> None:
-        pass
 
 
 class Rank:
@@ -32,18 +30,18 @@ class Rank:
     def __init__(self, monkeypatch):
         fake_nccl.take_over_torch(monkeypatch)
         own = Device()
-        for module in (abort, group, registry, work):
+        for module in (backends, group, registry, work):
             monkeypatch.setattr(module, "DEVICE", own)
         monkeypatch.setattr(group, "wrap", lambda connections, rank, size: connections[0].backend)
         self.device, self.gpu = own, Gpu()
-        self.groups = Groups(None, "nccl", EpochState(0, False, lambda name, error: None), None, None)
+        self.groups = Groups(None, "nccl", EpochState(0, False, lambda name, error: None), None, None, Timeouts())
         self.nccl = [Nccl(self.gpu) for _ in range(3)]
         self.members = [self._group(name, nccl) for name, nccl in zip(("tp", "dp", "pp"), self.nccl, strict=True)]
 
     def _group(self, name: str, nccl: Nccl) -> Group:
         made = Group(name, "", [0, 1], 0, self.groups._state, self.groups)
         made.connectors = {"cuda": None, "cpu": None}
-        made.attach(NcclConnection(nccl, Store(), name))
+        made.attach(NcclConnection(nccl, name, fake_nccl.LIMIT_S))
         self.groups._groups[name] = made
         return made
 
@@ -85,8 +83,8 @@ def test_an_abort_that_fails_skips_no_other_and_ends_the_worker(rank):
     assert of_error([type(raised.value).__name__], str(raised.value)).action == REPLACE
 
 
-def test_an_abort_that_does_not_end_ends_the_worker_and_nobody_asks_the_device(rank, monkeypatch):
-    monkeypatch.setattr(abort, "LIMIT_S", 0.2)
+def test_an_abort_that_does_not_end_ends_the_worker_and_nobody_asks_the_device(rank):
+    rank.members[0].attach(NcclConnection(rank.nccl[0], "tp", 0.2))
     rank.nccl[0].hang()
     rank.nccl[2].hang()  # hung, and not to be aborted by anybody
     stuck = rank.members[0].allreduce([])
@@ -134,6 +132,17 @@ def test_the_oldest_unfinished_work_is_known_from_the_watchdog(rank):
     assert not any(member._flight for member in rank.members)
 
 
+def test_no_thread_asks_a_work_for_its_end_when_an_epoch_is_closed(rank, monkeypatch):
+    """``WorkNCCL::isCompleted`` waits for the communicator's mutex and keeps the interpreter lock meanwhile."""
+    for member in rank.members:
+        member.allreduce([]).wait()
+    rank.nccl[2].works[0].finish()
+    monkeypatch.setattr(fake_nccl.Work, "is_completed", lambda work: pytest.fail("asked"))
+    assert rank.groups.oldest_unfinished()[0] == "tp" and rank.groups.look().counts
+    rank.groups.close(0, "a rank died")
+    assert interrupted(rank) == ["tp", "dp"]
+
+
 def test_a_work_of_another_thread_counts_on_a_device(rank):
     """The backward pass runs in threads of autograd."""
     thread = threading.Thread(target=lambda: rank.members[1].allreduce([]))
@@ -156,6 +165,110 @@ def test_a_program_far_ahead_of_its_device_does_not_look_at_all_works_each_time(
     for _ in range(2000):
         rank.members[0].allreduce([])
     assert len(looks) < 3 * 2000
+
+
+class Worker:
+    """A worker whose NCCL group of two ranks is made by a builder, as at the start and after a recovery."""
+
+    def __init__(self, monkeypatch):
+        fake_nccl.take_over_torch(monkeypatch)
+        own = Device()
+        for module in (backends, group, registry, work):
+            monkeypatch.setattr(module, "DEVICE", own)
+        monkeypatch.setattr(group, "wrap", lambda connections, rank, size: connections[0].backend)
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", fake_nccl.MakesCommunicator, raising=False)
+        monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
+        self.members = fake_nccl.MakesCommunicator.members = fake_nccl.Members(2)
+        self.groups = Groups(None, "nccl", EpochState(0, False, lambda name, error: None), None, None, Timeouts())
+        self.builder = self.groups._builder = Builder("prefix", fake_nccl.RendezvousStore())
+        self.group = Group("tp", "", [0, 1], 0, self.groups._state, self.groups)
+        self.group.connectors = {"cuda": NcclConnector(0, 2, timedelta(seconds=60), 10.0), "cpu": None}
+        self.groups._groups["tp"] = self.group
+        self.groups._submit(self.group)
+        fake_nccl.eventually(lambda: self.members.made)
+        self.nccl = self.members.made[0]
+
+    def trains(self) -> "Outcome":
+        """Start the first operation, in a thread, and return what becomes of it."""
+        return Outcome(lambda: self.group.allreduce([]))
+
+
+class Outcome(threading.Thread):
+    """A call in another thread. ``error``: the exception that it has raised."""
+
+    def __init__(self, call):
+        super().__init__(daemon=True)
+        self._call, self.error = call, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except Exception as error:
+            self.error = error
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    made = Worker(monkeypatch)
+    yield made
+    made.members.time_is_up.set()
+    made.builder.cancel()
+    made.builder.thread.join()
+
+
+def test_a_survivor_leaves_at_once_when_a_member_is_lost_while_a_communicator_is_made(worker):
+    outcome = worker.trains()
+    fake_nccl.eventually(worker.nccl.mutex.locked)
+    worker.groups.close(0, "a rank died")
+    outcome.join()
+    assert isinstance(outcome.error, EpochClosed)
+    worker.groups.drop()
+    assert worker.builder.thread.is_alive() and worker.nccl.mutex.locked(), "torch still waits inside"
+    assert worker.groups.reports()[0].in_flight
+    worker.members.time_is_up.set()
+    worker.builder.thread.join()
+    fake_nccl.eventually(lambda: worker.nccl.aborted)
+
+
+def test_a_communicator_may_take_longer_than_torchs_own_limit(worker):
+    outcome = worker.trains()
+    worker.members.time_is_up.set()
+    fake_nccl.eventually(lambda: worker.nccl.waits > 1)
+    worker.members.join()
+    worker.members.time_is_up.clear()
+    outcome.join()
+    assert outcome.error is None and worker.nccl.launched == 1 and not worker.nccl.aborted
+
+
+def test_a_survivor_whose_first_operation_connects_to_a_lost_rank_leaves_at_the_limit(worker):
+    worker.members.join()
+    worker.nccl.connects = False  # the other rank has died between
+    outcome = worker.trains()
+    fake_nccl.eventually(lambda: worker.nccl.polls > 1)
+    worker.groups.close(0, "a rank died")
+    fake_nccl.eventually(lambda: worker.nccl.aborted)
+    assert outcome.is_alive(), "torch does not notice the abort"
+    worker.members.time_is_up.set()
+    outcome.join()
+    assert isinstance(outcome.error, EpochClosed)
+    worker.groups.drop()
+
+
+def test_closing_an_epoch_does_not_wait_for_a_launch_that_holds_the_mutex(worker):
+    """Torch 2.8 holds it until NCCL has taken a message (``getNcclComm`` in ``C10D_NCCL_CHECK_TIMEOUT_GROUPEND``)."""
+    worker.members.join()
+    first = worker.trains()
+    first.join()
+    worker.nccl.connects, worker.nccl.holds = False, True
+    outcome = worker.trains()
+    fake_nccl.eventually(worker.nccl.mutex.locked)
+    worker.groups.close(0, "a rank died")
+    assert worker.groups.reports()[0].in_flight and outcome.is_alive()
+    worker.members.time_is_up.set()
+    outcome.join()
+    worker.groups.drop()
+    assert isinstance(outcome.error, EpochClosed) and worker.nccl.aborted
 
 
 @pytest.mark.parametrize(
@@ -181,10 +294,40 @@ def test_an_error_that_a_peer_has_caused_makes_no_innocent_node_suspect(text, ac
 def test_settings_of_the_site_that_would_end_survivors_are_replaced_and_reported(monkeypatch):
     monkeypatch.setattr("os.environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_NAN_CHECK": "1"})
     said: list[str] = []
-    prepare_nccl(said.append)
+    prepare_nccl(15.0, said.append)
     assert len(said) == 1 and "TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is replaced by 0" in said[0]
     assert os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert (os.environ["TORCH_NCCL_NAN_CHECK"], os.environ["NCCL_NVLS_ENABLE"]) == ("1", "0")
+
+
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [
+        ((2, 26, 5), "hang at random"),
+        ((2, 27, 3), ""),
+        ((2, 28, 3), "abort can crash"),
+        ((2, 28, 9), ""),
+        ((2, 30), ""),
+    ],
+)
+def test_known_faults_of_nccl_are_told_at_the_start(monkeypatch, release, says):
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: release, raising=False)
+    said: list[str] = []
+    prepare_nccl(15.0, said.append)
+    assert len(said) == bool(says) and all(says in one and "use 2.27.3" in one for one in said)
+
+
+@pytest.mark.parametrize(("given", "says"), [({}, 0), ({"TORCH_NCCL_NONBLOCKING_TIMEOUT": "1800"}, 1)])
+def test_torchs_own_wait_ends_before_a_worker_has_to_leave_an_epoch(monkeypatch, given, says):
+    monkeypatch.setattr("os.environ", dict(given))
+    said: list[str] = []
+    prepare_nccl(Timeouts().launch_s, said.append)
+    assert int(os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) < Timeouts().drain_s and len(said) == says
+    for name in ("launch_s", "abort_s"):
+        with pytest.raises(UserError, match=f"drain_s = 20 s is not longer than {name} = 25 s"):
+            Timeouts(**{name: 25.0}).check()
 
 
 def test_gloo_refuses_messages_from_a_gpu_and_takes_its_collectives(rank):

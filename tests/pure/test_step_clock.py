@@ -9,7 +9,7 @@ import pytest
 
 from ft.base import step_clock
 from ft.base.step_clock import BLOCK, COMPUTE, DATA, GARBAGE, STORAGE, WARM_UP, StepClock
-from ft.state.groups import stalls, work
+from ft.state.groups import device, work
 from ft.state.groups.group import Group
 from ft.state.groups.state import EpochState
 from ft.state.groups.work import GroupWork
@@ -121,9 +121,9 @@ class Rank:
     def __init__(self, cuda, monkeypatch):
         self.cuda, self.now = cuda, 0.0
         self.clock = StepClock(lambda: self.now)
-        self.stalls = stalls.Stalls()
-        monkeypatch.setattr(stalls, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # recording costs nothing
-        for module in (stalls, step_clock):
+        self.stalls = device.Stalls()
+        monkeypatch.setattr(device, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # recording costs nothing
+        for module in (device, step_clock):
             monkeypatch.setattr(module, "CLOCK", self.clock)
         monkeypatch.setattr("ft.state.groups.group.STALLS", self.stalls)
         monkeypatch.setattr(work, "STALLS", self.stalls)
@@ -169,7 +169,7 @@ def test_fewer_steps_are_measured_where_measuring_is_dear(monkeypatch):
     with cuda_model.Cuda(1) as cuda:
         rank = Rank(cuda, monkeypatch)
         try:
-            rank.stalls._cost_s = 3.5 * stalls._SHARE * 0.020
+            rank.stalls._cost_s = 3.5 * device._SHARE * 0.020
             rank.step(1, late_ms=0.0)
             measured = []
             for number in range(2, 8):

@@ -17,8 +17,8 @@ from ft.base.errors import UserError  # noqa: E402
 from ft.job.control.rebuilds import RebuildPlan, plan_rebuild  # noqa: E402
 from ft.job.messages import GroupReport  # noqa: E402
 from ft.net.codec import Numbers  # noqa: E402
+from ft.state.groups.backends import connections  # noqa: E402
 from ft.state.groups.seam import BACKEND, take_over  # noqa: E402
-from ft.state.groups.sparse import connections  # noqa: E402
 from ft.state.groups.tree import Tree  # noqa: E402
 
 WORLD, EXITS, FENCE = "WORLD", "EXIT_FLAGS", "FENCE"
@@ -92,8 +92,8 @@ class Work:
     Attributes:
         groups: number of groups with more than one member.
         memberships: sum of the group sizes.
-        connections: number of connected pairs of members (``ft.state.groups.sparse``): all pairs of a small group, and
-            those of the first barrier in a large one.
+        connections: number of connected pairs of members (``ft.state.groups.backends``): all pairs of a small
+            group, and those of the first barrier in a large one.
         most_groups: number of groups of the rank that is in the most groups.
         most_connections: number of connections of the rank that has the most connections.
     """

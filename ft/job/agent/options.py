@@ -22,7 +22,7 @@ from ft.base.errors import Problem, Problems, UserError
 from ft.base.quantities import whole
 from ft.job.agent import mpirun, suspects
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts, timeouts_of
-from ft.platform import election, shared_state, slurm
+from ft.platform import election, network, shared_state, slurm
 from ft.platform.slurm import read_topology
 
 _DEFAULT_PORT, _DEFAULT_RESTARTS = 29400, 3
@@ -224,7 +224,7 @@ def resolve(
         scenario=given.scenario,
         seed=given.seed,
         quiet=given.quiet,
-        local_addr=given.local_addr,
+        local_addr=network.interfaces().get(given.local_addr, given.local_addr),
         control=control,
         domains=domains,
         timeouts=timeouts,

@@ -115,8 +115,9 @@ def main() -> None:
     root = sys.path[0]
     sys.path[:] = script.search_path(config["target"], config["is_module"], _interpreter_path(root))
     sys.argv = [config["target"], *config["args"]]
-    # without this variable, counting GPUs would initialise CUDA, which forked processes could not use
-    own = {} if _NVML_CHECK in os.environ else {_NVML_CHECK: "1"}
+    # Without the first one, counting GPUs would initialise CUDA, which forked processes could not use. Without the
+    # second one, torch 2.8 would start processes and threads for compilation when it is imported beside Triton.
+    own = {name: value for name, value in ((_NVML_CHECK, "1"), ("TORCH_WARM_POOL", "0")) if name not in os.environ}
     os.environ.update(own)
     _preload(pool, agent)
     for name in own:

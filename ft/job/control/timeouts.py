@@ -55,6 +55,9 @@ class Timeouts:
             ended.
         drain_s: limit for leaving a closed epoch. A worker leaves at its next communication operation or copy to host
             memory; + 3 steps.
+        launch_s: limit for NCCL to take an operation, while it connects to other ranks; a whole number. Torch notices
+            an abort meanwhile only at this limit (TORCH_NCCL_NONBLOCKING_TIMEOUT).
+        abort_s: limit for the abort of a group's NCCL communicator; then the worker is replaced.
         verdict_s: a worker whose connection failed waits so long for the epoch to be closed before it raises; + 3
             steps.
         repair_s: limit for rebuilding process groups and restoring state, and again for the first step to begin.
@@ -91,6 +94,8 @@ class Timeouts:
     look_s: float = 3.0
     endless_s: float = 600.0
     drain_s: float = 20.0
+    launch_s: float = 15.0
+    abort_s: float = 10.0
     verdict_s: float = 40.0
     repair_s: float = 60.0
     assemble_s: float = 120.0
@@ -167,6 +172,8 @@ _LADDER = (
     ("look_s", "agent_lost_s"),
     ("agent_lost_s", "drain_s"),
     ("collective_s", "drain_s"),
+    ("launch_s", "drain_s"),
+    ("abort_s", "drain_s"),
     ("suspicion_s", "verdict_s"),
     ("collective_s", "verdict_s"),
     ("collective_s", "exit_s"),

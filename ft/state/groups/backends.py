@@ -7,28 +7,31 @@ version of the assignment of workers to ranks) is closed, and connected again fo
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ft.base.errors import FtError
 from ft.platform import sockets
-from ft.state.groups.abort import Abort, finish
+from ft.state.groups.device import DEVICE
+from ft.state.groups.tree import FAN_OUT
 
 _DEVICE_ATTEMPTS = 5
+MOST_IN_MESH = 2 * FAN_OUT + 1
+"""Maximum number of members of a group whose pairs are all connected at once. The groups of a tree are smaller.
 
-OpenStore = Callable[[], tuple[dist.Store, "Breakable"]]
-"""Function that opens another connection to the rendezvous store and returns (the store, the connection)."""
+32 connections take less time than the lazy initialization with its barrier (measured with ``tools/bench/rebuild.py``).
+"""
+_SLICE = timedelta(milliseconds=20)
+_BARRIER = timedelta(seconds=30)
+"""Timeout of the first barrier. All its members have reached the barrier when it begins."""
 
 
-class Breakable(Protocol):
-    """A connection to the rendezvous store that any thread can break."""
-
-    def break_off(self) -> None:
-        """Break the connection; operations that wait for the store fail."""
+class AbortError(FtError):
+    """A communicator was not aborted, so that its device may still write into buffers: this process must end."""
 
 
 class Connection:
@@ -49,7 +52,7 @@ class Connection:
     def interrupt(self) -> None:
         """Make every blocked operation fail soon, without waiting for that. Safe from any thread.
 
-        With gloo this takes milliseconds; with NCCL it takes as long as the abort.
+        With gloo they fail within milliseconds; with NCCL it takes as long as the abort.
         """
         raise NotImplementedError
 
@@ -82,36 +85,53 @@ class GlooConnection(Connection):
 
 
 class NcclConnection(Connection):
-    """An NCCL backend.
+    """An NCCL backend with its communicator. ``interrupt`` begins the abort, which ends operations on the device.
 
-    NCCL creates its communicators at the first operations. ``abort`` ends blocked operations, also on the device, but
-    not the creation of a communicator (see ``NcclConnector``).
-
-    At the beginning of that creation, NCCL waits in the store, over a separate connection. ``interrupt`` breaks that
-    connection too.
+    ``ncclCommAbort`` of one communicator may wait for kernels of another one: NCCL's documentation asks for the aborts
+    of all communicators of a device within one group. A group of NCCL belongs to one thread, and
+    ``ProcessGroupNCCL.abort`` makes its own in a new thread (``abortCommsFromMap``). So the aborts of several backends
+    are called at the same time, each from a thread of its own.
 
     Args:
         backend: torch's backend.
-        store: the backend's connection to the store.
         name: description of the backend for messages.
-
-    Attributes:
-        abort: the abort, None before ``interrupt``.
+        abort_s: limit for the abort, in seconds.
     """
 
     device_type = "cuda"
     backend_type = dist.ProcessGroup.BackendType.NCCL
 
-    def __init__(self, backend: dist.Backend, store: Breakable, name: str):
+    def __init__(self, backend: dist.Backend, name: str, abort_s: float):
         super().__init__(backend)
-        self._store, self._name, self._lock = store, name, threading.Lock()
-        self.abort: Abort | None = None
+        self._name, self._abort_s, self._lock = name, abort_s, threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._deadline = 0.0
 
     def interrupt(self) -> None:
-        self._store.break_off()
         with self._lock:
-            if self.abort is None and self.backend is not None:
-                self.abort = Abort(self.backend, self._name)
+            if self._thread is None and self.backend is not None:
+                DEVICE.aborts_begin()
+                self._deadline = time.monotonic() + self._abort_s
+                self._thread = threading.Thread(target=self._abort, args=(self.backend,), name="ft-abort", daemon=True)
+                self._thread.start()
+
+    def problem(self) -> str | None:
+        """Wait for the end of the abort. Return why the communicator may still run, or None."""
+        if self._thread is None:
+            return None
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        if self._thread.is_alive():
+            return f"the abort of {self._name} did not end after {self._abort_s:g} s"
+        return None if self._error is None else f"the abort of {self._name} failed: {str(self._error).strip()}"
+
+    def _abort(self, backend: dist.Backend) -> None:
+        try:
+            backend.abort()
+        except Exception as error:
+            self._error = error
+        finally:
+            DEVICE.aborts_ended()
 
 
 class GlooConnector:
@@ -132,13 +152,13 @@ class GlooConnector:
         self._listening: list[sockets.Address] = []
         self._listeners: sockets.Sockets = {}
 
-    def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
+    def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
         """Rendezvous with the other members in ``store``, and connect to all of them.
 
         Args:
             store: store for the rendezvous, whose keys must never have been used before.
-            open_store: not used for gloo.
             watch: finds the sockets that gloo opens meanwhile.
+            is_cancelled: not used here: the wait ends when the store's connection is broken.
 
         Raises:
             RuntimeError: a member did not connect in time, or the connection to the store broke.
@@ -181,38 +201,148 @@ class GlooConnector:
         return watch.opened({(host, int(port)) for host, port in ends}, expected)
 
 
+def neighbours(rank: int, size: int) -> list[int]:
+    """Return the members that member ``rank`` of a large group of ``size`` members is connected with at first."""
+    distances = [1 << power for power in range((size - 1).bit_length())]
+    return sorted({(rank + sign * distance) % size for distance in distances for sign in (1, -1)} - {rank})
+
+
+def connections(size: int) -> int:
+    """Return the number of connections that a member of a group of ``size`` members has before its first operation."""
+    return size - 1 if size <= MOST_IN_MESH else len(neighbours(0, size))
+
+
+class SparseConnection(GlooConnection):
+    """A gloo backend that may connect further pairs later, so that its sockets are looked up when they are needed.
+
+    Args:
+        backend: torch's backend object.
+        loops: the event loops of the backend's devices, each with the device's listening socket.
+    """
+
+    def __init__(self, backend: dist.Backend, loops: list[sockets.EventLoop]):
+        super().__init__(backend, {})
+        self._loops = loops
+
+    def interrupt(self) -> None:
+        for loop in self._loops:
+            sockets.shut(loop.connected())
+
+    def break_one(self, choice) -> None:
+        self._own = {fd: inode for loop in self._loops for fd, inode in loop.connected().items()}
+        super().break_one(choice)
+
+
+class SparseGlooConnector(GlooConnector):
+    """Connects one large group over gloo without connecting every pair, once for each epoch in which it is rebuilt.
+
+    With lazy initialization, gloo connects a pair when an operation first uses it. One barrier then connects each
+    member with those at the distances 1, 2, 4, ... around the ring: at most 2 log2(n) connections. gloo's all-reduce,
+    all-gather, reduce-scatter, broadcast and barrier need no others.
+
+    Each connection has gloo devices of its own: gloo ends a device that initializes lazily with its connection
+    (``tcp::Context::~Context``), and counts the pairs from the device's first one (``tcp::Context::getPair``).
+    """
+
+    lazy = True
+
+    def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
+        """Rendezvous with the neighbours in ``store``, and connect to them.
+
+        Raises:
+            RuntimeError: a neighbour did not connect in time, the connection to the store broke, or nobody waits for
+                the connection any more (``is_cancelled``).
+        """
+        self._devices = []
+        self._make_devices()
+        loops = [sockets.EventLoop.of(address) for address in self._listening]
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout, self._devices = self._devices, self._timeout, []
+        store.set_timeout(self._timeout)
+        backend = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+        connection = SparseConnection(backend, loops)
+        store.set(f"at/{self._rank}", "")
+        store.wait([f"at/{rank}" for rank in neighbours(self._rank, self._size)])
+        self._meet(backend, connection, is_cancelled)
+        return connection
+
+    def _meet(self, backend: dist.Backend, connection: SparseConnection, is_cancelled: Callable[[], bool]) -> None:
+        how = dist.BarrierOptions()
+        how.timeout = _BARRIER
+        work = backend.barrier(how)
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # the barrier has failed, or has ended just after the slice
+                    return
+            if is_cancelled():
+                connection.interrupt()
+                raise FtError("the groups are no longer to be connected")
+
+
 class NcclConnector:
-    """Creates a group's NCCL backend, once for each epoch in which the group is rebuilt.
+    """Creates a group's NCCL backend with its communicator, once for each epoch in which the group is rebuilt.
 
-    NCCL creates its communicators at their first use.
+    The communicator is made here, in the builder's thread, and not by the group's first operation. Torch holds a
+    communicator's lock until it is ready (``NCCLComm::waitReady``), and an abort needs that lock: a training thread
+    that waited inside torch could not leave the epoch if a member was lost meanwhile. It waits in Python instead
+    (``Builder.wait``). A builder's thread that is cancelled is left behind with a communicator that nobody else knows,
+    and aborts it when torch's wait has ended, after ``Timeouts.launch_s`` at most.
 
-    The communicators are non-blocking, so that an abort ends operations that are under way. While a communicator is
-    being created, it cannot be aborted: torch holds its lock until it is ready (``NCCLComm::waitReady``, 30 minutes at
-    most by default), and the abort needs that lock. A worker that waits there when a peer is lost (in its first step,
-    in the first step after a recovery, or at the first use of a pair) does not leave the epoch and is replaced after
-    ``Timeouts.drain_s``. Torch's watchdog must not handle errors itself (``prepare_nccl``). No GPU has run this.
+    A communicator that is made in advance carries out the group's messages too; torch then makes none for each pair
+    (``ProcessGroupNCCL::eagerConnectSingleDevice``). Torch's watchdog must not handle errors itself
+    (``prepare_nccl``). No GPU has run this.
+
+    Args:
+        rank: rank of this worker within the group.
+        size: number of members of the group.
+        timeout: longest duration of an operation.
+        abort_s: limit for an abort, in seconds.
     """
 
     device_type = "cuda"
 
-    def __init__(self, rank: int, size: int, timeout: timedelta):
-        self._rank, self._size, self._timeout = rank, size, timeout
+    def __init__(self, rank: int, size: int, timeout: timedelta, abort_s: float):
+        self._rank, self._size, self._timeout, self._abort_s = rank, size, timeout, abort_s
 
-    def connect(self, store: dist.Store, open_store: OpenStore, watch: sockets.Watch) -> Connection:
-        """Create the backend without waiting for the other members.
+    def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
+        """Create the backend and its communicator, together with the other members.
 
         Args:
-            store: not used for NCCL: the backend has its own connection to the store, because a group that is kept
-                outlives the epoch's connection.
-            open_store: opens that connection.
+            store: store for the rendezvous, whose keys must never have been used before.
             watch: not used for NCCL.
+            is_cancelled: whether nobody waits for the communicator any more.
+
+        Raises:
+            RuntimeError: a member did not join, or the connection to the store broke.
         """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        options.config.blocking = 0
-        own_store, breakable = open_store()
-        backend = dist.ProcessGroupNCCL(own_store, self._rank, self._size, options)
-        return NcclConnection(backend, breakable, f"an NCCL group of {self._size} ranks")
+        options.config.blocking = 0  # an abort ends operations that are under way
+        backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        connection = NcclConnection(backend, f"an NCCL group of {self._size} ranks", self._abort_s)
+        device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            backend.eager_connect_single_device(device)
+            self._await_readiness(backend, device, is_cancelled)
+        except Exception:
+            connection.interrupt()
+            raise
+        return connection
+
+    def _await_readiness(self, backend: dist.Backend, device: torch.device, is_cancelled: Callable[[], bool]) -> None:
+        """Wait until the communicator is ready: an operation on no elements waits for that, and launches nothing."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            try:
+                backend.allreduce([torch.empty(0, device=device)])
+                return
+            except RuntimeError as error:  # torch's own wait has a limit that is too short for large groups
+                if "NCCL timeout" not in str(error) or is_cancelled() or time.monotonic() > deadline:
+                    raise
 
 
 def prepare_gloo() -> None:
@@ -223,6 +353,7 @@ def prepare_gloo() -> None:
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "1")
 
 
+_WAIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 _REQUIRED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "torch's watchdog would end this process after a peer's failure",
     "TORCH_NCCL_DESYNC_DEBUG": "it turns the watchdog's own error handling on again",
@@ -232,20 +363,51 @@ _REQUIRED = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "a failure would make workers of later epochs write dumps, and sleep",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "after an error, the watchdog would sleep and hold a lock",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "every abort would begin with a dump",
+    "TORCH_NCCL_PROPAGATE_ERROR": "the watchdog would use the rendezvous store, which belongs to another thread",
 }
 """Environment variables that have to be 0 -> what would happen otherwise (torch's ProcessGroupNCCL.cpp)."""
 
 
-def prepare_nccl(report: Callable[[str], None] = lambda message: None) -> None:
+_FAULTS_OF_NCCL = (
+    ((2, 26), (2, 27), "non-blocking communicators can hang at random (issue 152623 of torch)"),
+    ((2, 28, 3), (2, 28, 9), "an abort can crash the process (release notes of NVIDIA's in-process restart)"),
+)
+"""(first release, first release without it, the fault): known faults of NCCL that hit a run which aborts."""
+
+
+def faults_of_nccl(release: tuple[int, ...]) -> list[str]:
+    """Return what is known to be wrong with a release of NCCL, such as (2, 27, 3), in a run that aborts communicators.
+
+    Each is a sentence with what to do. The list is from release notes and issues; nothing of it was tried here.
+    """
+    name = ".".join(map(str, release))
+    found = [fault for first, end, fault in _FAULTS_OF_NCCL if first <= release < end]
+    return [f"with NCCL {name}, {fault}: use 2.27.3 or newer, but not 2.28.3 to 2.28.8" for fault in found]
+
+
+def prepare_nccl(launch_s: float, report: Callable[[str], None] = lambda message: None) -> None:
     """Prevent torch's NCCL backend from ending or delaying the process after an error: this package handles errors.
 
     Call it before the first NCCL backend.
 
     Args:
-        report: function that is called with a sentence for each setting of the site that is replaced.
+        launch_s: limit for a wait inside torch until NCCL has taken an operation, in seconds. At the first operations,
+            NCCL connects to other ranks meanwhile. Torch does not notice an abort before this limit: it goes on to ask
+            for the state of the communicator, which is gone (``C10D_NCCL_CHECK_TIMEOUT``, torch 2.13).
+        report: function that is called with a sentence for each setting of the site that is replaced, and for each
+            known fault of this release of NCCL.
     """
+    if dist.is_nccl_available():
+        for fault in faults_of_nccl(torch.cuda.nccl.version()):
+            report(fault)
     # NVIDIA's in-process restart needs this too: with SHARP, a hang can raise an exception (its release notes, v0.2).
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # NCCL's own service for diagnosis may crash after an abort (NCCL 2.27.7, issue 1996).
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")
+    limit = str(max(1, int(launch_s)))
+    if os.environ.setdefault(_WAIT, limit) != limit:
+        report(f"{_WAIT}={os.environ[_WAIT]} is replaced by {limit}, the timeout launch_s (--limits)")
+        os.environ[_WAIT] = limit
     for name, otherwise in _REQUIRED.items():
         given = os.environ.get(name, "0")
         if given.strip().lower() not in ("0", "n", "no", "f", "false", ""):
@@ -260,11 +422,13 @@ def interrupt_together(connections: list[Connection]) -> None:
     """Interrupt all connections (``Connection.interrupt``), and wait until no device operation of theirs goes on.
 
     Raises:
-        AbortError: a communicator was not aborted.
+        AbortError: the abort of a communicator has failed or not ended in time. All others were waited for.
     """
     for one in connections:
         one.interrupt()
-    finish(one.abort for one in connections if isinstance(one, NcclConnection) and one.abort is not None)
+    found = [one.problem() for one in connections if isinstance(one, NcclConnection)]
+    if problems := [problem for problem in found if problem is not None]:
+        raise AbortError("; ".join(problems))
 
 
 def wrap(connections: list[Connection], rank: int, size: int) -> dist.ProcessGroup:

@@ -16,7 +16,6 @@ from ft.net.store import StoreConnection
 from ft.platform import sockets
 from ft.state import device
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector
-from ft.state.groups.sparse import SparseGlooConnector
 
 _CONNECT_S = 30.0
 
@@ -63,24 +62,22 @@ class Builder:
     """Connects groups in the order in which their jobs are submitted, until it is cancelled.
 
     Args:
-        rendezvous: the rendezvous store of the epoch.
         prefix: prefix of all keys; it must never have been used before.
-        connection: connection to that store, which no other thread may use meanwhile.
+        connection: connection to the rendezvous store, which no other thread may use meanwhile.
 
     Attributes:
         thread: the thread that runs the jobs; it ends after ``cancel``.
         cancelled: whether ``cancel`` was called.
     """
 
-    def __init__(self, rendezvous: Rendezvous, prefix: str, connection: StoreConnection):
-        self._rendezvous, self._prefix, self._connection = rendezvous, prefix, connection
+    def __init__(self, prefix: str, connection: StoreConnection):
+        self._connection = connection
         self._store = dist.PrefixStore(prefix, connection)
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
         self._watch: sockets.Watch | None = None
         self._error: Exception | None = None
-        self._busy, self._doing = False, None
-        self.cancelled = False
+        self._busy = self.cancelled = False
         self.thread = threading.Thread(target=self._run, name="ft-groups", daemon=True)
         self.thread.start()
 
@@ -109,13 +106,12 @@ class Builder:
     def cancel(self) -> None:
         """Make all waiting threads return at once.
 
-        If the builder's own thread waits in the store for another worker, its connection to the store is broken.
+        If the builder's own thread waits in the store for another worker, its connection to the store is broken. It
+        may be left behind: it ends when NCCL's wait for a communicator has ended, and has then aborted it.
         """
         with self._changed:
             if self._busy and not self.cancelled:
                 self._connection.break_off()
-                if isinstance(connector := self._doing.connector, SparseGlooConnector):
-                    connector.cancel()
             self.cancelled = True
             self._changed.notify_all()
 
@@ -137,12 +133,13 @@ class Builder:
             self._changed.wait_for(lambda: self._jobs or self.cancelled)
             if self.cancelled:
                 return None
-            self._busy, self._doing = True, self._jobs.popleft()
-            return self._doing
+            self._busy = True
+            return self._jobs.popleft()
 
     def _do(self, job: Job) -> None:
         self._watch = self._watch or sockets.Watch()
-        connection = job.connector.connect(dist.PrefixStore(job.name, self._store), self._own_store(job), self._watch)
+        store = dist.PrefixStore(job.name, self._store)
+        connection = job.connector.connect(store, self._watch, lambda: self.cancelled)
         with self._changed:
             if self.cancelled:
                 connection.interrupt()
@@ -150,10 +147,3 @@ class Builder:
             job.attach(connection)
             job.done = True
             self._changed.notify_all()
-
-    def _own_store(self, job: Job) -> Callable[[], tuple[dist.Store, StoreConnection]]:
-        def opened() -> tuple[dist.Store, StoreConnection]:
-            connection = self._rendezvous.connect()
-            return dist.PrefixStore(f"{self._prefix}/{job.name}/own", connection), connection
-
-        return opened

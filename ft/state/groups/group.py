@@ -8,7 +8,7 @@ while model and optimizer keep their references to the group.
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,12 +19,10 @@ from ft.faults.hang.look import RECV, SEND, channel
 from ft.job.messages import GroupReport
 from ft.net.codec import Numbers
 from ft.state.groups.backends import Connection, GlooConnector, NcclConnector, interrupt_together, wrap
-from ft.state.groups.device import DEVICE
+from ft.state.groups.device import DEVICE, STALLS, Place
 from ft.state.groups.local import Local
-from ft.state.groups.stalls import STALLS, Place
 from ft.state.groups.state import EpochState
-from ft.state.groups.waiter import GRACE_S
-from ft.state.groups.work import Composed, GroupWork, Message, MessageFromAnyone
+from ft.state.groups.work import GRACE_S, Batch, Composed, GroupWork, Message, MessageFromAnyone, is_send
 
 _PRUNE_AT = 64
 # Texts in backend errors that indicate a failed connection. All other errors at the start of an operation are bugs of
@@ -64,10 +62,10 @@ class Group(dist.ProcessGroup):
         self._connections: dict[str, Connection] = {}
         self._inner: dist.ProcessGroup | None = None
         self._local = Local(rank, len(ranks)) if len(ranks) == 1 or state.alone else None
-        # Works that were started and whose end was not observed yet. Messages (send, receive) are weakly referenced: if
-        # the program drops a message's work without waiting, it is dropped here too, as in gloo.
+        # Works that were started and whose end was not observed yet. Messages (send, receive) in host memory are weakly
+        # referenced: if the program drops a message's work without waiting, it is dropped here too, as in gloo. On a
+        # device an operation goes on although nobody references its work.
         self._flight: dict[int, GroupWork | weakref.ref] = {}
-        self._stream_mark: torch.cuda.Event | None = None
         self._before: Place | None = None
         self.interrupted = self._used = False
         self._prune_at = _PRUNE_AT
@@ -86,6 +84,24 @@ class Group(dist.ProcessGroup):
     def recv_anysource(self, tensors, tag: int = 0):
         self._refuse_gpu_message(tensors)
         return self._start(MessageFromAnyone(self), None, "recv_anysource", (tensors, tag), {})
+
+    def exchange(self, messages: Sequence[dist.P2POp]) -> list[dist.Work]:
+        """Start sends and receives: ``torch.distributed.batch_isend_irecv``.
+
+        Over NCCL they are one launch with one work, so that neither their order nor the peers' order matters. NCCL
+        carries out what is launched alone one after the other on one stream, and a send of a large message ends only
+        when it is received: two ranks that both start with a send to each other would wait forever. gloo buffers them.
+
+        Args:
+            messages: the operations, all in this group and on one device.
+        """
+        if self._local is None and "cuda" in self.connectors and _device_type((messages[0].tensor,)) == "cuda":
+            return [self._start(Batch(self), None, "batch_isend_irecv", (messages,), {})]
+        works = []
+        for one in messages:
+            peer = {"group_dst" if is_send(one) else "group_src": one.group_peer}
+            works.append(one.op(one.tensor, group=self, tag=one.tag, **peer))
+        return [work for work in works if work is not None]
 
     def _refuse_gpu_message(self, tensors) -> None:
         # gloo hands a message's address to the operating system (``ProcessGroupGloo::send``), which cannot read a GPU.
@@ -112,7 +128,7 @@ class Group(dist.ProcessGroup):
         flight, key = self._flight, id(work)
         # The order matters: register the work, then read the flag. ``close`` sets the flag and then reads the works. So
         # either this thread sees the flag, or ``close`` sees the work.
-        flight[key] = weakref.ref(work) if isinstance(work, Message) else work
+        flight[key] = work
         state = self.state
         work.operation, work.began, work.trains = method, time.monotonic(), state.thread.trains
         try:
@@ -123,14 +139,8 @@ class Group(dist.ProcessGroup):
                 inner = self._connected_for(args, kwargs, work)
             self._used = True
             if tally is not None:
-                counters, at = tally
-                counters[at] += 1
-                if work.trains:
-                    peer = None if counters is self._collectives else self.ranks[at]
-                    state.history.started(self.label, method, peer, counters[at], args, work)
-                else:
-                    work.sequence = counters[at]
-            work.inner = started = getattr(inner, method)(*args, **kwargs)
+                self._count(work, tally, method, args)
+            work.inner = started = work.launch(inner, method, args, kwargs)
         except EpochClosed:
             flight.pop(key, None)
             raise
@@ -144,10 +154,29 @@ class Group(dist.ProcessGroup):
             return None if started is None else work
         if started is None:
             flight.pop(key, None)
-            self._mark_stream(method, work.began)
+            DEVICE.mark(self._name, method, work.began)
+            STALLS.ends(self._name, self._before)
             return None
+        if work.on_host and isinstance(work, Message):
+            flight[key] = weakref.ref(work)
         if len(flight) > self._prune_at:
             self._prune()
+        return work
+
+    def _count(self, work: GroupWork, tally: tuple[list[int], int], method: str, args: tuple) -> None:
+        counters, at = tally
+        counters[at] += 1
+        if work.trains:
+            peer = None if counters is self._collectives else self.ranks[at]
+            self.state.history.started(self.label, method, peer, counters[at], args, work)
+        else:
+            work.sequence = counters[at]
+
+    def add_message(self, batch: GroupWork, method: str, tensor: torch.Tensor, peer: int) -> Message:
+        """Count a message of a batch that is about to be launched, and return its work."""
+        work = Message(self)
+        work.operation, work.began, work.trains, work.on_host = method, batch.began, batch.trains, batch.on_host
+        self._count(work, (self._sent if method == "send" else self._received, peer), method, ([tensor],))
         return work
 
     def _start_locally(self, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
@@ -167,11 +196,6 @@ class Group(dist.ProcessGroup):
         if work is not None and not work.on_host:
             self._before = STALLS.begins(work.trains)
         return self._inner
-
-    def _mark_stream(self, operation: str, began: float) -> None:
-        """Record an event after an operation that the backend put onto the current stream without returning a work."""
-        self._stream_mark = DEVICE.mark(self._name, operation, began)
-        STALLS.ends(self._name, self._before)
 
     # --- called by works --------------------------------------------------------------------------------------------
 
@@ -196,7 +220,7 @@ class Group(dist.ProcessGroup):
             work = entry() if isinstance(entry, weakref.ref) else entry
             if work is not None and work.is_unfinished():
                 return True
-        return self._stream_mark is not None and not DEVICE.asks(self._stream_mark.query)
+        return any(name == self._name for name, _ in DEVICE.marked())
 
     def oldest_unfinished(self) -> tuple[str, float] | None:
         """Return (name, start in monotonic time) of the oldest work of training that has not ended, or None.
@@ -254,7 +278,7 @@ class Group(dist.ProcessGroup):
             if work is not None and (not work.on_host or work.is_unfinished()):
                 work.inner = None  # the program may still reference the work, which would keep the connection alive
         self._flight.clear()
-        self._inner = self._stream_mark = None
+        self._inner = None
         for connection in self._connections.values():
             connection.drop()
         self._connections.clear()

@@ -11,19 +11,26 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ft.base.errors import EpochClosed, FtError
+from ft.faults.hang.look import Departure, Operation, operation_name
+from ft.job.control.timeouts import Timeouts
 from ft.job.messages import GroupReport
+from ft.net.codec import Numbers
 from ft.net.store import StoreConnection
 from ft.state import device
 from ft.state.groups.backends import (
+    MOST_IN_MESH,
     GlooConnection,
     GlooConnector,
     NcclConnector,
+    SparseGlooConnector,
     interrupt_together,
     prepare_gloo,
     prepare_nccl,
@@ -31,13 +38,34 @@ from ft.state.groups.backends import (
 from ft.state.groups.builder import Builder, Cancelled, Job, Rendezvous
 from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
-from ft.state.groups.look import GroupsLook, look
+from ft.state.groups.history import Entry
 from ft.state.groups.seam import BACKEND, take_over
-from ft.state.groups.sparse import MOST_IN_MESH, SparseGlooConnector
 from ft.state.groups.state import EpochState
+from ft.state.groups.work import GroupWork, Message, Opaque
 
 _DEFAULT_TIMEOUT_S = 1800.0
 _SETTLE_S = 1.0
+
+
+@dataclass(frozen=True)
+class GroupsLook:
+    """What is known of the operations of training at one moment.
+
+    Attributes:
+        members: name of a group -> logical ranks of its members.
+        counts: number of operations that this worker has started, by channel (``ft.faults.hang.look.channel``).
+        operations: those that have not ended, and the last one of each channel; and collectives in which other threads
+            are blocked.
+        departure: how the present step differs from the one before.
+        blocked: whether the training thread waits in an operation, for the connection of a group, or for a thread that
+            does.
+    """
+
+    members: Mapping[str, Numbers]
+    counts: Mapping[str, int]
+    operations: tuple[Operation, ...]
+    departure: Departure | None
+    blocked: bool
 
 
 class Groups:
@@ -54,8 +82,10 @@ class Groups:
         state: EpochState,
         connection: StoreConnection,
         store: dist.Store,
+        limits: Timeouts,
     ):
         self._rendezvous, self._device_backend, self._state = rendezvous, device_backend, state
+        self._limits = limits
         self._groups: dict[str, Group] = {}
         self._created: list[tuple[str, list[int]]] = []
         self._pending: dict[tuple[str, str], Job] = {}
@@ -77,6 +107,7 @@ class Groups:
         on_failure: Callable[[str, BaseException], None],
         epoch: int = 0,
         timeout_s: float = _DEFAULT_TIMEOUT_S,
+        limits: Timeouts | None = None,
     ) -> "Groups":
         """Create torch.distributed's default process group such that it and all later groups can be rebuilt.
 
@@ -92,6 +123,7 @@ class Groups:
                 It reports the failure, and returns when the epoch is closed or after a timeout.
             epoch: number of the present epoch.
             timeout_s: timeout in seconds for groups that specify none.
+            limits: the run's timeouts, of which NCCL needs ``launch_s`` and ``abort_s``; None: the defaults.
 
         Raises:
             UserError: this release of torch creates process groups in an unknown way.
@@ -99,13 +131,14 @@ class Groups:
         """
         take_over()
         prepare_gloo()
+        limits = limits or Timeouts()
         if device_backend == "nccl":
-            prepare_nccl(_say if rank == 0 else lambda message: None)
+            prepare_nccl(limits.launch_s, _say if rank == 0 else lambda message: None)
         own, default = rendezvous.connect(), rendezvous.connect()
         default_store = dist.PrefixStore(f"{prefix}/default", default)
-        groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store)
+        groups = cls(rendezvous, device_backend, EpochState(epoch, alone, on_failure), own, default_store, limits)
         if not alone:
-            groups._builder = Builder(rendezvous, prefix, groups._connection)
+            groups._builder = Builder(prefix, groups._connection)
         dist.init_process_group(
             BACKEND,
             store=groups._store,
@@ -131,7 +164,8 @@ class Groups:
     ) -> Group | None:
         """Create a group over these logical ranks. Return None if this worker is not a member.
 
-        The group is connected at once, unless this worker joins a running job (``alone``).
+        The group is connected at once, unless this worker joins a running job (``alone``). With NCCL its communicator
+        is made in the background, in the order of creation, and its first operation waits for it.
 
         Args:
             ranks: logical ranks of the members.
@@ -146,16 +180,15 @@ class Groups:
         if own not in ranks:
             return None
         group = Group(name, desc or "undefined", ranks, ranks.index(own), self._state, self)
-        kinds = [GlooConnector] if "gloo" in (backend, self._device_backend) else [NcclConnector, GlooConnector]
-        for kind in kinds:
-            if kind is GlooConnector and len(ranks) > MOST_IN_MESH:
-                kind = SparseGlooConnector
-            connector = kind(ranks.index(own), len(ranks), timeout or timedelta(seconds=_DEFAULT_TIMEOUT_S))
-            group.connectors[kind.device_type] = connector
+        place = ranks.index(own), len(ranks), timeout or timedelta(seconds=_DEFAULT_TIMEOUT_S)
+        if "gloo" not in (backend, self._device_backend):
+            group.connectors["cuda"] = NcclConnector(*place, self._limits.abort_s)
+        group.connectors["cpu"] = (SparseGlooConnector if len(ranks) > MOST_IN_MESH else GlooConnector)(*place)
         self._groups[name] = group
         if len(ranks) > 1 and not self._state.alone:
             self._submit(group)
-            self.await_connection(group, next(iter(group.connectors)))
+            if "cuda" not in group.connectors:  # communicators are made while the program builds its model
+                self.await_connection(group, "cpu")
         return group
 
     def make_default(self, options) -> Group:
@@ -174,7 +207,7 @@ class Groups:
             self._builder.cancel()
 
     def ends_later(self, remover: threading.Thread) -> None:
-        """Keep track of ``remover``, a thread that waits inside torch for the end of an abandoned connection."""
+        """Keep track of ``remover``, a thread that may wait inside torch for the end of an abandoned connection."""
         self._ending = [*(thread for thread in self._ending if thread.is_alive()), remover]
 
     def settle(self) -> None:
@@ -298,17 +331,20 @@ class Groups:
         wanted = [g for name, g in self._groups.items() if name in names and len(g.ranks) > 1]
         later = [g for name, g in self._groups.items() if name in defer and len(g.ranks) > 1]
         self._disconnect([*wanted, *later, *(g for g in self._groups.values() if g.is_alone)])
+        if self._device_backend == "nccl":
+            torch.cuda.empty_cache()  # NCCL allocates beside torch, whose cache may hold all of the device's memory
         with self._lock:
             if state.closed is not None and state.closed[0] >= epoch:
                 raise EpochClosed(*state.closed)
             if self._builder is not None:
                 self._builder.cancel()
+                self.ends_later(self._builder.thread)
             state.epoch, state.alone = epoch, False
             moved, self._rendezvous = rendezvous not in (None, self._rendezvous), rendezvous or self._rendezvous
             if self._connection.is_broken or moved:
                 self._connection.close()
                 self._connection = self._rendezvous.connect()
-            self._builder = Builder(self._rendezvous, prefix, self._connection)
+            self._builder = Builder(prefix, self._connection)
         self._pending.clear()
         state.history.clears()
         jobs = [(group, self._submit(group)) for group in (*wanted, *later)]
@@ -352,9 +388,37 @@ class Groups:
     def look(self, threads: Collection[str] = ()) -> GroupsLook:
         """Return what is known of the operations of training. Safe from any thread.
 
-        ``threads``: names of the threads that the training thread waits for.
+        ``threads``: names of other threads that the training thread waits for.
         """
-        return look(list(self._groups.values()), self._state, threads)
+        groups, state = list(self._groups.values()), self._state
+        counts: dict[str, int] = {}
+        for group in groups:
+            counts |= group.counts()
+        labels = {group.group_name: group.label for group in groups}
+        marked = {(labels.get(name, name), began) for name, began in DEVICE.marked()}
+        waiting = state.waiting
+        awaited = {*threads, *(() if waiting is None else (f"ft-tree-{waiting[0]}",))}
+        besides = dict(state.besides)
+        works = [state.awaited, *(work for name, work in besides.items() if name in awaited)]
+
+        def status(entry: Entry) -> tuple[bool, bool]:
+            work = entry.work()
+            if work is None:  # nobody keeps it; an operation without a work is known by its mark
+                done = (entry.group, entry.began) not in marked
+                return done, not done
+            # gloo tells only the thread that waits for a message when it has ended.
+            done = work.ended if work.on_host and isinstance(work, Opaque) else not work.keeps_training()
+            return done, not done and (any(work is one for one in works) or not work.on_host)
+
+        members = {group.label: Numbers(group.ranks) for group in groups}
+        others = [
+            _beside(work, name in awaited)
+            for name, work in besides.items()
+            if work.sequence and not isinstance(work, Message)
+        ]
+        operations = (*state.history.operations(status), *others)
+        blocked = waiting is not None or bool(threads)
+        return GroupsLook(members, counts, operations, state.history.departure(), blocked)
 
     def topology(self) -> str:
         """Return a digest of the names and members of all groups ever created.
@@ -400,3 +464,10 @@ class Groups:
 
 def _say(message: str) -> None:
     print(f"ft: {message}", file=sys.stderr, flush=True)
+
+
+def _beside(work: GroupWork, is_awaited: bool) -> Operation:
+    """Return the operation, a collective, in which a thread beside training is blocked."""
+    age_s = round(time.monotonic() - work.began, 3)
+    name, group = operation_name(work.operation), work.group.label
+    return Operation(group, name, work.sequence, awaited=is_awaited, age_s=age_s)

@@ -4,6 +4,9 @@ The default group is of the backend ``ft``, which ``take_over`` registers. torch
 the default group, but only from release 2.13 on, and there without the backend that the program asked for. So
 ``take_over`` wraps the function through which every release creates every group, ``_new_process_group_helper``: if the
 default group has a ``maker``, the maker creates the later groups too, and torch keeps its own records of them.
+
+It wraps ``batch_isend_irecv`` too. Before release 2.14, torch launches messages together only in a group whose type is
+exactly its own; from then on it asks the group for its backend, which a group without connections does not have.
 """
 
 import functools
@@ -60,6 +63,19 @@ def take_over() -> None:
     if recorded is not None:
         recorded.add(BACKEND)
     setattr(dist.distributed_c10d, _HELPER, _through_maker(getattr(dist.distributed_c10d, _HELPER)))
+    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = together(dist.batch_isend_irecv)
+
+
+def together(original: Callable) -> Callable:
+    """Return ``batch_isend_irecv`` such that a group of this project starts its messages itself."""
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        dist.distributed_c10d._check_p2p_op_list(p2p_op_list)
+        group = p2p_op_list[0].group or dist.group.WORLD
+        return group.exchange(p2p_op_list) if hasattr(group, "maker") else original(p2p_op_list)
+
+    return batch_isend_irecv
 
 
 def check_torch() -> None:

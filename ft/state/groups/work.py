@@ -2,8 +2,22 @@
 
 ``wait`` raises ``EpochClosed`` if a recovery has closed the epoch (a version of the assignment of workers to ranks),
 and ``RecoverableError`` if the operation itself has failed.
+
+When a connection breaks, gloo leaves two kinds of threads blocked until its timeout: the sender of a message that is
+partly queued, and the receiver of a message that has partly arrived. So no thread of the program blocks in gloo itself:
+
+- a collective runs in one of gloo's threads; the caller waits for it in short slices of time;
+- for a message, a helper thread waits in gloo, and the caller waits for the helper thread; a reduce-scatter is handled
+  in the same way, because its work ignores the timeout of a wait.
+
+A wait is abandoned when the epoch is closed because of a failure. An abandoned operation does not access its buffers
+any more, because its connections are closed.
 """
 
+import contextlib
+import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -11,12 +25,16 @@ import torch
 import torch.distributed as dist
 
 from ft.base.errors import EpochClosed
-from ft.state.groups.device import DEVICE
-from ft.state.groups.stalls import STALLS
-from ft.state.groups.waiter import wait_for_collective, wait_for_message
+from ft.state.groups.device import DEVICE, STALLS
+from ft.state.groups.state import EpochState
 
 if TYPE_CHECKING:
     from ft.state.groups.group import Group
+
+_SLICE = timedelta(milliseconds=20)
+# Seconds after the end of the epoch in which an operation may still end by itself; nearly all end within 5 ms.
+GRACE_S = 0.02
+_LOOK_S = 0.001
 
 
 class GroupWork(dist.Work):
@@ -43,6 +61,10 @@ class GroupWork(dist.Work):
     @property
     def group(self) -> "Group":
         return self._group
+
+    def launch(self, inner: dist.ProcessGroup, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
+        """Call the backends' ``method``, and return their work; None if the operation is on the current stream."""
+        return getattr(inner, method)(*args, **kwargs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has ended; with NCCL, make the current stream wait for it.
@@ -77,8 +99,8 @@ class GroupWork(dist.Work):
     def is_unfinished(self) -> bool:
         """Return whether the operation may still read or write its buffers, or has failed."""
         inner = self.inner
-        if not self.on_host:  # a wait has shown nothing; and a failed NCCL work counts as completed
-            return inner is None or not DEVICE.asks(inner.is_completed) or inner.exception() is not None
+        if not self.on_host:  # a wait has shown nothing
+            return inner is None or not DEVICE.has_seen_the_end_of(inner)
         if self.ended:
             return False
         if inner is None or not inner.is_completed():
@@ -158,6 +180,38 @@ class Message(Opaque):
     """A send or a receive."""
 
 
+def is_send(message: dist.P2POp) -> bool:
+    return message.op.__name__ == "isend"  # a patch may have wrapped the function
+
+
+class Batch(Message):
+    """Sends and receives that are launched together. It keeps their works, which the history references weakly."""
+
+    def __init__(self, group: "Group"):
+        super().__init__(group)
+        self._messages: list[Message] = []
+
+    def launch(self, inner: dist.ProcessGroup, method: str, args: tuple, kwargs: dict) -> dist.Work | None:
+        """Launch the messages, ``args[0]``, as one.
+
+        torch opens a group of NCCL for the calling thread. It is closed also if a message fails, because everything
+        that the thread launches later would otherwise wait for its end.
+        """
+        (messages,) = args
+        device = messages[0].tensor.device
+        inner._start_coalescing(device)
+        try:
+            for one in messages:
+                kind = "send" if is_send(one) else "recv"
+                self._messages.append(self._group.add_message(self, kind, one.tensor, one.group_peer))
+                getattr(inner, kind)([one.tensor], one.group_peer, one.tag)
+        finally:
+            started = inner._end_coalescing(device)
+        for message in self._messages:
+            message.inner = started
+        return started
+
+
 class Composed(Opaque):
     """A reduce-scatter: gloo implements it as an all-reduce with a copy at the end of its wait."""
 
@@ -171,3 +225,118 @@ class MessageFromAnyone(Message):
         if first:
             self._group.received_from(self.source_rank())
         return done
+
+
+class LeftBehind(RuntimeError):
+    """The epoch was closed, and the work did not end."""
+
+
+def wait_for_collective(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
+    """Wait for a gloo collective, as ``work.wait(timeout)`` does: without a limit if ``timeout`` is zero or None.
+
+    torch's own callers in C++, such as functional collectives, pass zero (``kNoTimeout``).
+
+    Raises:
+        LeftBehind: the epoch was closed, and the work has not ended.
+        RuntimeError: the work failed or timed out.
+    """
+    deadline = time.monotonic() + timeout.total_seconds() if timeout else None
+    while True:
+        try:
+            return work.wait(_SLICE)
+        except RuntimeError:
+            if work.is_completed():
+                return work.wait()  # the work has failed, or has ended just after the slice
+            if deadline is not None and time.monotonic() > deadline:
+                raise
+        if state.closed is not None and not ends_soon(work.is_completed):
+            raise LeftBehind
+
+
+def ends_soon(is_over: Callable[[], bool]) -> bool:
+    """Return whether ``is_over`` becomes true within ``GRACE_S`` seconds."""
+    deadline = time.monotonic() + GRACE_S
+    while not is_over():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+class _Waiter:
+    """A helper thread that waits for one work after another.
+
+    The work and the result are handed over with two plain locks, which are fast: every message passes through here.
+    """
+
+    def __init__(self):
+        self._task: tuple[dist.Work, timedelta | None, list] | None = None
+        self._asked, self._answered = threading.Lock(), threading.Lock()
+        self._asked.acquire()
+        self._answered.acquire()
+        threading.Thread(target=self._run, name="ft-wait", daemon=True).start()
+
+    def wait(self, work: dist.Work, timeout: timedelta | None, state: EpochState) -> list:
+        """Wait for ``work``. Return [its result or its exception], or [] if the epoch was closed first."""
+        outcome: list[bool | Exception] = []
+        self._task = (work, timeout, outcome)
+        # The order matters: register, then read the flag. ``close`` sets the flag and then calls what is registered.
+        state.wake.add(self._wake)
+        self._asked.release()
+        if state.closed is None:
+            self._answered.acquire()
+        state.wake.discard(self._wake)
+        return outcome
+
+    def retire(self) -> None:
+        """Make the thread end as soon as its present wait has ended."""
+        self._asked.release()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # both the result and the end of the epoch may release the lock
+            self._answered.release()
+
+    def _run(self) -> None:
+        while True:
+            self._asked.acquire()
+            if self._task is None:
+                return
+            work, timeout, outcome = self._task
+            self._task = None
+            try:
+                outcome.append(work.wait() if timeout is None else work.wait(timeout))
+            except Exception as error:
+                outcome.append(error)
+            del work, outcome  # the work holds its connection, and an exception in the outcome this frame
+            self._wake()
+
+
+_idle: list[_Waiter] = []
+
+
+def wait_for_message(work: dist.Work, timeout: timedelta | None, state: EpochState) -> bool:
+    """Wait for a gloo work whose wait cannot be divided into slices, as ``work.wait(timeout)`` does.
+
+    Raises:
+        LeftBehind: the epoch was closed, and the work has not ended.
+        RuntimeError: the work failed or timed out.
+    """
+    try:
+        waiter = _idle.pop()
+    except IndexError:
+        waiter = _Waiter()
+    outcome = waiter.wait(work, timeout, state)
+    if state.closed is None:
+        _idle.append(waiter)
+    else:
+        answered = outcome or ends_soon(lambda: bool(outcome))
+        waiter.retire()  # not reused: its result and the end of the epoch may have released its lock twice
+        if not answered:
+            raise LeftBehind
+    result = outcome.pop()
+    if isinstance(result, Exception):
+        try:
+            raise result
+        finally:
+            del result  # the exception holds this frame, and frames below it the work with its connection
+    return result

@@ -7,7 +7,7 @@ from typing import Any
 from ft.base import events, files
 from ft.base.errors import UserError
 from ft.lab.plan.goodput.histories import Cause
-from ft.observe.report.goodput import goodput
+from ft.observe.report.record import goodput
 from ft.record.recoveries import REPLACED, RESTART, recoveries
 from ft.record.run import load
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft.base import quantities, structured_file
+from ft.base import files, quantities
 from ft.base.errors import Problems, UserError
 from ft.base.flags import nearest
 from ft.base.quantities import between, whole
@@ -318,7 +318,7 @@ def read(given: argparse.Namespace, needs: Sequence[str] = REQUIRED) -> Scenario
 def _file(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
-    content = structured_file.read(path, "the scenario")
+    content = files.read_structured(path, "the scenario")
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no keys", "give the keys of a scenario")
     flat: dict[str, Any] = {}

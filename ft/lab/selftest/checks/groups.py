@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ft.base import bounded_json
 from ft.base.errors import EpochClosed, FtError
-from ft.lab.selftest.ranks import TOKEN, Crew, Member, Rank, devices
+from ft.job.control.timeouts import Timeouts
+from ft.lab.selftest.ranks import Crew, Member, Rank, devices
 from ft.lab.selftest.table import Context, Failed, Measured
-from ft.net.store import StoreConnection
 from ft.show.text import seconds
 from ft.state.groups.backends import NcclConnector, interrupt_together, wrap
 from ft.systems.hsdp.ring import Ring, RingOptions
@@ -60,13 +60,9 @@ def _nccl_alone(rank: Rank, device: torch.device) -> Measured:
     """Use an NCCL communicator of one rank, which groups of one rank avoid; abort it twice, and make it again."""
     times = []
     for number in range(_CYCLES):
-
-        def opened(number: int = number) -> tuple[dist.Store, StoreConnection]:
-            connection = StoreConnection(rank.address, TOKEN)
-            return dist.PrefixStore(f"alone/{number}", connection), connection
-
         began = time.monotonic()
-        connection = NcclConnector(0, 1, timedelta(seconds=_TIMEOUT_S)).connect(rank.store, opened, None)
+        connector = NcclConnector(0, 1, timedelta(seconds=_TIMEOUT_S), Timeouts().abort_s)
+        connection = connector.connect(dist.PrefixStore(f"alone/{number}", rank.store), None, lambda: False)
         group, x = wrap([connection], 0, 1), torch.ones(1 << 16, device=device)
         group.allreduce([x]).wait()
         work = group.allreduce([x])

@@ -54,7 +54,7 @@ def versions(context: Context) -> tuple[str, Measured]:
     from ft.state.groups.backends import prepare_nccl  # imports torch, which may be missing
 
     replaced: list[str] = []
-    prepare_nccl(replaced.append)
+    prepare_nccl(Timeouts().launch_s, replaced.append)
     import torch
 
     from megatron import patches

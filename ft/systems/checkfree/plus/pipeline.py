@@ -10,9 +10,8 @@ before each forward.
 Messages overlap with computation: a stage goes on while a batch of messages is in flight, and waits for the batch when
 it needs a tensor from it, or before it posts the next batch. The order of batches and units is that of the program, and
 a stage only waits later than the program does. Therefore a program that cannot deadlock with immediate waits cannot
-deadlock here, as long as the messages of a batch proceed together, as with gloo. With NCCL they do not: for process
-groups that a recovery can interrupt, torch launches the messages of a batch one by one, on one stream for each pair of
-ranks, and both ends begin with their send. Messages that are larger than NCCL's buffers can then deadlock.
+deadlock here, because the messages of a batch proceed together: gloo buffers them, and over NCCL
+``batch_isend_irecv`` launches them as one (``ft.state.groups.seam``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
