@@ -367,7 +367,7 @@ _NARROW = ("linear_proj.weight", "linear_fc2.weight")
 
 
 class CheckFreeRebuilder:
-    """The stage rebuilder of one rank (``ft.systems.hot_swap.rebuilder.StageRebuilder``).
+    """The stage rebuilder of one rank, as hot-swap calls it.
 
     Create it on all ranks, after model and optimizer are built and core is patched (WITH_CHECKFREE).
 
