@@ -19,8 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ft.base.errors import FtError
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
@@ -38,9 +36,9 @@ from ft.state.groups.tree import Tree
 from ft.systems.hsdp import agreement, exchange
 from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.catch_up import CatchUp, ReplicaState
+from ft.systems.hsdp.commits import Records
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.records import NoRecords, Records
 from ft.systems.hsdp.ring import Ring, RingOptions, driver
 from ft.systems.hsdp.ring.options import CHUNK_BYTES
 from ft.systems.hsdp.samples import ReplicaPosition
@@ -48,7 +46,6 @@ from ft.systems.hsdp.work import Work
 from ft.worker.looks import Outside
 from ft.worker.session import Session
 from megatron import patches
-from megatron.core import parallel_state
 from megatron.patches import instances, replicas
 
 
@@ -214,7 +211,7 @@ class Components:
         client: client of the quorum server, on the leader (rank 0); None elsewhere.
         agreement: agreement on a quorum among the ranks of the replica.
         catch_up: fetches the state of another replica.
-        records: log of committed steps, on the leader.
+        records: log of committed steps, on the leader; None elsewhere.
         injector: planned faults.
         votes: tree over this replica's ranks, used only for their votes and digests.
         batch: samples that a replica takes in a step.
@@ -235,7 +232,7 @@ class Components:
     client: QuorumClient | None
     agreement: Agreement
     catch_up: CatchUp
-    records: Records | NoRecords
+    records: Records | None
     injector: Injector
     votes: Tree
     batch: int
@@ -246,14 +243,6 @@ class Components:
     @property
     def optimizer(self) -> Any:
         return self.subject.optimizer
-
-    @property
-    def device(self) -> torch.device:
-        return patches.platform().device
-
-    @property
-    def is_last_stage(self) -> bool:
-        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def finish(self, report: Report) -> None:
         """Report the end of the last step, so that the others no longer wait for this replica.
@@ -269,8 +258,10 @@ class Components:
         self.agreement.close()
         if self.client is not None:
             self.client.close()
-        for each in (self.records, self.server, self.ring):
-            each.close()
+        if self.records is not None:
+            self.records.close()
+        self.server.close()
+        self.ring.close()
 
 
 def build(
@@ -335,9 +326,7 @@ def build(
         client=client,
         agreement=Agreement(Tree(AGREEMENT), row),
         catch_up=CatchUp(session, place, state),
-        records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
-        if is_leader
-        else NoRecords(),
+        records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch) if is_leader else None,
         injector=injector,
         votes=votes,
         batch=batch,
