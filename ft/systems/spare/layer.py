@@ -18,7 +18,7 @@ from ft.job.quorum import Quorum
 from ft.protection.contract import Layer, Protection, Trainer
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.samples import ReplicaPosition, SampleAssignment
-from ft.systems.hsdp.work import Work
+from ft.systems.hsdp.work import Reduced, Work
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.ledger import GradientStore
 from ft.systems.spare.placement import Placement
@@ -215,7 +215,7 @@ class StackedWork(Work):
     def streams(self, quorum: Quorum) -> Sequence[int]:
         return range(self._controller.groups)
 
-    def kept(self, place: int, parts: list[torch.Tensor], reduced: Callable[[], None] | None):
+    def kept(self, place: int, parts: list[torch.Tensor], reduced: Reduced) -> Reduced:
         return self._ledger.entering(place, parts, reduced)
 
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
