@@ -21,7 +21,7 @@ from ft.base.errors import UserError
 from ft.job.quorum import QuorumClient
 from ft.protection.contract import Asked, Layer, Protection, Trainer
 from ft.systems.hsdp import loader_state
-from ft.systems.hsdp.components import build
+from ft.systems.hsdp.components import Components
 from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.protocol import LastSave
@@ -164,7 +164,7 @@ class Replicas(Protection):
             trainer.position, lambda: trainer.extra, place.replica, follow, share.assignment, dict(share.positions)
         )
         work = Work(place) if divides is None else divides.work(place, position, trainer, follow)
-        components = build(
+        components = Components(
             self._session,
             place,
             trainer.chunks,
