@@ -1,10 +1,7 @@
 """Client of a state fetch: receives a state from all sources in parallel, directly into the destination tensors.
 
-A rank of a replica (a full copy of the model with its own ranks) that is behind fetches its training state from its
-sources, the same rank in healthy replicas (FT-HSDP, section 4.3). One thread works with each source, while the calling
-thread disconnects stalled sources. The envelope of a state is everything but the tensors, as JSON. The lineage of a
-state is the number of the quorum (the set of replicas that compute a step together) in which the state's step was
-committed.
+One thread works with each source, while the calling thread disconnects stalled sources. The envelope of a state is
+everything but the tensors, as JSON.
 """
 
 import threading

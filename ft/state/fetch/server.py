@@ -1,9 +1,9 @@
 """Server that sends this rank's training state to the same rank of replicas that are behind, while training continues.
 
-A rank of a healthy replica (a full copy of the model with its own ranks) offers its training state while it computes
-the next step, and withdraws the offer before the optimizer changes the tensors (FT-HSDP, section 4.3). The tensors are
-the live ones, so no reader may continue after the withdrawal. The envelope of a state is everything but the tensors, as
-JSON. A state is identified by its step and its lineage, the number of the quorum in which that step was committed.
+A rank of a healthy replica offers its training state while it computes the next step, and withdraws the offer before
+the optimizer changes the tensors (FT-HSDP, section 4.3). The tensors are the live ones, so no reader may continue after
+the withdrawal. The envelope of a state is everything but the tensors, as JSON. A state is identified by its step and
+its lineage.
 
 Tensors on a device are copied to host memory at most once per step, for all readers. The copy runs on its own stream
 and starts after the work that was queued when the state was offered. It does not wait for the kernels of the following

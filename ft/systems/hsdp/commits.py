@@ -3,10 +3,9 @@
 These are a line of JSON in the replica's commit log, ``RUN_DIR/replica-K/commits.jsonl``, and, on one replica, the
 run's ``loader_state`` file with the sample positions of all replicas (:mod:`ft.systems.hsdp.loader_state`).
 
-A step is done by a quorum, the set of replicas that take part in it: healthy members contribute gradients, and members
-that are behind fetch the state meanwhile. All members write the same facts about the step in their commit logs, except
-for measurements of the writer, such as ``at``: the position at which its data loader really was. The report of a run
-(``ft.observe.report``) uses these lines to prove which samples were trained.
+All members of a quorum write the same facts about the step in their commit logs, except for measurements of the writer,
+such as ``at``: the position at which its data loader really was. The report of a run (``ft.observe.report``) uses these
+lines to prove which samples were trained.
 """
 
 import json

@@ -1,10 +1,9 @@
 """FT-HSDP's protocol on one rank as coroutines without I/O: quorum, vote, commit, catch-up, retry and end of the run.
 
-A replica is a full copy of the model on its own ranks; the quorum of a step is the set of replicas that take part in
-it. A rank has two threads. The training thread runs :class:`Steps`. The agreement thread runs :class:`Membership`,
-which gets everything that it has to know of the training thread with each question, so that no field is written by
-both. What they do to the outside are methods of the rank (:class:`ft.systems.hsdp.rank.TrainingRank`). On a real rank,
-all methods block, so that :func:`ft.worker.protocol.run` gets the result of a coroutine at once; the simulation
+A rank has two threads. The training thread runs :class:`Steps`. The agreement thread runs :class:`Membership`, which
+gets everything that it has to know of the training thread with each question, so that no field is written by both. What
+they do to the outside are methods of the rank (:class:`ft.systems.hsdp.rank.TrainingRank`). On a real rank, all methods
+block, so that :func:`ft.worker.protocol.run` gets the result of a coroutine at once; the simulation
 (``tests/simulation/hsdp``) suspends the coroutines in virtual time.
 
 One replica writes the final checkpoint, and no other replica exits before it is complete. The replica that writes it

@@ -1,10 +1,7 @@
 """FT-HSDP around a training loop: each step runs in a quorum of replicas, and all ranks of a replica commit it or none.
 
-A replica is a full copy of the model on its own ranks. The quorum of a step consists of the healthy replicas, which
-contribute gradients, and the replicas that are behind, which fetch the state of a healthy one. The gradients are
-exchanged in a ring, between those ranks of all replicas that have the same number. Before the optimizer step the ranks
-of a replica vote; if the exchange has failed on any of them, the replica repeats the step (FT-HSDP, section 4.1).
-
+Before the optimizer step the ranks of a replica vote; if the exchange of gradients has failed on any of them, the
+replica repeats the step (FT-HSDP, section 4.1).
 The protocol itself is in :mod:`ft.systems.hsdp.protocol`. This module runs it at the moments of the trainer's steps.
 """
 

@@ -1,14 +1,13 @@
 """An executable pipeline schedule (a program): each stage's units, and the batches of messages between them; and the
 route of each microbatch through the stages, normal or with the first two and the last two swapped.
 
-A unit is the forward or backward of one microbatch on one stage. CheckFree+ (CheckFree, section 4.3) sends half of the
-microbatches through the P stages in the order 1, 0, 2, ..., P - 3, P - 1, P - 2, so that the two stages of a swapped
-pair learn to do each other's work.
+CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the P stages in the order 1, 0, 2, ...,
+P - 3, P - 1, P - 2, so that the two stages of a swapped pair learn to do each other's work.
 
-A stage executes its steps, units and batches, one
-after the other. A batch is one ``batch_isend_irecv``, as megatron-core's ``P2PCommunicator`` calls it: all its sends
-and receives are posted together, and the stage continues when all are complete. Messages have no tags: the k-th message
-that stage A sends to stage B is the k-th message that B receives from A.
+A stage executes its steps, units and batches, one after the other. A batch is one ``batch_isend_irecv``, as
+megatron-core's ``P2PCommunicator`` calls it: all its sends and receives are posted together, and the stage continues
+when all are complete. Messages have no tags: the k-th message that stage A sends to stage B is the k-th message that B
+receives from A.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
 """How the members of FT-HSDP's all-reduce ring connect: the handshake, its two sides, and the options of the sockets.
 
-A ring is connected anew for every quorum, the set of replicas that take part in a training step; quorums are numbered.
-Each member dials its right neighbour: a short-lived thread connects, and the poll loop of the ring's thread runs the
-handshakes (:mod:`ft.net.handshake`), a few bytes at a time, so that an unauthenticated or silent peer blocks nothing:
+A ring is connected anew for every quorum; quorums are numbered. Each member dials its right neighbour: a short-lived
+thread connects, and the poll loop of the ring's thread runs the handshakes (:mod:`ft.net.handshake`), a few bytes at a
+time, so that an unauthenticated or silent peer blocks nothing:
 
     dialer:   number of the quorum, digest of the members and options, own index, number of the stream
     acceptor: accepted, or why not; number of its quorum; index of the member that it suspects

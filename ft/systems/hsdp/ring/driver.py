@@ -1,8 +1,7 @@
 """Background thread of FT-HSDP's all-reduce ring: connects the ring and does its all-reduces (operations) in order.
 
-The members of a ring are the ranks with the same number in all replicas of a quorum (the replicas that take part in a
-training step). Each member receives from its left neighbour and sends to its right neighbour. Every wait has a time
-limit, so that an operation always ends, with a result or with a reason and the member that seems to be the cause.
+Each member receives from its left neighbour and sends to its right neighbour. Every wait has a time limit, so that an
+operation always ends, with a result or with a reason and the member that seems to be the cause.
 """
 
 import socket

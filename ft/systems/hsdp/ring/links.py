@@ -1,9 +1,9 @@
 """Connections of one member of FT-HSDP's all-reduce ring to its two neighbours, for one quorum.
 
-A quorum is the set of replicas that take part in a training step; each of them has one member in the ring. The left
-neighbour sends data to this member, and the right neighbour receives data from it. Each neighbour has one connection
-for control messages (pings, and notifications that a ring has ended) and one or more for data. One thread waits for all
-of them, with poll(2). An operation is one all-reduce.
+Each replica of the quorum has one member in the ring. The left neighbour sends data to this member, and the right
+neighbour receives data from it. Each neighbour has one connection for control messages (pings, and notifications that a
+ring has ended) and one or more for data. One thread waits for all of them, with poll(2). An operation is one
+all-reduce.
 """
 
 import contextlib
