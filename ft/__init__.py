@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "attach": "ft.worker.session",
     "is_attachable": "ft.worker.session",
-    "protect": "ft.systems.hot_swap.protect",
+    "protect": "ft.systems.hot_swap.layer",
     "StepCounter": "ft.protection.position",
 }
 

@@ -14,7 +14,7 @@ from ring_neighbours import Neighbours, Poller
 
 from ft.systems.hsdp.ring import Ring, RingOptions
 from ft.systems.hsdp.ring.driver import Driver, Members, Operation
-from ft.systems.hsdp.ring.reducer import Reducer
+from ft.systems.hsdp.ring.flow import Reducer
 from megatron.core.distributed import param_and_grad_buffer as core
 
 RANKS, RANK = 2, 1

@@ -10,8 +10,8 @@ from cuda_model import Cuda
 
 from ft.systems.hsdp.ring import RingOptions, numbers
 from ft.systems.hsdp.ring.flow import head
-from ft.systems.hsdp.ring.outcome import Broken
-from ft.systems.hsdp.ring.schedule import items
+from ft.systems.hsdp.ring.numbers import items
+from ft.systems.hsdp.ring.options import Broken
 
 
 class Neighbours:

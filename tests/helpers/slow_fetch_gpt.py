@@ -4,7 +4,7 @@ import sys
 import time
 
 import pretrain_gpt
-from ft.state.fetch.offer import Offer
+from ft.state.fetch.server import Offer
 
 FETCH_S = 0.6
 REHEARSED = "rehearsed at "

@@ -12,7 +12,7 @@ from ring_neighbours import Neighbours, Poller, whole_numbers
 
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.ring import RingOptions
-from ft.systems.hsdp.ring.reducer import Reducer
+from ft.systems.hsdp.ring.flow import Reducer
 from ft.systems.hsdp.ring.staging import when_queued
 from ft.systems.spare.ledger import GradientStore
 from megatron.core.distributed import param_and_grad_buffer as core

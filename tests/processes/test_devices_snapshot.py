@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_model import Cuda, Race
 
-from ft.state.fetch import staging
+from ft.state.fetch import server
 from ft.state.snapshot import buffers, copier
 from ft.state.snapshot.buffers import HostBuffer, PingPong
 from ft.state.snapshot.copier import Copier, Plan, device_of, tables_of, write_back
@@ -137,7 +137,7 @@ def test_a_state_is_given_to_other_replicas_as_it_was_when_it_was_offered():
             tensors = {str(at): cuda.tensor(torch.zeros(size)) for at, size in enumerate((5, 70))}
             for tensor in tensors.values():
                 tensor.fill_(seed)
-            to_host = staging.prepare(tensors)
+            to_host = server.prepare(tensors)
             ahead = [tensor + 1 for tensor in tensors.values()]
             with cuda.thread(), contextlib.nullcontext(ahead):
                 host = to_host(tensors, lambda: False)

@@ -12,9 +12,9 @@ from fetch_sources import LINEAGE, STEP, TOKEN, WAIT_S, blank, descriptors, equa
 from ft.base.errors import UserError
 from ft.net.framed import FramedChannel
 from ft.state.fetch import BadState, Limits, Refused, StateServer, fetch, fetch_envelope, shares
-from ft.state.fetch.crew import failure, stalled_s
+from ft.state.fetch.client import failure, stalled_s
 from ft.state.fetch.memory import FlatState, table_of
-from ft.state.fetch.offer import Envelope, Offer
+from ft.state.fetch.server import Envelope, Offer
 from ft.state.transfer.moving import Withdrawn
 from ft.state.transfer.pull import Bad, Gone, Lost
 

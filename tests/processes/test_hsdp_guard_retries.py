@@ -16,7 +16,7 @@ from ft.systems.hsdp import rank as votes
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.protocol import Agreed, LastSave, Retry, Turns
 from ft.systems.hsdp.replica_manager import ReplicaManager
-from ft.systems.hsdp.work import OwnStream
+from ft.systems.hsdp.work import Work
 
 REPLICA = 1
 BEHIND = Quorum(7, 20, 6, (0, 2), (REPLICA,), {0: 1, 1: 2, 2: 1})
@@ -48,7 +48,7 @@ class Made:
 
     def __init__(self, tmp_path, *, comes_back=False, applied=True, last_save=None):
         place = ReplicaContext(REPLICA, 3, tmp_path, "127.0.0.1", comes_back=comes_back)
-        self.parts, self.told = MagicMock(place=place, work=OwnStream(place), batch=4, save_interval=None), []
+        self.parts, self.told = MagicMock(place=place, work=Work(place), batch=4, save_interval=None), []
         self.parts.session.rank, self.parts.session.closed, self.parts.votes = 0, False, self.votes
         self.parts.session.next_order = AsyncMock(return_value=Finish())
         self.parts.session.is_ended_by.return_value = False

@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from ft.base.errors import UserError
-from ft.systems.hsdp import commits, loader_state, lr
-from ft.systems.hsdp.commits import Commit, CommitLog
+from ft.systems.hsdp import commits, loader_state
+from ft.systems.hsdp.commits import Commit, CommitLog, Records
 from ft.systems.hsdp.layer import initial_assignment
 from ft.systems.hsdp.loader_state import LoaderState
-from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.records import Records
+from ft.systems.hsdp.place import DEFAULT, MODES, ReplicaContext
 from ft.systems.hsdp.samples import Past, SampleAssignment
-from ft.systems.hsdp.work import OwnStream
+from ft.systems.hsdp.work import Work, factor, scaled
 
 ASSIGNMENT = SampleAssignment(3, 2, (Past(2, 4, (8, 4), 2),))
 STATE = LoaderState(7, 9, 4, ASSIGNMENT, {0: 20, 1: 16, 2: 20})
@@ -170,14 +169,14 @@ def test_a_line_that_says_nothing_of_the_assignment_is_the_plain_one(tmp_path):
 
 
 def test_factors_of_the_learning_rate():
-    assert [lr.factor(3, 4, mode) for mode in lr.MODES] == [1.0, 0.75, 0.75**0.5]
-    assert {lr.factor(n, n, mode) for mode in lr.MODES for n in (1, 12)} == {1.0}
-    assert lr.DEFAULT == "sqrt"
+    assert [factor(3, 4, mode) for mode in MODES] == [1.0, 0.75, 0.75**0.5]
+    assert {factor(n, n, mode) for mode in MODES for n in (1, 12)} == {1.0}
+    assert DEFAULT == "sqrt"
     with pytest.raises(UserError, match="cube"):
-        lr.factor(1, 2, "cube")
+        factor(1, 2, "cube")
     for healthy, total in ((0, 2), (3, 2), (-1, 1)):
         with pytest.raises(ValueError, match="healthy"):
-            lr.factor(healthy, total)
+            factor(healthy, total)
 
 
 def test_one_step_at_another_rate_and_then_exactly_the_old_one():
@@ -186,13 +185,13 @@ def test_one_step_at_another_rate_and_then_exactly_the_old_one():
     kept = torch.tensor(0.3)
     groups = [*optimizer.param_groups, {"lr": kept}, {"params": []}, optimizer.param_groups[0]]
     weight.grad = torch.ones(2)
-    with lr.scaled(groups, lr.factor(1, 4)):
+    with scaled(groups, factor(1, 4)):
         optimizer.step()
         assert groups[1]["lr"].item() == pytest.approx(0.15)
     assert weight.tolist() == pytest.approx([-0.05, -0.05])
     assert (groups[0]["lr"], groups[1]["lr"]) == (0.1, kept)
     assert groups[1]["lr"] is kept
-    with pytest.raises(RuntimeError), lr.scaled(groups, 0.5):
+    with pytest.raises(RuntimeError), scaled(groups, 0.5):
         raise RuntimeError
     assert groups[0]["lr"] == 0.1
 
@@ -202,7 +201,7 @@ def test_the_positions_of_the_last_step_are_written_when_the_records_are_closed(
     for step in range(1, 101):
         after = SimpleNamespace(step=step, assignment=SampleAssignment(2, 4), positions={0: 4 * step, 1: 4 * step})
         quorum = SimpleNamespace(number=step, healthy=(0, 1), behind=())
-        records.committed(after, quorum, OwnStream(None), step - 1, 4 * step - 4, 0.1, 0.0, None)
+        records.committed(after, quorum, Work(None), step - 1, 4 * step - 4, 0.1, 0.0, None)
     records.close()
     assert [commit.step for commit in commits.read(tmp_path)] == list(range(1, 101))
     assert loader_state.read(tmp_path) == LoaderState(100, 100, 4, SampleAssignment(2, 4), {0: 400, 1: 400})

@@ -9,8 +9,7 @@ from cuda_model import Cuda
 
 from ft.base.errors import EpochClosed, UserError
 from ft.systems.hsdp.ring import Ring, RingOptions, numbers
-from ft.systems.hsdp.ring.numbers import Buffers
-from ft.systems.hsdp.ring.schedule import items
+from ft.systems.hsdp.ring.numbers import Buffers, items
 from ft.systems.hsdp.ring.staging import Staged, Staging
 
 SMALL = RingOptions(chunk_bytes=4096, chunks=2, limit_s=20)

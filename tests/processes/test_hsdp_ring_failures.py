@@ -16,13 +16,11 @@ import torch
 
 from ft.net.handshake import GREETING_BYTES
 from ft.platform.sockets import held, towards
-from ft.systems.hsdp.ring import Ring, RingOptions, hello, numbers
+from ft.systems.hsdp.ring import Ring, RingOptions, connect, numbers
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, WAIT, blame, patience
-from ft.systems.hsdp.ring.control import BREAK, LEAVE, PING, PONG, Message, pack, unpack
-from ft.systems.hsdp.ring.links import Links
-from ft.systems.hsdp.ring.poller import Poller
-from ft.systems.hsdp.ring.schedule import items
-from ft.systems.hsdp.ring.tuning import send_buffer
+from ft.systems.hsdp.ring.connect import send_buffer
+from ft.systems.hsdp.ring.links import BREAK, LEAVE, PING, PONG, Links, Message, Poller, pack, unpack
+from ft.systems.hsdp.ring.numbers import items
 
 QUICK = RingOptions(chunk_bytes=4096, chunks=2, limit_s=1.2)
 PATIENT = RingOptions(chunk_bytes=4096, chunks=2, limit_s=6)
@@ -296,7 +294,7 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
     assert all_work(rings, 1)
     hosts = [("127.0.0.1", int(ring.address.rsplit(":", 1)[1])) for ring in rings]
 
-    label = hello.party("", is_dialer=True).label
+    label = connect.party("", is_dialer=True).label
 
     def disturb():
         kept = []
@@ -308,11 +306,11 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
                 if kind == 0:
                     connection.sendall(chance.randbytes(chance.randrange(1, 5000)))
                 elif kind == 1:
-                    connection.sendall(label + chance.randbytes(hello.HELLO_BYTES - len(label)))
+                    connection.sendall(label + chance.randbytes(connect.HELLO_BYTES - len(label)))
                 elif kind == 2:
-                    party = hello.party("wrong token", is_dialer=True)
+                    party = connect.party("wrong token", is_dialer=True)
                     theirs = party.read_greeting(connection.recv(GREETING_BYTES))
-                    connection.sendall(hello.write_hello(party, theirs, hello.Hello(1, bytes(16), 2, 1)))
+                    connection.sendall(connect.write_hello(party, theirs, connect.Hello(1, bytes(16), 2, 1)))
             if len(kept) > 100:
                 kept.pop(chance.randrange(len(kept))).close()
         for connection in kept:
@@ -336,7 +334,7 @@ def test_strangers_and_garbage_on_the_port_never_disturb_an_all_reduce(members):
         (b"220 mail.example.org ESMTP ready\r\n", "does not speak the ring's protocol"),
         (b"220 mail\r\n", "does not speak the ring's protocol"),
         (b"", "hung up"),
-        (hello.party("", is_dialer=False).greeting() + bytes(hello.ANSWER_BYTES), "no member of this run"),
+        (connect.party("", is_dialer=False).greeting() + bytes(connect.ANSWER_BYTES), "no member of this run"),
         (None, "has not come to quorum 1"),
     ],
     ids=["another protocol", "a short line", "nothing", "a stranger", "silence"],
@@ -370,7 +368,7 @@ def test_somebody_else_at_a_members_address_is_found_out_and_gets_no_data(member
             over.set()
             thread.join(20)
     assert not outcome.ok and outcome.suspect == 1 and reason in outcome.reason, outcome
-    assert all(len(said) <= hello.HELLO_BYTES for said in heard)
+    assert all(len(said) <= connect.HELLO_BYTES for said in heard)
 
 
 class Half:
@@ -384,20 +382,20 @@ class Half:
         self._open = [self._listener]
 
     def join(self, number: int, addresses: list[str], me: int, options: RingOptions) -> None:
-        agreed = hello.agreement(addresses, *options.shared())
+        agreed = connect.agreement(addresses, *options.shared())
         host, port = addresses[(me + 1) % len(addresses)].rsplit(":", 1)
         for stream in range(options.streams + 1):
             call = socket.create_connection((host, int(port)), timeout=10)
-            dialer = hello.party(self._token, is_dialer=True)
+            dialer = connect.party(self._token, is_dialer=True)
             theirs = dialer.read_greeting(call.recv(GREETING_BYTES))
-            call.sendall(hello.write_hello(dialer, theirs, hello.Hello(number, agreed, me, stream)))
+            call.sendall(connect.write_hello(dialer, theirs, connect.Hello(number, agreed, me, stream)))
             self._open.append(call)
         for _ in range(options.streams + 1):
             connection, _ = self._listener.accept()
-            acceptor = hello.party(self._token, is_dialer=False)
+            acceptor = connect.party(self._token, is_dialer=False)
             connection.sendall(acceptor.greeting())
-            _, theirs = hello.read_hello(acceptor, connection.recv(hello.HELLO_BYTES))
-            connection.sendall(hello.write_answer(acceptor, theirs, hello.Answer(hello.TAKEN, number)))
+            _, theirs = connect.read_hello(acceptor, connection.recv(connect.HELLO_BYTES))
+            connection.sendall(connect.write_answer(acceptor, theirs, connect.Answer(connect.TAKEN, number)))
             self._open.append(connection)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.protocol import is_same_ring
 from ft.systems.hsdp.ring import Ring
 from ft.systems.hsdp.samples import KEY, ReplicaPosition, SampleAssignment
-from ft.systems.hsdp.work import OwnStream
+from ft.systems.hsdp.work import Work
 
 TOKEN = "the token of the test"
 LIMIT_S = 20.0
@@ -161,7 +161,7 @@ def test_verified_gradients_are_sent_after_the_verification_and_wrong_ones_never
         exchange = Exchange(
             rings[me], names, contextlib.nullcontext, Verifier(rings[me], wrong=2 * me), lambda: [models[me]]
         )
-        exchange.work = OwnStream(None)
+        exchange.work = Work(None)
         exchange.open(1.0, (me, 2))
         for attempt in range(3):
             exchange.is_repeated = False
@@ -188,7 +188,7 @@ def test_replicas_whose_models_differ_give_the_step_up(rings):
         exchange = Exchange(
             rings[me], ["a"], contextlib.nullcontext, Verifier(rings[me]), lambda: [torch.full((3,), float(me))]
         )
-        exchange.work = OwnStream(None)
+        exchange.work = Work(None)
         exchange.open(1.0, (me, 2))
         exchange.started("a", [torch.ones(2)], None)
         exchange.finished("a")

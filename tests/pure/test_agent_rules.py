@@ -348,7 +348,7 @@ def test_what_the_pool_imports(tmp_path):
     assert "megatron.core.optimizer" not in preload.plan(str(plain), False, ["csv"])
     example = Path(__file__).parent.parent.parent / "examples" / "own_trainer.py"
     own = preload.plan(str(example), False, [])
-    late = {"torch._dynamo", "ft.systems.hot_swap.protect"}
+    late = {"torch._dynamo", "ft.systems.hot_swap.layer"}
     assert late <= set(own), "what a joiner would import while the others wait"
     assert preload.plan(str(plain), False, ["csv"])[-1] == "csv"
     assert preload.plan(str(trainer), False, ["none"]) == []

@@ -6,7 +6,7 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.systems.dmr.plan.predict import idle, messages, simulate
-from ft.systems.schedule.kinds import Pipeline, needs, orders
+from ft.systems.schedule.kinds import Pipeline, orders
 from ft.systems.schedule.program import Unit
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
@@ -43,7 +43,7 @@ def test_every_unit_runs_once_after_what_it_needs(stages, microbatches, chunks):
     timeline = simulate(pipeline, lambda unit: 1.0 + unit.backward)
     assert len(timeline.times) == 2 * stages * microbatches * chunks == sum(map(len, orders(pipeline)))
     for unit, (start, _) in timeline.times.items():
-        source = needs(pipeline, unit)
+        source = pipeline.routes.needs(unit)
         if source is not None:
             assert start >= timeline.times[source][1] + 0.5 * (source.stage != unit.stage) - 1e-9
     for units in timeline.order:
@@ -111,7 +111,7 @@ def test_messages_of_a_pair_are_received_in_the_order_in_which_they_are_sent(sta
                 (need.microbatch, need.chunk)
                 for unit in timeline.order[target]
                 if unit.backward == backward
-                and (need := needs(pipeline, unit)) is not None
+                and (need := pipeline.routes.needs(unit)) is not None
                 and need.stage == source != target
             ]
             ours = [(one.microbatch, one.chunk) for one in sent if one.backward == backward]

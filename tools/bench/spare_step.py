@@ -52,7 +52,7 @@ def measure(arguments: argparse.Namespace) -> None:
     patches.apply(WITH_REPLICAS)
     from ft.protection.stack import Protections
     from ft.systems.hsdp.place import ReplicaContext
-    from ft.systems.hsdp.work import OwnStream
+    from ft.systems.hsdp.work import Work
     from ft.worker.session import attach
     from megatron.ft_trainer.initialize import init_model_parallel
     from megatron.ft_trainer.pretrain import assemble
@@ -68,7 +68,7 @@ def measure(arguments: argparse.Namespace) -> None:
     job.protection = protections.stack(JobTrainer(job))
     guard = job.protection.layers[0]
     cross = gloo_group(in_replicas.folder(), place, session.rank)
-    sides = {"spare": guard._parts.work, "plain": OwnStream(place)}
+    sides = {"spare": guard._parts.work, "plain": Work(place)}
     times = {name: [] for name in sides}
     found = guard.run_with_recovery(lambda: alternate(arguments, job, guard, session, cross, sides, times))
     if place.replica == 0:

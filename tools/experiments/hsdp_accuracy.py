@@ -5,8 +5,8 @@
 
 A megatron-core GPT learns the standard library's sources byte by byte. All replicas are computed in one process, as one
 batch of the samples of those that are healthy: that is what the sum of their gradients over the tokens that contributed
-comes to. Who takes which samples (ft.systems.hsdp.samples) and how the learning rate is scaled (ft.systems.hsdp.lr) is
-production's. Settings are named as in the paper, d2x_for87_3reps_sqrt: two failures, of 87 steps each, of three
+comes to. Who takes which samples (ft.systems.hsdp.samples) and how the learning rate is scaled (ft.systems.hsdp.work)
+is production's. Settings are named as in the paper, d2x_for87_3reps_sqrt: two failures, of 87 steps each, of three
 replicas at once, with the learning rate scaled by the root of the healthy part. Every setting of a seed begins with the
 same first part, has the same failures as the others of its count and length, and trains until it has seen as many
 tokens as without.
@@ -25,8 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-from ft.systems.hsdp.lr import LINEAR, NONE, SQRT, factor  # noqa: E402
+from ft.systems.hsdp.place import LINEAR, NONE, SQRT  # noqa: E402
 from ft.systems.hsdp.samples import SampleAssignment  # noqa: E402
+from ft.systems.hsdp.work import factor  # noqa: E402
 
 REPLICAS, BATCH, SEQ, VOCAB = 8, 2, 48, 256
 STEPS, FIRST = 400, 160

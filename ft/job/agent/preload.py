@@ -32,7 +32,7 @@ _TRAINER = (
     "megatron.core.datasets.helpers",
 )
 _REPLICAS = ("ft.systems.hsdp.components", "ft.systems.hsdp.layer")
-_FAULT_TOLERANCE = ("ft.worker.session", "ft.systems.hot_swap.protect", "ft.systems.checkfree.rebuilder")
+_FAULT_TOLERANCE = ("ft.worker.session", "ft.systems.hot_swap.layer", "ft.systems.checkfree.rebuilder")
 
 
 def imports_of(source: str, package: str = "") -> list[str]:

@@ -7,12 +7,10 @@ committed.
 
 Each source sends an equal share of the bytes of the state (:mod:`ft.state.fetch.memory`), and the other sources take
 over the share of a source that dies or refuses (:mod:`ft.state.fetch.shares`). A source sends its live tensors, and
-withdraws them before they change (:mod:`ft.state.fetch.offer`).
+withdraws them before they change (:mod:`ft.state.fetch.server`).
 """
 
-from ft.state.fetch.client import Fetched, Limits, fetch, fetch_envelope
-from ft.state.fetch.errors import BadState, Refused
-from ft.state.fetch.offer import Cut
-from ft.state.fetch.server import StateServer
+from ft.state.fetch.client import BadState, Fetched, Limits, Refused, fetch, fetch_envelope
+from ft.state.fetch.server import Cut, StateServer
 
 __all__ = ["BadState", "Cut", "Fetched", "Limits", "Refused", "StateServer", "fetch", "fetch_envelope"]

@@ -1,8 +1,6 @@
 """Assigns peer copies: chooses ``k`` holders for every logical rank, in ``k`` failure domains other than its own.
 
-A peer copy is a copy of one rank's training state (the owner's) in the host memory of another rank (the holder). A
-failure domain is a set of nodes that can fail together, such as a node, a rack or a power feed. Goals, the most
-important first:
+Goals, the most important first:
 
 1.  a state and its copies are all in different failure domains (or as few pairs of them as possible share a domain);
 2.  no rank holds more than its share, ``k`` copies, if possible;

@@ -1,8 +1,4 @@
-"""Describes in words what a placement of peer copies does not achieve: which ranks share which failure domain.
-
-A peer copy is a copy of one rank's training state (the owner's) in the host memory of another rank (the holder); each
-rank has ``k`` copies. A failure domain is a set of nodes that can fail together, such as a rack.
-"""
+"""Describes in words what a placement of peer copies does not achieve: which ranks share which failure domain."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Placement of peer copies by rotation: fast, without a search, for runs with many ranks.
 
-A peer copy is a copy of one rank's training state (the owner's) in the host memory of another rank (the holder). A
-failure domain is a set of nodes that can fail together. All ranks are put into one circular order, and the holders of
-every rank are the ranks at ``k`` fixed distances after it. Every rank then holds ``k`` copies.
+All ranks are put into one circular order, and the holders of every rank are the ranks at ``k`` fixed distances after
+it. Every rank then holds ``k`` copies.
 
 In that order, the ranks of each failure domain are adjacent, both for small domains (nodes) and for large ones (racks).
 If no domain has more than one in ``k + 1`` of the ranks, distances of 1, 2, ... times the largest domain's size put the

@@ -1,8 +1,5 @@
 """The assignment of peer copies to holders as an integer program, solved exactly and with equal results on every rank.
 
-A peer copy is a copy of one rank's training state (the owner's) in the host memory of another rank (the holder). A
-failure domain is a set of nodes that can fail together, of some kind (node, rack, power feed).
-
 ``x[o, h]`` is 1 if holder ``h`` keeps a copy for owner ``o``:
 
     sum over h            x[o, h] = need[o]

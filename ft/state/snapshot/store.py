@@ -2,8 +2,9 @@
 
 A worker is a training process. A snapshot is taken after every step, in the background; peers hold copies of it before
 the next optimizer step changes the tensors. A snapshot has two sections of tensors: ``owned``, which no other rank has
-and which is sent to peers, and ``replicated``, which all data-parallel peers have too. The rest is the envelope. An
-epoch is a version of the assignment of workers to logical ranks; a failure closes it.
+and which is sent to peers, and ``replicated``, which all data-parallel peers have too. The rest is the envelope. A
+restore finds a valid snapshot: the rank's own, otherwise copies on peers (DEADPOOL, section VI-E). An epoch is a
+version of the assignment of workers to logical ranks; a failure closes it.
 """
 
 import threading
@@ -20,10 +21,10 @@ from ft.net.framed import Mark
 from ft.state.layout import Table, chunk_count
 from ft.state.snapshot.buffers import Part, Slot
 from ft.state.snapshot.copier import Copier, Plan, Progress, device_of, tables_of, write_back
-from ft.state.snapshot.restore import Restorer
-from ft.state.snapshot.state import OWNED, RankState, pack_meta, unpack_meta
+from ft.state.snapshot.state import OWNED, REPLICATED, RankState, pack_meta, unpack_meta
 from ft.state.snapshot.transport import SnapshotServer
-from ft.state.transfer.push import Outgoing, PeerLost
+from ft.state.transfer.pull import Wanted
+from ft.state.transfer.push import Cancelled, Outgoing, PeerLost
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Snapshots:
         self._stock.rank = rank
         self._timeout, self._on_failure = timeout_s, on_failure
         self._copier = Copier()
-        self._restorer = Restorer(transport, rank, peers, peers if replicas is None else replicas)
+        self._holders, self._replicas = list(peers), list(peers if replicas is None else replicas)
         self._tables: tuple[list, dict[str, Table]] | None = None
         self._plans: dict[int, Plan] = {}
         self._changed = threading.Condition()
@@ -114,7 +115,7 @@ class Snapshots:
 
     def held_by(self, holders: Sequence[int]) -> None:
         """Set the ranks that hold copies of this worker's snapshots; a restore fetches from them."""
-        self._restorer.holders = list(holders)
+        self._holders = list(holders)
 
     def forget_before(self, epoch: int) -> list[int]:
         """Free the copies held for owners that have sent no copy in ``epoch``, because other ranks hold theirs now.
@@ -268,7 +269,7 @@ class Snapshots:
         epoch = max(self._closed, self._epoch) + 1 if epoch is None else epoch
         self._leave_what_was(epoch)
         tables = self._tables_of(state.sections())
-        slot, how = self._restorer.find(tables, step, source, keep_tensors, epoch)
+        slot, how = self._find(tables, step, source, keep_tensors, epoch)
         if slot is None:
             raise EpochClosed(max(self._closed, epoch), self._reason)
         if not keep_tensors or how["owned"] != "own":
@@ -349,6 +350,90 @@ class Snapshots:
             self.settle()
         elif self._progress is not None:
             self._progress.wait()
+
+    def _find(
+        self, tables: Mapping[str, Table], step: int, source: Source, envelope_only: bool, epoch: int
+    ) -> tuple[Slot | None, dict[str, str]]:
+        """Find the snapshot of ``step`` from which this worker restores its state.
+
+        The worker's own snapshot is used if its checksums are right. Otherwise the snapshot is copied from a peer into
+        one of this worker's own slots, and its checksums are checked there.
+
+        Args:
+            tables: name of a section -> layout of its tensors.
+            step: step of the snapshot.
+            source: the ranks to try first, for each section.
+            envelope_only: whether only the envelope of an own snapshot is needed, so that its tensors are not verified.
+            epoch: epoch in which the restore takes place; a cancellation of this epoch ends the search.
+
+        Returns:
+            (slot with the snapshot, {section: where it came from}); (None, {}) if ``epoch`` was cancelled meanwhile.
+
+        Raises:
+            FallbackError: no source has a usable snapshot.
+        """
+        problems: list[str] = []
+        if source.owned == self.rank:
+            slot = self._sound_own(tables, step, envelope_only, problems)
+            if slot is not None:
+                return slot, {OWNED: "own", REPLICATED: "own"}
+        slot = self._stock.own.begin(step, epoch, tables)
+        complete = False
+        try:
+            how = self._fetch_all(slot, step, source, epoch, problems)
+            complete = True
+        except Cancelled:
+            return None, {}
+        finally:
+            if complete:
+                self._stock.own.commit(slot)
+            else:
+                self._stock.own.drop(slot)
+        return slot, how
+
+    def _sound_own(
+        self, tables: Mapping[str, Table], step: int, envelope_only: bool, problems: list[str]
+    ) -> Slot | None:
+        slot = self._stock.own.find(step)
+        if slot is None:
+            problems.append(f"own snapshot: there is none (held: {self._stock.own.steps()})")
+            return None
+        damage = slot.damage(envelope_only)
+        if damage is None and any(slot.parts[name].table != table for name, table in tables.items()):
+            damage = "its layout"
+        if damage is not None:
+            problems.append(f"own snapshot is damaged: {damage}")
+            self._stock.own.drop(slot)
+            return None
+        return slot
+
+    def _fetch_all(self, slot: Slot, step: int, source: Source, epoch: int, problems: list[str]) -> dict[str, str]:
+        holder, meta = self._fetch(slot, OWNED, source.owned, self.rank, step, epoch, problems)
+        slot.set_meta(meta)
+        how = {OWNED: f"copy:{holder}", REPLICATED: "none"}
+        if slot.parts[REPLICATED].table.nbytes:
+            holder, _ = self._fetch(slot, REPLICATED, source.replicated, None, step, epoch, problems)
+            how[REPLICATED] = f"peer:{holder}"
+        return how
+
+    def _fetch(
+        self, slot: Slot, section: str, first: int, owner: int | None, step: int, epoch: int, problems: list[str]
+    ) -> tuple[int, bytes]:
+        """Fetch one section from the first holder that has it, trying ``first`` and then the other holders.
+
+        ``owner`` is the rank whose snapshot is fetched; None: each holder's own snapshot.
+        """
+        others = self._replicas if owner is None else self._holders
+        holders = [holder for holder in dict.fromkeys((first, *others)) if holder != self.rank]
+        for holder in holders:
+            wanted = Wanted(step, rank=holder if owner is None else owner, section=section)
+            try:
+                return holder, self._transport.fetch(holder, wanted, epoch, slot.parts[section])
+            except (FallbackError, PeerLost) as error:
+                problems.append(str(error))
+        raise FallbackError(
+            f"logical rank {self.rank} finds no usable snapshot of step {step} ({section}): " + "; ".join(problems)
+        )
 
     def _copied(self, slot: Slot, error: BaseException | None) -> None:
         if error is None:

@@ -7,12 +7,6 @@ and the last stage have only one neighbour and become a copy of it. This costs l
 trained in each other's position (CheckFree+; CheckFree, section 4.3). Embedding and output layer are not rebuilt here:
 with CheckFree+ another stage has a replica of each. The learning rate of a rebuilt stage is raised, so that the stage
 diverges from its neighbours.
-
-The stage is rebuilt transformer block by transformer block: W_s = (w_{s-1} W_{s-1} + w_{s+1} W_{s+1}) / (w_{s-1} +
-w_{s+1}), where the weight w of each neighbour is its last gradient norm: raw (before clipping), not squared. The first
-and the last stage have only one neighbour and become a copy of it. This costs little only if the two stages were
-trained in each other's position (CheckFree+; CheckFree, section 4.3). Embedding and output layer are not rebuilt here:
-with CheckFree+ another stage has a replica of each.
 """
 
 import math

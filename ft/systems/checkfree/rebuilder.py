@@ -31,7 +31,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ from ft.protection.training_state import learnt_buffers
 from ft.state.snapshot import rng
 from ft.systems.checkfree import rebuild
 from ft.systems.checkfree.plus.ends import refuse_common_steps, reset_moments
-from ft.systems.checkfree.rebuild import WEIGHTED, Boost
+from ft.systems.checkfree.rebuild import Boost
 from megatron.core import parallel_state
 from megatron.patches import stage_norms
 
@@ -53,11 +53,6 @@ if TYPE_CHECKING:
     from ft.systems.checkfree.plus.ends import ReplicatedEnds
     from ft.systems.checkfree.rebuild import Rebuilt
     from ft.worker.session import Session
-
-
-def _own_mapping() -> Callable[[], dict[str, int]]:
-    kept: dict[str, int] = {}
-    return lambda: kept
 
 
 @dataclass(frozen=True)
@@ -78,14 +73,14 @@ class Settings:
             stage can be rebuilt; None without CheckFree+.
     """
 
-    strategy: str = WEIGHTED
-    boost: Boost = field(default_factory=Boost)
-    norm_limit: float | None = None
-    reseed: Callable[[int], None] = lambda step: None
-    seed: int = 0
-    rebuilt_at: Callable[[], dict[str, int]] = field(default_factory=_own_mapping)
-    replicated_ends: "ReplicatedEnds | None" = None
-    draws_apart: bool = False
+    strategy: str
+    boost: Boost
+    norm_limit: float | None
+    reseed: Callable[[int], None]
+    seed: int
+    rebuilt_at: Callable[[], dict[str, int]]
+    replicated_ends: "ReplicatedEnds | None"
+    draws_apart: bool
 
 
 _ALIGN = 16
@@ -367,7 +362,7 @@ _NARROW = ("linear_proj.weight", "linear_fc2.weight")
 
 
 class CheckFreeRebuilder:
-    """The stage rebuilder of one rank (``ft.systems.hot_swap.rebuilder.StageRebuilder``).
+    """The stage rebuilder of one rank, as hot-swap calls it.
 
     Create it on all ranks, after model and optimizer are built and core is patched (WITH_CHECKFREE).
 

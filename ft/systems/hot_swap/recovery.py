@@ -13,12 +13,14 @@ The methods are coroutines, so that the simulation (``tests/simulation/control``
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import EpochClosed
 from ft.job.messages import Repair, Resume, WorkerArrived, WorkerReleased, WorkerRepaired, WorkerResumed
-from ft.systems.hot_swap.operations import Operations
 from ft.worker import protocol
+
+if TYPE_CHECKING:
+    from ft.systems.hot_swap.recovery_manager import RecoveryManager
 
 
 class Recovery:
@@ -26,13 +28,13 @@ class Recovery:
 
     Args:
         member: the worker's process as a member of the run.
-        operations: operations on process groups, snapshots and the training state.
+        operations: what carries out the operations on process groups, snapshots and the training state.
 
     Attributes:
         is_empty: whether the worker has no training state yet, because it joins a running job.
     """
 
-    def __init__(self, member: protocol.Member, operations: Operations):
+    def __init__(self, member: protocol.Member, operations: "RecoveryManager"):
         self._member, self._operations = member, operations
         self.is_empty = member.joins
         # whether the live tensors hold the state of the last committed step, unchanged by a step begun since

@@ -1,10 +1,14 @@
 """Hot-swap's training loop: it snapshots every committed step, and recovers from every interruption in a new epoch.
 
-:class:`ft.systems.hot_swap.recovery.Recovery` decides on the order of the operations; this module carries them out.
+:class:`ft.systems.hot_swap.recovery.Recovery` decides on the order of the operations; this module carries them out. An
+operation that may block or take long is a coroutine, because the simulation of the control plane
+(``tests/simulation/control``) has a model of it that gives way to other workers. Here it blocks the training thread,
+and raises ``EpochClosed`` as soon as the control plane closes the epoch.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,67 +18,130 @@ from ft.base.errors import FallbackError
 from ft.faults.worker import Injector
 from ft.job.messages import ASIDE, ELSEWHERE, GroupReport, Holdings, Neighbours, Repair, Source
 from ft.protection.contract import Layer
+from ft.protection.injection import make_injector, plant_phases
 from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.groups.tree import Operation, Tree, tell
 from ft.state.snapshot import Snapshots
-from ft.systems.hot_swap.operations import Operations
+from ft.systems.hot_swap.faults import Breakage
 from ft.systems.hot_swap.placing import Placing
-from ft.systems.hot_swap.rebuilder import StageRebuilder
 from ft.systems.hot_swap.recovery import Recovery
 from ft.systems.hot_swap.redone import Tries
-from ft.systems.hot_swap.step_copy import StepCopy
 from ft.worker import protocol
 from ft.worker.session import Session
 from megatron import patches
 
+if TYPE_CHECKING:
+    from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
 
-class RecoveryManager(Layer, Operations):
+
+class StepCopy:
+    """The last snapshot of this worker, as a :class:`ft.protection.undo.SharedCopy`: a layer inside hot-swap undoes a
+    step with it.
+    """
+
+    def __init__(self, snapshots: Snapshots, recovery: Recovery):
+        self._snapshots, self._recovery = snapshots, recovery
+
+    def is_current(self) -> bool:
+        return self._recovery.is_untouched
+
+    def wait(self) -> None:
+        self._snapshots.wait_for_own()
+
+    def write_back(self, sections: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self._snapshots.write_back(sections)
+        self._recovery.undoes_step()
+
+
+class RecoveryManager(Layer):
     """Protects one training run on one worker.
+
+    All workers have to construct it, after model and optimizer are built. The training loop has to call :meth:`update`
+    instead of the optimizer's ``step``.
 
     Args:
         session: this worker's place in the run.
-        subject: model, optimizer and schedule.
+        chunks: ``DistributedDataParallel`` model chunks.
+        optimizer: megatron-core's optimizer, from ``get_megatron_optimizer``.
+        scheduler: an object with ``state_dict`` and ``load_state_dict``, or None.
         position: the trainer's remaining state: number of the committed step, data position and the like.
-        snapshots: snapshots of this worker, and peer copies that it holds.
-        injector: planned faults.
-        placing: placement of the peer copies.
-        keeper: rebuilds pipeline stages that are lost with all their copies (CheckFree), or None.
+        peers: number of other workers, in different failure domains, that hold a copy of this worker's optimizer shard.
+        strict: whether to end the run at the start if such workers cannot be found.
+        newest_checkpoint: returns the folder of the newest complete checkpoint, which injected faults may damage, or
+            None.
+        rebuilder: factory of the object that rebuilds a pipeline stage lost with all copies (CheckFree); None: no
+            stage is rebuilt.
+        injector: planned faults, if a layer inside this one has them; its phases are in place already.
         close: called when all workers have done the last step, or None.
         estimated: called after a recovery in which a part of the state was estimated (CheckFree), or None.
-        without_state: returns a position with the note that it comes without a state; None: there are no other replicas
-            that a state could be fetched from.
-        tries: compares steps that are done again with their first tries, or None.
+        without_state: returns a position with the note that it comes without a state, because another replica has it;
+            None: there are no other replicas.
+        evict_stragglers: a standby replaces a rank whose own work takes persistently this many times as long as that of
+            the ranks with the same work; None: a slow rank is named, but keeps its place.
+        compares: whether to compare a step that is done again with its first try.
+
+    Raises:
+        UserError: a recovery could not restore all of the state; ``strict`` is set and peer copies cannot be placed as
+            requested; or the model's stages cannot be rebuilt.
     """
 
     def __init__(
         self,
         session: Session,
-        subject: TrainingState,
+        chunks: Sequence,
+        optimizer: Any,
+        scheduler: Any,
         position: Position,
-        snapshots: Snapshots,
-        injector: Injector,
-        placing: Placing,
-        keeper: StageRebuilder | None = None,
+        *,
+        peers: int = 1,
+        strict: bool = False,
+        newest_checkpoint: Callable[[], Path | None] = lambda: None,
+        rebuilder: "Callable[[Session, TrainingState], CheckFreeRebuilder] | None" = None,
+        injector: Injector | None = None,
         close: Callable[[], None] | None = None,
         estimated: Callable[[], None] | None = None,
         without_state: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        tries: Tries | None = None,
+        evict_stragglers: float | None = None,
+        compares: bool = False,
     ):
-        self.session, self.snapshots, self.shards = session, snapshots, subject.shards
-        self._subject, self._position, self._injector, self._placing = subject, position, injector, placing
-        self._keeper, self._close, self._estimated = keeper, close, estimated
-        self._without_state, self._tries = without_state, tries
+        self.session, self._subject = session, TrainingState(chunks, optimizer, scheduler)
+        session.role, self.shards = self._subject.role, self._subject.shards
+        if evict_stragglers is not None:
+            session.observe("layout", evict_stragglers=evict_stragglers)
+        self._close, self._estimated, self._without_state = close, estimated, without_state
+        self._keeper = None if rebuilder is None else rebuilder(session, self._subject)
+        if self._keeper is not None:
+            # A stage that was rebuilt before the checkpoint was written may have its own learning rate.
+            self._keeper.begins(position.get()["step"])
+            position = self._keeper.extended(position)
+        self._position = position
+        self._placing = Placing(session, self._subject, peers, strict)
+        self.snapshots = Snapshots(
+            session.server,
+            rank=session.rank,
+            peers=self._placing.begin(),
+            replicas=self._subject.dp_peers,
+            on_failure=session.suspect,
+        )
+        self._injector = self._make_injector(newest_checkpoint) if injector is None else injector
+        self._tries = Tries(chunks) if compares else None
         self._recovery = Recovery(session, self)
         self._work: Callable[[], Any] = lambda: None
         self._committed = 0
         self._envelope: dict[str, Any] = {}
         self._fence_tree = Tree("FENCE")
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
-        session.progress.lag = lambda: snapshots.lag
-        session.when_closed(snapshots.interrupt)
-        if tries is not None:
-            session.when_closed(tries.closes)
+        session.progress.lag = lambda: self.snapshots.lag
+        session.when_closed(self.snapshots.interrupt)
+        if self._tries is not None:
+            session.when_closed(self._tries.closes)
+
+    def _make_injector(self, newest_checkpoint: Callable[[], Path | None]) -> Injector:
+        breakage = Breakage(self.session, self.snapshots, self._subject, self._position, newest_checkpoint)
+        injector = make_injector(self.session, breakage)
+        plant_phases(injector, self._subject, lambda: self.step + 1)
+        return injector
 
     def step_copy(self) -> StepCopy:
         """Return the copy from which layers inside this one can undo a step."""
@@ -117,25 +184,36 @@ class RecoveryManager(Layer, Operations):
 
     @property
     def step(self) -> int:
+        """Return the last committed step of the live state, as given by the trainer's position."""
         return self._position.get()["step"]
 
     async def train(self) -> Any:
+        """Run the training loop from the position to its end, and return its result."""
         return self._work()
 
     def inject(self, phase: str) -> None:
+        """Inject the faults that are planned at this point of the step or of the recovery."""
         # The transfer of a snapshot belongs to the committed step, all other phases to the step that follows it.
         self._injector.at(phase, self._committed + (phase != "transfer"))
 
     def group_reports(self) -> list[GroupReport]:
+        """Return the reports of all process groups of this worker."""
         return self.session.groups.reports()
 
     def group_topology(self) -> str:
+        """Return a digest of the names and members of all process groups."""
         return self.session.groups.topology()
 
     def drop_groups(self) -> None:
+        """Release the connections of interrupted groups: no earlier operation can write into a buffer afterwards."""
         self.session.groups.drop()
 
     async def rebuild_groups(self, order: Repair) -> float:
+        """Connect the groups that ``order`` names in the worker's epoch, and allow operations again.
+
+        Returns:
+            duration in seconds.
+        """
         session = self.session
         seconds = session.groups.rebuild(
             order.rebuild, order.defer, session.prefix(), session.epoch, session.rendezvous()
@@ -144,36 +222,55 @@ class RecoveryManager(Layer, Operations):
         return seconds
 
     def start_fence(self) -> Operation:
+        """Start an all-reduce over all ranks, and return its handle."""
         return self._fence_tree.start(self._fence_word, dist.ReduceOp.MAX)
 
     async def wait_for_fence(self, fence: Operation) -> None:
+        """Wait until all ranks have started the all-reduce."""
         fence.wait()
 
     async def wait_for_device(self) -> None:
+        """Wait until the device has finished all work that the training thread has started."""
         patches.platform().synchronize()
 
     def holdings(self) -> Holdings:
+        """Return the steps of the complete snapshots on this worker."""
         return self.snapshots.holdings()
 
     def take_snapshot(self, step: int) -> None:
+        """Start to copy the live state of ``step`` into host memory and to the peers."""
         self.snapshots.take(self._subject.state(self._position.get()), step, self.session.epoch)
         self._committed = step
 
     async def wait_for_snapshot(self) -> None:
+        """Wait until this worker and all peers have the last snapshot."""
         self.snapshots.wait()
 
     async def settle_snapshots(self) -> None:
+        """Cancel all transfers of the closed epoch: afterwards the snapshots on this worker do not change."""
         self.snapshots.settle()
 
     def forget_moved_copies(self) -> None:
+        """Drop the peer copies of owners that now send their copies to other workers."""
         self.snapshots.forget_before(self.session.epoch)
 
     def prepare_restore(self, order: Repair) -> None:
+        """Abandon the interrupted step, and adopt the addresses and the holders of snapshots of the new epoch."""
         self._subject.abandon_step()
         self._place()
         self.snapshots.held_by(order.copies.get(self.session.rank, self.snapshots.peers))
 
     async def restore_snapshot(self, step: int, source: Source, keep: bool) -> tuple[dict[str, Any], dict[str, str]]:
+        """Restore the state of ``step`` from a snapshot.
+
+        Args:
+            step: step of the snapshot.
+            source: ranks to take the snapshot from.
+            keep: whether the live tensors are still those of ``step``, so that they need not be written.
+
+        Returns:
+            (the trainer's position, the sources of the state: {"owned": "own" or "copy:RANK", "replicated": ...}).
+        """
         sources = self.snapshots.restore(
             self._subject.state(self._position.get()), step, source, keep_tensors=keep, epoch=self.session.epoch
         )
@@ -181,18 +278,46 @@ class RecoveryManager(Layer, Operations):
         return self._subject.apply(self.snapshots.restored_envelope), sources
 
     async def rebuild_stage(self, step: int, beside: Neighbours) -> tuple[dict[str, Any], dict[str, str]]:
+        """Rebuild this rank's part of a lost pipeline stage (CheckFree) while the neighbour stages call ``lend_stage``.
+
+        Args:
+            step: step of the restored state.
+            beside: logical ranks of the previous and the following stage.
+
+        Returns:
+            a pair as ``restore_snapshot`` returns it.
+        """
         self.snapshots.begin_at(step, self.session.epoch)
         return self._keeper.rebuild(step, beside)
 
     async def take_weights(self, step: int, peer: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Take the weights of ``step`` from the live model of a data-parallel peer, which calls ``lend_weights``.
+
+        Args:
+            step: step of the restored state.
+            peer: logical rank of the data-parallel peer.
+
+        Returns:
+            a pair as ``restore_snapshot`` returns it.
+        """
         self.snapshots.begin_at(step, self.session.epoch)
         position, sources, self._envelope = self._keeper.take_weights(step, peer)
         return position, sources
 
     async def lend_weights(self, order: Repair) -> None:
+        """Send the weights of this rank's live model to the data-parallel peers that take them, if there are any."""
         self._keeper.lend_weights(order, self._envelope)
 
     async def forget_state(self, step: int, teller: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Give the state up, because this replica is going to fetch that of another replica. All ranks have to call it.
+
+        Args:
+            step: step whose position all ranks take.
+            teller: logical rank whose own snapshot has that position.
+
+        Returns:
+            a pair as ``restore_snapshot`` returns it, with the source ``ELSEWHERE``.
+        """
         if self._without_state is None:
             raise FallbackError("there is no other replica whose state could be fetched")
         position: dict[str, Any] = {}
@@ -204,12 +329,17 @@ class RecoveryManager(Layer, Operations):
         return self._without_state(told), dict.fromkeys(("owned", "replicated"), ELSEWHERE)
 
     async def publish_parameters(self) -> None:
+        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
         self._subject.publish_parameters()
 
     async def lend_stage(self, order: Repair) -> bool:
+        """Send this rank's state to the ranks that are rebuilt. Return whether this rank's state is still that of the
+        step.
+        """
         return self._keeper.lend(order, self._envelope)
 
     def continue_from(self, position: dict[str, Any], order: Repair) -> None:
+        """Set the trainer's position, and choose the peers that the next snapshots are copied to."""
         self._position.set(position)
         if self._tries is not None:
             is_exact = not (order.rebuilt or order.lent) and order.teller is None
@@ -221,10 +351,12 @@ class RecoveryManager(Layer, Operations):
         self.snapshots.peers = self._placing.renew(order.copies)
 
     def begins_epoch(self) -> None:
+        """Adopt the list of already injected faults from the worker's epoch, before the first step of the epoch."""
         self._place()
         self._injector.update(self.session.fired)
 
     def has_committed(self, step: int) -> None:
+        """Do the work that follows when all ranks have committed ``step``."""
         if self._keeper is not None:
             self._keeper.committed(step)
 

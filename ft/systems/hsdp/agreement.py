@@ -1,9 +1,8 @@
 """Agreement of an FT-HSDP replica's ranks on the quorum of each step, in the background of the computation.
 
-A quorum is the set of replicas that take part in a step: healthy members contribute gradients, and members that are
-behind fetch the state. The leader (rank 0 of the replica) asks the quorum server for it and broadcasts the answer to
-all ranks of its replica. Each rank has a row of addresses, at which the same rank of other replicas can connect to its
-all-reduce ring and to its state server; the rows are broadcast together with the quorum.
+The leader (rank 0 of the replica) asks the quorum server for it and broadcasts the answer to all ranks of its replica.
+Each rank has a row of addresses, at which the same rank of other replicas can connect to its all-reduce ring and to its
+state server; the rows are broadcast together with the quorum.
 """
 
 import json

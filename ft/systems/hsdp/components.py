@@ -1,6 +1,5 @@
-"""The objects that a replica manager works with on one rank, and the function that builds them; what a rank does with
-the ranks of other replicas at one moment, for the search for the cause of a hang; and injected faults that act on its
-ring, its tensors or its device.
+"""The objects that a replica manager works with on one rank; what a rank does with the ranks of other replicas at one
+moment, for the search for the cause of a hang; and injected faults that act on its ring, its tensors or its device.
 
 A leader asks for the quorum of a step; the same ranks of all replicas of a quorum connect a ring and reduce gradients
 in it; a rank that is behind fetches its state, and the others hold their update back for that. Each of these is an
@@ -19,14 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ft.base.errors import FtError
 from ft.faults.faults import Fault
 from ft.faults.flip import BIT_FLIP
 from ft.faults.hang.look import CONNECT, FETCH, QUORUM, SEND, SERVER, Across, Operation, channel
 from ft.faults.hang.replicas import AGREEMENT, QUESTIONS
-from ft.faults.worker import Injector
 from ft.job.quorum import Quorum, QuorumClient, Report
 from ft.job.quorum.client import View
 from ft.net.streams import network_of
@@ -38,9 +34,9 @@ from ft.state.groups.tree import Tree
 from ft.systems.hsdp import agreement, exchange
 from ft.systems.hsdp.agreement import Agreement
 from ft.systems.hsdp.catch_up import CatchUp, ReplicaState
+from ft.systems.hsdp.commits import Records
 from ft.systems.hsdp.exchange import Exchange
 from ft.systems.hsdp.place import ReplicaContext
-from ft.systems.hsdp.records import NoRecords, Records
 from ft.systems.hsdp.ring import Ring, RingOptions, driver
 from ft.systems.hsdp.ring.options import CHUNK_BYTES
 from ft.systems.hsdp.samples import ReplicaPosition
@@ -48,7 +44,6 @@ from ft.systems.hsdp.work import Work
 from ft.worker.looks import Outside
 from ft.worker.session import Session
 from megatron import patches
-from megatron.core import parallel_state
 from megatron.patches import instances, replicas
 
 
@@ -197,9 +192,16 @@ def _waits_for_reduction() -> bool:
     return frame is not None and frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file)
 
 
-@dataclass
 class Components:
     """The objects that a :class:`ft.systems.hsdp.replica_manager.ReplicaManager` uses on one rank.
+
+    Construct it after model and optimizer are built, on all ranks of the replica.
+
+    Args:
+        chunks: ``DistributedDataParallel`` model chunks.
+        optimizer: megatron-core's optimizer.
+        scheduler: learning-rate scheduler.
+        verifier: layer that verifies gradients before they leave the replica, if there is one.
 
     Attributes:
         session: this worker's connection to the run.
@@ -214,7 +216,7 @@ class Components:
         client: client of the quorum server, on the leader (rank 0); None elsewhere.
         agreement: agreement on a quorum among the ranks of the replica.
         catch_up: fetches the state of another replica.
-        records: log of committed steps, on the leader.
+        records: log of committed steps, on the leader; None elsewhere.
         injector: planned faults.
         votes: tree over this replica's ranks, used only for their votes and digests.
         batch: samples that a replica takes in a step.
@@ -223,37 +225,50 @@ class Components:
         doing: what the threads of this rank note for a look at a hang.
     """
 
-    session: Session
-    place: ReplicaContext
-    subject: TrainingState
-    position: ReplicaPosition
-    state: ReplicaState
-    ring: Ring
-    exchange: Exchange
-    work: Work
-    server: StateServer
-    client: QuorumClient | None
-    agreement: Agreement
-    catch_up: CatchUp
-    records: Records | NoRecords
-    injector: Injector
-    votes: Tree
-    batch: int
-    save_interval: int | None
-    per_token: bool
-    doing: Doing = field(default_factory=Doing)
+    def __init__(
+        self,
+        session: Session,
+        place: ReplicaContext,
+        chunks: Sequence,
+        optimizer: Any,
+        scheduler: Any,
+        position: ReplicaPosition,
+        *,
+        client: QuorumClient | None,
+        work: Work,
+        batch: int,
+        save_interval: int | None = None,
+        verifier: Layer | None = None,
+    ):
+        self.session, self.place, self.position, self.client, self.work = session, place, position, client, work
+        self.batch, self.save_interval, self.doing = batch, save_interval, Doing()
+        self.subject = TrainingState(chunks, optimizer, scheduler)
+        session.role = self.subject.role
+        self.state = ReplicaState(self.subject, position)
+        chunk_bytes = place.chunk_bytes or CHUNK_BYTES[patches.platform().name]
+        self.ring = Ring(network_of(), place.token, RingOptions(chunk_bytes, place.chunks, streams=place.streams))
+        self.server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
+        self.exchange = Exchange(
+            self.ring,
+            replicas.groups_of(self.subject.chunks),
+            lambda: session.progress.at("aside", "the other replicas"),
+            verifier,
+            lambda: list(self.state.parameters().values()),
+        )
+        replicas.exchange_through(self.subject.chunks, self.exchange)
+        self.per_token = _exchange_tokens(self.subject.chunks[0].config, self.exchange)
+        self.votes = Tree("VOTES")
+        self.injector = make_injector(session, ReplicaBreakage(self.subject, self.ring, session))
+        plant_phases(self.injector, self.subject, lambda: position.step + 1)
+        self.agreement = Agreement(Tree(AGREEMENT), {"ring": self.ring.address, "fetch": self.server.address})
+        self.catch_up = CatchUp(session, place, self.state)
+        self.records: Records | None = None
+        if session.rank == 0:
+            self.records = Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
 
     @property
     def optimizer(self) -> Any:
         return self.subject.optimizer
-
-    @property
-    def device(self) -> torch.device:
-        return patches.platform().device
-
-    @property
-    def is_last_stage(self) -> bool:
-        return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def finish(self, report: Report) -> None:
         """Report the end of the last step, so that the others no longer wait for this replica.
@@ -269,81 +284,10 @@ class Components:
         self.agreement.close()
         if self.client is not None:
             self.client.close()
-        for each in (self.records, self.server, self.ring):
-            each.close()
-
-
-def build(
-    session: Session,
-    place: ReplicaContext,
-    chunks: Sequence,
-    optimizer: Any,
-    scheduler: Any,
-    position: ReplicaPosition,
-    *,
-    client: QuorumClient | None,
-    work: Work,
-    batch: int,
-    save_interval: int | None = None,
-    verifier: Layer | None = None,
-) -> Components:
-    """Build the objects of one rank, after model and optimizer are built. All ranks of the replica have to call it.
-
-    Args:
-        session: this worker's connection to the run.
-        place: the replica's place among the replicas.
-        chunks: ``DistributedDataParallel`` model chunks.
-        optimizer: megatron-core's optimizer.
-        scheduler: learning-rate scheduler.
-        position: the trainer's position.
-        client: client of the quorum server, on the leader; None elsewhere.
-        work: the part of each step that this replica computes.
-        batch: samples that a replica takes in a step.
-        save_interval: steps between checkpoints.
-        verifier: layer that verifies gradients before they leave the replica, if there is one.
-    """
-    subject = TrainingState(chunks, optimizer, scheduler)
-    session.role = subject.role
-    state = ReplicaState(subject, position)
-    chunk_bytes = place.chunk_bytes or CHUNK_BYTES[patches.platform().name]
-    ring = Ring(network_of(), place.token, RingOptions(chunk_bytes, place.chunks, streams=place.streams))
-    server = StateServer(place.host, place.token, replica=place.replica, rank=session.rank)
-    exchange = Exchange(
-        ring,
-        replicas.groups_of(subject.chunks),
-        lambda: session.progress.at("aside", "the other replicas"),
-        verifier,
-        lambda: list(state.parameters().values()),
-    )
-    replicas.exchange_through(subject.chunks, exchange)
-    per_token = _exchange_tokens(subject.chunks[0].config, exchange)
-    is_leader = session.rank == 0
-    votes = Tree("VOTES")
-    row = {"ring": ring.address, "fetch": server.address}
-    injector = make_injector(session, ReplicaBreakage(subject, ring, session))
-    plant_phases(injector, subject, lambda: position.step + 1)
-    return Components(
-        session=session,
-        place=place,
-        subject=subject,
-        position=position,
-        state=state,
-        ring=ring,
-        exchange=exchange,
-        work=work,
-        server=server,
-        client=client,
-        agreement=Agreement(Tree(AGREEMENT), row),
-        catch_up=CatchUp(session, place, state),
-        records=Records(place.run_dir, Path(os.environ["FT_RUN_DIR"]), place.replica, batch)
-        if is_leader
-        else NoRecords(),
-        injector=injector,
-        votes=votes,
-        batch=batch,
-        save_interval=save_interval,
-        per_token=per_token,
-    )
+        if self.records is not None:
+            self.records.close()
+        self.server.close()
+        self.ring.close()
 
 
 def _exchange_tokens(config: Any, exchange: Exchange) -> bool:

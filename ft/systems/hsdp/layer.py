@@ -15,19 +15,19 @@ that continues.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ft.base.errors import UserError
 from ft.job.quorum import QuorumClient
 from ft.protection.contract import Asked, Layer, Protection, Trainer
 from ft.systems.hsdp import loader_state
-from ft.systems.hsdp.components import build
+from ft.systems.hsdp.components import Components
 from ft.systems.hsdp.loader_state import LoaderState
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.protocol import LastSave
 from ft.systems.hsdp.replica_manager import ReplicaManager
-from ft.systems.hsdp.samples import KEY, Follow, ReplicaPosition, SampleAssignment, Stream, parse
-from ft.systems.hsdp.work import OwnStream, Work
+from ft.systems.hsdp.samples import KEY, ReplicaPosition, SampleAssignment, Stream, parse
+from ft.systems.hsdp.work import Work
 from ft.worker.session import Session
 from megatron.patches.manifest import WITH_REPLICAS
 
@@ -126,28 +126,6 @@ def _read_loader_state(place: ReplicaContext) -> LoaderState | None:
         return None
 
 
-class DividesWork(Protocol):
-    """A layer inside FT-HSDP that divides a step's samples among the replicas in another way (SPARe)."""
-
-    def follow(self, loaders: Sequence[Any], batch: int) -> Follow:
-        """Return the object that positions the data loaders at this replica's samples.
-
-        Args:
-            loaders: data loaders of this rank, one for each model chunk.
-            batch: number of samples of a replica in a step.
-        """
-
-    def work(self, place: ReplicaContext, position: ReplicaPosition, trainer: Trainer, follow: Follow) -> Work:
-        """Return the object that decides what the replica at ``place`` computes in each step.
-
-        Args:
-            place: the replica's place among the replicas.
-            position: training position, with the sample positions of all replicas.
-            trainer: the trainer.
-            follow: the object that positions the data loaders.
-        """
-
-
 class Replicas(Protection):
     """Train the model by several replicas, each with its own world; if one fails, the others continue (FT-HSDP)."""
 
@@ -178,14 +156,15 @@ class Replicas(Protection):
 
     def layer(self, trainer: Trainer, inner: Sequence[Layer]) -> Layer:
         place, batch = self._place, trainer.batch // self._place.replicas
+        # SPARe divides a step's samples among the replicas in another way.
         divides = next((layer for layer in inner if hasattr(layer, "work") and hasattr(layer, "follow")), None)
         share = self._share(place, trainer.extra, trainer.step, trainer.samples)
         follow = Follower(trainer.loaders, place.replica) if divides is None else divides.follow(trainer.loaders, batch)
         position = ReplicaPosition(
             trainer.position, lambda: trainer.extra, place.replica, follow, share.assignment, dict(share.positions)
         )
-        work = OwnStream(place) if divides is None else divides.work(place, position, trainer, follow)
-        components = build(
+        work = Work(place) if divides is None else divides.work(place, position, trainer, follow)
+        components = Components(
             self._session,
             place,
             trainer.chunks,

@@ -12,9 +12,14 @@ from pathlib import Path
 from ft.base import token
 from ft.base.errors import UserError
 from ft.job.quorum import EPOCHS, QuorumClient
-from ft.systems.hsdp.lr import MODES
 
 REPLICA = "FT_HSDP_REPLICA"
+NONE, LINEAR, SQRT = MODES = ("none", "linear", "sqrt")
+"""Modes of scaling the learning rate (:func:`ft.systems.hsdp.work.factor`)."""
+DEFAULT = SQRT
+"""FT-HSDP, section 6.2, recommends sqrt, which keeps the rate proportional to the standard deviation of the gradient
+noise; its baseline is none.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class ReplicaContext:
     replicas: int
     run_dir: Path
     host: str
-    lr_scaling: str = "sqrt"
+    lr_scaling: str = DEFAULT
     wait_s: float = 1.0
     comes_back: bool = False
     life: int = 0
@@ -90,7 +95,7 @@ class ReplicaContext:
                 replicas=int(environment["FT_HSDP_REPLICAS"]),
                 run_dir=Path(environment["FT_HSDP_RUN_DIR"]),
                 host=environment.get("FT_HOST", "127.0.0.1"),
-                lr_scaling=environment.get("FT_HSDP_LR_SCALING", "sqrt"),
+                lr_scaling=environment.get("FT_HSDP_LR_SCALING", DEFAULT),
                 wait_s=float(environment.get("FT_HSDP_WAIT", "1.0")),
                 digests=bool(environment.get("FT_HSDP_DIGESTS")),
                 redundancy=int(environment["FT_SPARE_REDUNDANCY"]) if "FT_SPARE_REDUNDANCY" in environment else None,

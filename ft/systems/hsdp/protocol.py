@@ -1,11 +1,9 @@
-"""FT-HSDP's protocol on one rank as coroutines without I/O (quorum, vote, commit, catch-up, retry and end of the run),
-and the interfaces between it and the rank that it runs on.
+"""FT-HSDP's protocol on one rank as coroutines without I/O: quorum, vote, commit, catch-up, retry and end of the run.
 
-A replica is a full copy of the model on its own ranks; the quorum of a step is the set of replicas that take part in
-it. A rank has two threads. The training thread runs :class:`Steps`. The agreement thread runs :class:`Membership`,
-which gets everything that it has to know of the training thread with each question, so that no field is written by
-both. What they do to the outside is behind the interfaces :class:`Rank`, :class:`Gradients` and the like. On a real
-rank, all methods block, so that :func:`ft.worker.protocol.run` gets the result of a coroutine at once; the simulation
+A rank has two threads. The training thread runs :class:`Steps`. The agreement thread runs :class:`Membership`, which
+gets everything that it has to know of the training thread with each question, so that no field is written by both. What
+they do to the outside are methods of the rank (:class:`ft.systems.hsdp.rank.TrainingRank`). On a real rank, all methods
+block, so that :func:`ft.worker.protocol.run` gets the result of a coroutine at once; the simulation
 (``tests/simulation/hsdp``) suspends the coroutines in virtual time.
 
 One replica writes the final checkpoint, and no other replica exits before it is complete. The replica that writes it
@@ -16,11 +14,14 @@ necessary.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ft.base.errors import RecoverableError
 from ft.job.quorum import Quorum, Report
 from ft.job.replicas.deadlines import RingLimits, StepTimes, fetch_wait
+
+if TYPE_CHECKING:
+    from ft.systems.hsdp.rank import TrainingRank
 
 
 class Retry(RecoverableError):
@@ -94,123 +95,6 @@ class Agreed:
         return None if quorum is None or quorum.load or quorum.finished else quorum
 
 
-class Gradients(Protocol):
-    """The exchange of gradients, as the agreement thread uses it."""
-
-    def give_up(self, problem: str) -> None:
-        """End the exchange of this step, and close the ring."""
-
-    def expect(self, limit_s: float) -> None:
-        """Set the seconds for which a ring may make no progress."""
-
-    def connect(self, agreed: Agreed, quorum: Quorum) -> None:
-        """Begin to connect the ring to the members of ``quorum``."""
-
-    def problem(self, quorum: Quorum, is_sure: bool) -> str:
-        """Return why the work of this step cannot end in a commit, "" if it can."""
-
-    def open(self, quorum: Quorum) -> None:
-        """Start to exchange the gradients that are complete."""
-
-
-class Rank(Protocol):
-    """A rank with its trainer, as the training thread's protocol uses it. Coroutine methods may take time."""
-
-    @property
-    def state(self) -> tuple[int, int]:
-        """(committed steps, number of the quorum that committed the last of them) of the training state."""
-
-    @property
-    def units(self) -> float:
-        """Amount of work of this attempt; see :class:`ft.systems.hsdp.work.Work`."""
-
-    @property
-    def failure(self) -> tuple[str, int | None]:
-        """Why the exchange of gradients has failed, "" if it has not, and the index of the suspected member."""
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the model of this rank was found to differ from that of the other replicas in this attempt."""
-
-    def now(self) -> float:
-        """Return the time of a monotonic clock, in seconds."""
-
-    def ask(self, question: Question) -> None:
-        """Give a question to the agreement thread; return at once."""
-
-    async def answer(self, why: str) -> Agreed:
-        """Return the answer to the last question. ``why`` names what the rank waits for, for hang detection."""
-
-    async def all_agree(self, is_so: bool) -> bool:
-        """Return whether ``is_so`` is true on every rank of the replica; collective."""
-
-    async def suspects(self, own: int | None, members: Sequence[int]) -> tuple[int, ...]:
-        """Return the members that any rank of the replica suspects; collective. ``own``: index in ``members``."""
-
-    def begin_exchange(self) -> None:
-        """Forget the exchange of the previous attempt."""
-
-    async def take_leave(self, limit_s: float) -> None:
-        """Wait until the other replicas have the gradients of the last step."""
-
-    def plan(self, quorum: Quorum | None) -> None:
-        """Decide what this replica computes in the step; None: as if the quorum were unchanged."""
-
-    def failed(self) -> None:
-        """Note that the work of this attempt is not committed."""
-
-    def advance(self, quorum: Quorum) -> None:
-        """Advance the position by the step of ``quorum``, after the update."""
-
-    async def load(self) -> bool:
-        """Load the last checkpoint. Return False if there is none."""
-
-    def offer(self) -> None:
-        """Offer the state to replicas that are behind, and remember what another attempt starts from."""
-
-    async def withdraw(self, wait_s: float) -> bool:
-        """End the offer after ``wait_s`` seconds at most. Return whether a fetch was cut off."""
-
-    async def fetch(self, agreed: Agreed, quorum: Quorum, keeps_state: bool) -> None:
-        """Begin to fetch the state of a healthy replica, beside the present state if that is to be kept."""
-
-    async def fetched(self) -> str:
-        """Wait for the fetch, and return why it has failed, "" if it has not."""
-
-    def adopt(self) -> None:
-        """Replace the present state by the fetched one."""
-
-    async def fetch_rng_and_buffers(self, agreed: Agreed, quorum: Quorum) -> str:
-        """Fetch what a forward pass changes of the committed state; return why that has failed, "" if it has not."""
-
-    def adopt_rng_and_buffers(self) -> None:
-        """Apply what :meth:`fetch_rng_and_buffers` has fetched."""
-
-    def drop(self) -> None:
-        """Give up the state, which must not be used again, and stop offering it."""
-
-    def abandon(self) -> None:
-        """Discard what the trainer has computed of the step."""
-
-    def restore(self) -> None:
-        """Restore the position and the generators from which the step began."""
-
-    def publish(self) -> None:
-        """Copy the optimizer's main parameters to the model."""
-
-    def at(self, phase: str, step: int) -> None:
-        """Inject the faults that are planned for this phase of ``step``."""
-
-    def goes_aside(self) -> None:
-        """Announce that this replica is busy with something other than a step."""
-
-    def say(self, line: str, *, on_leader: bool = True, on_others: bool = False) -> None:
-        """Print a line on these ranks of the replica."""
-
-    def committed(self, quorum: Quorum, seconds: float, caught_up: bool) -> None:
-        """Record the committed step, which took ``seconds``."""
-
-
 _LEAVE_S = 2.0
 _T = TypeVar("_T")
 
@@ -256,17 +140,17 @@ class Turns:
 class Membership:
     """A rank's membership in quorums and their rings. Only the agreement thread uses it."""
 
-    def __init__(self, replica: int, gradients: Gradients):
-        self._replica, self._gradients = replica, gradients
+    def __init__(self, replica: int, rank: "TrainingRank"):
+        self._replica, self._rank = replica, rank
         self._last: Quorum | None = None
 
     def join(self, question: Question, agreed: Agreed) -> None:
         """Connect the ring to the members of the quorum, if they have changed, and start the exchange of gradients. If
         this replica cannot take part in the step, end the exchange instead.
         """
-        quorum, gradients = agreed.step, self._gradients
+        quorum, rank = agreed.step, self._rank
         if quorum is None:
-            gradients.give_up(agreed.problem or "no step to do")
+            rank.give_up(agreed.problem or "no step to do")
             return
         is_healthy = self._replica in quorum.healthy
         if question.is_last:
@@ -275,23 +159,23 @@ class Membership:
         if question.is_sure and not is_healthy:
             self._steps_out(agreed, quorum, "the others have gone on without this replica")
             return
-        problem = gradients.problem(quorum, question.is_sure) if is_healthy else ""
-        gradients.expect(question.ring_wait_s)
+        problem = rank.problem(quorum, question.is_sure) if is_healthy else ""
+        rank.expect(question.ring_wait_s)
         if not is_same_ring(self._last, quorum):
-            gradients.connect(agreed, quorum)
+            rank.connect(agreed, quorum)
         self._last = quorum
         if problem:
-            gradients.give_up(problem)
+            rank.give_up(problem)
         else:
-            gradients.open(quorum)
+            rank.open(quorum)
 
     def _steps_out(self, agreed: Agreed, quorum: Quorum, reason: str) -> None:
         """Leave a quorum without contributing. The ring is connected first, so that peers see this replica close the
         connection; otherwise they would wait for it to join.
         """
-        self._gradients.connect(agreed, quorum)
+        self._rank.connect(agreed, quorum)
         self._last = quorum
-        self._gradients.give_up(reason)
+        self._rank.give_up(reason)
 
 
 class Steps:
@@ -317,7 +201,7 @@ class Steps:
         replica: int,
         life: int,
         has_state: bool,
-        rank: Rank,
+        rank: "TrainingRank",
         wait_s: float,
         limits: RingLimits | None = None,
         goes_on: bool = False,

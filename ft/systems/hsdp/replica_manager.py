@@ -1,10 +1,7 @@
 """FT-HSDP around a training loop: each step runs in a quorum of replicas, and all ranks of a replica commit it or none.
 
-A replica is a full copy of the model on its own ranks. The quorum of a step consists of the healthy replicas, which
-contribute gradients, and the replicas that are behind, which fetch the state of a healthy one. The gradients are
-exchanged in a ring, between those ranks of all replicas that have the same number. Before the optimizer step the ranks
-of a replica vote; if the exchange has failed on any of them, the replica repeats the step (FT-HSDP, section 4.1).
-
+Before the optimizer step the ranks of a replica vote; if the exchange of gradients has failed on any of them, the
+replica repeats the step (FT-HSDP, section 4.1).
 The protocol itself is in :mod:`ft.systems.hsdp.protocol`. This module runs it at the moments of the trainer's steps.
 """
 
@@ -19,12 +16,14 @@ from ft.faults.worker import Injector
 from ft.job.messages import ASIDE, WorkerResumed
 from ft.job.quorum import MendNotice, QuorumClient
 from ft.protection.contract import Layer, StepUndone, Update
-from ft.systems.hsdp import lr
 from ft.systems.hsdp.components import Components, outside
 from ft.systems.hsdp.protocol import LastSave, PassIsOver, Retry, Steps
 from ft.systems.hsdp.rank import TrainingRank
 from ft.systems.hsdp.samples import ReplicaPosition
+from ft.systems.hsdp.work import scaled
 from ft.worker import protocol
+from megatron import patches
+from megatron.core import parallel_state
 
 _TELLERS = (0, 1)
 """Ranks that tell the quorum server that a lost worker is being replaced: two, because one of them may be the lost
@@ -159,9 +158,9 @@ class ReplicaManager(Layer):
             A list of one tensor [loss sum, number of tokens]: the sum over the replicas that compute the step. If the
                 exchange fails, the tensor holds the values of this replica alone, and the step is repeated.
         """
-        if not self._parts.is_last_stage:
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return reported
-        total = torch.stack(reported).sum(dim=0) if reported else torch.zeros(2, device=self._parts.device)
+        total = torch.stack(reported).sum(dim=0) if reported else torch.zeros(2, device=patches.platform().device)
         if not self._steps.is_catching_up:
             total = self._parts.work.add_kept(total)
         self._parts.exchange.add_up(total)
@@ -178,7 +177,7 @@ class ReplicaManager(Layer):
             raise PassIsOver
         self._vote()
         self._rank.about_to_update(computed=not self._steps.is_catching_up)
-        with lr.scaled(self._parts.optimizer.param_groups, self._parts.work.lr_factor(self._steps.quorum)):
+        with scaled(self._parts.optimizer.param_groups, self._parts.work.lr_factor(self._steps.quorum)):
             outcome = step()
         self._steps.updated(is_applied=bool(outcome[0]))
         return outcome

@@ -1,25 +1,70 @@
 """Division of a step among the replicas of an FT-HSDP run: what a replica computes, and how its gradients are weighted.
 
 A step is done by a quorum, the replicas that take part in it; its healthy members contribute gradients. If the gradient
-exchange fails, the step is repeated in another quorum; each trial is an attempt. :class:`OwnStream` is the division of
-FT-HSDP; SPARe has its own (:mod:`ft.systems.spare.layer`). "Core" is megatron-core.
+exchange fails, the step is repeated in another quorum; each trial is an attempt. In steps in which not all replicas
+contributed gradients, the learning rate is scaled (FT-HSDP, section 6.2). "Core" is megatron-core.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from ft.base.errors import UserError
 from ft.job.quorum import Quorum
-from ft.systems.hsdp import lr
-from ft.systems.hsdp.place import ReplicaContext
+from ft.systems.hsdp.place import DEFAULT, LINEAR, MODES, NONE, SQRT, ReplicaContext
+
+
+def factor(healthy: int, total: int, mode: str = DEFAULT) -> float:
+    """Return the factor of the scheduled learning rate when ``healthy`` of ``total`` replicas contributed gradients.
+
+    Raises:
+        UserError: there is no such mode.
+        ValueError: ``healthy`` is not in 1..``total``.
+    """
+    if not 1 <= healthy <= total:
+        raise ValueError(f"{healthy} healthy replicas of {total}")
+    if mode == NONE:
+        return 1.0
+    if mode == LINEAR:
+        return healthy / total
+    if mode == SQRT:
+        return math.sqrt(healthy / total)
+    raise UserError(f"--ft-hsdp-lr-scaling {mode!r} is unknown", f"give one of {', '.join(MODES)}")
+
+
+@contextmanager
+def scaled(param_groups: Sequence[dict[str, Any]], by: float) -> Iterator[None]:
+    """Multiply the ``lr`` of every parameter group by ``by`` inside the context, and restore the original objects.
+
+    The scheduler, which sets or reads the rates between steps, is therefore not affected. A factor of 1 changes
+    nothing. Groups without ``lr`` are left alone; a group that occurs twice is scaled once.
+    """
+    if by == 1.0:
+        yield
+        return
+    kept = {id(group): (group, group["lr"]) for group in param_groups if "lr" in group}
+    try:
+        for group, lr in kept.values():
+            group["lr"] = lr * by
+        yield
+    finally:
+        for group, lr in kept.values():
+            group["lr"] = lr
+
 
 Reduced = Callable[[], None] | None
 """A function that returns when the gradients of a bucket group are ready to be exchanged; None: they are ready."""
 
 
-class Work(ABC):
-    """Strategy for dividing a step among the replicas. All of its results are equal on all ranks of a replica.
+class Work:
+    """Division of a step among the replicas. All of its results are equal on all ranks of a replica.
+
+    This is FT-HSDP's division: each replica trains the samples of its own stream, nothing is kept of a failed attempt,
+    and the position alone determines what is trained. Samples of absent replicas are not trained in the step; those
+    replicas train them after their return. SPARe overrides it (:class:`ft.systems.spare.layer.StackedWork`).
 
     Attributes:
         units: amount of work of the slowest replica in this attempt, in shards of the global batch; the duration of the
@@ -46,7 +91,9 @@ class Work(ABC):
     adopted: tuple[int, ...] = ()
     computed: Mapping[int, int] | None = None
 
-    @abstractmethod
+    def __init__(self, place: ReplicaContext):
+        self._place = place
+
     def plan(self, quorum: Quorum | None) -> None:
         """Begin an attempt at a step and decide what this replica computes in it.
 
@@ -59,18 +106,16 @@ class Work(ABC):
         """Begin the next pass of the attempt. Called only if the present one ``is_apart``."""
         raise RuntimeError("the attempt has no other pass")
 
-    @abstractmethod
     def again(self) -> None:
         """Begin the present pass again, because its gradients were wrong.
 
         The data loaders read this replica's own stream from the beginning of the step; another stream has to be set.
         """
 
-    @abstractmethod
     def share(self, samples: int) -> int:
         """Return how many of the ``samples`` of a global batch this replica computes in the present pass."""
+        return samples // self._place.replicas
 
-    @abstractmethod
     def problem(self, quorum: Quorum, is_planned: bool) -> str:
         """Return why the attempt cannot end in a commit, "" if it can.
 
@@ -80,20 +125,20 @@ class Work(ABC):
             quorum: quorum of the step.
             is_planned: whether the attempt was planned before ``quorum`` was known.
         """
+        return ""
 
-    @abstractmethod
     def scale(self, quorum: Quorum) -> float:
         """Return the factor by which the sum of the replicas' gradients is multiplied."""
+        return 1.0 / len(quorum.healthy)
 
-    @abstractmethod
     def lr_factor(self, quorum: Quorum) -> float:
         """Return the factor by which the scheduled learning rate is multiplied in this step."""
+        return factor(len(quorum.healthy), self._place.replicas, self._place.lr_scaling)
 
-    @abstractmethod
     def streams(self, quorum: Quorum) -> Sequence[int]:
         """Return the numbers of the sample streams that the step trains: replicas, or with SPARe shard types."""
+        return quorum.healthy
 
-    @abstractmethod
     def kept(self, place: int, parts: list[torch.Tensor], reduced: Reduced) -> Reduced:
         """Return the function to call before the gradients of a bucket group are exchanged; None: none is needed.
 
@@ -104,16 +149,16 @@ class Work(ABC):
             parts: gradients of the group, flat tensors.
             reduced: waits until ``parts`` are reduced inside the replica; None: they are reduced already.
         """
+        return reduced
 
-    @abstractmethod
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
         """Return [loss sum, tokens] of everything that this replica adds to the step, of this pass and of earlier ones.
 
         Args:
             sums: [loss sum, tokens] of this pass.
         """
+        return sums
 
-    @abstractmethod
     def reduced(self, tokens: torch.Tensor | None) -> None:
         """Complete the gradients of the pass, exchanged or not, before core uses them.
 
@@ -124,66 +169,14 @@ class Work(ABC):
                 to the number of tokens of everything that this replica adds to the step.
         """
 
-    @abstractmethod
     def restart(self) -> None:
         """Reset to the initial state after a checkpoint was loaded from which the run continues."""
 
-    @abstractmethod
     def failed(self) -> None:
         """Process the failure of an attempt; the gradients that the attempt has computed are still in memory."""
 
-    @abstractmethod
     def committed(self, quorum: Quorum) -> None:
         """Process the commit of the step, after the sample positions were advanced.
 
         The state that this method changes is part of the state that all replicas share.
         """
-
-
-class OwnStream(Work):
-    """FT-HSDP's division: each replica trains the samples of its own stream.
-
-    Samples of absent replicas are not trained in the step; those replicas train them after their return.
-    """
-
-    def __init__(self, place: ReplicaContext):
-        self._place = place
-
-    def plan(self, quorum: Quorum | None) -> None:
-        """Do nothing: restoring the state already positions the data loaders."""
-
-    def again(self) -> None:
-        """Do nothing: the data loaders already read the stream again."""
-
-    def share(self, samples: int) -> int:
-        return samples // self._place.replicas
-
-    def problem(self, quorum: Quorum, is_planned: bool) -> str:
-        return ""
-
-    def scale(self, quorum: Quorum) -> float:
-        return 1.0 / len(quorum.healthy)
-
-    def lr_factor(self, quorum: Quorum) -> float:
-        return lr.factor(len(quorum.healthy), self._place.replicas, self._place.lr_scaling)
-
-    def streams(self, quorum: Quorum) -> Sequence[int]:
-        return quorum.healthy
-
-    def kept(self, place: int, parts: list[torch.Tensor], reduced: Reduced) -> Reduced:
-        return reduced
-
-    def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums
-
-    def reduced(self, tokens: torch.Tensor | None) -> None:
-        """Do nothing: no gradients are kept from earlier attempts."""
-
-    def restart(self) -> None:
-        """Do nothing: the position alone determines what is trained."""
-
-    def failed(self) -> None:
-        """Do nothing: the whole attempt is discarded."""
-
-    def committed(self, quorum: Quorum) -> None:
-        """Do nothing: only the position changes."""

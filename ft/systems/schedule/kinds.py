@@ -4,10 +4,6 @@ half-half and alternate), and insert the messages between stages such that the s
 In the last three, half of the microbatches are swapped: they pass through the first two and the last two stages in
 swapped order, as CheckFree+ (CheckFree, section 4.3) needs; the other half is normal.
 
-A message is exchanged as soon as its sender and its receiver are both between two units. To find out when that is, the
-order is simulated. At every time at which units end, all results whose sender and receiver are between units are
-exchanged, and the messages of one stage at that time are one batch (one ``batch_isend_irecv``).
-
 A unit is the forward or backward of one microbatch on one stage. A message is exchanged as soon as its sender and its
 receiver are both between two units. To find out when that is, the order is simulated. At every time at which units end,
 all results whose sender and receiver are between units are exchanged, and the messages of one stage at that time are
@@ -22,6 +18,7 @@ found for every order that can be executed at all.
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ft.base.errors import UserError
 from ft.systems.schedule.check import ScheduleDeadlock
@@ -173,6 +170,11 @@ class Pipeline:
                 fix = f"give two or more stages, and groups of at least {self.stages} microbatches, also the last one"
                 raise UserError(problem, fix)
 
+    @cached_property
+    def routes(self) -> Routes:
+        """Return the routes of the microbatches: all pass the stages in their order, once for each chunk."""
+        return Routes([straight(self.stages, self.chunks)] * self.microbatches)
+
 
 def orders(pipeline: Pipeline) -> tuple[tuple[Unit, ...], ...]:
     """Return each stage's units in the order in which it runs them.
@@ -205,50 +207,14 @@ def _table(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
     ]
 
 
-def needs(pipeline: Pipeline, unit: Unit) -> Unit | None:
-    """Return the unit whose result is the input of ``unit``; it may be on the same stage.
-
-    The result is None if the input of ``unit`` is training data.
-    """
-    stage, microbatch, chunk, backward = unit
-    last = pipeline.stages - 1
-    if not backward:
-        if stage > 0:
-            return Unit(stage - 1, microbatch, chunk, False)
-        return Unit(last, microbatch, chunk - 1, False) if chunk > 0 else None
-    if stage < last:
-        return Unit(stage + 1, microbatch, chunk, True)
-    if chunk < pipeline.chunks - 1:
-        return Unit(0, microbatch, chunk + 1, True)
-    return Unit(stage, microbatch, chunk, False)
-
-
-def receiver(pipeline: Pipeline, unit: Unit) -> Unit | None:
-    """Return the unit that uses the result of ``unit``: the next forward or backward of the same microbatch.
-
-    The unit may be on the same stage. The result is None if no other unit needs the result.
-    """
-    stage, microbatch, chunk, backward = unit
-    last = pipeline.stages - 1
-    if backward:
-        if stage > 0:
-            return Unit(stage - 1, microbatch, chunk, True)
-        return Unit(last, microbatch, chunk - 1, True) if chunk > 0 else None
-    if stage < last:
-        return Unit(stage + 1, microbatch, chunk, False)
-    if chunk < pipeline.chunks - 1:
-        return Unit(0, microbatch, chunk + 1, False)
-    return Unit(stage, microbatch, chunk, True)
-
-
 Duration = Callable[[Unit], float]
 """Returns the time that a unit takes, in any unit of time."""
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Program:
     """Return megatron-core's 1F1B with its own batches of messages; no microbatch is swapped."""
-    order = orders(Pipeline(stages, microbatches))
-    return beside_units(Routes([straight(stages)] * microbatches), order)
+    pipeline = Pipeline(stages, microbatches)
+    return beside_units(pipeline.routes, orders(pipeline))
 
 
 def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration) -> Program:
@@ -265,8 +231,8 @@ def interleaved(stages: int, microbatches: int, chunks: int, duration: Duration)
     Raises:
         UserError: no such schedule exists.
     """
-    order = orders(Pipeline(stages, microbatches, chunks))
-    return insert_messages(Routes([straight(stages, chunks)] * microbatches), order, duration)[0]
+    pipeline = Pipeline(stages, microbatches, chunks)
+    return insert_messages(pipeline.routes, orders(pipeline), duration)[0]
 
 
 def two_pass(stages: int, microbatches: int) -> Program:

@@ -1,14 +1,13 @@
 """An executable pipeline schedule (a program): each stage's units, and the batches of messages between them; and the
 route of each microbatch through the stages, normal or with the first two and the last two swapped.
 
-A unit is the forward or backward of one microbatch on one stage. CheckFree+ (CheckFree, section 4.3) sends half of the
-microbatches through the P stages in the order 1, 0, 2, ..., P - 3, P - 1, P - 2, so that the two stages of a swapped
-pair learn to do each other's work.
+CheckFree+ (CheckFree, section 4.3) sends half of the microbatches through the P stages in the order 1, 0, 2, ...,
+P - 3, P - 1, P - 2, so that the two stages of a swapped pair learn to do each other's work.
 
-A stage executes its steps, units and batches, one
-after the other. A batch is one ``batch_isend_irecv``, as megatron-core's ``P2PCommunicator`` calls it: all its sends
-and receives are posted together, and the stage continues when all are complete. Messages have no tags: the k-th message
-that stage A sends to stage B is the k-th message that B receives from A.
+A stage executes its steps, units and batches, one after the other. A batch is one ``batch_isend_irecv``, as
+megatron-core's ``P2PCommunicator`` calls it: all its sends and receives are posted together, and the stage continues
+when all are complete. Messages have no tags: the k-th message that stage A sends to stage B is the k-th message that B
+receives from A.
 """
 
 from collections.abc import Iterator, Sequence
@@ -103,24 +102,23 @@ class Routes:
 
         The result is None if the input of ``unit`` is training data.
         """
-        way, at = self.ways[unit.microbatch], self.position(unit)
-        if unit.backward:
-            return unit._replace(backward=False) if at == len(way) - 1 else _at(way[at + 1], unit)
-        return _at(way[at - 1], unit) if at > 0 else None
+        return self._beside(unit, -1)
 
     def receiver(self, unit: Unit) -> Unit | None:
         """Return the unit that uses the result of ``unit``: the next forward or backward of the same microbatch.
 
         The unit may be on the same stage. The result is None if no other unit needs the result.
         """
+        return self._beside(unit, 1)
+
+    def _beside(self, unit: Unit, by: int) -> Unit | None:
+        """Return the unit ``by`` places behind ``unit`` in the order of :meth:`units`, None if there is none."""
         way, at = self.ways[unit.microbatch], self.position(unit)
-        if unit.backward:
-            return _at(way[at - 1], unit) if at > 0 else None
-        return unit._replace(backward=True) if at == len(way) - 1 else _at(way[at + 1], unit)
-
-
-def _at(place: Place, unit: Unit) -> Unit:
-    return Unit(place.stage, unit.microbatch, place.chunk, unit.backward)
+        number = by + (2 * len(way) - 1 - at if unit.backward else at)
+        if not 0 <= number < 2 * len(way):
+            return None
+        stage, chunk = way[min(number, 2 * len(way) - 1 - number)]
+        return Unit(stage, unit.microbatch, chunk, number >= len(way))
 
 
 class Message(NamedTuple):

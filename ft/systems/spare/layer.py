@@ -18,7 +18,7 @@ from ft.job.quorum import Quorum
 from ft.protection.contract import Layer, Protection, Trainer
 from ft.systems.hsdp.place import ReplicaContext
 from ft.systems.hsdp.samples import ReplicaPosition, SampleAssignment
-from ft.systems.hsdp.work import Work
+from ft.systems.hsdp.work import Reduced, Work
 from ft.systems.spare.controller import Controller
 from ft.systems.spare.ledger import GradientStore
 from ft.systems.spare.placement import Placement
@@ -215,7 +215,7 @@ class StackedWork(Work):
     def streams(self, quorum: Quorum) -> Sequence[int]:
         return range(self._controller.groups)
 
-    def kept(self, place: int, parts: list[torch.Tensor], reduced: Callable[[], None] | None):
+    def kept(self, place: int, parts: list[torch.Tensor], reduced: Reduced) -> Reduced:
         return self._ledger.entering(place, parts, reduced)
 
     def add_kept(self, sums: torch.Tensor) -> torch.Tensor:
@@ -299,23 +299,6 @@ class StackedWork(Work):
         self._noted = self._extra()[KEY] = state
 
 
-def work(
-    place: ReplicaContext,
-    position: ReplicaPosition,
-    extra: Callable[[], dict[str, Any]],
-    loaders: StackLoaders,
-    per_token: bool,
-    reseed: Callable[[int], None],
-) -> StackedWork:
-    """Return the :class:`StackedWork` of the replica that ``place`` describes.
-
-    Raises:
-        UserError: shard types cannot be placed with that redundancy.
-    """
-    placement = Placement(place.replicas, ruler(place.replicas, place.redundancy))
-    return StackedWork(place.replica, Controller(placement), position, extra, loaders, per_token, reseed)
-
-
 def _listed(types: Sequence[int]) -> str:
     return ", ".join(map(str, types[:20])) + (" ..." if len(types) > 20 else "")
 
@@ -328,14 +311,33 @@ class StackedShards(Protection):
 
 
 class DividesByStacks(Layer):
-    """Have the replicas compute stacks of shard types (``ft.systems.hsdp.layer.DividesWork``)."""
+    """Has the replicas compute stacks of shard types: FT-HSDP's layer around this one divides the work by it."""
 
     def follow(self, loaders: Sequence[Any], batch: int) -> StackLoaders:
+        """Return the object that positions the data loaders at this replica's samples.
+
+        Args:
+            loaders: data loaders of this rank, one for each model chunk.
+            batch: number of samples of a replica in a step.
+        """
         return StackLoaders(loaders, batch)
 
     def work(
         self, place: ReplicaContext, position: ReplicaPosition, trainer: Trainer, follow: StackLoaders
     ) -> StackedWork:
-        """Return the replica's work. Raise UserError if shard types cannot be placed with the given redundancy."""
+        """Return the object that decides what the replica at ``place`` computes in each step.
+
+        Args:
+            place: the replica's place among the replicas.
+            position: training position, with the sample positions of all replicas.
+            trainer: the trainer.
+            follow: the object that positions the data loaders.
+
+        Raises:
+            UserError: shard types cannot be placed with the given redundancy.
+        """
+        controller = Controller(Placement(place.replicas, ruler(place.replicas, place.redundancy)))
         per_token = trainer.chunks[0].config.calculate_per_token_loss
-        return work(place, position, lambda: trainer.extra, follow, per_token, trainer.reseed)
+        return StackedWork(
+            place.replica, controller, position, lambda: trainer.extra, follow, per_token, trainer.reseed
+        )

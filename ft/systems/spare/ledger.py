@@ -14,19 +14,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-Reduced = Callable[[], None] | None
+from ft.systems.hsdp.work import Reduced
+
 _Parts = list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Registered:
-    """The gradient tensors of a bucket group (of megatron-core's DDP) in the current pass.
-
-    ``reduced`` waits until the tensors are reduced inside the group; None if there is nothing to wait for.
-    """
-
-    parts: _Parts
-    reduced: Reduced
 
 
 @dataclass
@@ -55,7 +45,8 @@ class GradientStore:
         self._pass = _Pass(())
         self._weight, self._is_apart, self._is_complete = 1.0, False, False
         self._wanted: frozenset[int] = frozenset()
-        self._open: dict[int, _Registered] = {}
+        # bucket group -> its gradients in the current pass, and what waits until they are reduced inside the group
+        self._open: dict[int, tuple[_Parts, Reduced]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -109,7 +100,7 @@ class GradientStore:
             A function that copies the gradients and adds those of earlier passes to ``parts``. It must be called before
             ``parts`` are exchanged between the groups.
         """
-        self._open[place] = _Registered(parts, reduced)
+        self._open[place] = parts, reduced
         return lambda: self._take(place)
 
     def add_sums(self, sums: torch.Tensor) -> torch.Tensor:
@@ -154,18 +145,19 @@ class GradientStore:
             registered = self._open.pop(place, None)
         if registered is None:
             return
-        if registered.reduced is not None:
-            registered.reduced()
+        parts, reduced = registered
+        if reduced is not None:
+            reduced()
         own = self._pass.buckets
         if self._pass.types:
             if place not in own:
-                own[place] = [torch.empty_like(part) for part in registered.parts]
-            for mine, part in zip(own[place], registered.parts, strict=True):
+                own[place] = [torch.empty_like(part) for part in parts]
+            for mine, part in zip(own[place], parts, strict=True):
                 torch.mul(part, self._weight, out=mine)
         if self._is_apart:
             return
         others = [each.buckets[place] for each in self._chosen(self._wanted)]
-        for index, part in enumerate(registered.parts):
+        for index, part in enumerate(parts):
             if self._pass.types and self._weight != 1.0:
                 part.copy_(own[place][index])
             for kept in others:

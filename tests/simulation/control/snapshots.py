@@ -193,7 +193,7 @@ class Snapshots:
     # --- restore -----------------------------------------------------------------------------------------------------
 
     async def restore(self, step: int, source: m.Source, keep: bool) -> tuple[Any, dict[str, str]]:
-        """Find the snapshot of ``step``, and drop those of later steps (``ft.state.snapshot.restore``).
+        """Find the snapshot of ``step``, and drop those of later steps (``ft.state.snapshot.store``).
 
         Args:
             step: step to restore.

@@ -1,9 +1,9 @@
 """Models of a worker's training loop, of its training state, and of the collectives between workers.
 
 A live state is a tuple (owner, step, history), as in ``tests.simulation.control.snapshots``. ``Training`` has the
-operations that the recovery code asks for (``ft.systems.hot_swap.operations``). The fence is a barrier that begins
-before the optimizer step: a step that has passed it is committed. If a worker dies or the network fails, a collective
-may complete for all members, for some of them, or for none.
+operations of ``ft.systems.hot_swap.recovery_manager`` that the recovery code asks for. The fence is a barrier that
+begins before the optimizer step: a step that has passed it is committed. If a worker dies or the network fails, a
+collective may complete for all members, for some of them, or for none.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
 """A simulated rank of a replica, around the production protocol (``ft.systems.hsdp.protocol``).
 
-It implements the protocol's interfaces (``ft.systems.hsdp.protocol``) with models of the trainer, the network and the
-checkpoint, in virtual time. A quorum is the set of replicas that execute a step together; a life is one set of a
-replica's worker processes, whose rank 0 is the leader.
+It has the methods of ``ft.systems.hsdp.rank.TrainingRank``, with models of the trainer, the network and the checkpoint,
+in virtual time. A quorum is the set of replicas that execute a step together; a life is one set of a replica's worker
+processes, whose rank 0 is the leader.
 """
 
 from collections.abc import Callable, Sequence
@@ -169,7 +169,7 @@ class Rank:
         if self.index == 0 and self.held.name > self.world.checkpoint.name:
             self.world.checkpoint = self.held
 
-    # --- ft.systems.hsdp.protocol.Rank --------------------------------------------------------------------------------
+    # --- as ft.systems.hsdp.rank.TrainingRank -------------------------------------------------------------------------
 
     @property
     def state(self) -> tuple[int, int]:
@@ -325,7 +325,7 @@ class Rank:
     def publish(self) -> None:
         self.model = self.held.chain
 
-    # --- ft.systems.hsdp.protocol.Gradients, and the exchange ---------------------------------------------------------
+    # --- the exchange, as the agreement thread uses it ----------------------------------------------------------------
 
     def give_up(self, problem: str) -> None:
         self._problem = self._problem or problem

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ft.base import bounded_json
 from ft.base.errors import EpochClosed, FtError
 from ft.job.control.timeouts import Timeouts
-from ft.lab.selftest.ranks import Crew, Member, Rank, devices
+from ft.lab.selftest.ranks import TOKEN, Crew, Member, Rank, devices
 from ft.lab.selftest.table import Context, Failed, Measured
 from ft.show.text import seconds
 from ft.state.groups.backends import NcclConnector, interrupt_together, wrap

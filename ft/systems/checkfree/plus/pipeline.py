@@ -15,9 +15,8 @@ deadlock here, because the messages of a batch proceed together: gloo buffers th
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,46 +29,48 @@ from megatron.patches import double_execution, instances, swapped_pipeline
 from megatron.patches.releases import backward_step
 
 
-class Work(Protocol):
-    """Interface to the computation of a stage."""
-
-    def forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
-        """Run the forward of ``unit`` with the input ``given``, and return its output.
-
-        ``given`` is None if the microbatch's route begins on this stage.
-        """
-
-    def backward(
-        self, unit: Unit, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
-    ) -> Any:
-        """Run the backward of ``unit``, and return the gradient of its input.
-
-        Args:
-            unit: the backward.
-            taken: input of the forward; None if the microbatch's route begins on this stage.
-            output: output of the forward.
-            gradient: gradient of ``output``; None if the microbatch's route ends on this stage.
-        """
-
-    def empty(self) -> torch.Tensor:
-        """Return a new tensor into which a message from another stage is received."""
-
-    def release(self, output: torch.Tensor) -> None:
-        """Release the memory of an output that has been sent."""
-
-
-class Execution:
-    """One iteration of one stage.
+class Iteration:
+    """One training iteration on one stage.
 
     Args:
         program: the schedule of all stages.
-        group: process group of the pipeline.
-        work: the computation of this stage.
+        chunk: the stage's model.
+        step: the trainer's forward step function, as core's schedules take it.
+        batches: the data of the microbatches by number; each is None on a stage that reads no tokens.
+        groups: core's ``ProcessGroupCollection``.
+        micro_batch_size: samples per microbatch.
+        seq_length: tokens per sample.
+
+    Attributes:
+        losses: losses of the microbatches whose route ends on this stage.
+        tokens: number of tokens in these microbatches, as the loss function counts them.
     """
 
-    def __init__(self, program: Program, group: dist.ProcessGroup, work: Work):
-        self._program, self._group, self._work = program, group, work
-        self._stage = dist.get_rank(group)
+    def __init__(
+        self,
+        program: Program,
+        chunk: torch.nn.Module,
+        step: Callable,
+        batches: Sequence,
+        groups: Any,
+        micro_batch_size: int,
+        seq_length: int,
+    ):
+        self._program, self._chunk, self._step, self._batches = program, chunk, step, batches
+        self._groups, self._stage = groups, groups.pp.rank()
+        self._config, self._ends = get_model_config(chunk), StageEnds(chunk)
+        self._kind = get_model_type(chunk)
+        self._device = torch.cuda.current_device()
+        self._shape = schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=None,
+            config=self._config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )[0]
+        self._is_begun = False
+        self._reduction: EarlyReduction | None = None
         self._arrived: dict[Unit, torch.Tensor] = {}
         self._made: dict[Unit, torch.Tensor] = {}
         self._open: dict[int, tuple[Any, Any]] = {}
@@ -77,9 +78,25 @@ class Execution:
         self._awaited: set[Unit] = set()
         self._in_flight: list[dist.P2POp] = []
         self._outputs: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []
+        self.tokens = torch.zeros([], dtype=torch.int, device=self._device)
 
     def run(self) -> None:
-        """Execute all steps of this stage."""
+        """Execute all steps of this stage, and reduce the gradients."""
+        config = self._config
+        double_execution.follow([[place.stage for place in way] for way in self._program.routes.ways])
+        if config.no_sync_func is not None:
+            order = self._program.order(self._stage)
+            self._reduction = EarlyReduction(self._chunk, self._program.routes, order)
+        try:
+            self._execute_all()
+        finally:
+            self._ends.rest()
+        if config.finalize_model_grads_func is not None:
+            counted = self.tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func([self._chunk], counted, pg_collection=self._groups)
+
+    def _execute_all(self) -> None:
         for step in self._program.stages[self._stage]:
             if isinstance(step, Unit):
                 self._execute(step)
@@ -87,7 +104,7 @@ class Execution:
                 self._exchange(step)
             else:
                 self._wait()
-                dist.barrier(self._group)
+                dist.barrier(self._groups.pp)
         self._wait()
 
     def _execute(self, unit: Unit) -> None:
@@ -95,12 +112,12 @@ class Execution:
         source = routes.needs(unit)
         given = None if source is None or source.stage == unit.stage else self._received(source)
         if not unit.backward:
-            output = self._work.forward(unit, given)
+            output = self._forward(unit, given)
             self._open[unit.microbatch] = given, output
             result = output
         else:
             taken, output = self._open.pop(unit.microbatch)
-            result = self._work.backward(unit, taken, output, given)
+            result = self._backward(unit, taken, output, given)
         target = routes.receiver(unit)
         if target is not None and target.stage != unit.stage:
             self._made[unit] = result
@@ -114,12 +131,13 @@ class Execution:
     def _exchange(self, batch: Batch) -> None:
         """Post the messages of ``batch`` without waiting for them."""
         self._wait()
+        group = self._groups.pp
         for source, target, unit in batch:
             outgoing = source == self._stage
-            tensor = self._made.pop(unit) if outgoing else self._work.empty()
-            peer = dist.get_global_rank(self._group, target if outgoing else source)
+            tensor = self._made.pop(unit) if outgoing else self._empty()
+            peer = dist.get_global_rank(group, target if outgoing else source)
             call = dist.isend if outgoing else dist.irecv
-            self._in_flight.append(dist.P2POp(call, tensor.detach().contiguous(), peer, self._group))
+            self._in_flight.append(dist.P2POp(call, tensor.detach().contiguous(), peer, group))
             if not outgoing:
                 self._arrived[unit] = tensor
                 self._awaited.add(unit)
@@ -132,80 +150,15 @@ class Execution:
         for request in self._requests:
             request.wait()
         for tensor in self._outputs:
-            self._work.release(tensor)
+            schedules.deallocate_output_tensor(tensor, self._config.deallocate_pipeline_outputs)
         self._requests, self._in_flight, self._outputs = [], [], []
         self._awaited.clear()
 
+    def _forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
+        """Run the forward of ``unit`` with the input ``given``, and return its output.
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one iteration.
-
-    Attributes:
-        num_microbatches: number of microbatches.
-        micro_batch_size: samples per microbatch.
-        seq_length: tokens per sample.
-    """
-
-    num_microbatches: int
-    micro_batch_size: int
-    seq_length: int
-
-
-class Iteration:
-    """One training iteration on one stage. Implements :class:`ft.systems.checkfree.plus.pipeline.Work`.
-
-    Args:
-        program: the schedule of all stages.
-        chunk: the stage's model.
-        step: the trainer's forward step function, as core's schedules take it.
-        batches: the data of the microbatches by number; each is None on a stage that reads no tokens.
-        sizes: sizes of the iteration.
-        groups: core's ``ProcessGroupCollection``.
-
-    Attributes:
-        losses: losses of the microbatches whose route ends on this stage.
-        tokens: number of tokens in these microbatches, as the loss function counts them.
-    """
-
-    def __init__(
-        self, program: Program, chunk: torch.nn.Module, step: Callable, batches: Sequence, sizes: Sizes, groups: Any
-    ):
-        self._program, self._chunk, self._step, self._batches = program, chunk, step, batches
-        self._count, self._groups = sizes.num_microbatches, groups
-        self._config, self._ends = get_model_config(chunk), StageEnds(chunk)
-        self._kind = get_model_type(chunk)
-        self._device = torch.cuda.current_device()
-        self._shape = schedules.get_tensor_shapes(
-            seq_length=sizes.seq_length,
-            micro_batch_size=sizes.micro_batch_size,
-            decoder_seq_length=None,
-            config=self._config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )[0]
-        self._is_begun = False
-        self._reduction: EarlyReduction | None = None
-        self.losses: list[torch.Tensor] = []
-        self.tokens = torch.zeros([], dtype=torch.int, device=self._device)
-
-    def run(self) -> None:
-        """Execute all units of this stage, and reduce the gradients."""
-        config = self._config
-        double_execution.follow([[place.stage for place in way] for way in self._program.routes.ways])
-        if config.no_sync_func is not None:
-            order = self._program.order(self._groups.pp.rank())
-            self._reduction = EarlyReduction(self._chunk, self._program.routes, order)
-        try:
-            Execution(self._program, self._groups.pp, self).run()
-        finally:
-            self._ends.rest()
-        if config.finalize_model_grads_func is not None:
-            counted = self.tokens if config.calculate_per_token_loss else None
-            config.finalize_model_grads_func([self._chunk], counted, pg_collection=self._groups)
-
-    def forward(self, unit: Unit, given: torch.Tensor | None) -> torch.Tensor:
-        """Run the forward of a unit and return its output; see ``Work.forward``."""
+        ``given`` is None if the microbatch's route begins on this stage.
+        """
         routes, number = self._program.routes, unit.microbatch
         at = routes.position(unit)
         first, last = at == 0, at == len(routes.ways[number]) - 1
@@ -224,7 +177,7 @@ class Iteration:
             in_precision,
             iter([self._batches[number]]) if first or last else None,
             self._chunk,
-            self._count,
+            len(self._batches),
             given,
             self.losses,
             self._config,
@@ -237,39 +190,24 @@ class Iteration:
         self.tokens.add_(counted)
         return output
 
-    def backward(
+    def _backward(
         self, unit: Unit, taken: torch.Tensor | None, output: torch.Tensor, gradient: torch.Tensor | None
     ) -> Any:
-        """Run the backward of a unit and return the gradient of its input; see ``Work.backward``."""
+        """Run the backward of ``unit``, and return the gradient of its input.
+
+        Args:
+            unit: the backward.
+            taken: input of the forward; None if the microbatch's route begins on this stage.
+            output: output of the forward.
+            gradient: gradient of ``output``; None if the microbatch's route ends on this stage.
+        """
         if self._reduction is not None:
             self._reduction.before(unit)
         return backward_step(taken, output, gradient, self._kind, self._config)
 
-    def empty(self) -> torch.Tensor:
-        """Return a new tensor with the shape of an activation; see ``Work.empty``."""
+    def _empty(self) -> torch.Tensor:
+        """Return a new tensor into which a message from another stage is received: an activation or its gradient."""
         return torch.empty(self._shape, dtype=self._config.pipeline_dtype, device=self._device, requires_grad=True)
-
-    def release(self, output: torch.Tensor) -> None:
-        """Free the memory of an output that has been sent; see ``Work.release``."""
-        schedules.deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
-
-
-def forward_backward(program: Program) -> Callable[..., list[torch.Tensor]]:
-    """Return the counterpart of core's ``forward_backward_pipelining_without_interleaving`` (1F1B) for ``program``.
-
-    The returned function is for training only. It takes core's keywords for data, model and sizes, and ``groups``. It
-    returns the losses of those microbatches whose route ends on this stage.
-    """
-
-    def run(*, forward_step_func, data_iterator, model, groups, **sizes) -> list[torch.Tensor]:
-        given = Sizes(**sizes)
-        chunk = model[0] if isinstance(model, list) else model
-        batches = _read(data_iterator, given.num_microbatches)
-        iteration = Iteration(program, chunk, forward_step_func, batches, given, groups)
-        iteration.run()
-        return iteration.losses
-
-    return run
 
 
 def _read(loader: Iterator | Sequence | None, count: int) -> list[Any]:
@@ -296,9 +234,16 @@ def install(chunk: torch.nn.Module, ends: ReplicatedEnds, plan: Callable[[int], 
         finalize(model, tokens, **groups)
         ends.sum_gradients(chunk)
 
-    def run(*, num_microbatches: int, **given: Any) -> list[torch.Tensor]:
-        losses = forward_backward(planned(num_microbatches))(num_microbatches=num_microbatches, **given)
-        return ends.sum_losses(losses)
+    def run(
+        *, forward_step_func: Callable, data_iterator: Any, model: Any, groups: Any, num_microbatches: int, **sizes: int
+    ) -> list[torch.Tensor]:
+        """Train one step in place of core's schedule, with its keywords; return the losses of the last stage."""
+        stage_model = model[0] if isinstance(model, list) else model
+        batches = _read(data_iterator, num_microbatches)
+        program = planned(num_microbatches)
+        iteration = Iteration(program, stage_model, forward_step_func, batches, groups, **sizes)
+        iteration.run()
+        return ends.sum_losses(iteration.losses)
 
     def plainly(by_core: Callable[[], Any]) -> Any:
         return in_place(chunk, ends.roles.stage, ends.roles.stages, by_core)

@@ -34,7 +34,7 @@ from ft.systems.dmr.plan.trace import (
     Window,
 )
 from ft.systems.schedule.check import play
-from ft.systems.schedule.kinds import Pipeline, needs, orders, receiver
+from ft.systems.schedule.kinds import Pipeline, orders
 from ft.systems.schedule.program import Unit
 
 
@@ -76,7 +76,7 @@ def simulate(
     order = orders(pipeline)
     played = play(
         order,
-        partial(needs, pipeline),
+        pipeline.routes.needs,
         duration,
         comm_us=pipeline.comm_us,
         waits_until_sent=partial(_sends, pipeline) if pipeline.blocking else None,
@@ -86,7 +86,7 @@ def simulate(
 
 
 def _sends(pipeline: Pipeline, unit: Unit) -> bool:
-    target = receiver(pipeline, unit)
+    target = pipeline.routes.receiver(unit)
     return target is not None and target.stage != unit.stage
 
 
@@ -135,7 +135,7 @@ def _gap(timeline: Timeline, stage: int, gap: tuple[float, float], previous: Uni
     sent = start
     if previous is not None and pipeline.blocking and _sends(pipeline, previous):
         sent = min(end, start + comm)
-    source = None if unit is None else needs(pipeline, unit)
+    source = None if unit is None else pipeline.routes.needs(unit)
     waits = source is not None and source.stage != stage and comm > 0
     awaited = max(sent, timeline.times[source][1]) if waits else end
     parts = ((start, sent, "p2p"), (sent, awaited, "bubble"), (awaited, end, "p2p"))
@@ -164,7 +164,7 @@ def messages(timeline: Timeline) -> dict[tuple[int, int], list[Message]]:
     found: dict[tuple[int, int], list[Message]] = {}
     for units in timeline.order:
         for unit in units:
-            target = receiver(timeline.pipeline, unit)
+            target = timeline.pipeline.routes.receiver(unit)
             if target is not None and target.stage != unit.stage:
                 message = Message(unit.microbatch, unit.chunk, unit.backward, timeline.times[unit][1])
                 found.setdefault((unit.stage, target.stage), []).append(message)

@@ -167,7 +167,7 @@ def install(
 
     Args:
         settings: settings of DMR.
-        chunks: as in ``ft.systems.hot_swap.protect.build``.
+        chunks: as in ``ft.systems.hot_swap.recovery_manager.RecoveryManager``.
         optimizer: as in ``build``.
         scheduler: as in ``build``.
         position: as in ``build``.

@@ -3,8 +3,7 @@
 The public class is :class:`ft.systems.hsdp.ring.ring.Ring`.
 """
 
-from ft.systems.hsdp.ring.options import RingOptions
-from ft.systems.hsdp.ring.outcome import Outcome, Pending
+from ft.systems.hsdp.ring.options import Outcome, Pending, RingOptions
 from ft.systems.hsdp.ring.ring import Ring
 
 __all__ = ["Outcome", "Pending", "Ring", "RingOptions"]

@@ -4,7 +4,10 @@ A member that sees no progress pings its two neighbours, and later gives up. Fro
 neighbour seems to be the cause. An operation is one all-reduce; operations are counted since the ring was connected.
 """
 
-from ft.systems.hsdp.ring.control import Message
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ft.systems.hsdp.ring.links import Message
 
 LEFT, RIGHT = "left", "right"
 WAIT, ASK, GIVE_UP = "wait", "ask", "give up"
@@ -35,7 +38,7 @@ def patience(now: float, last: float, asked: float | None, knows: bool, limit_s:
     return (GIVE_UP if now >= until else WAIT), until
 
 
-def blame(operation: int, left: Message | None, right: Message | None) -> tuple[str | None, str]:
+def blame(operation: int, left: "Message | None", right: "Message | None") -> tuple[str | None, str]:
     """Return which neighbour is the cause of a stall (LEFT, RIGHT or None) and the reason in words.
 
     The rules, in this order:

@@ -1,8 +1,7 @@
 """Background thread of FT-HSDP's all-reduce ring: connects the ring and does its all-reduces (operations) in order.
 
-The members of a ring are the ranks with the same number in all replicas of a quorum (the replicas that take part in a
-training step). Each member receives from its left neighbour and sends to its right neighbour. Every wait has a time
-limit, so that an operation always ends, with a result or with a reason and the member that seems to be the cause.
+Each member receives from its left neighbour and sends to its right neighbour. Every wait has a time limit, so that an
+operation always ends, with a result or with a reason and the member that seems to be the cause.
 """
 
 import socket
@@ -16,16 +15,11 @@ import torch
 
 from ft.base.errors import RecoverableError
 from ft.net.streams import Network
-from ft.systems.hsdp.ring import hello
 from ft.systems.hsdp.ring.blame import ASK, GIVE_UP, LEFT, RIGHT, patience
-from ft.systems.hsdp.ring.dialer import Dialer
-from ft.systems.hsdp.ring.links import Links
-from ft.systems.hsdp.ring.listener import Expected, Listener
-from ft.systems.hsdp.ring.options import RingOptions
-from ft.systems.hsdp.ring.outcome import Broken, Outcome, Pending
-from ft.systems.hsdp.ring.poller import Poller
-from ft.systems.hsdp.ring.reducer import Reducer
-from ft.systems.hsdp.ring.tuning import tuned
+from ft.systems.hsdp.ring.connect import Dialer, Expected, Hello, Listener, agreement, tuned
+from ft.systems.hsdp.ring.flow import Reducer
+from ft.systems.hsdp.ring.links import Links, Poller
+from ft.systems.hsdp.ring.options import Broken, Outcome, Pending, RingOptions
 
 THREAD = "ft-ring"
 """Name of the thread."""
@@ -265,11 +259,11 @@ class Driver:
     def _meet(self, members: Members) -> None:
         options, count = self._options, len(members.addresses)
         streams = options.streams + 1
-        agreed = hello.agreement(members.addresses, *options.shared())
+        agreed = agreement(members.addresses, *options.shared())
         left, right = (members.me - 1) % count, (members.me + 1) % count
         links = self._links = Links(self._poller)
         self._door.expect(Expected(members.number, agreed, left, streams))
-        said = hello.Hello(members.number, agreed, members.me, 0)
+        said = Hello(members.number, agreed, members.me, 0)
         dialer = Dialer(self._poller, self._network, members.addresses[right], right, said, self._token)
         dialer.start(streams, self._limit)
         until = time.monotonic() + self._limit

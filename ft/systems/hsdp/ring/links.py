@@ -1,20 +1,151 @@
 """Connections of one member of FT-HSDP's all-reduce ring to its two neighbours, for one quorum.
 
-A quorum is the set of replicas that take part in a training step; each of them has one member in the ring. The left
-neighbour sends data to this member, and the right neighbour receives data from it. Each neighbour has one connection
-for control messages (pings, failures) and one or more for data. An operation is one all-reduce.
+Each replica of the quorum has one member in the ring. The left neighbour sends data to this member, and the right
+neighbour receives data from it. Each neighbour has one connection for control messages (pings, and notifications that a
+ring has ended) and one or more for data. One thread waits for all of them, with poll(2). An operation is one
+all-reduce.
 """
 
 import contextlib
+import os
 import select
 import socket
+import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ft.systems.hsdp.ring.blame import LEFT, RIGHT, blame
-from ft.systems.hsdp.ring.control import BREAK, LEAVE, PING, PONG, Control, Message
-from ft.systems.hsdp.ring.outcome import Broken
-from ft.systems.hsdp.ring.poller import READ, Poller
+from ft.systems.hsdp.ring.options import Broken
+
+READ, WRITE = select.POLLIN, select.POLLOUT
+
+
+class Poller:
+    """The file descriptors for whose events the ring's thread waits, each with a callback."""
+
+    def __init__(self):
+        self._poll = select.poll()
+        self._calls: dict[int, Callable[[], None]] = {}
+        self._waker, self._alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll.register(self._waker, READ)
+
+    def watch(self, descriptor: int, events: int, call: Callable[[], None]) -> None:
+        """Have :meth:`wait` call ``call`` when one of ``events``, or an error, occurs."""
+        self._poll.register(descriptor, events)
+        self._calls[descriptor] = call
+
+    def change(self, descriptor: int, events: int) -> None:
+        self._poll.modify(descriptor, events)
+
+    def forget(self, descriptor: int) -> None:
+        if self._calls.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def wait(self, limit_s: float | None) -> None:
+        """Wait for events, for ``limit_s`` seconds at most (None: no limit), and call their callbacks."""
+        for descriptor, _ in self._poll.poll(None if limit_s is None else max(0.0, limit_s * 1e3)):
+            if descriptor == self._waker:
+                os.read(self._waker, 4096)
+            elif call := self._calls.get(descriptor):  # an earlier call may have removed it
+                call()
+
+    def wake(self) -> None:
+        """End the present :meth:`wait`, or the next one. Thread-safe."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, so the thread will wake
+            os.write(self._alarm, b"w")
+
+    def close(self) -> None:
+        os.close(self._waker)
+        os.close(self._alarm)
+
+
+PING, PONG, BREAK, LEAVE = b"?", b"!", b"x", b">"
+_HEAD = struct.Struct("!c?hQH")
+_LONGEST = 400
+"""Maximum length of a reason, in bytes."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One control message.
+
+    Attributes:
+        kind: PING, PONG (answer to a PING), BREAK (the ring is not usable any more) or LEAVE (the sender leaves the
+            ring, and has completed all operations that it has begun).
+        operation: number of operations that the sender has begun since the ring was connected.
+        busy: whether the last of these operations is still under way at the sender.
+        suspect: in a BREAK or LEAVE, index of the member that seems to be the cause; None if unknown.
+        reason: in a BREAK or LEAVE, the cause in words.
+    """
+
+    kind: bytes
+    operation: int = 0
+    busy: bool = False
+    suspect: int | None = None
+    reason: str = ""
+
+
+def pack(message: Message) -> bytes:
+    """Encode a message."""
+    reason = message.reason.encode()[:_LONGEST]
+    suspect = -1 if message.suspect is None else message.suspect
+    return _HEAD.pack(message.kind, message.busy, suspect, message.operation, len(reason)) + reason
+
+
+def unpack(received: bytearray) -> list[Message]:
+    """Remove complete messages from the front of ``received`` and return them.
+
+    Raises:
+        ConnectionError: the bytes are no valid message.
+    """
+    found = []
+    while len(received) >= _HEAD.size:
+        kind, busy, suspect, operation, length = _HEAD.unpack_from(received)
+        if kind not in (PING, PONG, BREAK, LEAVE) or length > _LONGEST:
+            raise ConnectionError("it has sent an invalid control message")
+        if len(received) < _HEAD.size + length:
+            break
+        reason = bytes(received[_HEAD.size : _HEAD.size + length]).decode(errors="replace")
+        del received[: _HEAD.size + length]
+        found.append(Message(kind, operation, busy, None if suspect < 0 else suspect, reason))
+    return found
+
+
+class Control:
+    """One end of a connection for control messages."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection, self._received = connection, bytearray()
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def say(self, message: Message) -> None:
+        """Send a message without blocking; bytes that the socket does not take are lost."""
+        with contextlib.suppress(OSError):
+            self._connection.send(pack(message))
+
+    def hear(self) -> list[Message]:
+        """Return the messages that have arrived.
+
+        Raises:
+            ConnectionError: the peer has closed the connection, or it broke.
+        """
+        try:
+            said = self._connection.recv(4096)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise ConnectionError(f"its connection broke ({error.strerror})") from error
+        if not said:
+            raise ConnectionError("it closed its connection")
+        self._received += said
+        return unpack(self._received)
+
+    def close(self) -> None:
+        self._connection.close()
+
 
 _GRACE_S = 0.05
 """Seconds to wait for the last control message of a neighbour whose data connection has broken."""

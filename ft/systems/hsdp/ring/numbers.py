@@ -1,19 +1,81 @@
-"""Arithmetic of FT-HSDP's ring all-reduce: the format of a chunk on the wire, and the addition of received chunks.
+"""Schedule and arithmetic of FT-HSDP's ring all-reduce (FT-HSDP, section 4.2): which elements each member sends to its
+right neighbour, in which order and format, and the addition of received chunks.
 
-The tensor is divided into parts, one for each of the N members, and every part into chunks. Steps 0 to N - 2
-(reduce-scatter) pass partial sums to the right, and steps N - 1 to 2N - 3 (all-gather) pass the results. All members
-get equal bits: the sum of a part begins at the member whose index is that of the part and goes around the ring. The
-last member adds its values, scales and rounds once, and the other members copy its result.
+With N members, chunks of S elements and C chunks per member, the tensor is cut into partitions of at most S x C x N
+elements, and each partition into N parts, one for each member. A partition takes 2N-2 steps. In steps 0 to N-2
+(reduce-scatter), each member sends the part to which it has just added its own values, beginning with the part of its
+own index. In steps N-1 to 2N-3 (all-gather), the finished parts are passed around the ring. A part is sent in C chunks,
+so that one chunk is forwarded while the next one is received.
+
+All members get equal bits: the sum of a part begins at the member whose index is that of the part and goes around the
+ring. The last member adds its values, scales and rounds once, and the other members copy its result.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from ft.base.errors import UserError
-from ft.systems.hsdp.ring.schedule import Item
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One chunk to send and the chunk to receive at the same time, as ranges of elements of the tensor.
+
+    Attributes:
+        step: step within the partition, 0 to 2N-3.
+        send: (first element, end) of the chunk to send; the end is exclusive.
+        receive: (first element, end) of the chunk to receive; the end is exclusive.
+        needs: index of the item that must have been received before this one is sent; -1: none.
+    """
+
+    step: int
+    send: tuple[int, int]
+    receive: tuple[int, int]
+    needs: int
+
+
+@lru_cache(maxsize=256)
+def items(elements: int, members: int, me: int, chunk: int, chunks: int) -> tuple[Item, ...]:
+    """Return all items of one all-reduce, in the order in which their chunks are sent and received.
+
+    Item i of a member is received as item i of its right neighbour, with the same number of elements.
+
+    Args:
+        elements: number of elements of the tensor.
+        members: N, the number of members, at least 2.
+        me: index of this member in the ring.
+        chunk: S, the size of a chunk in elements.
+        chunks: C, the number of chunks of a part.
+    """
+    found: list[Item] = []
+    for first in range(0, elements, chunk * chunks * members):
+        behind = min(first + chunk * chunks * members, elements)
+        found += _partition(first, behind, members, me, chunk, base=len(found))
+    return tuple(found)
+
+
+def _partition(first: int, behind: int, members: int, me: int, chunk: int, base: int) -> list[Item]:
+    bounds = [first + (behind - first) * part // members for part in range(members + 1)]
+    largest = max(bounds[part + 1] - bounds[part] for part in range(members))
+    count = -(-largest // chunk)
+
+    def piece(part: int, index: int) -> tuple[int, int]:
+        low, size = bounds[part], bounds[part + 1] - bounds[part]
+        return low + size * index // count, low + size * (index + 1) // count
+
+    found = []
+    for step in range(2 * members - 2):
+        out, into = (me - step) % members, (me - step - 1) % members
+        for index in range(count):
+            needs = base + len(found) - count if step else -1
+            found.append(Item(step, piece(out, index), piece(into, index), needs))
+    return found
+
 
 _WIDE = 4
 """Bytes of an fp32 element; fp32 is the type in which sums are kept."""
@@ -74,7 +136,7 @@ class Buffers:
 class Numbers(ABC):
     """One tensor during its all-reduce, with the buffers and the addition for its chunks.
 
-    An item is one chunk to send and one chunk to receive (:class:`ft.systems.hsdp.ring.schedule.Item`). ``index`` is
+    An item is one chunk to send and one chunk to receive (:class:`ft.systems.hsdp.ring.numbers.Item`). ``index`` is
     the number of an item in the order of the all-reduce, and ``stream`` the number of the data connection.
 
     Attributes:
@@ -141,48 +203,12 @@ class InPlace(Numbers):
     """fp32 tensors: sums are computed in the tensor's memory and sent from there."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
-        self._elements = tensor.detach().view(-1).numpy()
-        self._bytes = memoryview(self._elements).cast("B")
-        self._received = buffers.received.numpy()
-        self._received_bytes = [memoryview(each).cast("B") for each in self._received]
-        self._scale = np.float32(scale)
-        self._last = members - 2
-
-    def outgoing(self, index: int, item: Item) -> memoryview:
-        first, behind = item.send
-        return self._bytes[first * _WIDE : behind * _WIDE]
-
-    def incoming(self, index: int, item: Item, stream: int) -> memoryview:
-        first, behind = item.receive
-        if item.step <= self._last:
-            return self._received_bytes[stream][: (behind - first) * _WIDE]
-        return self._bytes[first * _WIDE : behind * _WIDE]
-
-    def take(self, index: int, item: Item, stream: int) -> bool:
-        if item.step > self._last:
-            return True
-        first, behind = item.receive
-        own = self._elements[first:behind]
-        np.add(self._received[stream, : behind - first], own, out=own)
-        if item.step == self._last and self._scale != 1:
-            np.multiply(own, self._scale, out=own)
-        return True
-
-
-class Narrow(Numbers):
-    """bf16 tensors with sums in bf16, for two members or without ``RingOptions.wide_sums``.
-
-    Each addition is computed in fp32 and rounded to bf16; the last sum is scaled before it is rounded.
-    """
-
-    def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
-        self._elements = tensor.detach().view(-1)
-        self._width = tensor.element_size()
+        self._elements, self._width = tensor.detach().view(-1), tensor.element_size()
         self._bytes = memoryview(self._elements.view(torch.uint8).numpy())
         self._received = buffers.received.view(tensor.dtype)
         self._received_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in buffers.received]
         self._scale, self._last = scale, members - 2
-        self._scratch = buffers.scratch()
+        self._arrays = (self._elements.numpy(), self._received.numpy()) if self._width == _WIDE else None
 
     def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
@@ -195,57 +221,70 @@ class Narrow(Numbers):
         return self._bytes[first * self._width : behind * self._width]
 
     def take(self, index: int, item: Item, stream: int) -> bool:
-        if item.step > self._last:
-            return True
+        if item.step <= self._last:
+            self._sum(index, item, stream)
+        return True
+
+    def _sum(self, index: int, item: Item, stream: int) -> None:
+        """Add a received chunk of partial sums to this member's values, and scale the last sum."""
+        first, behind = item.receive
+        elements, received = self._arrays
+        own = elements[first:behind]
+        np.add(received[stream, : behind - first], own, out=own)
+        if item.step == self._last and self._scale != 1:
+            np.multiply(own, np.float32(self._scale), out=own)
+
+
+class Narrow(InPlace):
+    """bf16 tensors with sums in bf16, for two members or without ``RingOptions.wide_sums``.
+
+    Each addition is computed in fp32 and rounded to bf16; the last sum is scaled before it is rounded.
+    """
+
+    def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
+        super().__init__(tensor, scale, members, buffers)
+        self._scratch = buffers.scratch()
+
+    def _sum(self, index: int, item: Item, stream: int) -> None:
         first, behind = item.receive
         own, got = self._elements[first:behind], self._received[stream, : behind - first]
         if item.step < self._last or self._scale == 1:
             own.add_(got)
         else:
             own.copy_(self._scratch[: behind - first].copy_(own).add_(got).mul_(self._scale))
-        return True
 
 
-class Widened(Numbers):
+class Widened(InPlace):
     """bf16 tensors with more than two members: inputs and results are sent in bf16, intermediate sums in fp32."""
 
     def __init__(self, tensor: torch.Tensor, scale: float, members: int, buffers: Buffers):
-        self._elements = tensor.detach().view(-1)
-        self._width = tensor.element_size()
-        self._bytes = memoryview(self._elements.view(torch.uint8).numpy())
-        self._wide = buffers.received
-        self._narrow = buffers.received.view(tensor.dtype)
-        self._received_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in buffers.received]
-        self._scale, self._last, self._slots = scale, members - 2, buffers.slots
-        self._waiting = buffers.waiting()
+        super().__init__(tensor, scale, members, buffers)
+        self._wide, self._slots, self._waiting = buffers.received, buffers.slots, buffers.waiting()
         self._waiting_bytes = [memoryview(each.view(torch.uint8).numpy()) for each in self._waiting]
 
     def outgoing(self, index: int, item: Item) -> memoryview:
         first, behind = item.send
         if 0 < item.step <= self._last:
             return self._waiting_bytes[item.needs % self._slots][: (behind - first) * _WIDE]
-        return self._bytes[first * self._width : behind * self._width]
+        return super().outgoing(index, item)
 
     def incoming(self, index: int, item: Item, stream: int) -> memoryview:
         first, behind = item.receive
-        if item.step <= self._last:
-            return self._received_bytes[stream][: (behind - first) * (_WIDE if item.step else self._width)]
-        return self._bytes[first * self._width : behind * self._width]
+        if 0 < item.step <= self._last:
+            return self._received_bytes[stream][: (behind - first) * _WIDE]
+        return super().incoming(index, item, stream)
 
     def has_room(self, index: int, item: Item, sent: int) -> bool:
         # The slot held item index - 2C, which was sent as one of the C items after that one.
         return item.step >= self._last or sent > index - self._slots // 2
 
-    def take(self, index: int, item: Item, stream: int) -> bool:
-        if item.step > self._last:
-            return True
+    def _sum(self, index: int, item: Item, stream: int) -> None:
         first, behind = item.receive
         size = behind - first
         own = self._elements[first:behind]
         if item.step < self._last:
-            got = (self._wide if item.step else self._narrow)[stream, :size]
+            got = (self._wide if item.step else self._received)[stream, :size]
             self._waiting[index % self._slots, :size].copy_(own).add_(got)
-            return True
+            return
         total = self._wide[stream, :size].add_(own)
         own.copy_(total if self._scale == 1 else total.mul_(self._scale))
-        return True

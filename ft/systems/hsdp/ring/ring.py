@@ -14,8 +14,7 @@ from ft.base.errors import UserError
 from ft.net.streams import Network, TcpNetwork
 from ft.systems.hsdp.ring import numbers
 from ft.systems.hsdp.ring.driver import Driver, Members, Operation, State
-from ft.systems.hsdp.ring.options import RingOptions
-from ft.systems.hsdp.ring.outcome import Pending
+from ft.systems.hsdp.ring.options import Pending, RingOptions
 from ft.systems.hsdp.ring.staging import when_queued
 
 

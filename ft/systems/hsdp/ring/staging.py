@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from ft.state import device as devices
-from ft.systems.hsdp.ring.numbers import Numbers
+from ft.systems.hsdp.ring.numbers import Item, Numbers
 from ft.systems.hsdp.ring.options import RingOptions
-from ft.systems.hsdp.ring.schedule import Item
 
 Add = Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor, torch.Tensor | None], None]
 """(received, own, scale, into, also) -> None: set ``into``, and ``also`` if given, to (received + own) x scale."""
