@@ -20,7 +20,6 @@ from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
 from megatron.ft_trainer.arguments.topics import train_steps
 from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
 from megatron.ft_trainer.config import transformer_config
-from megatron.ft_trainer.data import dataset_prefixes
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.ft_trainer.exits import Exits
 from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
@@ -77,7 +76,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     if protections.draws_weights:
         config, gated = transformer_config(options, layout), options.core.swiglu
         compile_fused_functions(config, options.data.seq_length, options.training.micro_batch_size, gated=gated)
-    tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))
+    tokenizer = build_tokenizer(options.tokenizer, options.data.prefix)
     vocab_size = padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)
     remember_choices(options, tokenizer, vocab_size)
     trainee = model.build(

@@ -81,7 +81,6 @@ FEATURES = {
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 4",
     ),
-    "cyclic": (2, "--dataloader-type cyclic --num-workers 1"),
     "mock": (1, "--mock-data"),
 }
 

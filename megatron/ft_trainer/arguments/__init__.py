@@ -267,4 +267,4 @@ def _prepared(words: list[str]) -> list[str]:
 def _list_flags() -> frozenset[str]:
     return frozenset(
         flag for action in _parser()[0]._actions for flag in action.option_strings if action.nargs == "+"
-    ) - {"--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"}
+    ) - {"--data-path"}

@@ -186,19 +186,10 @@ class DataOptions:
     """data and dataloader"""
 
     data_path: list[str] | None = None
-    """Indexed dataset prefix, or a blend: weight prefix weight prefix ... (or prefixes alone, weighted by size)."""
+    """Prefix of the indexed dataset: its path without .bin or .idx."""
 
     split: str | None = None
     """Comma-separated shares of documents for train, valid and test, e.g. 969,30,1."""
-
-    train_data_path: list[str] | None = None
-    """Blend for training only; with it give --valid-data-path and --test-data-path and no --data-path."""
-
-    valid_data_path: list[str] | None = None
-    """Blend for validation only."""
-
-    test_data_path: list[str] | None = None
-    """Blend for testing only."""
 
     data_cache_path: str | None = None
     """Folder for the sample indices; default: a cache folder beside the data."""
@@ -221,22 +212,16 @@ class DataOptions:
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
 
-    dataloader_type: Literal["single", "cyclic"] | None = None
-    """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
-
     def __post_init__(self):
-        per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
-        if self.data_path and any(per_split):
-            raise UserError(
-                "--data-path and --train/valid/test-data-path were both given",
-                "use --data-path with --split, or one path per split",
-            )
-        if self.split and any(per_split):
-            raise UserError("--split has no meaning with one data path per split", "drop --split")
-        if self.mock_data and (self.data_path or any(per_split)):
-            raise UserError("--mock-data was given together with data paths", "drop one of them")
+        if self.mock_data and self.data_path:
+            raise UserError("--mock-data was given together with --data-path", "drop one of them")
         if self.seq_length is not None and self.seq_length < 1:
             raise UserError(f"--seq-length is {self.seq_length}", "give at least 1")
+
+    @property
+    def prefix(self) -> str | None:
+        """Return the prefix of the dataset; None with --mock-data."""
+        return self.data_path[0] if self.data_path else None
 
 
 @dataclass
