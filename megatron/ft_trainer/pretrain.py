@@ -18,7 +18,8 @@ from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
 from megatron.ft_trainer.arguments.topics import train_steps
-from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
+from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
+from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.config import transformer_config
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.ft_trainer.exits import Exits

@@ -15,7 +15,7 @@ from typing import Any
 from ft.observe.diagnose.compare import Comparison, Difference, Finding, merged
 from ft.observe.diagnose.stored import COMMON, Piece
 from ft.show.text import count, table
-from megatron.ft_trainer.checkpointing.manifest import Manifest
+from megatron.ft_trainer.checkpointing.inventory import Manifest
 from megatron.ft_trainer.checkpointing.writer import bytes_in_words
 
 

@@ -12,7 +12,7 @@ from ft.base import events
 from ft.base.errors import UserError
 from megatron.core import parallel_state
 from megatron.ft_trainer.arguments.topics import CheckpointOptions
-from megatron.ft_trainer.checkpointing import commit, content, naming, optimizer_state, rng, verify
+from megatron.ft_trainer.checkpointing import commit, content, inventory, optimizer_state, rng
 from megatron.ft_trainer.checkpointing.channel import Channel, Progress
 from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.checkpointing.load import Loader, LoadReport
@@ -179,7 +179,7 @@ class Checkpointer:
         answer = None
         if self._channel.rank == 0:
             try:
-                found = naming.newest_complete(verify.scan(Path(self._options.save), may_be_missing=True))
+                found = inventory.newest_complete(inventory.scan(Path(self._options.save), may_be_missing=True))
                 answer = {"found": found is not None}
             except OSError as error:
                 answer = {"error": f"--save: {error.filename or self._options.save}: {error.strerror}"}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.ft_trainer.checkpointing import commit, naming
+from megatron.ft_trainer.checkpointing import commit, inventory
 from megatron.ft_trainer.checkpointing.channel import Channel, InThread, Pending
-from megatron.ft_trainer.checkpointing.manifest import Manifest
+from megatron.ft_trainer.checkpointing.inventory import Manifest
 from megatron.ft_trainer.checkpointing.plan import SavePlanning
 from megatron.ft_trainer.checkpointing.writer import (
     ForkedWriter,
@@ -113,7 +113,7 @@ class Saver:
             A generator that performs the rest of the save (see ``pending``), or the outcome if the save cannot be
                 started. All ranks get the same of the two.
         """
-        partial, serial, error = self.folder / naming.partial_name(description.step), 0, None
+        partial, serial, error = self.folder / inventory.partial_name(description.step), 0, None
         if self._channel.rank == 0:
             try:
                 partial, serial = commit.prepare(self.folder, description.step)
