@@ -243,28 +243,22 @@ def build_scheduler(options: Options, optimizer) -> OptimizerParamScheduler:
     if t.train_samples is not None:
         total = t.train_samples
         decay_steps, warmup = s.lr_decay_samples or total, s.lr_warmup_samples
-        anneal = s.lr_wsd_decay_samples
     else:
         batch = t.global_batch_size
         total = (train_steps(t) or 1) * batch
         decay_steps, warmup = (s.lr_decay_iters * batch if s.lr_decay_iters else total), s.lr_warmup_iters * batch
-        anneal = s.lr_wsd_decay_iters * batch if s.lr_wsd_decay_iters else None
-    if s.lr_warmup_fraction is not None:
-        warmup = s.lr_warmup_fraction * decay_steps
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=s.lr_warmup_init,
+        init_lr=0.0,
         max_lr=options.core.lr or 0.0,
         min_lr=options.core.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=decay_steps,
         lr_decay_style=s.lr_decay_style,
-        start_wd=decay if s.start_weight_decay is None else s.start_weight_decay,
-        end_wd=decay if s.end_weight_decay is None else s.end_weight_decay,
+        start_wd=decay,
+        end_wd=decay,
         wd_incr_steps=total,
-        wd_incr_style=s.weight_decay_incr_style,
+        wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=s.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=s.override_opt_param_scheduler,
-        wsd_decay_steps=anneal,
-        lr_wsd_decay_style=s.lr_wsd_decay_style,
     )

@@ -298,7 +298,7 @@ def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
     wrong = ("iters", "samples") if by_samples else ("samples", "iters")
     if not by_samples and not options.training.train_iters:
         return
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+    for name in ("lr_decay", "lr_warmup"):
         if getattr(s, f"{name}_{wrong[0]}"):
             dashed = name.replace("_", "-")
             yield (
