@@ -23,9 +23,9 @@ from megatron.ft_trainer.arguments.topics import (
     LoggingOptions,
     TokenizerOptions,
 )
-from megatron.ft_trainer.config import transformer_config
 from megatron.ft_trainer.data.tokenizer import build_tokenizer
 from megatron.ft_trainer.initialize import destroy, init_model_parallel
+from megatron.ft_trainer.model import transformer_config
 from megatron.ft_trainer.pretrain import assemble
 from megatron.ft_trainer.step import train_step
 

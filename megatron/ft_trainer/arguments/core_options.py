@@ -4,7 +4,7 @@ They are generated from the dataclasses of the installed megatron-core, so that 
 A field ``some_field`` becomes ``--some-field`` (with a value, or for a bool that is False by default without one) or
 ``--no-some-field`` and ``--disable-some-field`` (for a bool that is True by default). The metadata of a field can give
 its flag another spelling. :class:`SpeltOtherwise` has the flags that Megatron-LM spells in yet another way or gives
-another default, and those without a field, which determine one or more fields (:mod:`megatron.ft_trainer.config`).
+another default, and those without a field, which determine one or more fields (:mod:`megatron.ft_trainer.model`).
 """
 
 import ast
@@ -64,7 +64,11 @@ def stages(word: str) -> str:
 
 @dataclass
 class SpeltOtherwise:
-    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name."""
+    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name.
+
+    Raises:
+        UserError: a value is impossible, or two values contradict each other.
+    """
 
     # the network
     group_query_attention: bool = False
@@ -375,7 +379,7 @@ def _with_the_fields(base: type) -> type:
     core = installed_core()
     found: dict[str, CoreField] = {}
     for config in _OF_CONFIGS:
-        found = fields_of(core, config) | found
+        found |= {name: each for name, each in fields_of(core, config).items() if name not in found}
     own, docs = {f.name for f in fields(base)}, field_docs(base)
     taken = {spelling for f in fields(base) for group in spellings(f) for spelling in group}
     added = []
@@ -407,8 +411,4 @@ if TYPE_CHECKING:
     CoreOptions = Any
 else:
     CoreOptions = _with_the_fields(SpeltOtherwise)
-"""The dataclass of all these options; those that are not given have Megatron-LM's defaults.
-
-Raises:
-    UserError: (the constructor) a value is impossible, or two values contradict each other.
-"""
+"""The dataclass of all these options; those that are not given have Megatron-LM's defaults."""
