@@ -6,7 +6,6 @@ is also read by commands that do not train (``ft run``, ``ft check``).
 
 import ast
 import importlib.util
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +23,6 @@ CONFIGS = {
 }
 """Configuration dataclasses of megatron-core, and the source file of each."""
 
-_ENUMS = "transformer/enums.py"
 _PLAIN = {"bool": bool, "int": int, "float": float, "str": str}
 
 
@@ -75,19 +73,9 @@ def fields_of(core: Path, config: str) -> dict[str, CoreField]:
     for base in body.bases:
         if isinstance(base, ast.Name) and base.id in CONFIGS:
             found |= fields_of(core, base.id)
-    for each in _own_fields(core, body):
+    for each in _own_fields(body):
         found[each.name] = each
     return found
-
-
-@cache
-def enum_names(core: Path, enum: str) -> tuple[str, ...]:
-    """Return the names of the members of one of megatron-core's enumerations; empty if it has no such enumeration."""
-    for node in _parsed(core / _ENUMS).body:
-        if isinstance(node, ast.ClassDef) and node.name == enum:
-            assigned = [line for line in node.body if isinstance(line, ast.Assign)]
-            return tuple(target.id for line in assigned for target in line.targets if isinstance(target, ast.Name))
-    return ()
 
 
 @cache
@@ -95,7 +83,7 @@ def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _own_fields(core: Path, body: ast.ClassDef) -> Iterator[CoreField]:
+def _own_fields(body: ast.ClassDef) -> Iterator[CoreField]:
     for line, after in zip(body.body, [*body.body[1:], None], strict=True):
         if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
             continue
@@ -104,7 +92,7 @@ def _own_fields(core: Path, body: ast.ClassDef) -> Iterator[CoreField]:
             text = " ".join(after.value.value.split())
         default, spelling, is_given = _default(line.value)
         if is_given:
-            yield CoreField(line.target.id, _type(core, line.annotation), default, text, spelling)
+            yield CoreField(line.target.id, _type(line.annotation), default, text, spelling)
 
 
 def _default(value: ast.expr | None) -> tuple[Any, dict[str, Any], bool]:
@@ -133,39 +121,29 @@ def _entries(node: ast.expr | None) -> Iterator[tuple[Any, ast.expr]]:
                 yield _literal(key), value
 
 
-_ARITHMETIC = {ast.Mult: operator.mul, ast.Pow: operator.pow}
-
-
 def _literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal, or of a product or power of literals such as ``2**32``; None: it is neither."""
-    if node is None:
-        return None
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        sides = [_literal(side) for side in (node.left, node.right)]
-        numbers = all(isinstance(side, int | float) for side in sides)
-        return _ARITHMETIC[type(node.op)](*sides) if numbers else None
+    """Return the value of a literal; None: it is none."""
     try:
-        return ast.literal_eval(node)
+        return None if node is None else ast.literal_eval(node)
     except ValueError:
         return None
 
 
-def _type(core: Path, node: ast.expr) -> Any:
+def _type(node: ast.expr) -> Any:
     """Return the annotation of the option for an annotation of a field. ``Optional`` and ``| None`` are ignored."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _type(core, ast.parse(node.value, mode="eval").body)
+        return _type(ast.parse(node.value, mode="eval").body)
     if isinstance(node, ast.Name):
-        names = enum_names(core, node.id)
-        return Literal[names] if names else _PLAIN.get(node.id)
+        return _PLAIN.get(node.id)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         sides = [each for each in (node.left, node.right) if ast.unparse(each) != "None"]
-        return _type(core, sides[0]) if len(sides) == 1 else None
+        return _type(sides[0]) if len(sides) == 1 else None
     if not isinstance(node, ast.Subscript):
         return None
     outer = ast.unparse(node.value).rpartition(".")[2]
     if outer == "Optional":
-        return _type(core, node.slice)
+        return _type(node.slice)
     if outer in ("List", "list"):
-        inner = _type(core, node.slice)
+        inner = _type(node.slice)
         return None if inner is None else list[inner]
     return Literal[_literal(node.slice)] if outer == "Literal" else None

@@ -143,6 +143,8 @@ class SpeltOtherwise:
 
     attention_softmax_in_fp32: bool = False
 
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = None
+
     transformer_impl: Literal["local", "transformer_engine"] | None = None
     """Default: Transformer Engine where it is installed and a GPU is present, else local."""
 
@@ -192,6 +194,8 @@ class SpeltOtherwise:
 
     min_lr: float = 0.0
 
+    initial_loss_scale: float = 2**32
+
     # process groups
     use_tp_pp_dp_mapping: bool = False
     """Order ranks TP, CP, EP, PP, DP; not TP, CP, EP, DP, PP."""
@@ -239,7 +243,13 @@ WITHOUT_FLAG = frozenset(
         *("adaptive_muon_beta2", "adaptive_muon_eps"),
         *("use_te_rng_tracker", "nccl_ub", "average_in_collective", "pad_buckets_for_high_nccl_busbw"),
         *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv", "pin_cpu_grads"),
-        *("pin_cpu_params", "optimizer_offload_fraction", "experimental_attention_variant", "is_hybrid_model"),
+        *(
+            "pin_cpu_params",
+            "optimizer_offload_fraction",
+            "min_offloaded_tensor_size",
+            "experimental_attention_variant",
+            "is_hybrid_model",
+        ),
     )
 )
 """Fields without a flag: they follow from others, keep their defaults, or are spelt otherwise by Megatron-LM."""
