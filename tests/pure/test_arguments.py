@@ -143,6 +143,16 @@ def test_a_dataclass_refuses_what_is_wrong_in_itself(flags):
     assert error.value.fix
 
 
+def test_a_blend_of_datasets_is_refused_with_the_trainer_that_reads_it():
+    flags = GOOD.replace("--mock-data", "--data-path 0.3 a 0.7 b")
+    with pytest.raises(UserError, match="--data-path has 4 words, and this trainer reads one dataset") as error:
+        check(parse(flags), 4, has_te=False)
+    assert "--nvidia-trainer" in error.value.fix
+    for flags in ("--dataloader-type cyclic", "--train-data-path a", "--lr-wsd-decay-iters 4"):
+        with pytest.raises(UserError, match="unknown flag .*(\n|.)*--nvidia-trainer"):
+            parse(flags)
+
+
 def test_all_problems_are_named_at_once():
     text = refusal("--tensor-model-parallel-size 2 --num-attention-heads 3 --global-batch-size 3")
     assert "1. 3 attention heads" in text

@@ -243,13 +243,8 @@ WITHOUT_FLAG = frozenset(
         *("adaptive_muon_beta2", "adaptive_muon_eps"),
         *("use_te_rng_tracker", "nccl_ub", "average_in_collective", "pad_buckets_for_high_nccl_busbw"),
         *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv", "pin_cpu_grads"),
-        *(
-            "pin_cpu_params",
-            "optimizer_offload_fraction",
-            "min_offloaded_tensor_size",
-            "experimental_attention_variant",
-            "is_hybrid_model",
-        ),
+        *("pin_cpu_params", "optimizer_offload_fraction", "min_offloaded_tensor_size"),
+        *("experimental_attention_variant", "is_hybrid_model"),
     )
 )
 """Fields without a flag: they follow from others, keep their defaults, or are spelt otherwise by Megatron-LM."""
