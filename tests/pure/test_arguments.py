@@ -149,7 +149,7 @@ def test_a_blend_of_datasets_is_refused_with_the_trainer_that_reads_it():
         check(parse(flags), 4, has_te=False)
     assert "--nvidia-trainer" in error.value.fix
     for flags in ("--dataloader-type cyclic", "--train-data-path a", "--lr-wsd-decay-iters 4"):
-        with pytest.raises(UserError, match="unknown flag .*(\n|.)*--nvidia-trainer"):
+        with pytest.raises(UserError, match=r"unknown flag .*(\n|.)*--nvidia-trainer"):
             parse(flags)
 
 
