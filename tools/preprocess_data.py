@@ -27,11 +27,11 @@ def main(argv: list[str]) -> int:
     )
     for options in (PreprocessOptions, TokenizerOptions):
         schema.add_flags(parser, options)
-    namespace = parser.parse_args(argv)
+    given = vars(parser.parse_args(argv))
     try:
-        options = schema.build(PreprocessOptions, namespace)
+        options = schema.build(PreprocessOptions, given)
         started = time.monotonic()
-        sidecar, skipped, existed = preprocess(options, schema.build(TokenizerOptions, namespace))
+        sidecar, skipped, existed = preprocess(options, schema.build(TokenizerOptions, given))
     except UserError as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)
         return error.exit_code

@@ -186,7 +186,7 @@ def read_flags(flags: Sequence[str]) -> "FaultToleranceOptions":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_flags(parser, FaultToleranceOptions)
     try:
-        return build(FaultToleranceOptions, parser.parse_args(list(flags)))
+        return build(FaultToleranceOptions, vars(parser.parse_args(list(flags))))
     except argparse.ArgumentError as error:
         raise UserError(str(error), "give the flag a value that it takes") from error
 

@@ -1,4 +1,4 @@
-"""Initialises a rank: its process groups and random seeds."""
+"""Initialises a rank: its process groups, its random seeds and megatron-core's compiled functions."""
 
 import os
 import random
@@ -12,6 +12,10 @@ import torch.distributed as dist
 from ft.base.errors import UserError
 from megatron import patches
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
+from megatron.core.fusions.fused_bias_gelu import bias_gelu
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
+from megatron.core.transformer import TransformerConfig
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import CoreOptions
 from megatron.ft_trainer.launcher import Launch
@@ -89,6 +93,48 @@ def seed_everything(options: Options, step: int = 0) -> None:
     graphs = getattr(core, "cuda_graph_impl", "none") != "none"
     graphs = graphs or any(getattr(core, name, False) for name in ("enable_cuda_graph", "external_cuda_graph"))
     tensor_parallel.model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=graphs)
+
+
+_CALLS = 5
+_DROPOUT = 0.1
+
+
+def compile_fused_functions(config: TransformerConfig, seq_length: int, micro_batch_size: int, *, gated: bool) -> None:
+    """Compile megatron-core's fused functions before the first step, by calls as the layers will make them.
+
+    The fused activation and the fused dropout are called with and without gradients.
+
+    Megatron-LM does the same after it has set the seeds. The inputs and the dropout are drawn from the device's default
+    random numbers, from which later the dropout outside of tensor-parallel regions is drawn (on a CPU also some initial
+    weights). So the same draws are needed here for the losses to equal Megatron-LM's.
+
+    Args:
+        config: the model's configuration.
+        seq_length: tokens of a sample.
+        micro_batch_size: samples of a microbatch.
+        gated: whether the MLPs have a gated activation (--swiglu).
+    """
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    width, rows = config.ffn_hidden_size // tp, seq_length // cp
+
+    bias, inputs = _random(config, width), _random(config, rows, micro_batch_size, width)
+    for needs_input_gradient in (False, True):
+        bias.requires_grad, inputs.requires_grad = True, needs_input_gradient
+        for _ in range(_CALLS):
+            bias_swiglu(inputs, bias) if gated else bias_gelu(bias, inputs)
+
+    rows = (seq_length // tp if config.sequence_parallel else seq_length) // cp
+    shape = rows, micro_batch_size, config.hidden_size
+    inputs, residual = _random(config, *shape), _random(config, *shape)
+    bias = _random(config, config.hidden_size).expand_as(residual)
+    for needs_input_gradient in (False, True):
+        inputs.requires_grad, bias.requires_grad, residual.requires_grad = needs_input_gradient, True, True
+        for _ in range(_CALLS):
+            bias_dropout_add_fused_train([inputs, bias], residual, _DROPOUT)
+
+
+def _random(config: TransformerConfig, *shape: int) -> torch.Tensor:
+    return torch.rand(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
 
 
 def destroy() -> None:

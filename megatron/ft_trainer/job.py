@@ -9,7 +9,8 @@ from ft.protection.stack import Stack
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.topics import train_steps
-from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
+from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
+from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.exits import Exits
 from megatron.ft_trainer.loaders import Loaders
 from megatron.ft_trainer.logging.runlog import RunLog

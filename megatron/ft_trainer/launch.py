@@ -21,9 +21,9 @@ from megatron.core.config import set_experimental_flag
 from megatron.ft_trainer import determinism
 from megatron.ft_trainer.arguments import Layout, Options, check
 from megatron.ft_trainer.arguments.topics import AUTO
-from megatron.ft_trainer.config import transformer_config
 from megatron.ft_trainer.initialize import destroy, init_process_group
 from megatron.ft_trainer.launcher import Launch, launch_from
+from megatron.ft_trainer.model import transformer_config
 from megatron.ft_trainer.pretrain import pretrain
 
 

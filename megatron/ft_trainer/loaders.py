@@ -8,10 +8,9 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.topics import train_steps
-from megatron.ft_trainer.checkpointing import TrainState
-from megatron.ft_trainer.data import MicrobatchLoader, build_datasets
-from megatron.ft_trainer.data.datasets import alone
-from megatron.ft_trainer.data.order import Cyclic
+from megatron.ft_trainer.checkpointing.content import TrainState
+from megatron.ft_trainer.data.datasets import alone, build_datasets
+from megatron.ft_trainer.data.loader import MicrobatchLoader
 from megatron.ft_trainer.data.tokenizer import Tokenizer
 
 Loaders = list[MicrobatchLoader | None]
@@ -51,27 +50,20 @@ def make_loaders(
     )
     exist = torch.tensor([part is not None for part in parts], dtype=torch.int32, device=torch.cuda.current_device())
     dist.all_reduce(exist, op=dist.ReduceOp.MAX)
-    trained, is_cyclic = state.consumed_train_samples, options.data.dataloader_type == "cyclic"
+    trained = state.consumed_train_samples
     if share is not None:
         train, *others = parts
-        view = None if train is None else _stream_view(train, share, options.training.seed if is_cyclic else None)
-        parts, trained, is_cyclic = (view, *others), share.position, False
+        parts, trained = (None if train is None else StreamView(train, share.stream), *others), share.position
     consumed = (trained, state.consumed_valid_samples, 0)
-    cyclic = (is_cyclic, False, False)
     return tuple(
-        [_loader(options, layout, part, *place) if reads else None for reads in readers] if exists else None
-        for part, exists, *place in zip(parts, exist.tolist(), consumed, cyclic, strict=True)
+        [_loader(options, layout, part, position) if reads else None for reads in readers] if exists else None
+        for part, exists, position in zip(parts, exist.tolist(), consumed, strict=True)
     )
 
 
 def sees_tokens(chunk: torch.nn.Module) -> bool:
     """Return whether the chunk embeds tokens, or computes the loss from them."""
     return get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process")
-
-
-def _stream_view(dataset, share: DataShare, cyclic_seed: int | None) -> StreamView:
-    """Return the samples of ``share``; with a seed, of endless passes. All replicas use the same order of passes."""
-    return StreamView(dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed), share.stream)
 
 
 def wanted_samples(options: Options, share: DataShare | None = None) -> tuple[int, int, int]:
@@ -88,7 +80,7 @@ def wanted_samples(options: Options, share: DataShare | None = None) -> tuple[in
     return train_samples, evaluations * one, one
 
 
-def _loader(options: Options, layout: Layout, dataset, consumed: int, cyclic: bool) -> MicrobatchLoader:
+def _loader(options: Options, layout: Layout, dataset, consumed: int) -> MicrobatchLoader:
     return MicrobatchLoader(
         dataset,
         micro_batch_size=options.training.micro_batch_size,
@@ -96,7 +88,5 @@ def _loader(options: Options, layout: Layout, dataset, consumed: int, cyclic: bo
         data_parallel_size=layout.dp,
         consumed_samples=consumed,
         num_workers=options.data.num_workers,
-        cyclic=cyclic,
-        seed=options.training.seed,
         pin_memory=True,
     )

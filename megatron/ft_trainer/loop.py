@@ -44,7 +44,7 @@ def save_is_due(options: Options, step: int, *, ends: bool) -> bool:
 
 def evaluate(job: Job, loaders: Loaders) -> float:
     """Return the mean loss per token over --eval-iters batches from ``loaders``, on every rank."""
-    batch = batch_size(job)
+    batch = job.options.training.global_batch_size
     reported = []
     _set_training(job, False)
     try:
@@ -56,15 +56,10 @@ def evaluate(job: Job, loaders: Loaders) -> float:
     return _known_to_all(mean_loss(reported), job)
 
 
-def batch_size(job: Job) -> int:
-    """Return the number of samples in a batch of an evaluation."""
-    return job.options.evaluation.eval_global_batch_size or job.options.training.global_batch_size
-
-
 def validate(job: Job) -> float:
     """Evaluate on the next samples of the validation set, log the loss, and advance ``job.state``."""
     loss = evaluate(job, job.valid_loaders)
-    samples = job.options.evaluation.eval_iters * batch_size(job)
+    samples = job.options.evaluation.eval_iters * job.options.training.global_batch_size
     job.state.consumed_valid_samples += samples
     job.log.evaluation(job.state.step, "validation", loss)
     return loss

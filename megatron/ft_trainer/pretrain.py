@@ -18,19 +18,18 @@ from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import OF_THE_MODEL
 from megatron.ft_trainer.arguments.topics import train_steps
-from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
-from megatron.ft_trainer.config import transformer_config
-from megatron.ft_trainer.data import dataset_prefixes
+from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
+from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from megatron.ft_trainer.exits import Exits
-from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
+from megatron.ft_trainer.initialize import compile_fused_functions, init_model_parallel, seed_everything
 from megatron.ft_trainer.job import Job, load, say
 from megatron.ft_trainer.loaders import make_loaders
 from megatron.ft_trainer.logging.figures import count_parameters, startup_summary
 from megatron.ft_trainer.logging.runlog import RunLog
 from megatron.ft_trainer.loop import evaluate, train, validate
+from megatron.ft_trainer.model import transformer_config
 from megatron.ft_trainer.trainer import JobTrainer
-from megatron.ft_trainer.warm_up import compile_fused_functions
 
 
 def pretrain(options: Options, layout: Layout, protections: Protections | None = None) -> TrainState:
@@ -77,7 +76,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
     if protections.draws_weights:
         config, gated = transformer_config(options, layout), options.core.swiglu
         compile_fused_functions(config, options.data.seq_length, options.training.micro_batch_size, gated=gated)
-    tokenizer = build_tokenizer(options.tokenizer, dataset_prefixes(options.data))
+    tokenizer = build_tokenizer(options.tokenizer, options.data.prefix)
     vocab_size = padded_vocab_size(options.tokenizer, tokenizer.vocab_size, layout.tp)
     remember_choices(options, tokenizer, vocab_size)
     trainee = model.build(

@@ -11,7 +11,9 @@ from megatron import patches
 from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import Options, check
 from megatron.ft_trainer.arguments.topics import CheckpointOptions
-from megatron.ft_trainer.checkpointing import Checkpointer, TrainState, naming, verify
+from megatron.ft_trainer.checkpointing import inventory
+from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
+from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.ft_trainer.initialize import init_model_parallel, init_process_group, seed_everything
 from megatron.ft_trainer.job import say
@@ -59,10 +61,10 @@ def stored_options(folder: Path) -> Options:
     Raises:
         UserError: the folder contains no complete checkpoint.
     """
-    newest = naming.newest_complete(verify.scan(folder)) if folder.is_dir() else None
+    newest = inventory.newest_complete(inventory.scan(folder)) if folder.is_dir() else None
     if newest is None:
         raise UserError(f"{folder} holds no complete checkpoint", "give a --save folder of pretrain_gpt.py")
-    return Options.from_dict(verify.read_manifest(folder / newest.name).run["options"])
+    return Options.from_dict(inventory.read_manifest(folder / newest.name).run["options"])
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ from ft.protection import training_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.topics import global_batch_size, train_steps
-from megatron.ft_trainer.checkpointing import TrainState, naming, verify
+from megatron.ft_trainer.checkpointing import inventory
+from megatron.ft_trainer.checkpointing.content import TrainState
 from megatron.ft_trainer.initialize import seed_everything
 from megatron.ft_trainer.job import Job, load, save
 from megatron.ft_trainer.loaders import Loaders
@@ -83,12 +84,12 @@ class JobTrainer:
         folder = self._job.options.checkpoint.save
         if folder is None or not Path(folder).is_dir():
             return None
-        newest = naming.newest_complete(verify.scan(Path(folder)))
+        newest = inventory.newest_complete(inventory.scan(Path(folder)))
         return None if newest is None else Path(folder) / newest.name
 
     def is_saved(self, step: int) -> bool:
         try:
-            found = verify.scan(Path(self._job.options.checkpoint.save))
+            found = inventory.scan(Path(self._job.options.checkpoint.save))
         except OSError:
             return False
         return any(each.complete and each.step == step for each in found)

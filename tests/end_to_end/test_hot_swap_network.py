@@ -9,7 +9,7 @@ from ft_runs import Finished, flags
 from nodes import Host, Lab, why_not
 from nodes.fleet import Fleet
 
-from megatron.ft_trainer.checkpointing.verify import problems, read_manifest, scan
+from megatron.ft_trainer.checkpointing.inventory import problems, read_manifest, scan
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 

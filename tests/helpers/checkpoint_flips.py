@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron.ft_trainer.checkpointing import naming, verify
+from megatron.ft_trainer.checkpointing import inventory
 
 
 def places(checkpoint: Path) -> dict:
@@ -50,11 +50,11 @@ def flip(checkpoint: Path, name: str, offsets: tuple, element: int, bit: int) ->
 
 def resign(checkpoint: Path, **changes) -> None:
     """Update the checksums in the manifest. ``changes``: new values of its fields."""
-    manifest = verify.read_manifest(checkpoint)
-    manifest.files = {name: verify.checksum(checkpoint / name) for name in manifest.files}
+    manifest = inventory.read_manifest(checkpoint)
+    manifest.files = {name: inventory.checksum(checkpoint / name) for name in manifest.files}
     for name, value in changes.items():
         setattr(manifest, name, value)
-    (checkpoint / naming.MANIFEST).write_text(manifest.to_json())
+    (checkpoint / inventory.MANIFEST).write_text(manifest.to_json())
 
 
 class Hostile:
@@ -89,5 +89,5 @@ def poison(checkpoint: Path, where: str, marker: Path) -> None:
         (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     else:
         torch.save(Hostile(marker), checkpoint / where)
-    if (checkpoint / naming.MANIFEST).exists():
+    if (checkpoint / inventory.MANIFEST).exists():
         resign(checkpoint)

@@ -51,7 +51,7 @@ class PlainTrainer:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.ft_trainer.warm_up import compile_fused_functions
+        from megatron.ft_trainer.initialize import compile_fused_functions
 
         s = self.setting = setting
         self.losses, self.grad_norms, self.times = [], [], []

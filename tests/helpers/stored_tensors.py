@@ -6,14 +6,14 @@ import torch
 
 from ft.observe.diagnose import stored
 from ft.observe.diagnose.compare import of_tensors
-from megatron.ft_trainer.checkpointing import naming
+from megatron.ft_trainer.checkpointing import inventory
 
 Tensors = dict[tuple, torch.Tensor]
 
 
 def tensors_of(saved: Path, step: int) -> Tensors:
     """Return every shard in the checkpoint of ``step``, of weights and optimizer: (name, offsets) -> tensor."""
-    checkpoint = stored.read(saved / naming.checkpoint_name(step))
+    checkpoint = stored.read(saved / inventory.checkpoint_name(step))
     return {piece.key: checkpoint.whole(piece) for piece in checkpoint.pieces.values() if piece.dtype is not None}
 
 

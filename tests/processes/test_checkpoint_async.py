@@ -7,14 +7,14 @@ import pytest
 from test_checkpoint_faults import _slow_writer
 from test_checkpoint_gpt import Run, Shape
 
-from megatron.ft_trainer.checkpointing import verify
+from megatron.ft_trainer.checkpointing import inventory
 from megatron.ft_trainer.checkpointing.channel import InThread, Progress, finish
 
 
 def _save_both_ways(folder: str, shape: Shape) -> dict:
     """Saves the same step in the foreground and, while 3 more steps are trained, in the background."""
     from megatron.ft_trainer.arguments.topics import CheckpointOptions
-    from megatron.ft_trainer.checkpointing import Checkpointer
+    from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
 
     run = Run(shape, save=f"{folder}/sync")
     layout, run_info = run.checkpointer._layout, run.checkpointer._run
@@ -52,8 +52,8 @@ def test_async_equals_sync_bit_for_bit(ranks, tmp_path):
 
 
 def _tensors(checkpoint: Path) -> dict:
-    files = verify.read_manifest(checkpoint).files
-    assert verify.problems(checkpoint, files) == []
+    files = inventory.read_manifest(checkpoint).files
+    assert inventory.problems(checkpoint, files) == []
     return {name: record for name, record in files.items() if name.endswith(".distcp") or name == "common.pt"}
 
 
@@ -71,7 +71,7 @@ def _save_every_step(folder: str) -> list:
 def test_saves_that_overtake_each_other_are_finished_in_order(ranks, tmp_path):
     messages, _ = ranks(_save_every_step, 2, str(tmp_path))
     assert [m.split(" saved")[0] for m in messages] == [f"checkpoint: step {i}" for i in (1, 2, 3, 4)]
-    assert [e.step for e in verify.scan(tmp_path)] == [3, 4]
+    assert [e.step for e in inventory.scan(tmp_path)] == [3, 4]
 
 
 def _abort(folder: str) -> int:

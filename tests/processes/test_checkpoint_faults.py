@@ -10,8 +10,7 @@ import pytest
 from test_checkpoint_gpt import Run, Shape
 from test_checkpoint_load import _load_each
 
-from megatron.ft_trainer.checkpointing.naming import newest_complete
-from megatron.ft_trainer.checkpointing.verify import problems, read_manifest, scan
+from megatron.ft_trainer.checkpointing.inventory import newest_complete, problems, read_manifest, scan
 
 
 def _die() -> None:

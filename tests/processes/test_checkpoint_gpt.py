@@ -37,7 +37,8 @@ class Run:
 
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-        from megatron.ft_trainer.checkpointing import Checkpointer, TrainState
+        from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
+        from megatron.ft_trainer.checkpointing.content import TrainState
 
         self.shape, self.seed, self.sizes = shape, seed, MODEL | (model or {})
         parallel_state.initialize_model_parallel(

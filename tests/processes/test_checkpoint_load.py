@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron.core import package_info
 from megatron.ft_trainer.checkpointing.__main__ import main
-from megatron.ft_trainer.checkpointing.verify import scan
+from megatron.ft_trainer.checkpointing.inventory import scan
 
 
 def _save_steps(folder: str, steps: int, options: dict) -> list:
@@ -199,7 +199,7 @@ def _as_nobody(cases: list[dict]) -> list[str]:
 
     from ft.base.errors import UserError
     from megatron.ft_trainer.arguments.topics import CheckpointOptions
-    from megatron.ft_trainer.checkpointing import Checkpointer
+    from megatron.ft_trainer.checkpointing.checkpointer import Checkpointer
 
     # A store in memory: the harness's is a file, which only its owner may open.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

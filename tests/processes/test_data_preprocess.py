@@ -15,9 +15,8 @@ import pytest
 
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
-from megatron.ft_trainer.data.indexed import FILES, encode_index, read_index
+from megatron.ft_trainer.data.indexed import FILES, encode_index, read_index, read_sidecar
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
-from megatron.ft_trainer.data.sidecar import read_sidecar
 
 TOOL = Path(__file__).resolve().parent.parent.parent / "tools" / "preprocess_data.py"
 EOD = 256

@@ -13,7 +13,7 @@ from ft.base.errors import UserError
 from ft.protection import table
 from ft.systems.dmr import flags as dmr_flags
 from ft.systems.dmr.runtime.install import refuse_opaque_optimizer, refuse_varying_attention
-from megatron.ft_trainer import config
+from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import check, parse
 
 MOE = "--num-experts 4 --moe-router-topk 2 --disable-bias-linear "
@@ -203,9 +203,9 @@ def test_the_number_of_shards_of_a_weight_is_called_so_in_the_newest_core(reques
 
 
 def test_with_dmr_norms_are_torch_s_and_other_fused_kernels_stay(monkeypatch):
-    monkeypatch.setattr(config.patches, "platform", lambda: SimpleNamespace(offers=bool, imports=bool))
+    monkeypatch.setattr(model.patches, "platform", lambda: SimpleNamespace(offers=bool, imports=bool))
     fused = ("masked_softmax_fusion", "persist_layer_norm", "gradient_accumulation_fusion", "apply_rope_fusion")
     flags = f"{runs.BASE} --mock-data --transformer-impl local "
-    without, with_dmr = (config._kernels(parse(flags + more)) for more in ("", "--ft-dmr naive"))
+    without, with_dmr = (model._kernels(parse(flags + more)) for more in ("", "--ft-dmr naive"))
     assert [without[name] for name in fused] == [True, True, True, False]
     assert [with_dmr[name] for name in fused] == [True, False, True, False]

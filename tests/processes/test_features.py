@@ -42,11 +42,7 @@ FEATURES = {
     ),
     "per-token-loss": (2, "--calculate-per-token-loss --cross-entropy-loss-fusion --data-parallel-random-init"),
     "bf16-grads-in-bf16": (2, "--bf16 --grad-reduce-in-bf16 --attention-softmax-in-fp32"),
-    "schedule-wsd": (
-        1,
-        "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-warmup-iters 1 --decoupled-lr 5e-3 --decoupled-min-lr 0 "
-        "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
-    ),
+    "schedule": (1, "--lr-decay-style cosine --lr-warmup-iters 1 --decoupled-lr 5e-3 --decoupled-min-lr 0"),
     "sgd-deterministic": (1, "--optimizer sgd --lr 0.3 --deterministic-mode"),
     "selective-recompute": (2, "--recompute-activations --tensor-model-parallel-size 2 --hidden-dropout 0.1"),
     "block-recompute-distributed": (
@@ -81,7 +77,6 @@ FEATURES = {
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--microbatch-group-size-per-virtual-pipeline-stage 4",
     ),
-    "cyclic": (2, "--dataloader-type cyclic --num-workers 1"),
     "mock": (1, "--mock-data"),
 }
 

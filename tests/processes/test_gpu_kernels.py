@@ -10,7 +10,7 @@ import pytest
 import small_runs as runs
 
 from megatron.core.tensor_parallel import layers
-from megatron.ft_trainer import config
+from megatron.ft_trainer import model
 from megatron.ft_trainer.arguments import parse
 from megatron.patches import Platform
 
@@ -22,7 +22,7 @@ FITS, OTHER_TORCH = "", "raise ImportError('undefined symbol: _ZN3c104cuda')"
 def plant(tmp_path, monkeypatch):
     """Return a function that puts modules (name -> source) on ``sys.path`` of a machine with a GPU."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(config.patches, "platform", lambda: Platform("cuda", "nccl"))
+    monkeypatch.setattr(model.patches, "platform", lambda: Platform("cuda", "nccl"))
 
     def write(modules):
         for name, source in modules.items():
@@ -57,7 +57,7 @@ def core_has_the_extension():
 def test_weight_gradients_are_accumulated_by_the_extension_that_core_can_import(modules, expected, plant):
     plant(modules)
     assert core_has_the_extension() is expected
-    asked = config._kernels(parse(f"{runs.BASE} --mock-data"))
+    asked = model._kernels(parse(f"{runs.BASE} --mock-data"))
     assert asked["gradient_accumulation_fusion"] is expected
-    without = config._kernels(parse(f"{runs.BASE} --mock-data --no-gradient-accumulation-fusion"))
+    without = model._kernels(parse(f"{runs.BASE} --mock-data --no-gradient-accumulation-fusion"))
     assert without["gradient_accumulation_fusion"] is False

@@ -21,15 +21,12 @@ from small_datasets import SEQ, write_dataset
 from megatron.ft_trainer.arguments.topics import DataOptions
 from megatron.ft_trainer.data.datasets import build_datasets
 from megatron.ft_trainer.data.loader import MicrobatchLoader
-from megatron.ft_trainer.data.order import Cyclic
 from megatron.ft_trainer.data.tokenizer import ByteLevelTokenizer
 
-SEED = 5
 
-
-def view_of(share, dataset, cyclic_seed=None):
+def view_of(share, dataset):
     """``dataset`` as a replica reads it."""
-    return StreamView(dataset if cyclic_seed is None else Cyclic(dataset, cyclic_seed), share.stream)
+    return StreamView(dataset, share.stream)
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -53,18 +50,15 @@ def take(loader, count=1):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("cyclic", [False, True])
 @pytest.mark.parametrize(("replicas", "size", "rows", "microbatches"), [(2, 1, 2, 1), (3, 2, 2, 4), (4, 1, 1, 3)])
-def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(
-    replicas, size, rows, microbatches, cyclic, workers
-):
+def test_every_rank_gets_what_it_would_get_from_ordinary_data_parallelism(replicas, size, rows, microbatches, workers):
     steps, block = 4, rows * size
-    data = Numbers(37 if cyclic else replicas * block * microbatches * steps)
+    data = Numbers(replicas * block * microbatches * steps)
     share = Share(0, SampleAssignment(replicas, block), {})
     for replica in range(replicas):
-        view = view_of(Share(replica, share.assignment, {}), data, SEED if cyclic else None)
+        view = view_of(Share(replica, share.assignment, {}), data)
         for rank in range(size):
-            ordinary = loader(data, rows, replica * size + rank, replicas * size, cyclic=cyclic, seed=SEED)
+            ordinary = loader(data, rows, replica * size + rank, replicas * size)
             with loader(view, rows, rank, size, num_workers=workers) as ours:
                 assert take(ours, steps * microbatches) == take(ordinary, steps * microbatches)
 
@@ -125,7 +119,6 @@ def test_the_view_ends_where_the_data_do():
     for position in (-1, 4):
         with pytest.raises(IndexError, match=f"sample {position} of the 4 of Stream"):
             view[position]
-    assert len(Cyclic(Numbers(0), 1)) == 0
 
 
 def test_passes_through_real_data_are_assigned_as_one_order(tmp_path):
@@ -151,7 +144,7 @@ def samples_read(flags: str, replicas: int, past: tuple = (), position: int = 0,
     from megatron.core import parallel_state
     from megatron.ft_trainer import model
     from megatron.ft_trainer.arguments import check, parse
-    from megatron.ft_trainer.checkpointing import TrainState
+    from megatron.ft_trainer.checkpointing.content import TrainState
     from megatron.ft_trainer.data.tokenizer import build_tokenizer, padded_vocab_size
     from megatron.ft_trainer.initialize import init_model_parallel, seed_everything
     from megatron.ft_trainer.loaders import make_loaders

@@ -146,7 +146,7 @@ def test_every_field_of_the_configuration_is_there():
 
     from megatron.core.transformer import TransformerConfig
 
-    body = ast.parse(Path(import_module("megatron.ft_trainer.config").__file__).read_text()).body
+    body = ast.parse(Path(import_module("megatron.ft_trainer.model").__file__).read_text()).body
     ours = ("_network", "_kernels", "_parallelism")
     functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name in ours]
     dicts = [node for tree in functions for node in ast.walk(tree) if isinstance(node, ast.Dict)]

@@ -8,8 +8,8 @@ import pytest
 
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
+from megatron.ft_trainer.data.indexed import Sidecar
 from megatron.ft_trainer.data.preprocess import PreprocessOptions, preprocess
-from megatron.ft_trainer.data.sidecar import Sidecar
 from megatron.ft_trainer.data.tokenizer import (
     ByteLevelTokenizer,
     HuggingFaceTokenizer,
@@ -142,8 +142,9 @@ def test_fingerprints_differ_and_are_equal_in_other_processes():
 def test_default_is_what_the_dataset_was_made_with(tmp_path):
     assert build_tokenizer(TokenizerOptions()).kind == "ByteLevelTokenizer"
     prefix = write_sidecar(tmp_path / "numbers", NullTokenizer(50))
-    tokenizer = build_tokenizer(TokenizerOptions(), [prefix, str(tmp_path / "without sidecar")])
+    tokenizer = build_tokenizer(TokenizerOptions(), prefix)
     assert (tokenizer.kind, tokenizer.vocab_size) == ("NullTokenizer", 50)
+    assert build_tokenizer(TokenizerOptions(), str(tmp_path / "without sidecar")).kind == "ByteLevelTokenizer"
 
 
 def test_a_dataset_names_the_file_of_its_tokenizer(tmp_path, hf_folder):
@@ -151,30 +152,23 @@ def test_a_dataset_names_the_file_of_its_tokenizer(tmp_path, hf_folder):
     options = TokenizerOptions(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(hf_folder))
     prefix = str(tmp_path / "out")
     preprocess(PreprocessOptions(input=[str(tmp_path / "x.txt")], output_prefix=prefix), options)
-    assert build_tokenizer(TokenizerOptions(), [prefix]).kind == "HuggingFaceTokenizer"
+    assert build_tokenizer(TokenizerOptions(), prefix).kind == "HuggingFaceTokenizer"
 
 
 def test_default_finds_the_file_again(tmp_path, hf_folder):
     prefix = write_sidecar(tmp_path / "words", HuggingFaceTokenizer(str(hf_folder)))
-    assert build_tokenizer(TokenizerOptions(), [prefix]).model == str(hf_folder)
+    assert build_tokenizer(TokenizerOptions(), prefix).model == str(hf_folder)
     (hf_folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="no tokenizer file"):
-        build_tokenizer(TokenizerOptions(), [prefix])
+        build_tokenizer(TokenizerOptions(), prefix)
 
 
 def test_another_tokenizer_than_the_datasets(tmp_path):
     prefix = write_sidecar(tmp_path / "numbers", NullTokenizer(50))
     with pytest.raises(UserError, match=r"numbers was made with NullTokenizer .*this run has ByteLevelTokenizer"):
-        build_tokenizer(TokenizerOptions(tokenizer_type="ByteLevelTokenizer"), [prefix])
+        build_tokenizer(TokenizerOptions(tokenizer_type="ByteLevelTokenizer"), prefix)
     with pytest.raises(UserError, match=r"50 ids.*60 ids"):
-        build_tokenizer(TokenizerOptions(tokenizer_type="NullTokenizer", vocab_size=60), [prefix])
-
-
-def test_datasets_that_disagree(tmp_path):
-    first = write_sidecar(tmp_path / "numbers", NullTokenizer(50))
-    second = write_sidecar(tmp_path / "text", ByteLevelTokenizer())
-    with pytest.raises(UserError, match=r"text was made with ByteLevelTokenizer"):
-        build_tokenizer(TokenizerOptions(), [first, second])
+        build_tokenizer(TokenizerOptions(tokenizer_type="NullTokenizer", vocab_size=60), prefix)
 
 
 def test_vocab_size_is_checked():

@@ -7,7 +7,7 @@ import pytest
 
 from ft.base.errors import UserError
 from megatron.ft_trainer import arguments
-from megatron.ft_trainer.arguments import Options, check, core_options, parse, schema
+from megatron.ft_trainer.arguments import Options, check, parse, schema
 from megatron.ft_trainer.arguments.topics import global_batch_size, train_steps
 
 GOOD = (
@@ -23,13 +23,11 @@ def refusal(flags: str, world_size: int = 4, has_te: bool = False) -> str:
 
 
 def test_every_field_has_a_help_text_and_a_flag_of_its_own():
-    seen = {flag: row.name for row in core_options.rows() for flag in (*row.on, *row.off)}
+    seen = {}
     for concern in dataclasses.fields(Options):
-        if concern.name == "core":
-            continue
         docs = schema.field_docs(concern.default_factory)
         for f in dataclasses.fields(concern.default_factory):
-            assert docs.get(f.name), f"{concern.name}.{f.name} has no docstring"
+            assert docs.get(f.name) or concern.name == "core", f"{concern.name}.{f.name} has no docstring"
             for spelling in [s for group in schema.spellings(f) for s in group]:
                 assert spelling not in seen, f"{spelling} is both {seen[spelling]} and {f.name}"
                 seen[spelling] = f.name
@@ -143,6 +141,16 @@ def test_a_dataclass_refuses_what_is_wrong_in_itself(flags):
     with pytest.raises(UserError) as error:
         parse(GOOD + flags)
     assert error.value.fix
+
+
+def test_a_blend_of_datasets_is_refused_with_the_trainer_that_reads_it():
+    flags = GOOD.replace("--mock-data", "--data-path 0.3 a 0.7 b")
+    with pytest.raises(UserError, match="--data-path has 4 words, and this trainer reads one dataset") as error:
+        check(parse(flags), 4, has_te=False)
+    assert "--nvidia-trainer" in error.value.fix
+    for flags in ("--dataloader-type cyclic", "--train-data-path a", "--lr-wsd-decay-iters 4"):
+        with pytest.raises(UserError, match=r"unknown flag .*(\n|.)*--nvidia-trainer"):
+            parse(flags)
 
 
 def test_all_problems_are_named_at_once():

@@ -12,51 +12,51 @@ from megatron import patches
 
 patches.apply()
 
-from megatron.ft_trainer.checkpointing import naming
-from megatron.ft_trainer.checkpointing.compare import check_format
-from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest, ManifestError
-from megatron.ft_trainer.checkpointing.naming import Entry
-from megatron.ft_trainer.checkpointing.verify import scan, share_of
+from megatron.ft_trainer.checkpointing import inventory
+from megatron.ft_trainer.checkpointing.inventory import Entry, FileRecord, Manifest, ManifestError, scan, share_of
+from megatron.ft_trainer.checkpointing.load import check_format
 
 
 def entries(*steps_and_serials, broken=()):
     return [
-        Entry(naming.checkpoint_name(step), step, serial, "broken" if step in broken else None)
+        Entry(inventory.checkpoint_name(step), step, serial, "broken" if step in broken else None)
         for step, serial in steps_and_serials
     ]
 
 
 def test_names():
-    assert naming.checkpoint_name(100) == "iter_0000100"
-    assert naming.step_of("iter_0000100") == 100
-    assert naming.step_of("iter_12345678") == 12345678
-    for name in ("iter_100", "iter_0000100.partial", "release", naming.TRACKER, "iter_0000100.removed"):
-        assert naming.step_of(name) is None
-    assert naming.is_leftover(naming.partial_name(7)) and naming.is_leftover(naming.removed_name("iter_0000007"))
-    assert naming.is_leftover("iter_0000007.partial") and naming.is_leftover(
-        naming.replaced_name(naming.partial_name(7))
+    assert inventory.checkpoint_name(100) == "iter_0000100"
+    assert inventory.step_of("iter_0000100") == 100
+    assert inventory.step_of("iter_12345678") == 12345678
+    for name in ("iter_100", "iter_0000100.partial", "release", inventory.TRACKER, "iter_0000100.removed"):
+        assert inventory.step_of(name) is None
+    assert inventory.is_leftover(inventory.partial_name(7)) and inventory.is_leftover(
+        inventory.removed_name("iter_0000007")
     )
-    assert not naming.is_leftover("iter_0000007") and not naming.is_leftover("my.partial")
+    assert inventory.is_leftover("iter_0000007.partial") and inventory.is_leftover(
+        inventory.replaced_name(inventory.partial_name(7))
+    )
+    assert not inventory.is_leftover("iter_0000007") and not inventory.is_leftover("my.partial")
 
 
 def test_two_saves_of_one_step_never_share_a_folder():
-    assert naming.partial_name(7) != naming.partial_name(7)
-    one = naming.partial_name(7)
-    assert naming.replaced_name(one) not in (one, naming.removed_name("iter_0000007"))
+    assert inventory.partial_name(7) != inventory.partial_name(7)
+    one = inventory.partial_name(7)
+    assert inventory.replaced_name(one) not in (one, inventory.removed_name("iter_0000007"))
 
 
 def test_newest_is_the_one_saved_last_not_the_highest_step():
     found = entries((500, 1), (1000, 2), (600, 3))
-    assert naming.newest_complete(found).step == 600
-    assert [e.step for e in naming.newest_first(found)] == [600, 1000, 500]
-    assert naming.next_serial(found) == 4
+    assert inventory.newest_complete(found).step == 600
+    assert [e.step for e in inventory.newest_first(found)] == [600, 1000, 500]
+    assert inventory.next_serial(found) == 4
 
 
 def test_broken_ones_are_never_the_newest():
-    assert naming.newest_complete(entries((1, 1), (2, 2), broken=(2,))).step == 1
-    assert naming.newest_complete(entries((1, 1), broken=(1,))) is None
-    assert naming.newest_complete([]) is None
-    assert naming.next_serial([Entry("iter_0000001", 1, None, "broken")]) == 1
+    assert inventory.newest_complete(entries((1, 1), (2, 2), broken=(2,))).step == 1
+    assert inventory.newest_complete(entries((1, 1), broken=(1,))) is None
+    assert inventory.newest_complete([]) is None
+    assert inventory.next_serial([Entry("iter_0000001", 1, None, "broken")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_broken_ones_are_never_the_newest():
 )
 def test_what_is_removed(keep_last, distrusted, removed):
     found = entries((1, 1), (2, 2), (3, 3))
-    assert [e.step for e in naming.to_remove(found, keep_last, distrusted)] == removed
+    assert [e.step for e in inventory.to_remove(found, keep_last, distrusted)] == removed
 
 
 def test_broken_ones_are_not_removed():
-    assert naming.to_remove(entries((1, 1), (2, 2), (3, 3), broken=(1,)), 1) == entries((2, 2))
+    assert inventory.to_remove(entries((1, 1), (2, 2), (3, 3), broken=(1,)), 1) == entries((2, 2))
 
 
 def test_files_are_dealt_out_completely_and_evenly():

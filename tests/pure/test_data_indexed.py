@@ -7,8 +7,7 @@ import numpy
 import pytest
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.data.indexed import encode_index, id_range, read_index
-from megatron.ft_trainer.data.sidecar import read_sidecar
+from megatron.ft_trainer.data.indexed import encode_index, id_range, read_index, read_sidecar
 
 LENGTHS = [5, 0, 7, 3]
 

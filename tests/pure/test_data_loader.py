@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.data.loader import MicrobatchLoader
+from megatron.ft_trainer.data.loader import MicrobatchLoader, sample_indices
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -44,14 +44,11 @@ def no_threads_left():
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("cyclic", [False, True])
-def test_any_position_gives_the_same_microbatches(workers, cyclic):
-    dataset = Numbers(101 if cyclic else 400)
+def test_any_position_gives_the_same_microbatches(workers):
+    dataset = Numbers(400)
 
     def loader(**options):
-        return MicrobatchLoader(
-            dataset, micro_batch_size=3, data_parallel_rank=1, data_parallel_size=2, cyclic=cyclic, seed=5, **options
-        )
+        return MicrobatchLoader(dataset, micro_batch_size=3, data_parallel_rank=1, data_parallel_size=2, **options)
 
     with loader() as straight:
         expected = take(straight, 60)
@@ -63,13 +60,19 @@ def test_any_position_gives_the_same_microbatches(workers, cyclic):
             assert take(jumping, 9) == expected[start : start + 9]
 
 
-@pytest.mark.parametrize("cyclic", [False, True])
-def test_samples_do_not_depend_on_the_number_of_ranks(cyclic):
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_together_take_the_samples_in_order(ranks):
+    taken = []
+    for consumed in range(0, 48, 3 * ranks):
+        for rank in range(ranks):
+            taken += sample_indices(consumed, 3, rank, ranks)
+    assert taken == list(range(48))
+
+
+def test_samples_do_not_depend_on_the_number_of_ranks():
     def all_ranks(ranks, rows, steps):
         loaders = [
-            MicrobatchLoader(
-                Numbers(64), micro_batch_size=rows, data_parallel_rank=r, data_parallel_size=ranks, cyclic=cyclic
-            )
+            MicrobatchLoader(Numbers(64), micro_batch_size=rows, data_parallel_rank=r, data_parallel_size=ranks)
             for r in range(ranks)
         ]
         return [i for _ in range(steps) for loader in loaders for i in firsts(next(loader))]
@@ -112,7 +115,7 @@ def test_end_of_data_is_named(workers):
                 next(loader)
         loader.seek(0)
         assert take(loader, 1) == [[0, 1, 2, 3]]
-    with MicrobatchLoader(Numbers(0), micro_batch_size=1, cyclic=True) as loader, pytest.raises(UserError):
+    with MicrobatchLoader(Numbers(0), micro_batch_size=1) as loader, pytest.raises(UserError):
         next(loader)
 
 

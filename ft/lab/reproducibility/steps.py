@@ -23,10 +23,9 @@ from megatron.ft_trainer.arguments.topics import (
     LoggingOptions,
     TokenizerOptions,
 )
-from megatron.ft_trainer.config import transformer_config
-from megatron.ft_trainer.data import dataset_prefixes
 from megatron.ft_trainer.data.tokenizer import build_tokenizer
 from megatron.ft_trainer.initialize import destroy, init_model_parallel
+from megatron.ft_trainer.model import transformer_config
 from megatron.ft_trainer.pretrain import assemble
 from megatron.ft_trainer.step import train_step
 
@@ -102,9 +101,7 @@ def alone(options: Options, layers: int = 0) -> Options:
 
 def _null_tokenizer(options: Options) -> TokenizerOptions:
     """Return options for a tokenizer with a vocabulary of the same size that needs no files."""
-    has_data = options.data.data_path or options.data.train_data_path
-    prefixes = dataset_prefixes(options.data) if has_data else []
-    size = build_tokenizer(options.tokenizer, prefixes).vocab_size
+    size = build_tokenizer(options.tokenizer, options.data.prefix).vocab_size
     return replace(options.tokenizer, tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_size=size)
 
 

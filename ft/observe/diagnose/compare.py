@@ -23,7 +23,7 @@ from ft.observe.diagnose.stored import COMMON, Blocks, Piece, SavedRun, Stored, 
 from ft.show.text import count, table
 from ft.systems.dmr.digest.definition import integers
 from megatron.core.parallel_state import RankGenerator
-from megatron.ft_trainer.checkpointing.manifest import Manifest
+from megatron.ft_trainer.checkpointing.inventory import Manifest
 from megatron.ft_trainer.checkpointing.writer import bytes_in_words
 
 _BLOCK = 1 << 20

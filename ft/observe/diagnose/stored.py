@@ -19,8 +19,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.checkpointing import naming, verify
-from megatron.ft_trainer.checkpointing.manifest import Manifest, ManifestError
+from megatron.ft_trainer.checkpointing import inventory
+from megatron.ft_trainer.checkpointing.inventory import Manifest, ManifestError
 from megatron.patches.stored_types import read_metadata, reason
 
 COMMON = "common.pt"
@@ -121,7 +121,7 @@ class Stored:
         Raises:
             UserError: the file's size or checksum differs from that in the manifest.
         """
-        bad = verify.problems(self.path, self.manifest.files, [file])
+        bad = inventory.problems(self.path, self.manifest.files, [file])
         if bad:
             raise UserError(
                 f"{self.path}: {bad[0]}; the file was damaged on disk, which says nothing about the training", _RESTORE
@@ -185,17 +185,17 @@ def read(path: Path) -> Stored:
     Raises:
         UserError: it is incomplete, a file is missing or has another size, or one of its small files is damaged.
     """
-    if path.is_dir() and not (path / naming.MANIFEST).exists():
+    if path.is_dir() and not (path / inventory.MANIFEST).exists():
         raise UserError(
-            f"{path} has no {naming.MANIFEST}, like a checkpoint that Megatron-LM has saved; without its checksums, "
+            f"{path} has no {inventory.MANIFEST}, like a checkpoint that Megatron-LM has saved; without its checksums, "
             "damage on disk cannot be told from a fault in training",
             "restore the manifest, or compare checkpoints of this project's trainer",
         )
     with _named(path):
         try:
-            manifest = verify.read_manifest(path)
+            manifest = inventory.read_manifest(path)
         except ManifestError as error:
-            raise UserError(f"{path} is not a complete checkpoint: {naming.MANIFEST}: {error}", _RESTORE) from error
+            raise UserError(f"{path} is not a complete checkpoint: {inventory.MANIFEST}: {error}", _RESTORE) from error
     for name, record in manifest.files.items():
         with _named(path / name):
             size = (path / name).stat().st_size
@@ -282,7 +282,7 @@ class SavedRun:
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""
-        return self.folder / naming.checkpoint_name(step)
+        return self.folder / inventory.checkpoint_name(step)
 
 
 def open_runs(folders: Sequence[Path]) -> list[SavedRun]:
@@ -302,12 +302,12 @@ def open_runs(folders: Sequence[Path]) -> list[SavedRun]:
 
 def _open(folder: Path) -> SavedRun:
     try:
-        entries = verify.scan(folder)
+        entries = inventory.scan(folder)
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {error.strerror}", "give a --save folder") from error
     if not entries:
-        inside = naming.step_of(folder.name) is not None
-        fix = f"give {folder.parent} and --step {naming.step_of(folder.name)}" if inside else "give a --save folder"
+        inside = inventory.step_of(folder.name) is not None
+        fix = f"give {folder.parent} and --step {inventory.step_of(folder.name)}" if inside else "give a --save folder"
         raise UserError(f"{folder} holds no checkpoints", fix)
     return SavedRun(str(folder), folder, tuple(entry.step for entry in entries))
 

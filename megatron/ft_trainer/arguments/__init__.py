@@ -19,7 +19,7 @@ from typing import Any
 from ft.base import bounded_json
 from ft.base.errors import Problem, Problems, UserError
 from ft.base.flags import groups, nearest, read_flags
-from megatron.ft_trainer.arguments import core_options, schema
+from megatron.ft_trainer.arguments import schema
 from megatron.ft_trainer.arguments.check import check, examine
 from megatron.ft_trainer.arguments.core_options import CoreOptions
 from megatron.ft_trainer.arguments.layout import Layout, layout
@@ -61,7 +61,7 @@ _ALIKE = 0.85
 class Options:
     """All options of the command line: those of megatron-core, and one dataclass per topic (data, checkpoint, ...)."""
 
-    core: CoreOptions = field(default_factory=CoreOptions)
+    core: Any = field(default_factory=CoreOptions)
     training: TrainingOptions = field(default_factory=TrainingOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
@@ -100,17 +100,7 @@ class Options:
     @classmethod
     def from_dict(cls, stored: dict) -> "Options":
         """Return the options whose ``as_dict`` is ``stored``. Ignore fields that this version does not have."""
-        flat = {name: value for concern in stored.values() for name, value in concern.items()}
-        concerns: dict[str, Any] = {"core": CoreOptions(**_only(flat, {row.name for row in core_options.rows()}))}
-        for f in fields(cls):
-            if f.name != "core":
-                names = {g.name for g in fields(f.default_factory)}
-                concerns[f.name] = f.default_factory(**_only(stored.get(f.name, {}), names))
-        return cls(**concerns)
-
-
-def _only(values: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in names}
+        return cls(**{f.name: schema.build(f.default_factory, stored.get(f.name, {})) for f in fields(cls)})
 
 
 def parse(argv: list[str] | str) -> Options:
@@ -199,11 +189,9 @@ def read(argv: list[str] | str, *, guesses: bool = True) -> tuple[Options | None
             problems.append((f"--{name.replace('_', '-')} is not a number", "give a number"))
     concerns: dict[str, Any] = {}
     refused = Problems()
-    with refused:
-        concerns["core"] = CoreOptions(**_only(vars(namespace), {row.name for row in core_options.rows()}))
-    for f in _topics():
+    for f in fields(Options):
         with refused:
-            concerns[f.name] = schema.build(f.default_factory, namespace)
+            concerns[f.name] = schema.build(f.default_factory, vars(namespace))
     problems += refused.found
     if refused.found:
         return None, problems, doubtful
@@ -235,16 +223,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         description="Pretrain a GPT with megatron-core. Flags carry Megatron-LM's names and meanings; " + NVIDIAS,
         allow_abbrev=False,
     )
-    core_options.add_flags(parser)
-    supported = core_options.spellings()
-    for concern in _topics():
+    supported: list[str] = []
+    for concern in fields(Options):
         schema.add_flags(parser, concern.default_factory)
         supported += schema.all_spellings(concern.default_factory)
     return parser, supported
-
-
-def _topics():
-    return [f for f in fields(Options) if f.name != "core"]
 
 
 def _prepared(words: list[str]) -> list[str]:
@@ -267,4 +250,4 @@ def _prepared(words: list[str]) -> list[str]:
 def _list_flags() -> frozenset[str]:
     return frozenset(
         flag for action in _parser()[0]._actions for flag in action.option_strings if action.nargs == "+"
-    ) - {"--data-path", "--train-data-path", "--valid-data-path", "--test-data-path"}
+    ) - {"--data-path"}

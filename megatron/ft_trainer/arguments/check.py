@@ -298,7 +298,7 @@ def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
     wrong = ("iters", "samples") if by_samples else ("samples", "iters")
     if not by_samples and not options.training.train_iters:
         return
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+    for name in ("lr_decay", "lr_warmup"):
         if getattr(s, f"{name}_{wrong[0]}"):
             dashed = name.replace("_", "-")
             yield (
@@ -331,7 +331,12 @@ def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:
 
 def _check_data(options, grid: Layout) -> Iterator[Problem]:
     d = options.data
-    if not (d.mock_data or d.data_path or d.train_data_path or options.evaluation.skip_train):
-        yield "there is nothing to train on", "add --data-path PREFIX or --mock-data"
+    if not (d.mock_data or d.data_path or options.evaluation.skip_train):
+        yield "there is nothing that this trainer can train on", "add --data-path PREFIX or --mock-data"
+    if len(d.data_path or []) > 1:
+        yield (
+            f"--data-path has {len(d.data_path)} words, and this trainer reads one dataset",
+            "give one prefix, without a weight, or use --nvidia-trainer, which reads blends of datasets",
+        )
     if d.reset_attention_mask and options.core.transformer_impl == "transformer_engine":
         yield "--reset-attention-mask needs explicit masks", "add --transformer-impl local"

@@ -6,12 +6,11 @@ is also read by commands that do not train (``ft run``, ``ft check``).
 
 import ast
 import importlib.util
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ft.base.errors import UserError
 
@@ -24,35 +23,7 @@ CONFIGS = {
 }
 """Configuration dataclasses of megatron-core, and the source file of each."""
 
-_ENUMS = "transformer/enums.py"
 _PLAIN = {"bool": bool, "int": int, "float": float, "str": str}
-
-
-class _Unknown:
-    """A default value that is not a literal, such as ``torch.float32``."""
-
-    def __repr__(self) -> str:
-        return "UNKNOWN"
-
-
-UNKNOWN = _Unknown()
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The type of a field, if a command-line word can be converted to it.
-
-    Attributes:
-        type: bool, int, float or str; None: no word can be converted to the field's type.
-        many: whether the field is a list of values of this type.
-        choices: the allowed values; empty: all.
-        enum: name of the enumeration whose members' names are the choices; "": none.
-    """
-
-    type: type | None
-    many: bool = False
-    choices: tuple[Any, ...] = ()
-    enum: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,20 +32,19 @@ class CoreField:
 
     Attributes:
         name: the field's name.
-        kind: its type.
-        default: its default; UNKNOWN if this is no literal.
+        type: the annotation of an option with the field's values: bool, int, float, str, a Literal of the allowed
+            values, or a list of one of these; None: no word can be converted to the field's type.
+        default: its default; None if this is no literal, such as ``torch.float32``.
         help: the text below the field, as one line.
         spelling: the entries of the field's metadata about its command-line flag: ``arg_names``, ``default``,
             ``choices``.
-        config: name of the dataclass.
     """
 
     name: str
-    kind: Kind
+    type: Any
     default: Any
     help: str = ""
     spelling: dict[str, Any] = field(default_factory=dict, compare=False)
-    config: str = ""
 
 
 def installed_core() -> Path:
@@ -103,19 +73,9 @@ def fields_of(core: Path, config: str) -> dict[str, CoreField]:
     for base in body.bases:
         if isinstance(base, ast.Name) and base.id in CONFIGS:
             found |= fields_of(core, base.id)
-    for each in _own_fields(core, body, config):
+    for each in _own_fields(body):
         found[each.name] = each
     return found
-
-
-@cache
-def enum_names(core: Path, enum: str) -> tuple[str, ...]:
-    """Return the names of the members of one of megatron-core's enumerations; empty if it has no such enumeration."""
-    for node in _parsed(core / _ENUMS).body:
-        if isinstance(node, ast.ClassDef) and node.name == enum:
-            assigned = [line for line in node.body if isinstance(line, ast.Assign)]
-            return tuple(target.id for line in assigned for target in line.targets if isinstance(target, ast.Name))
-    return ()
 
 
 @cache
@@ -123,7 +83,7 @@ def _parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _own_fields(core: Path, body: ast.ClassDef, config: str) -> Iterator[CoreField]:
+def _own_fields(body: ast.ClassDef) -> Iterator[CoreField]:
     for line, after in zip(body.body, [*body.body[1:], None], strict=True):
         if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
             continue
@@ -132,77 +92,58 @@ def _own_fields(core: Path, body: ast.ClassDef, config: str) -> Iterator[CoreFie
             text = " ".join(after.value.value.split())
         default, spelling, is_given = _default(line.value)
         if is_given:
-            yield CoreField(line.target.id, _kind(core, line.annotation), default, text, spelling, config)
+            yield CoreField(line.target.id, _type(line.annotation), default, text, spelling)
 
 
 def _default(value: ast.expr | None) -> tuple[Any, dict[str, Any], bool]:
     """Return (the default, the metadata about the flag, whether the constructor has an argument for the field)."""
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "field"):
-        return (None if value is None else _literal(value)), {}, True
-    default: Any = None
-    spelling: dict[str, Any] = {}
-    for word in value.keywords:
-        if word.arg == "default":
-            default = _literal(word.value)
-        elif word.arg == "default_factory":
-            made = {"list": [], "dict": {}, "tuple": ()}.get(ast.unparse(word.value), UNKNOWN)
-            default = made if made is UNKNOWN else type(made)(made)
-        elif word.arg == "metadata":
-            spelling = _spelling(word.value)
-        elif word.arg == "init" and _literal(word.value) is False:
-            return default, {}, False
-    return default, spelling, True
+        return _literal(value), {}, True
+    words = {word.arg: word.value for word in value.keywords if word.arg}
+    default = _literal(words.get("default"))
+    if "default_factory" in words:
+        default = {"list": [], "dict": {}, "tuple": ()}.get(ast.unparse(words["default_factory"]))
+    spelling = _spelling(words["metadata"]) if "metadata" in words else {}
+    return default, spelling, _literal(words.get("init")) is not False
 
 
 def _spelling(metadata: ast.expr) -> dict[str, Any]:
-    for key, value in _entries(metadata):
-        if key == "argparse_meta":
-            return {name: read for name, entry in _entries(value) if (read := _literal(entry)) is not UNKNOWN}
-    return {}
+    """Return the literals in the metadata of a field about its flag."""
+    found = dict(_entries(dict(_entries(metadata)).get("argparse_meta")))
+    literals = {name: _literal(value) for name, value in found.items()}
+    return {name: value for name, value in literals.items() if value is not None or ast.unparse(found[name]) == "None"}
 
 
-def _entries(node: ast.expr) -> Iterator[tuple[Any, ast.expr]]:
+def _entries(node: ast.expr | None) -> Iterator[tuple[Any, ast.expr]]:
     if isinstance(node, ast.Dict):
         for key, value in zip(node.keys, node.values, strict=True):
             if key is not None:
                 yield _literal(key), value
 
 
-_ARITHMETIC = {ast.Mult: operator.mul, ast.Pow: operator.pow}
-
-
-def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal, or of a product or power of literals such as ``2**32``; UNKNOWN: it is neither."""
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        sides = [_literal(side) for side in (node.left, node.right)]
-        numbers = all(isinstance(side, int | float) for side in sides)
-        return _ARITHMETIC[type(node.op)](*sides) if numbers else UNKNOWN
+def _literal(node: ast.expr | None) -> Any:
+    """Return the value of a literal; None: it is none."""
     try:
-        return ast.literal_eval(node)
+        return None if node is None else ast.literal_eval(node)
     except ValueError:
-        return UNKNOWN
+        return None
 
 
-def _kind(core: Path, node: ast.expr) -> Kind:
-    """Return the kind of an annotation. ``Optional`` and ``| None`` are ignored."""
+def _type(node: ast.expr) -> Any:
+    """Return the annotation of the option for an annotation of a field. ``Optional`` and ``| None`` are ignored."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _kind(core, ast.parse(node.value, mode="eval").body)
+        return _type(ast.parse(node.value, mode="eval").body)
     if isinstance(node, ast.Name):
-        names = enum_names(core, node.id)
-        return Kind(str, choices=names, enum=node.id) if names else Kind(_PLAIN.get(node.id))
+        return _PLAIN.get(node.id)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         sides = [each for each in (node.left, node.right) if ast.unparse(each) != "None"]
-        return _kind(core, sides[0]) if len(sides) == 1 else Kind(None)
+        return _type(sides[0]) if len(sides) == 1 else None
     if not isinstance(node, ast.Subscript):
-        return Kind(None)
+        return None
     outer = ast.unparse(node.value).rpartition(".")[2]
     if outer == "Optional":
-        return _kind(core, node.slice)
+        return _type(node.slice)
     if outer in ("List", "list"):
-        inner = _kind(core, node.slice)
-        return Kind(inner.type, many=True, choices=inner.choices, enum=inner.enum)
-    if outer == "Literal":
-        values = _literal(node.slice)
-        values = values if isinstance(values, tuple) else (values,)
-        return Kind(type(values[0]), choices=values)
-    return Kind(None)
+        inner = _type(node.slice)
+        return None if inner is None else list[inner]
+    return Literal[_literal(node.slice)] if outer == "Literal" else None

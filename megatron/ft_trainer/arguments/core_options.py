@@ -3,22 +3,251 @@
 They are generated from the dataclasses of the installed megatron-core, so that a new release brings its flags with it.
 A field ``some_field`` becomes ``--some-field`` (with a value, or for a bool that is False by default without one) or
 ``--no-some-field`` and ``--disable-some-field`` (for a bool that is True by default). The metadata of a field can give
-its flag another spelling, and so can the table in :mod:`megatron.ft_trainer.arguments.core_table`.
+its flag another spelling. :class:`SpeltOtherwise` has the flags that Megatron-LM spells in yet another way or gives
+another default, and those without a field, which determine one or more fields (:mod:`megatron.ft_trainer.model`).
 """
 
-import argparse
-import copy
+import ast
 from collections.abc import Iterator
-from functools import cache
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from ft.base.errors import Problem, UserError
-from megatron.ft_trainer.arguments import core_table
-from megatron.ft_trainer.arguments.core_fields import UNKNOWN, CoreField, fields_of, installed_core
-from megatron.ft_trainer.arguments.core_table import Row
+from megatron.ft_trainer.arguments.core_fields import CoreField, fields_of, installed_core
+from megatron.ft_trainer.arguments.schema import default_of, field_docs, flag, spellings
 
 _OF_CONFIGS = ("TransformerConfig", "MLATransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig")
+_MOST_LAYERS = 100_000
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+
+
+def pattern(word: str) -> int | list[int]:
+    """Parse ``3`` (every third layer) or a 0/1 pattern such as ``[0,1,1]`` or ``([0]*1+[1]*3)*2``."""
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    if not set(word) <= set("0123456789[](),+* "):
+        raise UserError(f"{word!r} is not a pattern of layers", "give N, [0,1,...] or ([0]*a+[1]*b)*c")
+    try:
+        found = _layers(ast.parse(word.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"the pattern of layers {word!r} cannot be read: {error}", "give N or [0,1,...]") from error
+    if not isinstance(found, list) or any(entry not in (0, 1) for entry in found):
+        raise UserError(f"{word!r} is not a list of 0 and 1", "give N or [0,1,...]")
+    return found
+
+
+def _layers(node: ast.expr) -> Any:
+    """Return the value of a whole number, a list of them, a sum of lists, or a list times a whole number."""
+    match node:
+        case ast.Constant(int(value)):
+            return value
+        case ast.List(entries):
+            return [_layers(entry) for entry in entries]
+        case ast.BinOp(left, ast.Add() | ast.Mult() as operation, right):
+            first, second = _layers(left), _layers(right)
+            is_sum = isinstance(operation, ast.Add)
+            kinds = {type(first), type(second)}
+            count = max((value for value in (first, second) if isinstance(value, int)), default=1)
+            if kinds == ({list} if is_sum else {list, int}) and count <= _MOST_LAYERS:
+                found = first + second if is_sum else first * second
+                if len(found) <= _MOST_LAYERS:
+                    return found
+    raise ValueError(f"it is no list of layers, or has more than {_MOST_LAYERS:,}")
+
+
+def stages(word: str) -> str:
+    """Return a layout of pipeline stages, such as ``Et*2|(tt|)*5L``, without the backslashes of a quoting shell."""
+    return word.replace("\\", "")
+
+
+@dataclass
+class SpeltOtherwise:
+    """Flags that do not follow from a field. One without a text has the help of megatron-core's field of its name.
+
+    Raises:
+        UserError: a value is impossible, or two values contradict each other.
+    """
+
+    # the network
+    group_query_attention: bool = False
+    """Let query heads share key/value heads."""
+
+    max_position_embeddings: int | None = None
+    """Longest sequence that positions cover."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter the model."""
+
+    rotary_base: int = 10000
+    """Base of the rotary frequencies."""
+
+    rotary_percent: float = 1.0
+    """Share of each head that is rotated."""
+
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Linear interpolation of rotary positions for longer sequences."""
+
+    use_rope_scaling: bool = False
+    """Scale the rotary frequencies as Llama 3 does."""
+
+    rope_scaling_factor: float = 8.0
+    """Factor of --use-rope-scaling."""
+
+    swiglu: bool = False
+    """Gated SiLU in the MLP."""
+
+    squared_relu: bool = False
+    """Squared ReLU in the MLP."""
+
+    quick_geglu: bool = False
+    """Gated quick-GELU in the MLP."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Do not share weights."""
+
+    # multi-latent attention
+    q_lora_rank: int | None = None
+
+    kv_lora_rank: int = 32
+
+    rotary_scaling_factor: float = 1.0
+
+    # experts
+    num_experts: int | None = None
+    """Experts in an MoE layer; absent: a dense model."""
+
+    moe_layer_freq: int | list[int] = flag(1, parse=pattern)
+
+    moe_router_load_balancing_type: list[Literal[_BALANCING]] = "aux_loss"
+
+    moe_aux_loss_coeff: list[float] = 0.0
+
+    # kernels
+    masked_softmax_fusion: bool = True
+
+    bias_gelu_fusion: bool = True
+    """Fuse bias and GELU."""
+
+    bias_swiglu_fusion: bool = True
+    """Fuse bias and SwiGLU."""
+
+    bias_dropout_fusion: bool = True
+
+    apply_rope_fusion: bool = flag(True, off="--no-rope-fusion")
+
+    persist_layer_norm: bool = True
+
+    gradient_accumulation_fusion: bool = True
+
+    attention_softmax_in_fp32: bool = False
+
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = None
+
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
+    """Default: Transformer Engine where it is installed and a GPU is present, else local."""
+
+    # number formats and recomputation
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Accumulate and reduce gradients in fp32 (always so with bf16 unless --grad-reduce-in-bf16)."""
+
+    grad_reduce_in_bf16: bool = False
+    """Reduce gradients in bf16."""
+
+    recompute_activations: bool = False
+    """Older spelling of --recompute-granularity selective."""
+
+    # the layout
+    pipeline_model_parallel_layout: str | None = flag(None, parse=stages)
+
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers in a model chunk of the interleaved schedule."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Model chunks per rank of the interleaved schedule."""
+
+    decoder_first_pipeline_num_layers: int | None = None
+    """On the first stage."""
+
+    decoder_last_pipeline_num_layers: int | None = None
+    """On the last stage."""
+
+    overlap_p2p_comm: bool = flag(True, off="--no-overlap-p2p-communication")
+
+    cp_comm_type: list[str] = flag(["p2p"])
+
+    # data parallelism
+    align_grad_reduce: bool = True
+    """Launch gradient reductions on all stages together."""
+
+    align_param_gather: bool = True
+
+    ddp_bucket_size: int | None = None
+    """Parameters in a gradient bucket."""
+
+    ddp_num_buckets: int | None = None
+    """Gradient buckets, instead of their size."""
+
+    # the optimizer
+    optimizer: Literal["adam", "sgd"] = "adam"
+
+    min_lr: float = 0.0
+
+    initial_loss_scale: float = 2**32
+
+    # process groups
+    use_tp_pp_dp_mapping: bool = False
+    """Order ranks TP, CP, EP, PP, DP; not TP, CP, EP, DP, PP."""
+
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Default: by the device."""
+
+    distributed_timeout_minutes: int = 10
+    """How long a collective may take."""
+
+    create_gloo_process_groups: bool = flag(True, off="--disable-gloo-process-groups")
+    """Make gloo groups beside the NCCL ones."""
+
+    def __post_init__(self):
+        problems = list(_complete(self))
+        if problems:
+            raise UserError.of(problems)
+
+    def on_one_rank(self) -> "SpeltOtherwise":
+        """Return the options of the same model on one rank, with nothing split or sharded."""
+        return replace(self, **{f.name: default_of(f) for f in fields(self) if f.name in _OF_THE_LAYOUT})
+
+
+WITHOUT_FLAG = frozenset(
+    (
+        *("params_dtype", "enable_autocast", "autocast_dtype", "pipeline_dtype"),
+        *("virtual_pipeline_model_parallel_size", "num_microbatches_with_partial_activation_checkpoints"),
+        *("tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1", "tp_comm_atomic_ag", "tp_comm_atomic_rs"),
+        *("variable_seq_lengths", "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs"),
+        *("cpu_offloading", "cpu_offloading_activations", "cpu_offloading_weights"),
+        *("cpu_offloading_double_buffering", "num_layers_in_first_pipeline_stage"),
+        *("num_layers_in_last_pipeline_stage", "softmax_scale", "gated_linear_unit", "bias_activation_fusion"),
+        *("activation_func_fp8_input_store", "memory_efficient_layer_norm", "fused_single_qkv_rope"),
+        *("fp8_dot_product_attention", "fp8_multi_head_attention", "tp_only_amax_red", "use_kitchen"),
+        *("moe_token_dropping", "num_moe_experts", "moe_router_topk_limited_devices"),
+        *("cuda_graph_use_single_mempool", "cuda_graph_retain_backward_graph", "disable_parameter_transpose_cache"),
+        *("inference_sampling_seed", "use_inference_optimized_layers", "heterogeneous_block_specs"),
+        *("hetereogenous_dist_checkpoint", "gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+        *("store_param_remainders", "decoupled_weight_decay", "grad_reduce_in_fp32", "check_for_nan_in_grad"),
+        *("bucket_size", "num_buckets", "use_custom_fsdp", "preserve_fp32_weights", "fp8_param", "fp4_param"),
+        *("fsdp_all_gather_in_start_param_sync", "megatron_fsdp_use_decoupled_grad"),
+        *("megatron_fsdp_cuda_graph_mode", "use_layer_wise_distributed_optimizer", "grad_norm_skip_threshold"),
+        *("original_max_position_embeddings", "beta_fast", "beta_slow", "soap_shampoo_beta"),
+        *("soap_precondition_frequency", "soap_use_kl_shampoo", "adaptive_muon_moment2_method"),
+        *("adaptive_muon_beta2", "adaptive_muon_eps"),
+        *("use_te_rng_tracker", "nccl_ub", "average_in_collective", "pad_buckets_for_high_nccl_busbw"),
+        *("reduce_scatter_with_fp32_accumulation", "muon_momentum", "muon_split_qkv", "pin_cpu_grads"),
+        *("pin_cpu_params", "optimizer_offload_fraction", "min_offloaded_tensor_size"),
+        *("experimental_attention_variant", "is_hybrid_model"),
+    )
+)
+"""Fields without a flag: they follow from others, keep their defaults, or are spelt otherwise by Megatron-LM."""
 
 
 OF_THE_MODEL = (
@@ -53,101 +282,6 @@ _OF_THE_LAYOUT = frozenset(
     )
 )
 """Options that say how the model is spread over ranks."""
-
-
-class CoreOptions(SimpleNamespace):
-    """Values of all flags of megatron-core's configurations; flags that are not given have Megatron-LM's defaults.
-
-    Attributes have the names of the fields where there is a field, else those of the table's rows.
-
-    Raises:
-        UserError: a value is impossible, or two values contradict each other.
-    """
-
-    def __init__(self, **given: Any):
-        super().__init__(**{row.name: copy.copy(row.default) for row in rows()} | given)
-        problems = list(_complete(self))
-        if problems:
-            raise UserError.of(problems)
-
-    def on_one_rank(self) -> "CoreOptions":
-        """Return the options of the same model on one rank, with nothing split or sharded."""
-        apart = {row.name: row.default for row in rows() if row.name in _OF_THE_LAYOUT}
-        return CoreOptions(**vars(self) | apart)
-
-
-@cache
-def rows() -> tuple[Row, ...]:
-    """Return all flags: those of the table, and those that follow from the fields of the installed megatron-core."""
-    fields = _fields()
-    found = {row.name: row for row in core_table.ROWS}
-    for name, row in found.items():
-        if not row.help and name in fields:
-            found[name] = Row(**{**vars(row), "help": fields[name].help})
-    taken = {flag for row in found.values() for flag in (*row.on, *row.off)}
-    for name, each in fields.items():
-        row = None if name in found or name in core_table.WITHOUT_FLAG else _row(each)
-        if row is not None and not taken & {*row.on, *row.off}:
-            found[name] = row
-            taken |= {*row.on, *row.off}
-    return tuple(found.values())
-
-
-def _fields() -> dict[str, CoreField]:
-    core = installed_core()
-    found: dict[str, CoreField] = {}
-    for config in _OF_CONFIGS:
-        found |= {name: each for name, each in fields_of(core, config).items() if name not in found}
-    return found
-
-
-def _row(each: CoreField) -> Row | None:
-    """Return the flag that follows from a field; None if no word can be converted to its type."""
-    dashed, spelt = each.name.replace("_", "-"), tuple(each.spelling.get("arg_names", ()))
-    default = each.spelling.get("default", each.default)
-    if each.kind.type is None or each.name.startswith("_"):
-        return None
-    if each.kind.type is bool:
-        if each.default is True:
-            return Row(each.name, True, each.help, off=spelt or (f"--no-{dashed}", f"--disable-{dashed}"))
-        return Row(each.name, default, each.help, on=spelt or (f"--{dashed}",))
-    if default is UNKNOWN and each.kind.enum:
-        default = None  # megatron-core's default stands
-    return Row(
-        each.name,
-        None if default is UNKNOWN else default,
-        each.help,
-        on=spelt or (f"--{dashed}",),
-        kind=each.kind.type,
-        nargs="+" if each.kind.many else None,
-        choices=tuple(each.spelling.get("choices", each.kind.choices)),
-    )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add an argument group with all these flags. The parser sets no attribute for flags that are not given."""
-    group = parser.add_argument_group("megatron-core: model, experts, precision, layout, data parallelism, optimizer")
-    for row in rows():
-        shown = "" if row.default in (None, False, True, "", []) else f" [default: {row.default}]"
-        common: dict[str, Any] = {
-            "dest": row.name,
-            "default": argparse.SUPPRESS,
-            "help": (row.help + shown).replace("%", "%%"),
-        }
-        takes_value = row.kind is not None or row.parse is not None
-        if row.off:
-            text = "Turns off: " + common["help"]
-            group.add_argument(*row.off, action="store_false", **{**common, "help": text})
-        if row.on and not takes_value:
-            group.add_argument(*row.on, action="store_true", **common)
-        elif row.on:
-            choices = list(row.choices) or None
-            group.add_argument(*row.on, type=row.parse or row.kind, nargs=row.nargs, choices=choices, **common)
-
-
-def spellings() -> list[str]:
-    """Return all these flags."""
-    return [flag for row in rows() for flag in (*row.on, *row.off)]
 
 
 def _complete(o: Any) -> Iterator[Problem]:
@@ -243,3 +377,43 @@ def _wants(o: Any) -> Iterator[Problem]:
             "optimizer state",
             "add --use-distributed-optimizer",
         )
+
+
+def _with_the_fields(base: type) -> type:
+    """Return ``base``, a dataclass of options, with one more field for each field of core that has a flag."""
+    core = installed_core()
+    found: dict[str, CoreField] = {}
+    for config in _OF_CONFIGS:
+        found |= {name: each for name, each in fields_of(core, config).items() if name not in found}
+    own, docs = {f.name for f in fields(base)}, field_docs(base)
+    taken = {spelling for f in fields(base) for group in spellings(f) for spelling in group}
+    added = []
+    for name, each in found.items():
+        if name in own or name in WITHOUT_FLAG or name.startswith("_") or each.type is None:
+            continue
+        option = _option(each)
+        words = {*option.metadata["on"], *option.metadata["off"]}
+        if not taken & words:
+            added.append((name, each.type, option))
+            taken |= words
+    made = make_dataclass("CoreOptions", added, bases=(base,))
+    made.__module__ = __name__
+    made.__doc__ = "megatron-core: model, experts, precision, layout, data parallelism, optimizer"
+    made.HELP = {f.name: docs.get(f.name) or (found[f.name].help if f.name in found else "") for f in fields(made)}
+    return made
+
+
+def _option(each: CoreField) -> Any:
+    """Return the dataclass field of the option that follows from a field of core."""
+    dashed, spelt = each.name.replace("_", "-"), list(each.spelling.get("arg_names", ()))
+    if each.type is bool and each.default is True:
+        return flag(True, off=spelt or [f"--no-{dashed}", f"--disable-{dashed}"])
+    default = each.spelling.get("default", each.default)
+    return flag(default, on=spelt or [f"--{dashed}"], choices=each.spelling.get("choices"))
+
+
+if TYPE_CHECKING:
+    CoreOptions = Any
+else:
+    CoreOptions = _with_the_fields(SpeltOtherwise)
+"""The dataclass of all these options; those that are not given have Megatron-LM's defaults."""

@@ -15,6 +15,7 @@ import inspect
 import itertools
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ def flag(
     on: str | list[str] | None = None,
     off: str | list[str] | None = None,
     parse=None,
+    choices: tuple | None = None,
     repeats: bool = False,
 ):
     """Return a dataclass field whose flag is spelt differently from its name, or parsed specially.
@@ -34,9 +36,10 @@ def flag(
         on: spelling(s) that set the field (for a bool: to True).
         off: spelling(s) that set a bool field to False.
         parse: callable that converts one command-line word into the value.
+        choices: the allowed values, if the annotation does not say them.
         repeats: (lists) the flag may be given several times, and all its values count.
     """
-    meta = {"on": _as_list(on), "off": _as_list(off), "parse": parse, "repeats": repeats}
+    meta = {"on": _as_list(on), "off": _as_list(off), "parse": parse, "choices": choices, "repeats": repeats}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -61,6 +64,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
         else:
             if f.metadata.get("parse"):
                 kind["type"] = f.metadata["parse"]
+            if f.metadata.get("choices"):
+                kind["choices"] = list(f.metadata["choices"])
             if f.metadata.get("repeats"):
                 kind["action"] = "extend"
             group.add_argument(*on, **kind, **common)
@@ -82,14 +87,15 @@ def all_spellings(cls: type) -> list[str]:
     return [s for f in fields(cls) if f.init for group in spellings(f) for s in group]
 
 
-def build(cls: type, namespace: argparse.Namespace):
-    """Return an instance of ``cls`` from the given flags. ``__post_init__`` validates it."""
-    given = vars(namespace)
+def build(cls: type, given: Mapping[str, Any]):
+    """Return an instance of ``cls`` with the values of its fields in ``given``. ``__post_init__`` validates it."""
     return cls(**{f.name: given[f.name] for f in fields(cls) if f.init and f.name in given})
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the string literal below each field of a dataclass, as one line."""
+    """Return the string literal below each field of a dataclass, as one line, or its ``HELP`` if it is generated."""
+    if hasattr(cls, "HELP"):
+        return cls.HELP
     body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0].body
     return {
         a.target.id: " ".join(b.value.value.split())
@@ -114,8 +120,13 @@ def _value_kind(annotation) -> dict[str, Any]:
     return {"type": annotation}
 
 
+def default_of(f: Field) -> Any:
+    """Return the default of field ``f``."""
+    return f.default_factory() if f.default_factory is not MISSING else f.default
+
+
 def _help(doc: str, f: Field) -> str:
-    default = f.default_factory() if f.default_factory is not MISSING else f.default
+    default = default_of(f)
     shown = "" if default in (None, False, True, "", []) else f" [default: {default}]"
     return (doc + shown).replace("%", "%%")
 

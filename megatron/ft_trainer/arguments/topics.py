@@ -81,9 +81,6 @@ class EvaluationOptions:
     eval_interval: int | None = None
     """Steps between evaluations. Default: only at the end."""
 
-    eval_global_batch_size: int | None = None
-    """Samples in a batch of an evaluation. Default: --global-batch-size."""
-
     skip_train: bool = False
     """Evaluate the loaded model and stop."""
 
@@ -98,7 +95,7 @@ class EvaluationOptions:
 class ScheduleOptions:
     """learning rate and weight decay"""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
     """Shape of the decay."""
 
     lr_decay_iters: int | None = None
@@ -107,35 +104,11 @@ class ScheduleOptions:
     lr_decay_samples: int | None = None
     """Samples of decay, with --train-samples."""
 
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
-    """Shape of the annealing of WSD."""
-
-    lr_wsd_decay_iters: int | None = None
-    """Steps of that annealing."""
-
-    lr_wsd_decay_samples: int | None = None
-    """Samples of that annealing."""
-
-    lr_warmup_fraction: float | None = None
-    """Share of the decay length spent warming up."""
-
     lr_warmup_iters: int = 0
     """Steps of linear warm-up."""
 
     lr_warmup_samples: int = 0
     """Samples of linear warm-up, with --train-samples."""
-
-    lr_warmup_init: float = 0.0
-    """Learning rate the warm-up starts from."""
-
-    start_weight_decay: float | None = None
-    """Weight decay at the start. Default: --weight-decay."""
-
-    end_weight_decay: float | None = None
-    """Weight decay at the end. Default: --weight-decay."""
-
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the way between them."""
 
     override_opt_param_scheduler: bool = flag(
         False, on=["--override-opt-param-scheduler", "--override-opt_param-scheduler"]
@@ -148,25 +121,11 @@ class ScheduleOptions:
     """On resuming take the schedule from the checkpoint, whatever the flags say."""
 
     def __post_init__(self):
-        if self.lr_warmup_fraction is not None:
-            if self.lr_warmup_iters or self.lr_warmup_samples:
-                raise UserError("the warm-up was given twice, as fraction and as length", "give one of them")
-            if not 0 <= self.lr_warmup_fraction < 1:
-                raise UserError(f"--lr-warmup-fraction is {self.lr_warmup_fraction}", "give a share in [0, 1)")
-        if self.weight_decay_incr_style == "constant" and (
-            self.start_weight_decay is not None or self.end_weight_decay is not None
-        ):
-            raise UserError(
-                "--start-weight-decay / --end-weight-decay have no meaning with a constant weight decay",
-                "add --weight-decay-incr-style linear or cosine",
-            )
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             raise UserError(
                 "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other",
                 "give one of them",
             )
-        if self.lr_decay_style == "WSD" and not (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
-            raise UserError("--lr-decay-style WSD needs the length of its annealing", "add --lr-wsd-decay-iters N")
 
 
 OF_CORE = {
@@ -186,19 +145,10 @@ class DataOptions:
     """data and dataloader"""
 
     data_path: list[str] | None = None
-    """Indexed dataset prefix, or a blend: weight prefix weight prefix ... (or prefixes alone, weighted by size)."""
+    """Prefix of the indexed dataset: its path without .bin or .idx."""
 
     split: str | None = None
     """Comma-separated shares of documents for train, valid and test, e.g. 969,30,1."""
-
-    train_data_path: list[str] | None = None
-    """Blend for training only; with it give --valid-data-path and --test-data-path and no --data-path."""
-
-    valid_data_path: list[str] | None = None
-    """Blend for validation only."""
-
-    test_data_path: list[str] | None = None
-    """Blend for testing only."""
 
     data_cache_path: str | None = None
     """Folder for the sample indices; default: a cache folder beside the data."""
@@ -221,22 +171,16 @@ class DataOptions:
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
 
-    dataloader_type: Literal["single", "cyclic"] | None = None
-    """single (default): one pass in a seeded order; cyclic: reshuffled after every pass."""
-
     def __post_init__(self):
-        per_split = [self.train_data_path, self.valid_data_path, self.test_data_path]
-        if self.data_path and any(per_split):
-            raise UserError(
-                "--data-path and --train/valid/test-data-path were both given",
-                "use --data-path with --split, or one path per split",
-            )
-        if self.split and any(per_split):
-            raise UserError("--split has no meaning with one data path per split", "drop --split")
-        if self.mock_data and (self.data_path or any(per_split)):
-            raise UserError("--mock-data was given together with data paths", "drop one of them")
+        if self.mock_data and self.data_path:
+            raise UserError("--mock-data was given together with --data-path", "drop one of them")
         if self.seq_length is not None and self.seq_length < 1:
             raise UserError(f"--seq-length is {self.seq_length}", "give at least 1")
+
+    @property
+    def prefix(self) -> str | None:
+        """Return the prefix of the dataset; None with --mock-data."""
+        return self.data_path[0] if self.data_path else None
 
 
 @dataclass
@@ -351,9 +295,6 @@ class LoggingOptions:
     tensorboard_dir: str | None = None
     """Folder for TensorBoard's event files."""
 
-    tensorboard_log_interval: int = 1
-    """Steps between TensorBoard points."""
-
     logging_level: int | None = flag(None, on="--logging-level")
     """Level of Python's logging for megatron-core (10 debug ... 40 error). Default: errors only."""
 
@@ -364,9 +305,8 @@ class LoggingOptions:
     """The run's name there."""
 
     def __post_init__(self):
-        for name in ("log_interval", "tensorboard_log_interval"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}", "give at least 1")
+        if self.log_interval < 1:
+            raise UserError(f"--log-interval is {self.log_interval}", "give at least 1")
         if self.wandb_project and not self.wandb_exp_name:
             raise UserError("--wandb-project needs a name of the run", "add --wandb-exp-name NAME")
 

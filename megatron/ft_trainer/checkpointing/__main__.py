@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.ft_trainer.checkpointing import naming, verify
+from megatron.ft_trainer.checkpointing import inventory
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,25 +22,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _verify(folder: Path) -> int:
-    entries = verify.scan(folder)
+    entries = inventory.scan(folder)
     if not entries:
         print(f"{folder}: no checkpoints")
         return 2
-    newest = naming.newest_complete(entries)
+    newest = inventory.newest_complete(entries)
     bad = 0
     for entry in entries:
         lines = [entry.problem] if entry.problem else []
         size = ""
         if entry.complete:
-            files = verify.read_manifest(folder / entry.name).files
-            lines = verify.problems(folder / entry.name, files)
+            files = inventory.read_manifest(folder / entry.name).files
+            lines = inventory.problems(folder / entry.name, files)
             size = f", {len(files)} files, {sum(f.bytes for f in files.values()) / 2**20:.1f} MiB"
         bad += bool(lines)
         state = "BROKEN" if lines else "ok"
         print(f"{entry.name}: {state}{size}{', newest' if entry == newest else ''}")
         for line in lines:
             print(f"    {line}")
-    for name in sorted(p.name for p in folder.iterdir() if naming.is_leftover(p.name)):
+    for name in sorted(p.name for p in folder.iterdir() if inventory.is_leftover(p.name)):
         print(f"{name}: a save or a removal that is under way or was interrupted")
     return 1 if bad else 0
 

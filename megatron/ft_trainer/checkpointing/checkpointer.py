@@ -3,21 +3,24 @@
 import os
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ft.base import events
 from ft.base.errors import UserError
 from megatron.core import parallel_state
 from megatron.ft_trainer.arguments.topics import CheckpointOptions
-from megatron.ft_trainer.checkpointing import commit, content, naming, optimizer_state, rng, verify
+from megatron.ft_trainer.checkpointing import commit, content, inventory, optimizer_state, rng
 from megatron.ft_trainer.checkpointing.channel import Channel, Progress
 from megatron.ft_trainer.checkpointing.content import TrainState
+from megatron.ft_trainer.checkpointing.inventory import Manifest
 from megatron.ft_trainer.checkpointing.load import Loader, LoadReport
 from megatron.ft_trainer.checkpointing.plan import SavePlanning
-from megatron.ft_trainer.checkpointing.save import Description, Outcome, Saver
+from megatron.ft_trainer.checkpointing.save import Outcome, Saver
 from megatron.ft_trainer.checkpointing.writer import bytes_in_words
 
 
@@ -101,8 +104,7 @@ class Checkpointer:
             run=self._run,
             layout=self._layout,
         )
-        description = Description(state.step, self._layout, kind, rng.grid(self._random_init)[0], self._run)
-        started = self._saver.start(state_dict, description, started_at)
+        started = self._saver.start(state_dict, self._manifest(state.step, kind), started_at)
         del state_dict
         if isinstance(started, Outcome):
             return self._conclude(started)
@@ -179,7 +181,7 @@ class Checkpointer:
         answer = None
         if self._channel.rank == 0:
             try:
-                found = naming.newest_complete(verify.scan(Path(self._options.save), may_be_missing=True))
+                found = inventory.newest_complete(inventory.scan(Path(self._options.save), may_be_missing=True))
                 answer = {"found": found is not None}
             except OSError as error:
                 answer = {"error": f"--save: {error.filename or self._options.save}: {error.strerror}"}
@@ -242,6 +244,19 @@ class Checkpointer:
             else:
                 self._observe(events.SAVE_FAILED, **place, reason=outcome.error)
         return outcome.error is None
+
+    def _manifest(self, step: int, kind: str | None) -> Manifest:
+        """Return the manifest of a save, except its serial number and its files."""
+        return Manifest(
+            step=step,
+            serial=0,
+            saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            layout=dict(self._layout),
+            versions={"megatron-core": version("megatron-core"), "torch": torch.__version__},
+            optimizer=kind,
+            rng_grid=rng.grid(self._random_init)[0],
+            run=dict(self._run),
+        )
 
     def _make_saver(self, folder: Path) -> Saver:
         problem = None

@@ -20,10 +20,9 @@ from ft.base.errors import UserError
 from ft.job.replicas.host import FOLDER as LAUNCHERS
 from ft.platform import election, shared_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.ft_trainer.checkpointing import naming
-from megatron.ft_trainer.checkpointing.manifest import FileRecord, Manifest
+from megatron.ft_trainer.checkpointing import inventory
+from megatron.ft_trainer.checkpointing.inventory import FileRecord, Manifest, checksum, scan
 from megatron.ft_trainer.checkpointing.plan import index_from_json
-from megatron.ft_trainer.checkpointing.verify import checksum, scan
 from megatron.ft_trainer.checkpointing.writer import explain
 
 _CORE_FILES = (".metadata", "metadata.json")
@@ -55,9 +54,9 @@ def occupy(folder: Path, environment: Mapping[str, str]) -> None:
     run = environment.get("FT_HSDP_RUN_DIR") or environment.get("FT_RUN_DIR")
     if run is None:
         return
-    path, mine = folder / naming.HOLDER, election.holder(os.getppid(), Path(run))
+    path, mine = folder / inventory.HOLDER, election.holder(os.getppid(), Path(run))
     try:
-        shared_state.Folder(folder).create(naming.HOLDER, mine.encode())
+        shared_state.Folder(folder).create(inventory.HOLDER, mine.encode())
         other = election.read_holder(path)
         if other is not None and _is_same(other.run, run):
             return
@@ -92,11 +91,11 @@ def prepare(folder: Path, step: int) -> tuple[Path, int]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in os.listdir(folder):
-        if naming.is_leftover(name):
+        if inventory.is_leftover(name):
             shutil.rmtree(folder / name, ignore_errors=True)
-    partial = folder / naming.partial_name(step)
+    partial = folder / inventory.partial_name(step)
     partial.mkdir()
-    return partial, naming.next_serial(scan(folder))
+    return partial, inventory.next_serial(scan(folder))
 
 
 def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[dict]) -> None:
@@ -115,10 +114,10 @@ def commit(partial: Path, manifest: Manifest, metadata: Metadata, reports: list[
     files = {file["name"]: FileRecord(file["bytes"], file["crc32"]) for file in written}
     _describe(partial, metadata, written)
     files |= {name: checksum(partial / name) for name in _CORE_FILES}
-    write_text(partial / naming.MANIFEST, replace(manifest, files=files).to_json())
+    write_text(partial / inventory.MANIFEST, replace(manifest, files=files).to_json())
     fsync_folder(partial)
-    target = partial.with_name(naming.checkpoint_name(manifest.step))
-    aside = partial.with_name(naming.replaced_name(partial.name))
+    target = partial.with_name(inventory.checkpoint_name(manifest.step))
+    aside = partial.with_name(inventory.replaced_name(partial.name))
     move_folder(partial, target, aside)
 
 
@@ -141,7 +140,7 @@ def track(folder: Path, step: int) -> None:
     """Write the tracker file with the newest checkpoint's step, for Megatron's tools. This project's loader does not
     need it.
     """
-    replace_text(folder / naming.TRACKER, f"{step}\n")
+    replace_text(folder / inventory.TRACKER, f"{step}\n")
 
 
 def discard(partial: Path) -> None:
@@ -150,7 +149,7 @@ def discard(partial: Path) -> None:
 
 
 def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> list[str]:
-    """Remove checkpoints that were replaced or are not to be kept (``naming.to_remove``).
+    """Remove checkpoints that were replaced or are not to be kept (``inventory.to_remove``).
 
     Return one text for each failed removal.
 
@@ -163,9 +162,9 @@ def retire(folder: Path, keep_last: int | None, distrusted: Collection[str]) -> 
     for name in [n for n in os.listdir(folder) if n.endswith(".removed")]:
         with contextlib.suppress(OSError):
             remove_folder(folder / name, folder / name)
-    for entry in naming.to_remove(scan(folder), keep_last, distrusted):
+    for entry in inventory.to_remove(scan(folder), keep_last, distrusted):
         try:
-            remove_folder(folder / entry.name, folder / naming.removed_name(entry.name))
+            remove_folder(folder / entry.name, folder / inventory.removed_name(entry.name))
         except OSError as error:
             failures.append(explain(error, folder / entry.name))
     return failures

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
-from megatron.ft_trainer.checkpointing.naming import COMMON
+from megatron.ft_trainer.checkpointing.inventory import COMMON
 from megatron.ft_trainer.checkpointing.writer import OutputFile
 
 # Upper bound in bytes of what torch.save adds to a tensor's own bytes.

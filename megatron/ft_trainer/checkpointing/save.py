@@ -4,18 +4,15 @@ After every phase in which a rank may fail, all ranks exchange their errors, so 
 """
 
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.ft_trainer.checkpointing import commit, naming
+from megatron.ft_trainer.checkpointing import commit, inventory
 from megatron.ft_trainer.checkpointing.channel import Channel, InThread, Pending
-from megatron.ft_trainer.checkpointing.manifest import Manifest
+from megatron.ft_trainer.checkpointing.inventory import Manifest
 from megatron.ft_trainer.checkpointing.plan import SavePlanning
 from megatron.ft_trainer.checkpointing.writer import (
     ForkedWriter,
@@ -48,30 +45,6 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
-@dataclass
-class Description:
-    """The content of the manifest, except the files. For the attributes see :class:`Manifest`."""
-
-    step: int
-    layout: Mapping[str, Any]
-    optimizer: str | None
-    rng_grid: list[int] | None
-    run: Mapping[str, Any]
-
-    def manifest(self, serial: int) -> Manifest:
-        versions = {"megatron-core": version("megatron-core"), "torch": torch.__version__}
-        return Manifest(
-            step=self.step,
-            serial=serial,
-            saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            layout=dict(self.layout),
-            versions=versions,
-            optimizer=self.optimizer,
-            rng_grid=self.rng_grid,
-            run=dict(self.run),
-        )
-
-
 class Saver:
     """Saves into one folder.
 
@@ -100,23 +73,23 @@ class Saver:
         self._in_background, self._keep_last, self._distrusted, self._log = in_background, keep_last, distrusted, log
 
     def start(
-        self, state_dict: dict, description: Description, started: float
+        self, state_dict: dict, manifest: Manifest, started: float
     ) -> Generator[Pending, None, Outcome] | Outcome:
         """Capture the state and start to write it; without ``in_background``, write all of it.
 
         Args:
             state_dict: the state to save.
-            description: the content of the manifest, except the files.
+            manifest: the manifest, except the serial number and the files.
             started: ``time.monotonic()`` at which the save began.
 
         Returns:
             A generator that performs the rest of the save (see ``pending``), or the outcome if the save cannot be
                 started. All ranks get the same of the two.
         """
-        partial, serial, error = self.folder / naming.partial_name(description.step), 0, None
+        partial, serial, error = self.folder / inventory.partial_name(manifest.step), 0, None
         if self._channel.rank == 0:
             try:
-                partial, serial = commit.prepare(self.folder, description.step)
+                partial, serial = commit.prepare(self.folder, manifest.step)
             except OSError as failure:
                 error = explain(failure, partial)
         plan = self._planning.plan(state_dict, self._channel.group)
@@ -127,10 +100,10 @@ class Saver:
                 commit.discard(partial)
         error, name = self._channel.broadcast((error, partial.name))
         if error is not None:
-            return Outcome(description.step, self.folder, error)
+            return Outcome(manifest.step, self.folder, error)
         partial = self.folder / name
         writer = (ForkedWriter if self._in_background else InlineWriter)(partial, plan.files)
-        return self._ending(writer, partial, description.manifest(serial), plan.metadata, started)
+        return self._ending(writer, partial, replace(manifest, serial=serial), plan.metadata, started)
 
     def forget_plan(self) -> None:
         """Drop the plans kept from earlier saves, which is necessary if a rank has joined that has no plan yet."""

@@ -1,19 +1,21 @@
 """Builds megatron-core's datasets for a run, such that every rank gets the same samples in the same order.
 
 Within one pass through the data, the samples and their order are those of megatron-core's
-``BlendedMegatronDatasetBuilder``; for further passes see ``order``. The builder itself is not used, because after an
-error on rank 0 the other ranks wait in a barrier for ever, and because it trusts index files that a crash has left
-incomplete. The data has three *parts*: train, validation and test.
+``BlendedMegatronDatasetBuilder``. The builder itself is not used, because after an error on rank 0 the other ranks wait
+in a barrier for ever, and because it trusts index files that a crash has left incomplete. It also shuffles all passes
+of a run together, so a run that is resumed with another --train-iters would continue with other samples. Here pass 0 is
+megatron-core's own single pass, and pass n > 0 has the same samples in a permutation that depends on the seed and n
+only (:class:`Passes`). The data has three *parts*: train, validation and test.
 """
 
-import dataclasses
 import hashlib
 import json
-import math
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy
@@ -23,25 +25,23 @@ import torch.distributed as dist
 import megatron.core
 from ft.base import bounded_json, files
 from ft.base.errors import FtError, UserError
-from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
     GPTDatasetConfig,
     MockGPTDataset,
     MockGPTLowLevelDataset,
 )
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split, normalize
+from megatron.core.datasets.utils import Split
 from megatron.ft_trainer.arguments.topics import DataOptions
 from megatron.ft_trainer.data import index_cache
-from megatron.ft_trainer.data.blend import PARTS, Blend, Recipe, parse_recipe
-from megatron.ft_trainer.data.indexed import Index, id_range, read_index
-from megatron.ft_trainer.data.order import Passes
-from megatron.ft_trainer.data.sidecar import Sidecar, read_sidecar
-from megatron.ft_trainer.data.temporary import temporary_name
+from megatron.ft_trainer.data.index_cache import temporary_name
+from megatron.ft_trainer.data.indexed import Index, Sidecar, id_range, read_index, read_sidecar
 from megatron.ft_trainer.data.tokenizer import Tokenizer, check_made_with
 
-_WHOLE = (0.0, 1.0)
+PARTS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"
+
+_NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 _CACHE_NAME = "index-cache"
 
 
@@ -69,8 +69,7 @@ def build_datasets(
         Three megatron-core datasets. Each sample is a dict of CPU tensors: tokens, labels, position_ids (seq_length,)
             int64, loss_mask (seq_length,) float32, and with --reset-attention-mask attention_mask (1, seq, seq) bool,
             True where attention is not allowed. An entry is None if the run takes no samples from the part, if the part
-            has no data (its share in --split is 0, or it has no path; Megatron-LM skips its evaluation), or if this
-            rank reads no samples.
+            has no data (its share in --split is 0; Megatron-LM skips its evaluation), or if this rank reads no samples.
 
     Raises:
         UserError: the data cannot be used; nothing has been built then.
@@ -79,23 +78,27 @@ def build_datasets(
         if not is_built_on_rank():
             return None, None, None
         return _mock_datasets(_config(data, tokenizer, seed), samples)
-    recipe = parse_recipe(data)
-    bounds = _bounds(data, recipe, tokenizer, seed)
+    if (prefix := data.prefix) is None:
+        raise UserError("no data to train on", "add --data-path PREFIX, or --mock-data for synthetic samples")
+    split = parse_split(data.split or DEFAULT_SPLIT)
+    bounds = _config(data, tokenizer, seed, prefix, split).split_matrix
     wanted = [n if share else 0 for n, share in zip(samples, bounds, strict=True)]
     if samples[0] and not wanted[0]:
-        given = f"--split {recipe.split}" if recipe.split else "no --train-data-path"
-        raise UserError(f"{given} leaves no data for training", "give train a share, or --train-data-path")
-    root = data.data_cache_path or os.path.join(os.path.dirname(recipe.prefixes[0]) or ".", _CACHE_NAME)
+        raise UserError(f"--split {split} leaves no data for training", "give train a share")
+    root = data.data_cache_path or os.path.join(os.path.dirname(prefix) or ".", _CACHE_NAME)
 
     def check_and_index() -> str:
-        _check(data, recipe, bounds, wanted, tokenizer, root)
-        identity = [megatron.core.__version__, data.seq_length, seed, recipe.split, wanted, tokenizer.fingerprint]
-        identity += [[dataclasses.astuple(b) for b in recipe.blends if b]]
-        identity += [[index_cache.dataset_identity(prefix) for prefix in recipe.prefixes]]
-        return index_cache.prepare(root, index_cache.cache_key(identity), build)
+        index = read_index(prefix)
+        for part in (part for part in range(len(PARTS)) if wanted[part]):
+            check_part(part, index, bounds[part], split, data.seq_length)
+        check_tokens(index, read_sidecar(prefix), tokenizer, root)
+        identity = [megatron.core.__version__, data.seq_length, seed, split, wanted, tokenizer.fingerprint]
+        return index_cache.prepare(
+            root, index_cache.cache_key([*identity, index_cache.dataset_identity(prefix)]), assemble
+        )
 
-    def build(folder: str) -> None:
-        _assemble(data, recipe, bounds, wanted, _config(data, tokenizer, seed, recipe, folder))
+    def assemble(folder: str) -> tuple:
+        return _assemble(prefix, bounds, wanted, _config(data, tokenizer, seed, prefix, split, folder))
 
     folder = from_rank_0(check_and_index)
     if not is_built_on_rank():
@@ -105,21 +108,37 @@ def build_datasets(
             f"the index cache {folder}, built by rank 0, is not visible on {socket.gethostname()}",
             "give --data-cache-path a folder on a file system that all nodes share",
         )
-    return _assemble(data, recipe, bounds, wanted, _config(data, tokenizer, seed, recipe, folder))
+    return assemble(folder)
+
+
+def parse_split(text: str) -> str:
+    """Check --split and return it in a form that megatron-core reads correctly (it silently drops signs and exponents).
+
+    Raises:
+        UserError: there are not one to three shares >= 0, or their sum is 0.
+    """
+    shares = [share.strip() for share in text.split(",")]
+    if not 1 <= len(shares) <= 3 or not all(_NUMBER.fullmatch(share) for share in shares):
+        raise UserError(f"--split is {text!r}", "give up to three shares, for train, valid and test: 969,30,1")
+    if not sum(map(float, shares)):
+        raise UserError(f"--split {text} gives no part any documents", "give train a share above 0")
+    return ",".join(shares)
 
 
 def _config(
-    data: DataOptions, tokenizer: Tokenizer, seed: int, recipe: Recipe | None = None, folder: str | None = None
+    data: DataOptions,
+    tokenizer: Tokenizer,
+    seed: int,
+    prefix: str | None = None,
+    split: str | None = None,
+    folder: str | None = None,
 ) -> GPTDatasetConfig:
-    """Return megatron-core's dataset configuration; without a recipe, for mock data."""
-    source = {}
-    if recipe and recipe.split:
-        source = {"blend": _as_core(recipe.blends[0]), "split": recipe.split}
-    elif recipe:
-        source = {"blend_per_split": [_as_core(blend) for blend in recipe.blends]}
+    """Return megatron-core's dataset configuration; without a prefix, for mock data."""
     return GPTDatasetConfig(
         random_seed=seed,
         sequence_length=data.seq_length,
+        blend=([prefix], None) if prefix else None,
+        split=split,
         path_to_cache=folder,
         tokenizer=tokenizer,
         reset_position_ids=data.reset_position_ids,
@@ -128,77 +147,54 @@ def _config(
         # Attention applies a causal mask anyway; an explicit one would cost seq_length**2 bytes of memory traffic per
         # sample.
         create_attention_mask=data.reset_attention_mask,
-        **source,
     )
 
 
-def _as_core(blend: Blend | None):
-    return blend and (list(blend.prefixes), list(blend.weights) if blend.weights else None)
-
-
-def _bounds(data: DataOptions, recipe: Recipe, tokenizer: Tokenizer, seed: int) -> list:
-    """Return for each part the fractions (first, last) of the documents that it spans; None for a part without data."""
-    if recipe.split:
-        return _config(data, tokenizer, seed, recipe).split_matrix
-    return [_WHOLE if blend else None for blend in recipe.blends]
-
-
-def _check(data: DataOptions, recipe: Recipe, bounds, wanted, tokenizer: Tokenizer, root: str) -> None:
-    indices = {prefix: read_index(prefix) for prefix in recipe.prefixes}
-    for part, blend in enumerate(recipe.blends):
-        for prefix in blend.prefixes if wanted[part] else ():
-            flag = f"--split {recipe.split}" if recipe.split else blend.flag
-            check_part(part, indices[prefix], bounds[part], flag, data.seq_length)
-    for prefix, index in indices.items():
-        check_tokens(index, read_sidecar(prefix), tokenizer, root)
-
-
-def _assemble(data: DataOptions, recipe: Recipe, bounds, wanted, config: GPTDatasetConfig) -> tuple:
+def _assemble(prefix: str, bounds, wanted: Sequence[int], config: GPTDatasetConfig) -> tuple:
     """Return the datasets of the parts that the run takes samples from. Read or write index files in the cache."""
-    opened = {}
-
-    def low_level(prefix: str) -> IndexedDataset:
-        if prefix not in opened:
-            opened[prefix] = GPTDataset.build_low_level_dataset(prefix, config)
-        return opened[prefix]
-
-    def one(prefix: str, part: int, size: int | None) -> GPTDataset | Passes:
-        one_pass = _documents(GPTDataset, low_level(prefix), prefix, bounds[part], None, Split(part), config)
-        cyclic = part == Split.train.value and data.dataloader_type == "cyclic"
-        return one_pass if size is None or cyclic else Passes(one_pass, size, config.random_seed)
-
-    datasets = []
-    for part, (blend, size) in enumerate(zip(recipe.blends, wanted, strict=True)):
-        if not size:
-            datasets.append(None)
-        elif len(blend.prefixes) == 1 and (blend.weights is None or recipe.split is None):
-            datasets.append(one(blend.prefixes[0], part, size))
-        else:
-            datasets.append(_blended(blend, part, size, one, config))
-            if data.dataloader_type != "cyclic":
-                check_enough(part, blend.flag, len(datasets[-1]), size)
-    return tuple(datasets)
+    low_level = GPTDataset.build_low_level_dataset(prefix, config)
+    return tuple(
+        Passes(_documents(GPTDataset, low_level, prefix, bounds[part], None, Split(part), config), size, config)
+        if size
+        else None
+        for part, size in enumerate(wanted)
+    )
 
 
-def _blended(blend: Blend, part: int, size: int, one: Callable, config: GPTDatasetConfig) -> BlendedDataset:
-    """Return ``size`` samples of a blend; without weights at most one pass through it."""
-    sizes = [None] * len(blend.prefixes)
-    if blend.weights:
-        weights = normalize(blend.weights)
-        targets = [math.ceil(size * weight) for weight in weights]
-        # As in megatron-core, with a surplus: a blend may take slightly more samples from a dataset than its share.
-        sizes = [math.ceil(target * (1 + config.mid_level_dataset_surplus)) for target in targets]
-    parts = [one(prefix, part, own) for prefix, own in zip(blend.prefixes, sizes, strict=True)]
-    if blend.weights:
-        size = sum(targets)
-    else:
-        weights = [len(dataset) for dataset in parts]
-        size = min(size, sum(weights))
-    if not dist.is_initialized():
-        # megatron-core 0.16 asks torch.distributed for its rank before it writes this index; without a process group,
-        # keep the index in memory.
-        config = dataclasses.replace(config, path_to_cache=None)
-    return BlendedDataset(parts, weights, size, config)
+class Passes(torch.utils.data.Dataset):
+    """The samples of ``one_pass``, repeated for as many passes as ``size`` samples need.
+
+    The sample at a position depends only on the seed and the position.
+    """
+
+    def __init__(self, one_pass: GPTDataset, size: int, config: GPTDatasetConfig):
+        self.one_pass, self.size = one_pass, size
+        # two passes are enough for read-ahead across their boundary
+        self._order = lru_cache(maxsize=2)(partial(epoch_permutation, config.random_seed, size=len(one_pass)))
+
+    def __len__(self) -> int:
+        return max(self.size, len(self.one_pass))
+
+    def __getitem__(self, position: int) -> dict:
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of {len(self)}")
+        epoch, place = divmod(int(position), len(self.one_pass))
+        return self.one_pass[int(self._order(epoch)[place]) if epoch else place]
+
+
+def epoch_permutation(seed: int, epoch: int, size: int) -> numpy.ndarray:
+    """Return the permutation of range(size), shape (size,), for one pass through the data.
+
+    Args:
+        seed: seed of the run.
+        epoch: number of the pass, from 0.
+        size: number of samples.
+    """
+    # RandomState's stream is the same in all versions of numpy, so that a run resumes after an upgrade.
+    state = numpy.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch])
+    order = numpy.arange(size, dtype=numpy.uint32 if size < 2**32 else numpy.int64)
+    state.shuffle(order)
+    return order
 
 
 def _documents(cls, low_level, prefix: str | None, bounds, size: int | None, split: Split, config) -> GPTDataset:
@@ -243,7 +239,7 @@ def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, sc
         )
 
 
-def check_part(part: int, index: Index, bounds: Sequence[float], flag: str, seq_length: int) -> None:
+def check_part(part: int, index: Index, bounds: Sequence[float], split: str, seq_length: int) -> None:
     """Reject a dataset if its documents for one part (train, validation or test) are too short for one sample.
 
     megatron-core loops for ever on a part without tokens, and repeats a part with too few within one sample.
@@ -252,7 +248,7 @@ def check_part(part: int, index: Index, bounds: Sequence[float], flag: str, seq_
         part: 0, 1 or 2 for train, valid and test.
         index: index of the dataset.
         bounds: the part of the documents as fractions (first, last), each in [0, 1].
-        flag: the flag that specified the part, for example "--split 969,30,1".
+        split: the shares of the parts, such as "969,30,1".
         seq_length: number of tokens in a sample.
     """
     first, last = (round(share * float(len(index.lengths))) for share in bounds)
@@ -260,28 +256,11 @@ def check_part(part: int, index: Index, bounds: Sequence[float], flag: str, seq_
     if tokens > seq_length:
         return
     raise UserError(
-        f"the {PARTS[part]} part of {index.prefix} ({flag}) gets {last - first} of {len(index.lengths)} documents, "
-        f"{tokens} tokens in all: fewer than one sample of {seq_length} + 1 tokens",
+        f"the {PARTS[part]} part of {index.prefix} (--split {split}) gets {last - first} of {len(index.lengths)} "
+        f"documents, {tokens} tokens in all: fewer than one sample of {seq_length} + 1 tokens",
         "give it a larger share with --split, more data, or a shorter --seq-length"
         + ("" if part == 0 else ", or ask for no samples of it with --eval-iters 0"),
     )
-
-
-def check_enough(part: int, flag: str, available: int, wanted: int) -> None:
-    """Reject a blend without weights that is exhausted before the run ends.
-
-    Args:
-        part: 0, 1 or 2 for train, valid and test.
-        flag: the flag that specified the blend.
-        available: number of samples that the blend has in one pass.
-        wanted: number of samples that the run takes from the blend.
-    """
-    if available < wanted:
-        raise UserError(
-            f"the {PARTS[part]} part of {flag} has {available} samples, the run takes {wanted}: "
-            "prefixes without weights are read once",
-            "give weights (weight prefix weight prefix ...), which repeat data, or fewer iterations",
-        )
 
 
 def _scan(index: Index, folder: str) -> tuple[int, int]:

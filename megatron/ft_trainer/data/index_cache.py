@@ -2,7 +2,8 @@
 
 megatron-core writes its index files one after the other under their final names, and later trusts any that exist: a
 crash in between leaves truncated files, and a dataset remade under the same prefix is read with old indices. Here every
-set of inputs (datasets, split, seed, ...) has its own folder, which gets its final name when all its files are written.
+set of inputs (dataset, split, seed, ...) has its own folder, which gets its final name when all its files are written.
+Until then it has a temporary name, as has a dataset that is being written (:mod:`megatron.ft_trainer.data.indexed`).
 """
 
 import hashlib
@@ -10,18 +11,23 @@ import json
 import logging
 import os
 import shutil
+import socket
+import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ft.base import bounded_json
 from ft.base.errors import UserError
-from megatron.ft_trainer.data.temporary import remove_leftovers, temporary_name
 
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "complete.json"
+# Seconds after its last change before a file is removed. Process ids are ambiguous across containers that share a host
+# name, so a recently changed file may belong to a running process in another container.
+_LEFT_ALONE_S = 600
 _CHECKED_BYTES = 16 << 20
 _FIX = "give --data-cache-path a writable folder with free space"
 
@@ -105,3 +111,37 @@ def _facts(path: Path) -> list[int]:
     # size.
     with open(path, "rb") as file:
         return [path.stat().st_size, zlib.crc32(file.read(_CHECKED_BYTES))]
+
+
+def temporary_name(final: str) -> str:
+    """Return a name beside ``final`` that no other writer uses."""
+    return f"{final}{_mark()}{os.getpid()}"
+
+
+def remove_leftovers(final: str) -> None:
+    """Remove files and folders with temporary names of ``final`` whose writers on this machine have ended."""
+    path = Path(final).absolute()
+    start = path.name + _mark()
+    for item in path.parent.glob(f"{_escaped(start)}*"):
+        pid = item.name.removeprefix(start).split(".")[0]
+        with suppress(OSError):
+            if pid.isdigit() and not _alive(int(pid)) and time.time() - item.stat().st_mtime > _LEFT_ALONE_S:
+                shutil.rmtree(item) if item.is_dir() else item.unlink()
+
+
+def _mark() -> str:
+    return f".tmp-{socket.gethostname()}-"
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

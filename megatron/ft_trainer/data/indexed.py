@@ -2,30 +2,102 @@
 
 ``P.bin`` holds the tokens of all sequences one after the other. ``P.idx`` holds, little endian: 9 bytes of magic,
 version (u64), dtype code (u8), sequence count S (u64), document boundary count D + 1 (u64), then S lengths in tokens
-(i32), S offsets in bytes (i64) and D + 1 document boundaries in sequences (i64).
+(i32), S offsets in bytes (i64) and D + 1 document boundaries in sequences (i64). Beside them, the sidecar
+``P.meta.json`` records how the dataset was made, and from which inputs. (It is not called ``P.json``, because the text
+file itself often has that name.)
 """
 
+import json
 import os
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy
 
+from ft.base import bounded_json, files
 from ft.base.errors import UserError
-from megatron.ft_trainer.data.sidecar import SUFFIX, Sidecar
-from megatron.ft_trainer.data.temporary import remove_leftovers, temporary_name
+from megatron.ft_trainer.data.index_cache import remove_leftovers, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
+FORMAT_VERSION = 1
+SUFFIX = ".meta.json"
 FILES = (".bin", ".idx", SUFFIX)
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 _HEADER = struct.Struct("<9sQBQQ")
 _REMAKE = "make the dataset again with tools/preprocess_data.py, or copy it again if the copy was interrupted"
 _CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Facts about one indexed dataset.
+
+    Attributes:
+        tokenizer_type: value of --tokenizer-type.
+        tokenizer_model: absolute path of the tokenizer's file, or None.
+        fingerprint: fingerprint of the tokenizer.
+        vocab_size: number of token ids.
+        documents: number of documents.
+        tokens: number of tokens, end-of-document tokens included.
+        max_id: the largest token id in the dataset.
+        unigram_entropy: entropy of the token frequencies in nats per token: the loss of a model that predicts from
+            these frequencies alone.
+        sources: number of input files.
+        text_bytes: size of the tokenised text in bytes.
+        bin_bytes: size of ``P.bin`` in bytes; a file of another size does not belong to this sidecar.
+        idx_bytes: size of ``P.idx`` in bytes, for the same check.
+        inputs_digest: SHA-256 of the tokenizer's fingerprint, the options, and the inputs' names, sizes and times.
+        format_version: version of this file's format.
+    """
+
+    tokenizer_type: str
+    tokenizer_model: str | None
+    fingerprint: str
+    vocab_size: int
+    documents: int
+    tokens: int
+    max_id: int
+    unigram_entropy: float
+    sources: int
+    text_bytes: int
+    bin_bytes: int
+    idx_bytes: int
+    inputs_digest: str
+    format_version: int = FORMAT_VERSION
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def read_sidecar(prefix: str) -> Sidecar | None:
+    """Return the sidecar of a dataset; None if it has none (because Megatron-LM's own tool made it).
+
+    Raises:
+        UserError: the sidecar is unreadable, has another version, or does not fit the sizes of the dataset's files.
+    """
+    path = prefix + SUFFIX
+    if not os.path.exists(path):
+        return None
+    fix = "make the dataset again with tools/preprocess_data.py, or remove the file if the dataset is sound without it"
+    try:
+        content = bounded_json.loads(files.read(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read: {error}", fix) from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {version}, this code reads {FORMAT_VERSION}", fix)
+    if missing := {f.name for f in fields(Sidecar)} - set(content):
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}", fix)
+    sidecar = Sidecar(**{f.name: content[f.name] for f in fields(Sidecar)})
+    for suffix, expected in ((".bin", sidecar.bin_bytes), (".idx", sidecar.idx_bytes)):
+        if os.path.exists(prefix + suffix) and (found := os.path.getsize(prefix + suffix)) != expected:
+            raise UserError(f"{path} says {prefix}{suffix} has {expected} bytes, it has {found}", fix)
+    return sidecar
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from ft.base.errors import UserError
-from megatron.ft_trainer.data.order import CyclicOrder, sample_indices
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _READ_AHEAD = 2
+
+
+def sample_indices(
+    consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
+) -> range:
+    """Return the positions, in the run's sequence of samples, of one rank's next microbatch.
+
+    All data-parallel ranks together take the positions [consumed_samples, consumed_samples + micro_batch_size *
+    data_parallel_size), as with Megatron-LM's sequential sampler. So the sequence of samples in which a run trains does
+    not depend on the number of data-parallel ranks.
+
+    Args:
+        consumed_samples: number of samples taken before, over all data-parallel ranks.
+        micro_batch_size: number of samples in a microbatch of one rank.
+        data_parallel_rank: the rank.
+        data_parallel_size: number of data-parallel ranks.
+    """
+    start = consumed_samples + data_parallel_rank * micro_batch_size
+    return range(start, start + micro_batch_size)
 
 
 class MicrobatchLoader:
@@ -30,9 +48,6 @@ class MicrobatchLoader:
         data_parallel_size: number of data-parallel ranks.
         consumed_samples: number of samples that the run has taken so far, on all data-parallel ranks together.
         num_workers: number of threads that read ahead; 0 reads in the caller's thread.
-        cyclic: whether to make endless passes, each in a new order; otherwise make one pass in the dataset's own
-            (seeded) order.
-        seed: seed of the cyclic order.
         pin_memory: whether to put microbatches into page-locked memory, from which copies to a GPU are asynchronous.
 
     Attributes:
@@ -48,8 +63,6 @@ class MicrobatchLoader:
         data_parallel_size: int = 1,
         consumed_samples: int = 0,
         num_workers: int = 0,
-        cyclic: bool = False,
-        seed: int = 0,
         pin_memory: bool = False,
     ):
         if not 0 <= data_parallel_rank < data_parallel_size:
@@ -58,7 +71,6 @@ class MicrobatchLoader:
         self._rows = micro_batch_size
         self._rank, self._ranks = data_parallel_rank, data_parallel_size
         self._workers, self._pin_memory = num_workers, pin_memory
-        self._order = CyclicOrder(seed, len(dataset)) if cyclic else None
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future] = deque()
         self._closed = False
@@ -141,15 +153,15 @@ class MicrobatchLoader:
         if not self._available(consumed):
             raise UserError(
                 f"the dataset has {self._size} samples; after {consumed} samples a microbatch needs {self._step} more",
-                "give more data or fewer iterations, or --dataloader-type cyclic to go through the data again",
+                "give more data or fewer iterations",
             )
         indices = sample_indices(consumed, self._rows, self._rank, self._ranks)
-        samples = [self.dataset[i] for i in (self._order(indices) if self._order else indices)]
+        samples = [self.dataset[i] for i in indices]
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in KEYS if key in samples[0]}
         return {key: tensor.pin_memory() for key, tensor in batch.items()} if self._pin_memory else batch
 
     def _available(self, consumed: int) -> bool:
-        return self._size > 0 and (self._order is not None or consumed + self._step <= self._size)
+        return consumed + self._step <= self._size
 
     def _drop(self) -> None:
         for future in self._ahead:

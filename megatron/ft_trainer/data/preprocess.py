@@ -19,8 +19,14 @@ from ft.base import bounded_json
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.schema import flag
 from megatron.ft_trainer.arguments.topics import TokenizerOptions
-from megatron.ft_trainer.data.indexed import FILES, IndexedWriter, token_dtype
-from megatron.ft_trainer.data.sidecar import FORMAT_VERSION, Sidecar, read_sidecar
+from megatron.ft_trainer.data.indexed import (
+    FILES,
+    FORMAT_VERSION,
+    IndexedWriter,
+    Sidecar,
+    read_sidecar,
+    token_dtype,
+)
 from megatron.ft_trainer.data.tokenizer import Tokenizer, build_tokenizer
 
 _PROBE = 8192

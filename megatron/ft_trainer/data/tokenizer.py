@@ -9,7 +9,7 @@ such token.
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy
 from ft.base import bounded_json
 from ft.base.errors import UserError
 from megatron.ft_trainer.arguments.topics import OF_CORE, TokenizerOptions
-from megatron.ft_trainer.data.sidecar import Sidecar, read_sidecar
+from megatron.ft_trainer.data.indexed import Sidecar, read_sidecar
 
 NO_TOKEN = -1
 
@@ -234,27 +234,26 @@ def _given_to_core(options: TokenizerOptions, kind: str) -> dict:
     return {"special_tokens": None, "legacy": False}
 
 
-def build_tokenizer(options: TokenizerOptions, dataset_prefixes: Sequence[str] = ()) -> Tokenizer:
-    """Return the tokenizer that the flags name, else the one that the datasets were made with, else the byte-level one.
+def build_tokenizer(options: TokenizerOptions, prefix: str | None = None) -> Tokenizer:
+    """Return the tokenizer that the flags name, else the one that the dataset was made with, else the byte-level one.
 
     Args:
         options: the tokenizer's flags.
-        dataset_prefixes: prefixes of all datasets of the run. A dataset's sidecar file names its tokenizer.
+        prefix: prefix of the dataset, whose sidecar names its tokenizer; None: there is none.
 
     Raises:
-        UserError: a file is missing or unreadable, the vocabulary's size is not --vocab-size, or a dataset was made
+        UserError: a file is missing or unreadable, the vocabulary's size is not --vocab-size, or the dataset was made
             with another tokenizer.
     """
-    made_with = [(prefix, sidecar) for prefix in dataset_prefixes if (sidecar := read_sidecar(prefix))]
-    kind = options.tokenizer_type or (made_with[0][1].tokenizer_type if made_with else "ByteLevelTokenizer")
-    first = made_with[0][1] if made_with and made_with[0][1].tokenizer_type == kind else None
-    tokenizer = _build(kind, options, first)
+    sidecar = read_sidecar(prefix) if prefix is not None else None
+    kind = options.tokenizer_type or (sidecar.tokenizer_type if sidecar else "ByteLevelTokenizer")
+    tokenizer = _build(kind, options, sidecar if sidecar and sidecar.tokenizer_type == kind else None)
     if kind not in ("NullTokenizer", "TikTokenizer") and options.vocab_size not in (None, tokenizer.vocab_size):
         raise UserError(
             f"--vocab-size is {options.vocab_size} but {_named(tokenizer)} has {tokenizer.vocab_size} ids",
             f"drop --vocab-size or give {tokenizer.vocab_size}",
         )
-    for prefix, sidecar in made_with:
+    if sidecar:
         check_made_with(prefix, sidecar, tokenizer)
     return tokenizer
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.ft_trainer.arguments import Layout, Options
 from megatron.ft_trainer.arguments.core_options import CoreOptions
 from megatron.ft_trainer.arguments.topics import train_steps
-from megatron.ft_trainer.config import params_dtype, uses_te
+from megatron.ft_trainer.model import params_dtype, uses_te
 
 
 def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer) -> str:

@@ -113,8 +113,7 @@ class RunLog(AbstractContextManager):
             values = {**asdict(report), **report.of_protections, "of_protections": None}
             figures = {name: value for name, value in values.items() if value is not None}
             self._metrics.write({**figures, "wall": round(time.time(), 3)})
-        if report.step % self._options.tensorboard_log_interval == 0:
-            self._write_scalars(self._scalars(report), report.step)
+        self._write_scalars(self._scalars(report), report.step)
         self._since_line.append(report)
         self._skipped += report.skipped
         if self._bar is not None:
