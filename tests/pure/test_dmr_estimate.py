@@ -8,8 +8,7 @@ from statistics import fmean
 import pytest
 
 from ft import cli
-from ft.lab.estimate.answer import cluster_of, estimate
-from ft.lab.estimate.calibrate import calibrated, shares
+from ft.lab.estimate.answer import calibrated, cluster_of, estimate, shares
 from ft.lab.estimate.clusters import DEVICES, Cluster
 from ft.lab.estimate.layout import fitted
 from ft.lab.estimate.models import MODELS

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ft.base.errors import UserError
-from ft.lab.estimate.block import Transfer, Work, backward, forward, head, saved_bytes
+from ft.lab.estimate.block import Transfer, Work, backward, forward, head, saved_bytes, seconds
 from ft.lab.estimate.clusters import DEVICES, Cluster
-from ft.lab.estimate.costs import seconds
 from ft.lab.estimate.layout import STATES, Layout, fitted
 from ft.lab.estimate.memory import over_units, peak_bytes, stage_memory, state_bytes
 from ft.lab.estimate.models import MODELS

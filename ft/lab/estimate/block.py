@@ -1,15 +1,20 @@
-"""List the operators and transfers of one transformer layer on one GPU, with their FLOPs and bytes.
+"""List the operators and transfers of one transformer layer on one GPU, with their FLOPs and bytes, and estimate their
+seconds with a roofline model.
 
 The list is input for the analytic cost estimate (``ft dmr estimate``). A product is a matrix multiplication; a transfer
 is a collective of tensor or expert parallelism (TP, EP). Tensor and sequence parallelism follow Korthikanti et al. 2022
 (arXiv 2205.05198): activations between the products are split along the sequence, gathered before the first product and
 reduce-scattered after the second. The operators are those that a fused implementation launches. Sizes are those of one
 microbatch on one tensor-parallel rank, in bf16.
+
+An operator takes its arithmetic time or its memory time, whichever is longer. The rates (FLOP/s, bytes/s) are assumed
+shares of the documented peak rates.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ft.lab.estimate.clusters import Cluster
 from ft.lab.estimate.layout import Layout
 from ft.lab.estimate.models import Model
 
@@ -306,3 +311,35 @@ def saved_bytes(steps: Sequence[Step]) -> int:
     part = {step.target: step.source for step in steps if isinstance(step, Transfer) and step.kind == "tp"}
     kept = {part.get(one, one) for step in steps if isinstance(step, Work) for one in step.saved}
     return sum(sizes[one] for one in kept)
+
+
+def seconds(step: Work | Transfer, cluster: Cluster) -> float:
+    """Return the seconds of an operator, or of a collective within a node."""
+    if isinstance(step, Transfer):
+        return transfer_seconds(step.sent, cluster.device.link * cluster.reached.link, cluster)
+    reached, device = cluster.reached, cluster.device
+    share = reached.attention if step.kind == "attention" else reached.products
+    return max(step.flops / (device.flops * share), read_seconds(step.moved, cluster))
+
+
+def read_seconds(size: float, cluster: Cluster) -> float:
+    """Return the seconds of reading (or writing) ``size`` bytes of the device's memory."""
+    return size / (cluster.device.memory_rate * cluster.reached.memory)
+
+
+def transfer_seconds(sent: float, rate: float, cluster: Cluster) -> float:
+    """Return the seconds of sending ``sent`` bytes at ``rate`` bytes/s; 0 where nothing is sent."""
+    return (sent / rate + cluster.reached.latency_s) * cluster.slowdown if sent else 0.0
+
+
+def message_seconds(sent: float, same_node: bool, cluster: Cluster) -> float:
+    """Return the seconds of a message of ``sent`` bytes between two pipeline stages.
+
+    Args:
+        sent: size of the message in bytes.
+        same_node: whether both stages are on one node.
+        cluster: rates of the links.
+    """
+    device, reached = cluster.device, cluster.reached
+    rate = device.link * reached.link if same_node else cluster.network * reached.network
+    return transfer_seconds(sent, rate, cluster)

@@ -62,7 +62,7 @@ class Cluster:
         network: bytes/s between nodes for each GPU, one way.
         reached: achieved shares of the peak rates.
         reserved: bytes of each GPU for its context, communication buffers and fragmentation. ASSUMED.
-        slowdown: factor on the time of every transfer; 1 unless calibrated to a measured share (``calibrate.py``).
+        slowdown: factor on the time of every transfer; 1 unless calibrated to a measured share (``answer.py``).
     """
 
     device: Device

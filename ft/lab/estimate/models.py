@@ -124,83 +124,19 @@ def _named(*models: Model) -> dict[str, Model]:
     return {model.name: model for model in models}
 
 
+_LLAMA3 = "Llama 3 Herd of Models (arXiv 2407.21783), table 3"
+_MISTRAL = "config.json of Mistral-Large-Instruct-2407"
+_SCOUT = "config.json of Llama-4-Scout-17B-16E (text model; the 0.9 billion of the vision encoder are left out)"
+_GPT3 = "Language Models are Few-Shot Learners (arXiv 2005.14165), table 2.1, without positions and biases"
+_GPT3_SHAPE = {"gated": False, "causal": False, "tied": True}
 MODELS = _named(
-    Model(
-        name="llama3-8b",
-        layers=32,
-        hidden=4096,
-        heads=32,
-        kv_heads=8,
-        head=128,
-        ffn=14336,
-        vocabulary=128256,
-        sequence=8192,
-        source="Llama 3 Herd of Models (arXiv 2407.21783), table 3",
-    ),
-    Model(
-        name="llama3-70b",
-        layers=80,
-        hidden=8192,
-        heads=64,
-        kv_heads=8,
-        head=128,
-        ffn=28672,
-        vocabulary=128256,
-        sequence=8192,
-        source="Llama 3 Herd of Models (arXiv 2407.21783), table 3",
-    ),
-    Model(
-        name="llama3-405b",
-        layers=126,
-        hidden=16384,
-        heads=128,
-        kv_heads=8,
-        head=128,
-        ffn=53248,
-        vocabulary=128256,
-        sequence=8192,
-        source="Llama 3 Herd of Models (arXiv 2407.21783), table 3",
-    ),
-    Model(
-        name="mistral-large-123b",
-        layers=88,
-        hidden=12288,
-        heads=96,
-        kv_heads=8,
-        head=128,
-        ffn=28672,
-        vocabulary=32768,
-        sequence=8192,
-        source="config.json of Mistral-Large-Instruct-2407",
-    ),
-    Model(
-        name="llama4-scout",
-        layers=48,
-        hidden=5120,
-        heads=40,
-        kv_heads=8,
-        head=128,
-        ffn=8192,
-        vocabulary=202048,
-        sequence=8192,
-        experts=Experts(count=16, active=1, shared=8192),
-        source="config.json of Llama-4-Scout-17B-16E (text model; the 0.9 billion of the vision encoder are left out)",
-    ),
-    Model(
-        name="gpt3-175b",
-        layers=96,
-        hidden=12288,
-        heads=96,
-        kv_heads=96,
-        head=128,
-        ffn=49152,
-        vocabulary=51200,
-        sequence=2048,
-        gated=False,
-        causal=False,
-        tied=True,
-        source="Language Models are Few-Shot Learners (arXiv 2005.14165), table 2.1, without positions and biases",
-    ),
+    # name, layers, hidden size, heads, key-value heads, size of a head, width, vocabulary, tokens of a sequence
+    Model("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256, 8192, source=_LLAMA3),
+    Model("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256, 8192, source=_LLAMA3),
+    Model("llama3-405b", 126, 16384, 128, 8, 128, 53248, 128256, 8192, source=_LLAMA3),
+    Model("mistral-large-123b", 88, 12288, 96, 8, 128, 28672, 32768, 8192, source=_MISTRAL),
+    Model("llama4-scout", 48, 5120, 40, 8, 128, 8192, 202048, 8192, Experts(16, active=1, shared=8192), source=_SCOUT),
+    Model("gpt3-175b", 96, 12288, 96, 96, 128, 49152, 51200, 2048, **_GPT3_SHAPE, source=_GPT3),
 )
 
 

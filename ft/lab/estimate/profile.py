@@ -7,9 +7,8 @@ idle. The planner of DMR accepts the trace in place of a recorded profile.
 from collections import defaultdict
 from collections.abc import Mapping
 
-from ft.lab.estimate.block import BF16, FP32, Transfer
+from ft.lab.estimate.block import BF16, FP32, Transfer, message_seconds, read_seconds
 from ft.lab.estimate.clusters import Cluster
-from ft.lab.estimate.costs import message_seconds, read_seconds
 from ft.lab.estimate.layout import Layout
 from ft.lab.estimate.memory import over_units, stage_memory, stage_parameters
 from ft.lab.estimate.models import Model

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ft.lab.estimate import block
-from ft.lab.estimate.block import Step, Transfer, Work
+from ft.lab.estimate.block import Step, Transfer, Work, read_seconds, seconds
 from ft.lab.estimate.clusters import Cluster
-from ft.lab.estimate.costs import read_seconds, seconds
 from ft.lab.estimate.layout import Layout
 from ft.lab.estimate.models import Model
 from ft.systems.dmr.plan.trace import BACKWARD, FORWARD, RECOMPUTE

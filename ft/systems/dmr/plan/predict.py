@@ -142,35 +142,6 @@ def _gap(timeline: Timeline, stage: int, gap: tuple[float, float], previous: Uni
     return [Idle(stage, a, b, kind, previous) for a, b, kind in parts if b > a]
 
 
-@dataclass(frozen=True)
-class Message:
-    """A message between two stages: the activation (forward) or its gradient (backward) of one microbatch.
-
-    Attributes:
-        microbatch: number of the microbatch.
-        chunk: model chunk of the sender.
-        backward: True for a gradient.
-        sent_us: time at which it is sent, in microseconds.
-    """
-
-    microbatch: int
-    chunk: int
-    backward: bool
-    sent_us: float = field(compare=False, default=0.0)
-
-
-def messages(timeline: Timeline) -> dict[tuple[int, int], list[Message]]:
-    """Return (sending stage, receiving stage) -> messages in the order in which they are sent."""
-    found: dict[tuple[int, int], list[Message]] = {}
-    for units in timeline.order:
-        for unit in units:
-            target = timeline.pipeline.routes.receiver(unit)
-            if target is not None and target.stage != unit.stage:
-                message = Message(unit.microbatch, unit.chunk, unit.backward, timeline.times[unit][1])
-                found.setdefault((unit.stage, target.stage), []).append(message)
-    return found
-
-
 def exposed_us(trace: Trace, op: Operator, assignment: Assignment) -> float:
     """Return the time by which the verification of an operator lengthens the work of its stage, in microseconds.
 

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -106,39 +106,6 @@ _OF_WRONG_NUMBERS = (IndexError, ValueError)
 """Exceptions that a corrupted index or size is likely to raise."""
 
 
-class Witness(Protocol):
-    """Receives the findings of a :class:`IterationVerifier` and reports them, for example in the event log."""
-
-    can_evict: bool
-    """Whether a standby (a warm worker that holds no rank) may replace a rank at fault."""
-
-    def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
-        """Report that an attempt at a step went wrong on the ranks of ``reports``, and what was decided (``outcome``).
-        Called on all ranks."""
-
-    def clean(self, step: int, attempt: int) -> None:
-        """Report that an attempt at a step was correct after earlier attempts had gone wrong."""
-
-    def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
-        """Report how the operators of the first iteration that this process finishes were verified.
-
-        Args:
-            step: the iteration.
-            strategy: name of the strategy.
-            counts: way of verification -> number of operators.
-        """
-
-    def coverage_fell(self, step: int, before: float, now: float, counts: Mapping[str, int]) -> None:
-        """Report that a smaller share of the operators is verified than in the steps before. Called on all ranks.
-
-        Args:
-            step: the iteration.
-            before: share of the operators that was verified before, on the rank with the least.
-            now: the same of this iteration.
-            counts: of this rank, as for ``covered``.
-        """
-
-
 class IterationVerifier:
     """Runs the iterations of one rank with DMR, and repeats an iteration that was computed wrongly.
 
@@ -155,7 +122,7 @@ class IterationVerifier:
         coverage: of the last iteration, on the rank with the least.
     """
 
-    def __init__(self, engine: Engine, undo: Undo, witness: Witness, limits: Limits, strategy: str):
+    def __init__(self, engine: Engine, undo: Undo, witness: "FindingReporter", limits: Limits, strategy: str):
         self.engine, self.undo, self._witness, self._limits = engine, undo, witness, limits
         self._strategy: str | None = strategy
         self._memory = suspects.Memory(limits.memory)
@@ -333,11 +300,14 @@ class HostAndDevice:
 
 
 class FindingReporter:
-    """Reports the findings of one rank (a ``protection.Witness``).
+    """Reports the findings of one rank on the terminal and, in a run with hot-swap, as events.
 
     Args:
         session: the worker's session with ``ft run``, by which events are recorded and standbys can replace ranks; None
             without hot-swap.
+
+    Attributes:
+        can_evict: whether a standby (a warm worker that holds no rank) may replace a rank at fault.
     """
 
     def __init__(self, session: "Session | None" = None):
@@ -346,8 +316,8 @@ class FindingReporter:
         self.can_evict = session is not None
 
     def mismatch(self, step: int, attempt: int, reports: Reports, outcome: Outcome) -> None:
-        """Report a wrong attempt, see ``protection.Witness``. Each rank reports its own mismatches, rank 0 also the
-        decision."""
+        """Report that an attempt at a step went wrong on the ranks of ``reports``, and what was decided (``outcome``).
+        Called on all ranks: each reports its own mismatches, rank 0 also the decision."""
         rank = dist.get_rank()
         own = reports.get(rank, ())
         where = f"rank {rank} on {self._origin.host}, {self._origin.device}"
@@ -365,20 +335,34 @@ class FindingReporter:
             self._observe(events.DMR_VERDICT, step=step, attempt=attempt, **verdict)
 
     def clean(self, step: int, attempt: int) -> None:
-        """Report that a repeated step was correct, see ``protection.Witness``. Only rank 0 reports."""
+        """Report that an attempt at a step was correct after earlier attempts had gone wrong. Only rank 0 reports."""
         if dist.get_rank() == 0:
             _say(f"DMR: step {step} was correct at attempt {attempt}")
             self._observe(events.DMR_CLEAN, step=step, attempt=attempt)
 
     def covered(self, step: int, strategy: str, counts: Mapping[str, int]) -> None:
-        """Print (rank 0) and record (every rank) how operators were verified, see ``protection.Witness``."""
+        """Print (rank 0) and record (every rank) how the operators of the first iteration that this process finishes
+        were verified.
+
+        Args:
+            step: the iteration.
+            strategy: name of the strategy.
+            counts: way of verification -> number of operators.
+        """
         if dist.get_rank() == 0:
             counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             print(f"DMR ({strategy}): operators of rank 0 in step {step}: {counted}", flush=True)
         self._observe(events.DMR_COVERED, step=step, strategy=strategy, counts=dict(counts))
 
     def coverage_fell(self, step: int, before: float, now: float, counts: Mapping[str, int]) -> None:
-        """Report that fewer operators are verified than before, see ``protection.Witness``. Only rank 0 reports."""
+        """Report that a smaller share of the operators is verified than in the steps before. Only rank 0 reports.
+
+        Args:
+            step: the iteration.
+            before: share of the operators that was verified before, on the rank with the least.
+            now: the same of this iteration.
+            counts: of this rank, as for ``covered``.
+        """
         if dist.get_rank() == 0:
             ways = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
             _say(

@@ -151,19 +151,6 @@ NEVER = 1 << 62
 """A ``due`` value that is greater than the number of any operator."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Cost of a deferred verification.
-
-    Attributes:
-        us: duration, in microseconds.
-        bytes: memory that is kept until the verification and would be free otherwise, in bytes.
-    """
-
-    us: float = 0.0
-    bytes: float = 0.0
-
-
 @dataclass(slots=True)
 class Entry:
     """One operator whose verification is deferred.
@@ -180,7 +167,6 @@ class Entry:
         state: state of the random generator before its execution; None if it draws no random numbers.
         due: number of planned operators that precede its window; negative for a dynamic window, one whose duration
             differs in every iteration.
-        cost: expected cost of verifying and keeping it.
         stream: CUDA stream of its execution; None on a CPU.
     """
 
@@ -194,7 +180,6 @@ class Entry:
     storages: dict[int, int]
     state: torch.Tensor | None
     due: int
-    cost: Cost
     stream: "torch.cuda.Stream | None"
 
 
@@ -205,7 +190,6 @@ def entry(
     out: Any,
     state: torch.Tensor | None,
     due: int,
-    cost: Cost = Cost(),
 ) -> Entry:
     """Return the entry of an operator that has just been executed. The operator must not write in place.
 
@@ -216,7 +200,6 @@ def entry(
         out: the result.
         state: state of the random generator before the execution; None if it draws no random numbers.
         due: see ``Entry``.
-        cost: see ``Entry``.
     """
     func, args, kwargs = call
     kept_args, kept_kwargs = _handles(args), _handles(kwargs)
@@ -225,7 +208,7 @@ def entry(
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in kept)}
     versions = [tensor._version for tensor in kept]
     stream = current(kept)
-    return Entry(at, kind, func, kept_args, kept_kwargs, outs, versions, storages, state, due, cost, stream)
+    return Entry(at, kind, func, kept_args, kept_kwargs, outs, versions, storages, state, due, stream)
 
 
 def _handles(value: Any) -> Any:
@@ -588,9 +571,9 @@ class Queue:
             self._waiting.put(entry(at, kind, call, out, state, decision.due))
             self._weigh()
             return True
-        one = entry(at, kind, call, out, state, -1, Cost(decision.check_us, decision.bytes))
+        one = entry(at, kind, call, out, state, -1)
         self._waiting.put(one)
-        self._dynamic.put(online.Entry(str(id(one)), one.cost.us, one.cost.bytes))
+        self._dynamic.put(online.Entry(str(id(one)), decision.check_us, decision.bytes))
         self._relieve()
         self._weigh()
         return True
