@@ -3,6 +3,7 @@
 import pytest
 from control_world import LIMITS, World, kinds, only, opened
 
+from ft.faults.verdict import USER_CODE
 from ft.job import messages as m
 from ft.job.control.history import MOST_RETRIES
 from ft.job.control.state import CLOSED, ENDED, GATHERING, OPENED, RUNNING
@@ -681,3 +682,26 @@ def test_a_worker_is_not_judged_while_its_agent_is_silent():
     world.beat(5, r0=WAITS | {"since_s": 7.7}, r1={"since_s": 7.7})
     assert world.wait(3.0, beats=["n1"]) == []
     assert "nothing was heard of its agent" in only(world.wait(2.0, beats=["n1"]), m.Close).reason
+
+
+def test_a_run_ends_when_the_workers_for_an_empty_seat_are_set_up_differently_again_and_again():
+    world = World(standbys=0).run()
+    world.say(m.Observed("settings", {"worker": world.worker(0), "settings": {"code of ft/megatron": "1"}}))
+    orders = world.kill(2)
+    for _ in range(3):
+        assert kinds(orders)[-1] == "Spawn"
+        (name,) = world.start_spawned(orders)
+        orders = world.say(m.Observed("settings", {"worker": name, "settings": {"code of ft/megatron": "2"}}))
+    assert kinds(orders) == ["Stop"] and world.state.phase == ENDED
+    assert orders[0].code == USER_CODE and "it is not set up as the other workers are" in orders[0].message
+    assert [event["action"] for event in world.events("fault_detected")[1:]] == ["replace", "replace", "stop"]
+
+
+def test_a_standby_that_is_set_up_differently_ends_no_run_that_trains():
+    world = World(standbys=1).run()
+    world.say(m.Observed("settings", {"worker": world.worker(0), "settings": {"--lr": "0.1"}}))
+    orders = world.exit("n0.w4")
+    for _ in range(3):
+        (name,) = world.start_spawned(orders)
+        orders = world.say(m.Observed("settings", {"worker": name, "settings": {"--lr": "0.2"}}))
+    assert world.state.phase == RUNNING and kinds(orders) == ["Kill"]

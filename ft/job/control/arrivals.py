@@ -18,7 +18,7 @@ from ft.job.control import devices, epochs, health, start_checks
 from ft.job.control import run_ends as ends
 from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
-from ft.job.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, GridPosition, State, Worker
+from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, GridPosition, State, Worker
 
 
 def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
@@ -277,7 +277,8 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
     """Compare the settings that ``worker`` reported with those of the first worker.
 
     Before training begins, a difference ends the run: nothing is lost yet, and only the user knows which setting is
-    right. Later, only the new worker is rejected, and the run continues without it.
+    right. Later, only the new worker is rejected, and the run continues without it. If seats are empty, and workers
+    were rejected for them several times in a row, the run ends: the next worker would be rejected, too.
     """
     if not state.settings:
         state.settings, state.settings_of = dict(settings), worker.name
@@ -287,7 +288,9 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
     if not found:
         out.add(f"{worker.name} is set up as {state.settings_of} is")
         return
-    judged = verdict.of_drift(found)
+    state.failed_starts += 1
+    in_vain = state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS
+    ends_run, judged = state.phase == GATHERING or in_vain, verdict.of_drift(found)
     out.add(f"{worker.name}: {judged.category}: {judged.reason}")
     out.note(
         events.FAULT_DETECTED,
@@ -297,15 +300,14 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
         rank=worker.started_for,
         step=state.newest_step(),
         category=judged.category,
-        action=judged.action if state.phase == GATHERING else verdict.REPLACE,
+        action=judged.action if ends_run else verdict.REPLACE,
         reason=judged.reason,
         signal=judged.signal,
     )
-    if state.phase == GATHERING:
+    if ends_run:
         message = f"{worker.name}: {judged.reason}\n  fix: start every node with the same flags, environment and code"
         ends.stop(state, now, verdict.USER_CODE, message, out)
         return
-    state.failed_starts += 1
     epochs.vacate(state, worker, now)
     out.add(f"{worker.name} must not join", m.Kill(worker.name, judged.reason))
     out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, reason=judged.reason)
