@@ -102,7 +102,7 @@ SCHEMA: Mapping[str, Needs] = {
     EPOCH_OPENED: Needs(("epoch",), ("seats", "joiners")),
     JOINER_ARRIVED: Needs(("epoch", "worker", "rank")),
     # the workers were ordered to rebuild groups and restore their state; step: the step to restore; also rung, the rung
-    # of the recovery ladder (ft.job.control.rungs)
+    # of the recovery ladder (ft.job.control.recovery)
     REPAIR_ORDERED: Needs(("epoch", "step")),
     # the process groups are connected; rebuilt, kept, deferred: numbers of groups, each counted once and not per
     # worker; seconds: duration on the slowest worker

@@ -1,5 +1,7 @@
 """The control plane's decisions on failures: hand-made histories, each with its decision and the reason for it."""
 
+from dataclasses import replace
+
 import pytest
 from control_world import LIMITS, World, kinds, only, opened
 
@@ -82,7 +84,8 @@ def test_without_a_standby_one_is_started_first():
 def test_a_standby_that_is_starting_is_waited_for():
     world = World(standbys=0).run()
     world.join()
-    world.state.agents["n0"].standbys = 1
+    agent = world.state.agents["n0"]
+    agent.joined = replace(agent.joined, standbys=1)
     name = world.start_worker("n0")
     assert kinds(world.kill(1)) == ["Close"]
     assert "are starting" not in world.last and world.state.phase == CLOSED
@@ -224,7 +227,8 @@ def test_a_node_is_lost_with_all_its_workers():
 def test_a_lost_node_is_named_with_its_host():
     world = World(world_size=4, nodes=2, standbys=2).run()
     for node, host in (("n0", "gpu0136"), ("n1", "gpu0137")):
-        world.state.agents[node].machine = host
+        agent = world.state.agents[node]
+        agent.joined = replace(agent.joined, machine=host)
     orders = world.wait(LIMITS.agent_lost_s + 1, beats=["n0"])
     assert "node n1 (gpu0137) is lost: nothing was heard of its agent" in only(orders, m.Close).reason
 

@@ -13,11 +13,21 @@ from ft.faults.verdict import RETRY
 from ft.job import messages as m
 from ft.job.control import devices, epochs, liveness, looks, start_checks
 from ft.job.control import run_ends as ends
-from ft.job.control.decision import Decisions
 from ft.job.control.failures import Fault, lose_agent, react
 from ft.job.control.history import MOST_RETRIES, WINDOW_S
 from ft.job.control.liveness import Culprit, View
-from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, OPENED, REPAIRING, RESUMING, RUNNING, State, Worker
+from ft.job.control.state import (
+    CLOSED,
+    EPOCH_OPEN,
+    GATHERING,
+    OPENED,
+    REPAIRING,
+    RESUMING,
+    RUNNING,
+    Decisions,
+    State,
+    Worker,
+)
 from ft.job.control.timeouts import Timeouts
 
 _JUST_AFTER_S = 0.001

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft.base.errors import ENDED_EARLY, NOT_SAVED, PLANNED_ENDS, UserError
-from ft.job.control.rungs import too_few
+from ft.job.control.recovery import too_few
 from ft.net.backoff import doubled
 
 AGAIN, DONE, GIVE_UP = "again", "done", "give up"

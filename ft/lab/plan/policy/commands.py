@@ -1,6 +1,6 @@
 """Implement ``ft plan policy``: show the rungs of the recovery ladder, and which one follows the loss of a stage.
 
-The decisions shown are computed by the control plane's own code (:mod:`ft.job.control.ladder`). The subcommand
+The decisions shown are computed by the control plane's own code (:mod:`ft.job.control.recovery`). The subcommand
 ``ladder`` (:mod:`ft.lab.plan.policy.ladder`) answers for any set of losses.
 """
 
@@ -9,9 +9,8 @@ import json
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.job.control import rungs
-from ft.job.control.ladder import Decision, decide
-from ft.job.control.recovery_plan import AGAINST, MIDDLE, PLUS
+from ft.job.control import recovery
+from ft.job.control.recovery import AGAINST, MIDDLE, PLUS, Decision, decide
 from ft.lab.plan.policy import ladder
 from ft.lab.plan.policy.failure import failure
 from ft.show.text import left_out, table
@@ -27,18 +26,18 @@ _MOST_STAGES = 1024
 
 _COLUMNS = ("rung", "flag", "needs", "loses")
 _KINDS = {
-    rungs.IN_PLACE: ("--ft-hot-swap", "every worker, with its own snapshot", "the step under way"),
-    rungs.STANDBY: ("--standby", "ready standbys, and peer copies", "the step under way, seldom one more"),
-    rungs.COPY: ("--ft-hot-swap", "room to start workers, and peer copies", "the same, and the time to start them"),
-    rungs.REPLICA: ("--ft-hsdp-replicas", "another replica", "no step; a part of the batches comes later"),
-    rungs.REORDER: ("--ft-spare-redundancy", "another replica", "no step, and no part of a batch"),
-    rungs.CHECKFREE: (
+    recovery.IN_PLACE: ("--ft-hot-swap", "every worker, with its own snapshot", "the step under way"),
+    recovery.STANDBY: ("--standby", "ready standbys, and peer copies", "the step under way, seldom one more"),
+    recovery.COPY: ("--ft-hot-swap", "room to start workers, and peer copies", "the same, and the time to start them"),
+    recovery.REPLICA: ("--ft-hsdp-replicas", "another replica", "no step; a part of the batches comes later"),
+    recovery.REORDER: ("--ft-spare-redundancy", "another replica", "no step, and no part of a batch"),
+    recovery.CHECKFREE: (
         "--ft-checkfree[-plus]",
         "the neighbours of each lost stage",
         "no step; the stage is an estimate",
     ),
-    rungs.CHECKPOINT: ("--save", "a persistent checkpoint, a warm restart", "the steps since it was written"),
-    rungs.END: ("", "", "the run, until somebody starts it again"),
+    recovery.CHECKPOINT: ("--save", "a persistent checkpoint, a warm restart", "the steps since it was written"),
+    recovery.END: ("", "", "the run, until somebody starts it again"),
 }
 
 

@@ -6,8 +6,7 @@ stage's state, except for the stages whose state is lost.
 
 from collections.abc import Collection, Sequence
 
-from ft.job.control.ladder import Seats, Situation
-from ft.job.control.recovery_plan import Memory, Stages
+from ft.job.control.recovery import Memory, Seats, Situation, Stages
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings
 

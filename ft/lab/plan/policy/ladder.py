@@ -1,6 +1,6 @@
 """Implement ``ft plan policy ladder``: which rung of the recovery ladder follows a fault, why, and what it loses.
 
-The decisions are computed by the function that the control plane uses (:mod:`ft.job.control.ladder`).
+The decisions are computed by the function that the control plane uses (:mod:`ft.job.control.recovery`).
 """
 
 import argparse
@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from ft.job.control.ladder import Decision, decide
-from ft.job.control.rungs import LADDER
+from ft.job.control.recovery import LADDER, Decision, decide
 from ft.job.control.timeouts import Timeouts
 from ft.job.quorum.limits import Limits
 from ft.lab.plan.policy.losses import situations
