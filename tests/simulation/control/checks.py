@@ -88,7 +88,8 @@ class Legitimacy:
         here = [a for a in self._cluster.plane.state.agents.values() if not a.gone]
         devices = self._cluster.shape.devices or self._cluster.shape.world_size
         overdue = [sum(hold.overdue for hold in agent.held.values()) for agent in here]
-        return sum(min(agent.seats + agent.standbys, devices - lost) for agent, lost in zip(here, overdue, strict=True))
+        wanted = [agent.joined.seats + agent.joined.standbys for agent in here]
+        return sum(min(most, devices - lost) for most, lost in zip(wanted, overdue, strict=True))
 
     def _gone(self) -> list[str]:
         """Return the nodes that the control plane counts as lost."""
