@@ -21,7 +21,7 @@ from ft.job.agent.carry_out import make_run_dir
 from ft.job.agent.membership import claim_name
 from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
-from ft.job.quorum.wire import parse_where
+from ft.job.quorum.values import parse_where
 from ft.job.replicas import faults, flags
 from ft.job.replicas.console import MergedConsole
 from ft.job.replicas.flags import Replicas, wanted
