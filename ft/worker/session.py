@@ -1,45 +1,45 @@
-"""A worker's session with the node agent: it joins the run, receives orders, and says what the worker does."""
+"""A worker's session in an ``ft run``: its logical rank, its process groups and its connection to the node agent.
 
+A logical rank is a position in the parallel layout, which outlives processes. The node agent, the supervisor process of
+the node, passes on the orders of the control plane. To an order ``Look``, :func:`answer_look` says what the worker is
+doing, on the thread that receives orders, so it also answers when the training thread is blocked.
+"""
+
+import contextlib
 import dataclasses
 import itertools
 import os
 import sys
 import threading
-import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-from ft.faults.hang.format import COMMUNICATION, KERNEL, place
-from ft.faults.hang.look import Across, Operation, Rank, Thread
-from ft.job.messages import Look, Looked
-from ft.net.codec import to_json
-from ft.platform import processes
-from ft.state.groups.history import shortened
-import contextlib
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 import numpy
+
 from ft.base import token
 from ft.base.errors import DeviceUnusable, ReplaceNodeError, UserError
 from ft.base.step_clock import CLOCK
 from ft.faults.flip import Flip
+from ft.faults.hang.format import COMMUNICATION, KERNEL, place
+from ft.faults.hang.look import Across, Operation, Rank, Thread
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
-from ft.job.messages import Close, Look, Observed, Open, StepTimes
+from ft.job.messages import Close, Look, Looked, Observed, Open, StepTimes
+from ft.net.codec import to_json
 from ft.net.framed import checksum
 from ft.net.streams import TcpNetwork, network_of
+from ft.platform import processes
 from ft.platform.versions import versions
 from ft.state.groups import Groups, Rendezvous
+from ft.state.groups.history import shortened
 from ft.state.snapshot import SnapshotServer
 from ft.worker import protocol
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.protocol import Orders
-
-
-if TYPE_CHECKING:
-    from ft.worker.session import Session
 
 _MOST_FRAMES = 40
 
@@ -61,7 +61,7 @@ class Outside:
     threads: frozenset[str] = frozenset()
 
 
-def answer(session: "Session", order: Look) -> Looked:
+def answer_look(session: "Session", order: Look) -> Looked:
     """Return the answer to a look."""
     outside = session.outside() if session.outside is not None else Outside()
     groups = session.groups.look(outside.threads) if session.groups is not None else None
@@ -439,7 +439,7 @@ class Session(protocol.Member):
         if self.rank < 0:
             return
         try:
-            answer = answer(self, order)
+            answer = answer_look(self, order)
         except Exception as error:  # this thread has to receive further orders, whatever a look finds
             self.log_error(error)
             return

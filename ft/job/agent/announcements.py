@@ -1,20 +1,19 @@
-"""What a node agent prints at the terminal of ``ft run``: recoveries that are over, the cause of a crash, and a full disk.
+"""What a node agent prints at the terminal of ``ft run``: recoveries that are over, causes of crashes, and a full disk.
 
-A recovery closes an epoch (a version of the assignment of workers to ranks) and opens a later one. The warning of a full
-disk has to appear at the terminal, because log files are on that same disk. Where the terminal is a file on that disk,
-too, nobody sees the warning; the summary at the end, when there is room again, says what is lacking.
+A recovery closes an epoch (a version of the assignment of workers to ranks) and opens a later one. The warning of a
+full disk has to appear at the terminal, because log files are on that same disk. Where the terminal is a file on that
+disk, too, nobody sees the warning; the summary at the end, when there is room again, says what is lacking.
 """
 
+import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+
 from ft.base import events
 from ft.base.errors import UserError
-import os
-from collections.abc import Callable, Mapping
 from ft.job.messages import Beat
-
 
 _PERIOD_S = 0.2
 _WRITE_S = 10.0

@@ -1,43 +1,40 @@
 """The control plane as a node agent sees it: starts its process, restarts it, and takes it over from lost nodes.
 
 The control plane is one process for the whole run, which decides about recoveries and sends orders to the node agents,
-the supervisors of the nodes. It runs on the node of one agent, as the agent's child. Leadership is divided into numbered
-terms: an agent claims the next term, starts the control plane, and the control plane then renews a lease. A restarted
-control plane continues from its journal, the log of its decisions. A standby process, which has imported everything, can
-be prepared so that a later start is fast. What a failure of the control plane means for this node's workers is passed to
-the agent as an event.
+the supervisors of the nodes. It runs on the node of one agent, as the agent's child. Leadership is divided into
+numbered terms: an agent claims the next term, starts the control plane, and the control plane then renews a lease. A
+restarted control plane continues from its journal, the log of its decisions. A standby process, which has imported
+everything, can be prepared so that a later start is fast. What a failure of the control plane means for this node's
+workers is passed to the agent as an event.
 """
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
 from ft.base import bounded_json
-from ft.job.agent import ending
-from ft.platform import processes
-from ft.platform.supervisor import Supervisor
-from collections import deque
-from ft.job.agent import succession
-from ft.job.control.timeouts import Timeouts
-from ft.platform import election, processes
-from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
-from ft.platform.processes import Standstill
-import socket
-from dataclasses import dataclass
 from ft.base.errors import UserError
+from ft.job.agent import ending, succession
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.console import Console, last_lines
 from ft.job.agent.uplink import Refused, Uplink
-from ft.platform.processes import OwnPauses
-
+from ft.job.control.timeouts import Timeouts
+from ft.platform import election, processes
+from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
+from ft.platform.processes import OwnPauses, Standstill
+from ft.platform.supervisor import Supervisor
 
 _LEAVE_S, _TERM_S = 10.0, 2.0
 

@@ -1,30 +1,29 @@
 """The devices (GPUs) of a node, as its agent sees them: how many there are, who uses them, and whether they are sound.
 
-The agent is the supervisor process of a node of ``ft run``. A device is looked at before the first worker starts, and
-whenever a worker that used it has ended: its memory has to be free again, and no fault may have been recorded, before
-another worker gets it. The looks happen in threads, because the driver may take seconds to answer, or hang.
+A device is looked at before the first worker starts, and whenever a worker that used it has ended: its memory has to be
+free again, and no fault may have been recorded, before another worker gets it. The looks happen in threads, because the
+driver may take seconds to answer, or hang.
 
 ``ft run --suspects FILE`` leaves out devices that computed wrongly in earlier runs. Where devices are not counted (on a
 CPU, or where workers share GPUs), nobody knows which device a worker uses, and a node with a suspect is left out as a
 whole.
 """
 
-import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from ft.base.errors import UserError
-from ft.platform import devices
-from ft.platform.suspects import PULL, read
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-from ft.job.messages import DeviceReleased
-from ft.platform.devices import Reading
 
+from ft.base.errors import UserError
+from ft.job.messages import DeviceReleased
+from ft.platform import devices
+from ft.platform.devices import Reading
+from ft.platform.suspects import PULL, read
 
 _FIX = "use another host, or remove the entry from the file if the device has been mended"
 

@@ -1,34 +1,34 @@
-"""Imports in the warm pool, before workers are forked, the modules that the training script needs, as far as that is safe.
+"""Imports in the warm pool, before workers are forked, the modules that the training script needs.
 
 The warm pool is a process of ``ft run`` whose forked children are the workers (training processes). Imports of torch
-and megatron take seconds; a forked worker need not repeat them. But they must neither start threads nor initialise
-CUDA: a process whose parent has initialised CUDA cannot use it (``cuInit`` fails there). Some packages ask for
-properties of the GPU when they are imported, which initialises CUDA: Transformer Engine for its compute capability as
-soon as flash-attn is installed, megatron-core from 0.20 on for its shared memory (``ssm/ops/gdp/common.py``). In the
+and megatron take seconds; a forked worker need not repeat them. But the imports must neither start threads nor
+initialise CUDA: a process whose parent has initialised CUDA cannot use it (``cuInit`` fails there). Some packages ask
+for properties of the GPU when they are imported, which initialises CUDA: Transformer Engine for its compute capability
+as soon as flash-attn is installed, megatron-core from 0.20 on for its shared memory (``ssm/ops/gdp/common.py``). In the
 pool a forked process asks the driver for them and ends. A package that initialises CUDA all the same is withheld: the
 pool starts again without it, and imports no module that imports it, so that workers import these themselves.
 """
 
+import ast
 import contextlib
 import functools
+import gc
+import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
+import pkgutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
 from ft.base import bounded_json
 from ft.platform import processes
-import ast
-import gc
-import importlib
-import importlib.util
-import pkgutil
-import warnings
-
 
 _UVM = "/dev/nvidia-uvm"
 """Device file that the CUDA driver opens in ``cuInit`` and keeps open."""

@@ -1,38 +1,35 @@
 """Creates and runs the node agent of ``ft run``: takes the resolved options and returns the exit code."""
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
 from ft import faults as inject
+from ft.base import token
 from ft.base.errors import UserError
 from ft.base.files import needs_run_dir
-from ft.job.agent.announcements import RecoveryNews
+from ft.job.agent.agent import Agent
+from ft.job.agent.announcements import RecoveryNews, Room
 from ft.job.agent.console import Console
-from ft.job.agent.control_supervisor import ControlPlaneSupervisor
+from ft.job.agent.control_plane import ControlPlaneSupervisor, Sidecar
 from ft.job.agent.devices import Devices
-from ft.job.agent.disk_space import Room
-from ft.job.agent.environment import NodeContext
+from ft.job.agent.environment import Masters, NodeContext
 from ft.job.agent.faults import AgentFaults
 from ft.job.agent.health import HEALTH_ROOT, HealthWatch
-from ft.job.agent.listener import WorkerListener, listen
-from ft.job.agent.membership import Membership, claim_name, describe
+from ft.job.agent.membership import Membership, claim_name
 from ft.job.agent.options import RunOptions, count_gpus
 from ft.job.agent.pool import WarmPool
-from ft.job.agent.rendezvous import Masters
-from ft.job.agent.sidecar import Sidecar
 from ft.job.agent.uplink import Uplink
-from ft.job.agent.workforce import Workforce
+from ft.job.agent.workforce import WorkerListener, Workforce, listen
+from ft.job.control.state import Options as ControlOptions
 from ft.job.control.timeouts import Timeouts
-from ft.platform import network
-from ft.platform.health.reader import Reader, of_this_node
-from ft.platform.supervisor import Supervisor
-from collections.abc import Sequence
-from ft.base import token
-from ft.job.agent.options import RunOptions
+from ft.net.codec import to_json
 from ft.platform import election, network
+from ft.platform.health.reader import Reader, of_this_node
 from ft.platform.shared_state import keep_on_etcd
+from ft.platform.supervisor import Supervisor
 
 
 @dataclass
@@ -97,15 +94,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     count = (lambda: options.devices) if options.devices is not None else count_gpus
     devices = Devices(count, options.nproc, supervisor.wake, left_out=options.left_out)
     return Components(
-        membership=Membership(
-            options.run_dir,
-            place,
-            seats=options.nproc if cluster.trains else 0,
-            standbys=options.standbys_here,
-            devices=devices,
-            is_late=options.life is None and place.node != f"n{cluster.node_rank}",
-            describe=lambda: describe(cluster, options.script),
-        ),
+        membership=Membership(place, devices),
         supervisor=supervisor,
         worker_listener=WorkerListener(listener, supervisor, workforce),
         masters=Masters(place, uplink),
@@ -116,7 +105,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
         recoveries=RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show),
         room=Room(options.run_dir, console.complain),
         control_supervisor=ControlPlaneSupervisor(options.run_dir, cluster.node_rank, sidecar, timeouts),
-        faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
+        faults=AgentFaults(_own(faults, place), place.node, str(options.run_dir), uplink.record),
         timeouts=timeouts,
         devices=devices,
         health=HealthWatch(options.health, _reader(options, place.node), devices, uplink.post, console.complain),
@@ -128,12 +117,12 @@ def _reader(options: RunOptions, node: str) -> Callable[[], Reader]:
     return lambda: of_this_node(node, Path(root) if root else None, [options.run_dir])
 
 
-def _own(faults: list[inject.Fault], place: NodeContext, life: int | None) -> list[inject.Fault]:
+def _own(faults: list[inject.Fault], place: NodeContext) -> list[inject.Fault]:
     """Address this node's planned faults to this agent.
 
     If a replica of FT-HSDP is restarted with new agents, the agent's name differs from the node's first name.
     """
-    asked = f"n{place.node_rank}" if life else place.node
+    asked = f"n{place.options.cluster.node_rank}" if place.options.life else place.node
     return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
 
 
@@ -149,21 +138,8 @@ def _place(options: RunOptions, port: int, agent_socket: str, faults: list[injec
         # the launcher of a replica of FT-HSDP has looked already, and starts agents again and again
         joins = options.joins or options.life is not None
         name = claim_name(options.run_dir, cluster.node_rank, joins)
-    return NodeContext(
-        node=name,
-        node_rank=cluster.node_rank,
-        host=options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0),
-        socket=agent_socket,
-        run_dir=str(options.run_dir),
-        run_id=options.run_id,
-        world_size=options.world_size,
-        nproc=options.nproc,
-        max_restarts=options.max_restarts,
-        faults=_write(faults, options.run_dir, name),
-        domains=options.domains,
-        timeouts=options.timeouts.changed(),
-        health=options.health,
-    )
+    host = options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0)
+    return NodeContext(options, name, host, agent_socket, _write(faults, options.run_dir, name))
 
 
 def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
@@ -182,18 +158,18 @@ def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
     cluster = options.cluster
     # a replica that starts again does not wait for its standby nodes: one of them may have moved to another replica
     waits_for_all = not options.life
-    return {
-        "nodes": cluster.nnodes if waits_for_all else cluster.training_nodes,
-        "counts_standby_nodes": waits_for_all,
-        "world_size": options.world_size,
-        "max_restarts": options.max_restarts,
-        "hot_swap": options.hot_swap,
-        "replicas": options.replicas,
-        "reorders": options.reorders,
-        "faults": faults,
-        "command": [options.script.target, *options.script.args],
-        "timeouts": asdict(options.timeouts),
-    }
+    settings = ControlOptions(
+        cluster.nnodes if waits_for_all else cluster.training_nodes,
+        counts_standby_nodes=waits_for_all,
+        faults=faults,
+        command=[options.script.target, *options.script.args],
+        **{name: getattr(options, name) for name in _SHARED},
+    )
+    return to_json(settings)
+
+
+_SHARED = ("world_size", "max_restarts", "hot_swap", "replicas", "reorders", "timeouts")
+"""Options of the run that the control plane has under the same names."""
 
 
 def carry_out(
@@ -220,9 +196,6 @@ def carry_out(
     if options.cluster.node_rank == 0:
         network.check_port(options.cluster.host, port)
     make_run_dir(options, makes_token=options.cluster.node_rank == 0)
-
-    from ft.job.agent.agent import Agent
-    from ft.job.agent.components import assemble
 
     parts = assemble(options, port, faults)
     parts.workforce.training_since = began

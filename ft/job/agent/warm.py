@@ -16,23 +16,21 @@ import errno
 import faulthandler
 import importlib.machinery
 import io
+import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 import types
 from pathlib import Path
-from ft.base import files, output
-from ft.base.errors import UserError
-from ft.job.agent import ending
-from ft.platform import processes
-import json
-import socket
-from ft.base import bounded_json
-from ft.job.agent import ending, forking, preload
-from ft.platform.supervisor import command
 
+from ft.base import bounded_json, files, output
+from ft.base.errors import UserError
+from ft.job.agent import ending, preload
+from ft.platform import processes
+from ft.platform.supervisor import command
 
 _ORPHANED = 70
 
@@ -270,12 +268,12 @@ def _preload(pool: Pool, agent: int) -> None:
         broken = preload.load(names, skip, withheld, probes)
         if broken:
             pool.say(note=f"warm pool: CUDA cannot be initialised on this node ({broken})")
-        elif not probes and (why := forking.why_children_fail()):
+        elif not probes and (why := preload.why_children_fail()):
             pool.say(
                 note=f"warm pool: after the imports, forked workers cannot use CUDA ({why}); the cause is searched"
             )
             again = {"probes": True}
-    except forking.UnfitForForking as error:
+    except preload.UnfitForForking as error:
         if error.roots - withheld:
             roots = ", ".join(sorted(error.roots - withheld))
             pool.say(note=f"warm pool: {error}; workers will import {roots} themselves, and all that needs it")

@@ -1,29 +1,43 @@
 """The workers of one node agent of ``ft run``: their processes, their connections and their last heartbeats.
 
-A worker is a training process; it holds a logical rank (a position in the parallel layout). A standby is a worker that
-holds none. The agent requests workers from the warm pool, a process that has imported everything and forks them. A
-worker attaches by connecting to the agent's Unix socket and reporting that it is ready.
+The agent requests workers from the warm pool, a process that has imported everything and forks them. A worker attaches
+by connecting to the agent's Unix socket and reporting that it is ready.
 """
 
+import os
+import secrets
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
 from ft.base import bounded_json
 from ft.job.agent import environment
+from ft.job.agent.link import socket_address
 from ft.job.agent.looks import Looks
 from ft.job.agent.pool import WarmPool
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import BadMessage, Beat, Look, Looked, StepTimes, WorkerDone, WorkerExited, WorkerReady, WorkerResumed, WorkerSilent, WorkerStarted, decode, encode
+from ft.job.messages import (
+    BadMessage,
+    Beat,
+    Look,
+    Looked,
+    StepTimes,
+    WorkerDone,
+    WorkerExited,
+    WorkerReady,
+    WorkerResumed,
+    WorkerSilent,
+    WorkerStarted,
+    decode,
+    encode,
+)
 from ft.net.channel import Channel
 from ft.platform import processes
 from ft.platform.processes import Handler, OwnPauses, Standstill
-import os
-import secrets
-import socket
-from ft.job.agent.link import socket_address
 from ft.platform.supervisor import Supervisor
 
 
@@ -144,14 +158,14 @@ class Workforce:
         timeouts: Timeouts,
     ):
         self._pool, self._place, self._post, self._unwatch, self._timeouts = pool, place, post, unwatch, timeouts
-        self._logs = Path(place.run_dir) / "logs"
+        self._logs = place.options.run_dir / "logs"
         self._started = 0
         self._early: dict[int, int] = {}
         self._remains: list[int] = []
         self._step_times: list[StepTimes] = []
         self._pauses = OwnPauses(_JUDGE_S)
         self.workers: dict[str, Worker] = {}
-        self.looks = Looks(Path(place.run_dir), place.node, post)
+        self.looks = Looks(place.options.run_dir, place.node, post)
         self.is_guarded = False
         """Whether a worker of this agent has ever committed a step in an epoch: then the first snapshots of all workers
         have reached their peers, because no worker commits a step before.
@@ -162,7 +176,7 @@ class Workforce:
     def settle(self, place: environment.NodeContext) -> None:
         """Use the values of ``place`` in the environments of workers that are started from now on."""
         self._place = place
-        self.looks = Looks(Path(place.run_dir), place.node, self._post)
+        self.looks = Looks(place.options.run_dir, place.node, self._post)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,7 @@
 """Decisions of the control plane that follow from the passing of time, and the time of the next check.
 
-Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A suspicion is a
-worker's report that a connection to other workers failed. The usual cause is the death of a worker, which is reported
-separately and soon; otherwise the connection itself is the fault. The phases (OPENED, REPAIRING, ...) are those of
-``ft.job.control.state``.
+A suspicion is a worker's report that a connection to other workers failed. The usual cause is the death of a worker,
+which is reported separately and soon; otherwise the connection itself is the fault.
 """
 
 from dataclasses import replace

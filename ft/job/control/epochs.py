@@ -1,7 +1,6 @@
 """The sequence of a recovery: close the epoch, fill the empty seats, open the next epoch, repair, resume.
 
-This is the recovery of DEADPOOL, section VI-D. An epoch is a version of the map logical rank -> worker, to which all
-process groups belong; a seat is one entry of that map. A joiner is a worker that is new to its seat.
+This is the recovery of DEADPOOL, section VI-D.
 """
 
 from ft.base import events

@@ -1,8 +1,6 @@
 """Handlers of the control plane for reports of failures, and the reaction to each failure.
 
 A reaction first classifies the failure (a verdict of ``ft.faults.verdict``), then removes, replaces or retries workers.
-Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map; a standby is a warm
-worker without a seat.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""Policy of the launcher as pure functions: the reaction to agents that have ended, and the end of the run.
-
-A replica is a full copy of the model; its agent supervises its workers on this node. The launcher starts the agents.
-"""
+"""Policy of the launcher as pure functions: the reaction to agents that have ended, and the end of the run."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
