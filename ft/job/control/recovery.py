@@ -189,7 +189,7 @@ class RecoveryPlan:
         sources: logical rank -> its source, for all ranks that are neither in ``rebuilt`` nor in ``lent``.
         rebuilt: logical rank -> the neighbours from whose transformer blocks it is rebuilt.
         lent: logical rank -> the data-parallel peer whose weights it takes.
-        teller: logical rank from which all ranks get the position of ``step`` if they plan_fetch the state (REPLICA).
+        teller: logical rank from which all ranks get the position of ``step`` if they fetch the state (REPLICA).
     """
 
     name: str
@@ -231,7 +231,7 @@ def plan_from_memory(memory: Memory, stages: Stages) -> RecoveryPlan:
 
 
 def plan_fetch(memory: Memory, why: str) -> RecoveryPlan | None:
-    """Return the plan that all ranks plan_fetch their state from another replica, which none of them is asked for here.
+    """Return the plan that all ranks fetch their state from another replica, which none of them is asked for here.
 
     Until then, all ranks need the same position. It is that of the newest sound snapshot that a worker has of its own.
 

@@ -73,7 +73,7 @@ class PartitionDetector:
 
 
 def status_values(state: State) -> dict[str, Any]:
-    """Return the status as JSON status_values.
+    """Return the status as JSON values.
 
     Keys that need an explanation: ``seats``: logical rank -> the worker that holds it, with its last heartbeat.
     ``standbys``: the ready workers without a logical rank. ``lag``: number of steps between the newest snapshot that
@@ -246,7 +246,7 @@ class Sidecar:
             self._status_at = now
             self._look_if_wanted()
             with contextlib.suppress(OSError):
-                files.replace(self._folder / "json", json.dumps(status_values(state)))
+                files.replace(self._folder / "status.json", json.dumps(status_values(state)))
 
     def _look_if_wanted(self) -> None:
         """Order a look at all workers if a person has asked for one, with a file in the run's folder."""
