@@ -1,4 +1,4 @@
-"""The node agent's handle on the warm pool: starts the pool's process, restarts it when it dies, and requests workers."""
+"""The node agent's handle on the warm pool: starts its process, restarts it when it dies, and requests workers."""
 
 import json
 import os
