@@ -9,7 +9,7 @@ import sys
 
 from ft.adapters.megatron_lm import tree
 from ft.base.errors import UserError
-from ft.job.agent import script
+from ft.job.agent import warm
 from megatron.ft_trainer.arguments import Options, help_text, may_have_gpu, may_have_te, parse, refusals
 from megatron.ft_trainer.launcher import launch_from
 from megatron.ft_trainer.logging.quiet import quieten
@@ -66,7 +66,7 @@ def run_nvidias(argv: list[str]) -> int:
     asked = [flag for flag in argv if flag.startswith("--ft-")]
     if asked:
         raise UserError(f"{asked[0]} has no effect under torchrun", "start with ft run, or drop the --ft flags")
-    return script.run(str(tree.SCRIPT), False, argv)
+    return warm.run_script(str(tree.SCRIPT), False, argv)
 
 
 def run(options: Options) -> int:

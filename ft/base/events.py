@@ -65,7 +65,7 @@ RELEASED = _event("released", ("epoch",))
 EPOCH_OPENED = _event("epoch_opened", ("epoch",), ("seats", "joiners"))
 JOINER_ARRIVED = _event("joiner_arrived", ("epoch", "worker", "rank"))
 # the workers were ordered to rebuild groups and restore their state; step: the step to restore; also rung, the rung
-# of the recovery ladder (ft.job.control.rungs)
+# of the recovery ladder (ft.job.control.recovery)
 REPAIR_ORDERED = _event("repair_ordered", ("epoch", "step"))
 # the process groups are connected; rebuilt, kept, deferred: numbers of groups, each counted once and not per
 # worker; seconds: duration on the slowest worker

@@ -17,16 +17,15 @@ from ft.base.files import needs_run_dir
 from ft.commands import checkouts, protection
 from ft.commands.protection import LaunchLine, RunProtection
 from ft.job.agent import options
-from ft.job.agent.carry_out import make_run_dir
 from ft.job.agent.membership import claim_name
 from ft.job.agent.mpirun import MpiJob
 from ft.job.agent.options import Cluster, RunOptions
-from ft.job.quorum.wire import parse_where
-from ft.job.replicas import faults, flags
-from ft.job.replicas.console import MergedConsole
+from ft.job.agent.start import make_run_dir
+from ft.job.quorum.values import parse_where
+from ft.job.replicas import flags, places
 from ft.job.replicas.flags import Replicas, wanted
 from ft.job.replicas.host import FOLDER, QuorumHost
-from ft.job.replicas.launcher import Launcher
+from ft.job.replicas.launcher import Launcher, MergedConsole
 from ft.job.replicas.member import Member, Setup
 from ft.job.replicas.places import Part, devices_of, parts_of
 from ft.job.replicas.stand_in import Lookout, Place, StandIn
@@ -111,7 +110,7 @@ def prepare(
         with problems:
             whole = reachable(whole, asked)
             parts = parts_here(whole, asked)
-            planned = faults.plan(specs, asked.count, parts[0], seed)
+            planned = places.plan_faults(specs, asked.count, parts[0], seed)
     if given.script is not None:
         shape = (
             LaunchLine(parts[0].world_size, whole.cluster.nnodes, _standby_flags(whole), asked.count) if parts else None

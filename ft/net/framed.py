@@ -19,6 +19,9 @@ What a caller can rely on:
 * A call that makes no progress for the channel's time limit raises TimeoutError; a lost connection raises
 ConnectionError. :meth:`FramedChannel.shutdown` ends blocked calls from another thread.
 * Memory is allocated for bytes received, not for bytes announced, and not before the handshake.
+
+:class:`FramedChannel` blocks and carries bulk data. :class:`Stream` carries messages and never blocks, so that one
+thread can serve many connections.
 """
 
 import contextlib
@@ -26,15 +29,14 @@ import hashlib
 import json
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy
-
 from ft.base import bounded_json
-from ft.net.handshake import Party, accept, dial, is_equal
+from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, NotAMember, Party, Refused, accept, dial, is_equal
 
 _ROW = 8192
 
@@ -50,6 +52,8 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     rows = len(data) // _ROW
     if not rows:
         return zlib.crc32(data)
+    import numpy  # processes that exchange messages alone start faster without it
+
     words = numpy.frombuffer(data, dtype="<u8", count=rows * _ROW // 8).reshape(rows, -1)
     return zlib.crc32(memoryview(data)[rows * _ROW :], zlib.crc32(numpy.add.reduce(words, axis=0)))
 
@@ -61,7 +65,7 @@ _HEAD = struct.Struct("<4siqqQQQ")
 _SEAL_BYTES, _CHECK_BYTES = 16, 8
 HEAD_BYTES = _HEAD.size + _SEAL_BYTES
 _NUMBER, _LENGTH = struct.Struct("<?Q"), struct.Struct("<I")
-_PIECE, _BUFFER = 1 << 20, 4 << 20
+_PIECE, _AT_ONCE, _BUFFER = 1 << 20, 1 << 18, 4 << 20
 
 
 class BadFrame(Exception):
@@ -306,6 +310,143 @@ class FramedChannel:
             if not got:
                 raise ConnectionError("the other end has closed the connection")
             view = view[got:]
+
+
+class Stream:
+    """One end of a connection that never blocks and carries messages. Only one thread may use it.
+
+    The handshake is done while the other end's bytes are received. What a dialer sends before is sent after it.
+
+    Args:
+        connection: connected stream socket; the stream owns it from now on.
+        token: token of the run.
+        purpose: name and version of the protocol, at most 16 ASCII characters.
+        is_dialer: whether this end opened the connection.
+        address: address of the other end, for people.
+
+    Attributes:
+        socket: the socket.
+        is_member: whether the other end has proved that it belongs to the run.
+        is_closed: whether the owner of this end has closed it.
+        since: time at which this end began, by the monotonic clock.
+    """
+
+    def __init__(self, connection: socket.socket, token: str, purpose: str, *, is_dialer: bool, address: str = ""):
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket, self.address, self.since = connection, address, time.monotonic()
+        self.is_closed = False
+        self._party, self._theirs = Party(token, purpose, is_dialer=is_dialer), b""
+        self._frames: Frames | None = None
+        self._early: list[tuple[bytes, dict[str, Any] | None, Sequence[bytes]]] = []
+        self._in, self._out = bytearray(), bytearray(b"" if is_dialer else self._party.greeting())
+        self._head: Head | None = None
+
+    @property
+    def is_member(self) -> bool:
+        return self._frames is not None
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether bytes wait until the other end reads."""
+        return bool(self._out)
+
+    def send(self, kind: bytes, words: dict[str, Any] | None = None, bodies: Sequence[bytes] = ()) -> None:
+        """Send a message; :meth:`flush` sends later what the kernel does not take at once.
+
+        Raises:
+            OSError: the other end is gone, or does not read (256 MiB wait for it).
+        """
+        if self._frames is None:
+            self._early.append((kind, words, bodies))
+            return
+        for piece in self._frames.message(kind, Mark(), words or {}, bodies):
+            self._out += piece
+        if len(self._out) > MAX_MESSAGE:
+            raise ConnectionError("it does not read")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the kernel takes it. Raise OSError if the other end is gone."""
+        with contextlib.suppress(BlockingIOError):
+            while self._out:
+                with memoryview(self._out)[:_AT_ONCE] as piece:
+                    sent = self.socket.send(piece)
+                del self._out[:sent]
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived, without waiting for more. Call it when the socket is readable.
+
+        Raises:
+            OSError: the other end is gone.
+            NotAMember: the other end uses another protocol, or does not prove that it belongs to the run.
+            Refused: the other end says that it belongs to another run.
+            BadFrame: the bytes received are not what a member of the run has sent.
+        """
+        try:
+            piece = self.socket.recv(_AT_ONCE)
+        except BlockingIOError:
+            return []
+        if not piece:
+            raise ConnectionError("it has closed the connection")
+        self._in += piece
+        if self._frames is None and not self._is_admitted():
+            return []
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        self.socket.close()
+        self.is_closed = True
+
+    def _is_admitted(self) -> bool:
+        """Take part in the handshake, and return whether it is done."""
+        if not self._theirs:
+            if not self._party.may_begin(bytes(self._in[:GREETING_BYTES])):
+                raise NotAMember("it uses another protocol")
+            if len(self._in) < GREETING_BYTES:
+                return False
+            self._theirs = self._party.read_greeting(self._take(GREETING_BYTES))
+            if self._party.is_dialer:
+                self._out += self._party.greeting() + self._party.seal(self._theirs)
+                self.flush()
+        if len(self._in) < PROOF_BYTES:
+            return False
+        sealed, is_dialer = self._take(PROOF_BYTES), self._party.is_dialer
+        if is_dialer and sealed == self._party.REFUSAL:
+            raise Refused
+        if self._party.open(self._theirs, sealed) is None:
+            self._out += b"" if is_dialer else self._party.REFUSAL
+            self.flush()
+            raise NotAMember("it gives no proof" if is_dialer else "its token is not that of this run")
+        self._frames = Frames(self._party, self._theirs)
+        self._out += b"" if is_dialer else self._party.seal(self._theirs)
+        early, self._early = self._early, []
+        for each in early:
+            self.send(*each)
+        self.flush()
+        return True
+
+    def _next(self) -> Message | None:
+        if self._head is None:
+            if len(self._in) < HEAD_BYTES:
+                return None
+            self._head = self._frames.read_head(self._take(HEAD_BYTES))
+            if self._head.length > MAX_MESSAGE:
+                raise BadFrame(f"a message of {self._head.length} bytes; at most {MAX_MESSAGE} are allowed")
+        if len(self._in) < self._head.length:
+            return None
+        head, self._head = self._head, None
+        return self._frames.read_message(head, self._take(head.length))
+
+    def _take(self, length: int) -> bytes:
+        data = bytes(memoryview(self._in)[:length])
+        del self._in[:length]
+        return data
 
 
 def _unpack(payload: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]]:

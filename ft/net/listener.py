@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ft.net.framed import HEAD_BYTES, MAX_MESSAGE, BadFrame, FramedChannel, Frames, Head, Mark, Message
-from ft.net.handshake import GREETING_BYTES, PROOF_BYTES, NotAMember, Party, Refused
+from ft.net.framed import BadFrame, FramedChannel, Message, Stream
+from ft.net.handshake import NotAMember, Refused
 from ft.net.streams import Network
 
 HELLO_S = 5.0
@@ -168,112 +168,7 @@ def _step_back() -> None:
 
 
 MOST_STRANGERS = 128
-_MOST_UNREAD = 64 << 20
-_PIECE = 1 << 18
 _FULL_S = 0.1
-
-_MARK = Mark()
-
-
-class Peer:
-    """The connection of one dialer.
-
-    Attributes:
-        is_member: whether the dialer has proved that it belongs to the run.
-        since: time at which it connected, by the monotonic clock.
-    """
-
-    def __init__(self, connection: socket.socket, token: str, purpose: str, address: str):
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.socket, self.address, self.since = connection, address, time.monotonic()
-        self._party, self._frames = Party(token, purpose, is_dialer=False), None
-        self._in, self._out = bytearray(), bytearray(self._party.greeting())
-        self._head: Head | None = None
-        self.is_closed = False
-
-    @property
-    def is_member(self) -> bool:
-        return self._frames is not None
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether bytes wait until the dialer reads."""
-        return bool(self._out)
-
-    def send(self, kind: bytes, words: dict[str, Any] | None = None, bodies: Sequence[bytes] = ()) -> None:
-        """Send a message; :meth:`flush` sends later what the kernel does not take at once.
-
-        Raises:
-            ConnectionError: the dialer is gone, or does not read what it has asked for.
-        """
-        for piece in self._frames.message(kind, _MARK, words or {}, bodies):
-            self._out += piece
-        if len(self._out) > _MOST_UNREAD:
-            raise ConnectionError("it does not read")
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what waits, as far as the kernel takes it. Raise ConnectionError if the dialer is gone."""
-        with contextlib.suppress(BlockingIOError):
-            while self._out:
-                del self._out[: self.socket.send(memoryview(self._out)[:_PIECE])]
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have arrived, without waiting for more.
-
-        Raises:
-            ConnectionError: the dialer is gone.
-            NotAMember: the dialer uses another protocol, or has another token.
-            BadFrame: the bytes received are not what a member of the run has sent.
-        """
-        try:
-            piece = self.socket.recv(_PIECE)
-        except BlockingIOError:
-            return []
-        if not piece:
-            raise ConnectionError("it has closed the connection")
-        self._in += piece
-        if self._frames is None and not self._admit():
-            return []
-        messages = []
-        while (message := self._next()) is not None:
-            messages.append(message)
-        return messages
-
-    def _admit(self) -> bool:
-        """Check the dialer's greeting and proof, and return whether they are complete."""
-        if not self._party.may_begin(bytes(self._in[:GREETING_BYTES])):
-            raise NotAMember("it uses another protocol")
-        if len(self._in) < GREETING_BYTES + PROOF_BYTES:
-            return False
-        theirs = self._party.read_greeting(self._take(GREETING_BYTES))
-        if self._party.open(theirs, self._take(PROOF_BYTES)) is None:
-            self._out += self._party.REFUSAL
-            self.flush()
-            raise NotAMember("its token is not that of this run")
-        self._frames = Frames(self._party, theirs)
-        self._out += self._party.seal(theirs)
-        self.flush()
-        return True
-
-    def _next(self) -> Message | None:
-        if self._head is None:
-            if len(self._in) < HEAD_BYTES:
-                return None
-            self._head = self._frames.read_head(self._take(HEAD_BYTES))
-            if self._head.length > MAX_MESSAGE:
-                raise BadFrame(f"a message of {self._head.length} bytes; at most {MAX_MESSAGE} are allowed")
-        if len(self._in) < self._head.length:
-            return None
-        head, self._head = self._head, None
-        return self._frames.read_message(head, self._take(head.length))
-
-    def _take(self, length: int) -> bytes:
-        data = bytes(memoryview(self._in)[:length])
-        del self._in[:length]
-        return data
 
 
 class Acceptor:
@@ -290,18 +185,18 @@ class Acceptor:
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: dict[Peer, None] = {}  # oldest first
-        self._gone: list[Peer] = []
+        self._strangers: dict[Stream, None] = {}  # oldest first
+        self._gone: list[Stream] = []
         self._accepts_from = 0.0
         self._notes = _Notes(name)
 
-    def turn(self, wait_s: float | None) -> tuple[list[tuple[Peer, Message]], list[Peer]]:
+    def turn(self, wait_s: float | None) -> tuple[list[tuple[Stream, Message]], list[Stream]]:
         """Wait for messages for at most ``wait_s`` seconds (None: until there is one), and serve the connections.
 
         Returns:
             The messages that have arrived, each with its sender, and the members that are gone.
         """
-        messages: list[tuple[Peer, Message]] = []
+        messages: list[tuple[Stream, Message]] = []
         for key, mask in self._selector.select(self._patience(wait_s)):
             if key.fileobj is self._listener:
                 self._accept()
@@ -312,7 +207,7 @@ class Acceptor:
         return messages, gone
 
     def answer(
-        self, peer: Peer, kind: bytes, words: dict[str, Any] | None = None, bodies: Sequence[bytes] = ()
+        self, peer: Stream, kind: bytes, words: dict[str, Any] | None = None, bodies: Sequence[bytes] = ()
     ) -> None:
         """Send a message to a member; do nothing if it is gone."""
         if peer.is_closed:
@@ -322,6 +217,13 @@ class Acceptor:
             self._watch(peer)
         except OSError as error:
             self._close(peer, str(error))
+
+    def drop(self, peer: Stream) -> None:
+        """Close a connection, which ``turn`` then does not return as gone."""
+        if not peer.is_closed:
+            self._close(peer, "")
+        if peer in self._gone:
+            self._gone.remove(peer)
 
     def wake(self) -> None:
         """Make ``turn`` return in the thread that is in it, and listen no more. Any thread may call it."""
@@ -335,6 +237,8 @@ class Acceptor:
         self._selector.close()
 
     def _patience(self, wait_s: float | None) -> float | None:
+        if self._gone:
+            return 0.0
         due = HELLO_S if self._strangers else None
         if self._accepts_from:
             due = _FULL_S
@@ -353,7 +257,7 @@ class Acceptor:
                 self._close(next(iter(self._strangers)), "no file descriptor is free")
                 continue
             try:
-                peer = Peer(connection, self._token, self._purpose, f"{host}:{port}")
+                peer = Stream(connection, self._token, self._purpose, is_dialer=False, address=f"{host}:{port}")
                 peer.flush()
             except OSError:  # it is gone already
                 connection.close()
@@ -375,7 +279,7 @@ class Acceptor:
             self._accepts_from = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def _serve(self, peer: Peer, mask: int) -> list[Message]:
+    def _serve(self, peer: Stream, mask: int) -> list[Message]:
         messages = []
         try:
             if mask & selectors.EVENT_WRITE:
@@ -389,12 +293,12 @@ class Acceptor:
             self._close(peer, str(error))
         return messages
 
-    def _watch(self, peer: Peer) -> None:
+    def _watch(self, peer: Stream) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.has_unsent else 0)
         if self._selector.get_key(peer.socket).events != wanted:
             self._selector.modify(peer.socket, wanted, peer)
 
-    def _close(self, peer: Peer, why: str) -> None:
+    def _close(self, peer: Stream, why: str) -> None:
         self._selector.unregister(peer.socket)
         peer.socket.close()
         peer.is_closed = True

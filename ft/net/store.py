@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from ft.base.errors import FtError, UserError
 from ft.net.backoff import Backoff
-from ft.net.framed import BadFrame, FramedChannel, Mark, Message
+from ft.net.framed import BadFrame, FramedChannel, Mark, Message, Stream
 from ft.net.handshake import NotAMember, Refused
-from ft.net.listener import Acceptor, Peer
+from ft.net.listener import Acceptor
 from ft.platform import sockets
 
 PURPOSE = "ft-store-3"
@@ -43,7 +43,7 @@ class _Request:
         waits_for: the key without which it cannot be answered; None: it does not wait.
     """
 
-    peer: Peer
+    peer: Stream
     message: Message
     keys: list[str]
     waits_for: str | None = None
@@ -74,7 +74,7 @@ class StoreServer:
         self._contents = contents if contents is not None else dist.HashStore()
         self._acceptor = Acceptor(listener, token, PURPOSE, "store")
         self._waiting: dict[str, list[_Request]] = defaultdict(list)
-        self._of_peer: dict[Peer, _Request] = {}
+        self._of_peer: dict[Stream, _Request] = {}
         self._limits: list[tuple[float, int, _Request]] = []
         self._numbers = itertools.count()
         self._ends = False
@@ -99,7 +99,7 @@ class StoreServer:
             self._give_up(time.monotonic())
         self._acceptor.close()
 
-    def _take(self, peer: Peer, message: Message) -> None:
+    def _take(self, peer: Stream, message: Message) -> None:
         try:
             request = _Request(peer, message, [str(key) for key in message.words["keys"]])
             wait_s = float(message.words.get("wait_s", 0.0))

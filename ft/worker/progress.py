@@ -1,7 +1,7 @@
 """Tracks the progress of a worker (training process) and reports it to the node agent in heartbeats.
 
 The control plane detects hangs from these heartbeats. A step is committed when all ranks have finished its optimizer
-update. An epoch is a version of the assignment of workers to ranks; every recovery opens a new one.
+update.
 """
 
 import statistics

@@ -1,8 +1,5 @@
 """The protocol between a worker and the control plane, without I/O: which report follows which order.
 
-A worker is a training process; the control plane is the process that decides about recoveries. An epoch is a version of
-the assignment of workers to logical ranks; closing it begins a recovery.
-
 The functions are coroutines, so that the simulation (``tests/simulation/control``) can run them for many workers in one
 thread with a virtual clock. In production nothing suspends a coroutine: each await blocks the training thread until it
 has its result, and :func:`run` carries the coroutine through.

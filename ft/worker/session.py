@@ -1,17 +1,20 @@
 """A worker's session in an ``ft run``: its logical rank, its process groups and its connection to the node agent.
 
-A worker is a training process. A logical rank is a position in the parallel layout, which outlives processes. A standby
-is a worker without a logical rank; it replaces a worker that died. An epoch is a version of the assignment of workers
-to logical ranks: the control plane closes an epoch after a failure and opens the next one. The node agent, the
-supervisor process of the node, passes on the orders of the control plane.
+A logical rank is a position in the parallel layout, which outlives processes. The node agent, the supervisor process of
+the node, passes on the orders of the control plane. To an order ``Look``, :func:`answer_look` says what the worker is
+doing, on the thread that receives orders, so it also answers when the training thread is blocked.
 """
 
 import contextlib
+import dataclasses
+import itertools
 import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +24,84 @@ from ft.base import token
 from ft.base.errors import DeviceUnusable, ReplaceNodeError, UserError
 from ft.base.step_clock import CLOCK
 from ft.faults.flip import Flip
+from ft.faults.hang.format import COMMUNICATION, KERNEL, place
+from ft.faults.hang.look import Across, Operation, Rank, Thread
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
-from ft.job.messages import Close, Look, Observed, Open, StepTimes
+from ft.job.messages import Close, Look, Looked, Observed, Open, StepTimes
+from ft.net.codec import to_json
 from ft.net.framed import checksum
 from ft.net.streams import TcpNetwork, network_of
 from ft.platform import processes
 from ft.platform.versions import versions
 from ft.state.groups import Groups, Rendezvous
+from ft.state.groups.history import shortened
 from ft.state.snapshot import SnapshotServer
-from ft.worker import looks, protocol
+from ft.worker import protocol
 from ft.worker.progress import Heartbeat, Progress
 from ft.worker.protocol import Orders
+
+_MOST_FRAMES = 40
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What a rank does with ranks of other replicas.
+
+    Attributes:
+        operations: its operations with them that have not ended, and the last one of each channel.
+        counts: number of operations with them that it has started, by channel.
+        groups: name of a group of ranks of several replicas -> its members.
+        threads: names of the threads that the training thread waits for.
+    """
+
+    operations: tuple[Operation, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, Across] = field(default_factory=dict)
+    threads: frozenset[str] = frozenset()
+
+
+def answer_look(session: "Session", order: Look) -> Looked:
+    """Return the answer to a look."""
+    outside = session.outside() if session.outside is not None else Outside()
+    groups = session.groups.look(outside.threads) if session.groups is not None else None
+    threads = running_threads()
+    operations = groups.operations if groups is not None else ()
+    trainer = next((thread for thread in threads if thread.trains), None)
+    # A device carries operations out on its own. Only if its host waits, too, does the rank wait for them.
+    is_blocked = (groups is not None and groups.blocked) or any(one.awaited for one in outside.operations)
+    if groups is not None and not is_blocked and place(trainer) not in (COMMUNICATION, KERNEL):
+        operations = tuple(dataclasses.replace(one, awaited=False) for one in operations)
+    said = Rank(
+        rank=session.rank,
+        worker=session.worker,
+        node=session.node,
+        ended=session.progress.doing == "idle" and session.progress.place == "done",
+        step=session.progress.step,
+        counts={**(groups.counts if groups is not None else {}), **outside.counts},
+        operations=(*operations, *outside.operations),
+        departure=groups.departure if groups is not None else None,
+        threads=tuple(threads),
+        step_s=session.progress.step_time(),
+    )
+    members = dict(groups.members) if groups is not None else {}
+    return Looked(session.worker, order.number, to_json(said), members, dict(outside.groups))
+
+
+def running_threads() -> list[Thread]:
+    """Return all Python threads of this process with their calls, the main thread first, without the calling one."""
+    states = {task: state for _, task, state in processes.tasks(os.getpid())}
+    frames, found = sys._current_frames(), []
+    for thread in sorted(threading.enumerate(), key=lambda one: one is not threading.main_thread()):
+        if thread is threading.current_thread() or thread.ident not in frames:
+            continue
+        # No line of source is read: the storage may be what hangs.
+        stack = itertools.islice(traceback.walk_stack(frames[thread.ident]), _MOST_FRAMES)
+        calls = tuple(f"{shortened(f.f_code.co_filename)}:{line} {f.f_code.co_name}" for f, line in stack)
+        kernel = states.get(thread.native_id or 0, "")
+        found.append(Thread(thread.name, calls, thread is threading.main_thread(), kernel))
+    return found
+
 
 _PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVTE_", "GLOO_", "MKL_", "OMP_")
 # Variables that name a node's own hardware or paths may differ between nodes.
@@ -213,7 +282,7 @@ class Session(protocol.Member):
             times=CLOCK,
         )
         self.progress.begun, self.progress.interrupted = self._on_step, self._on_interruption
-        self.outside: Callable[[], looks.Outside] | None = None
+        self.outside: Callable[[], Outside] | None = None
         self.role = ""
         CLOCK.start()
         network = network_of(environment)
@@ -371,7 +440,7 @@ class Session(protocol.Member):
         if self.rank < 0:
             return
         try:
-            answer = looks.answer(self, order)
+            answer = answer_look(self, order)
         except Exception as error:  # this thread has to receive further orders, whatever a look finds
             self.log_error(error)
             return

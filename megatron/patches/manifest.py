@@ -438,7 +438,7 @@ ELSEWHERE: tuple[Patch, ...] = (
             "torch.cuda",
             name,
             "a package that initialises CUDA is named: the pool could not fork after that",
-            file="ft/job/agent/forking",
+            file="ft/job/agent/preload",
             when=IN_WARM_POOL,
             kind="torch",
             checked_on=_TORCH_CHECKED,

@@ -14,9 +14,6 @@ from ft.job.control.state import Recovery, Return
 STALL = verdict.of_stall("work", 12.0, 10.3)
 START = """
 import sys
-from ft.job.agent import components
-from ft.job.control.timeouts import Timeouts
-components._timeouts = lambda options: Timeouts(stall_s=4.0, collective_s=5.0)
 from ft.cli import main
 sys.exit(main())
 """

@@ -13,7 +13,7 @@ import hsdp_campaign as campaign
 import hsdp_campaign_report as report
 
 from ft import faults as inject
-from ft.job.replicas import faults
+from ft.job.replicas import places
 from ft.job.replicas.places import Part
 
 
@@ -29,7 +29,7 @@ def test_every_fault_can_be_planned_and_comes_early_enough():
     for seed in range(10):
         plan = campaign.plan(seed)
         specs, _ = inject.read_specs([spec for one in plan for spec in one.specs], None, None)
-        planned = [fault for some in faults.plan(specs, campaign.REPLICAS, shape, 0).values() for fault in some]
+        planned = [fault for some in places.plan_faults(specs, campaign.REPLICAS, shape, 0).values() for fault in some]
         assert len(planned) == len(specs) and all(fault.step < campaign.steps_of(campaign.FAULTS) for fault in planned)
         assert len({one.step for one in plan}) == len(plan)
 

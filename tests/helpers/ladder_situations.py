@@ -8,9 +8,8 @@ import random
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
-from ft.job.control import ladder, recovery_plan, rungs
-from ft.job.control.ladder import Decision, Others, Restarts, Seats, Situation, decide
-from ft.job.control.recovery_plan import MIDDLE, PLUS, Memory, Stages
+from ft.job.control import recovery
+from ft.job.control.recovery import MIDDLE, PLUS, Decision, Memory, Others, Restarts, Seats, Situation, Stages, decide
 from ft.job.control.state import GridPosition
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Holdings
@@ -171,7 +170,7 @@ class Oracle:
             rank: Holdings([s for s in self.steps if self.inside(rank, s) or self.elsewhere(rank, s)], {}, live)
             for rank, live in self.live.items()
         }
-        plan = recovery_plan.decide(replace(self.memory, holdings=holdings), self.given.stages)
+        plan = recovery.plan_from_memory(replace(self.memory, holdings=holdings), self.given.stages)
         return plan.step if plan.name == "CheckFree" else None
 
     def possible(self) -> list[Possible]:
@@ -278,14 +277,14 @@ def _nothing(*_, **__):
 
 PLANTED = {
     "unverified snapshots are used": mock.patch.object(Situation, "verified", lambda self: self.memory),
-    "what a rung loses is not compared": mock.patch.object(rungs.Lost, "is_less_than", lambda self, other: False),
-    "the other replicas are forgotten": mock.patch.object(ladder, "_without_this_replica", _nothing),
-    "too few replicas train on": mock.patch.object(ladder, "too_few", lambda *_: ""),
+    "what a rung loses is not compared": mock.patch.object(recovery.Lost, "is_less_than", lambda self, other: False),
+    "the other replicas are forgotten": mock.patch.object(recovery, "_without_this_replica", _nothing),
+    "too few replicas train on": mock.patch.object(recovery, "too_few", lambda *_: ""),
     "there is no warm restart": mock.patch.object(
-        ladder, "_anew", lambda _, refused: refused.setdefault("checkpoint", "") and ()
+        recovery, "_anew", lambda _, refused: refused.setdefault("checkpoint", "") and ()
     ),
-    "seats are always filled": mock.patch.object(Seats, "rung", rungs.STANDBY),
-    "a limit has no name": mock.patch.object(ladder, "waits", lambda seats: ("control.patience_s",)),
+    "seats are always filled": mock.patch.object(Seats, "rung", recovery.STANDBY),
+    "a limit has no name": mock.patch.object(recovery, "waits", lambda seats: ("control.patience_s",)),
     "a checkpoint is newer than it is": mock.patch.object(Restarts, "steps_since", lambda self, step: 0),
 }
 """Bugs of the ladder that the properties have to find: title -> how to plant it, as a context manager."""

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import fused_adam
 
 from ft.adapters.megatron_lm.start import load
-from ft.job.agent.script import run
+from ft.job.agent.warm import run_script
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
         fused_adam.install()
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         record(Path(out))
-    return run(script, False, flags)
+    return run_script(script, False, flags)
 
 
 def record(out: Path) -> None:

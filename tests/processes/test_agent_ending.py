@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 60
-AS_A_WORKER = "import sys; from ft.job.agent import ending, script; ending.leave(script.run(sys.argv[1], False, []))"
+AS_A_WORKER = "import sys; from ft.job.agent import ending, warm; ending.leave(warm.run_script(sys.argv[1], False, []))"
 
 SCRIPT = """
 import atexit, ctypes, gzip, sys, threading, time

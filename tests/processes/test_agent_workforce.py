@@ -11,8 +11,8 @@ import pytest
 
 from ft.job.agent import environment
 from ft.job.agent.link import socket_address
-from ft.job.agent.listener import WorkerListener, listen
-from ft.job.agent.workforce import Workforce
+from ft.job.agent.options import Cluster, RunOptions, Script
+from ft.job.agent.workforce import WorkerListener, Workforce, listen
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Beat, WorkerDone, WorkerResumed, encode
 from ft.net.channel import Channel
@@ -35,7 +35,9 @@ class Pool:
 
 def begin(tmp_path):
     """Return a workforce, its pool, what it posts, and a worker that the pool has not reported yet."""
-    place = environment.NodeContext("n0", 0, "127.0.0.1", "none", str(tmp_path), "id", 1, 1, 0)
+    cluster, script = Cluster(1, 0, 0, "127.0.0.1", 0), Script("train.py", False, [])
+    options = RunOptions(script, cluster, 1, 0, tmp_path, "id", 0, [], None, None, False, None)
+    place = environment.NodeContext(options, "n0", "127.0.0.1", "none")
     pool, posted = Pool(), []
     workforce = Workforce(pool, place, posted.append, lambda channel: None, Timeouts())
     return workforce, pool, posted, workforce.spawn(0, 0, 0, ("127.0.0.1", 1))

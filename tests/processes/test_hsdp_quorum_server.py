@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import selectors
 import signal
 import socket
 import struct
@@ -20,8 +19,11 @@ import pytest
 
 from ft.base import events
 from ft.base.errors import FtError, RecoverableError, UserError
-from ft.job.quorum import FailureNotice, Limits, NoQuorum, QuorumClient, Report, wire
-from ft.job.quorum.server import Connections
+from ft.job.quorum import FailureNotice, Limits, NoQuorum, QuorumClient, Report
+from ft.job.quorum.values import FRAME, PURPOSE, pack, parse_where
+from ft.net.framed import Frames, Mark, Stream
+from ft.net.handshake import PROOF_BYTES, NotAMember, Party
+from ft.net.listener import Acceptor
 from ft.platform import election
 from ft.platform.election import QUORUM, SUCCEEDED
 from ft.systems.hsdp.components import Components
@@ -93,7 +95,7 @@ class Service:
         return (self.folder / "log").read_text()
 
     def address(self):
-        return wire.parse_where(election.read(self.folder, QUORUM).where)
+        return parse_where(election.read(self.folder, QUORUM).where)
 
     def close(self):
         for end in self.ends:
@@ -341,7 +343,7 @@ def test_a_wrong_token_is_refused_and_nobody_else_minds(service):
     with pytest.raises(UserError, match="token"):
         ask(stranger).result(LIMIT_S)
     assert ask(client).result(LIMIT_S).members == (0,)
-    assert "a wrong token" in service.said()
+    assert "its token is not that of this run" in service.said()
 
 
 def test_garbage_on_the_port_costs_its_sender_the_connection(service):
@@ -350,12 +352,10 @@ def test_garbage_on_the_port_costs_its_sender_the_connection(service):
     draw = random.Random(seed)
     service.serve(1)
     client, quorum = service.client(0), None
-    pieces = [b"GET / HTTP/1.1\r\n\r\n", wire.pack({"kind": "hello"}), wire.pack({"kind": "answer", "answer": "x"})]
-    pieces += [b"FTQU\xff\xff\xff\xff" + b"\0" * 8, b"FTQU\0\0\0\2\0\0\0\0[]", wire.pack({"kind": "welcome"})]
-    asked = {"kind": "answer", "protocol": wire.PURPOSE, "nonce": "00" * 16, "answer": "00" * 32}
-    pieces += [
-        wire.pack({**asked, name: value}) for name in asked for value in ("x", 7, None, "\u0663" * 32, "00" * 32)
-    ]
+    party = Party(TOKEN, PURPOSE, is_dialer=True)
+    sound = [party.greeting(), bytes(PROOF_BYTES), *Frames(party, bytes(16)).message(FRAME, Mark(), {}, [b"x"])]
+    pieces = [b"GET / HTTP/1.1\r\n\r\n", party.greeting(), b"".join(sound[:2]), b"".join(sound), sound[0][1:]]
+    pieces += [party.greeting() + draw.randbytes(draw.randint(1, 200)) for _ in range(20)]
     pieces += [draw.randbytes(draw.randint(1, 4000)) for _ in range(30)]
     idle = [socket.create_connection(service.address()) for _ in range(20)]
     for piece in pieces:
@@ -375,18 +375,19 @@ def test_garbage_on_the_port_costs_its_sender_the_connection(service):
 def test_a_server_that_does_not_know_the_token_is_told_nothing(said):
     own, other = socket.socketpair()
     with own, other:
-        channel = wire.Channel(own, TOKEN, is_host=False)
-        channel.send(wire.pack({"kind": "report"}))
-        answer = "00" * 32
+        stream = Stream(own, TOKEN, PURPOSE, is_dialer=True)
+        stream.send(FRAME, bodies=[pack({"kind": "report"})])
+        answer = b"\1" * PROOF_BYTES
         if said != "no challenge before":
-            other.sendall(wire.pack({"kind": "challenge", "protocol": wire.PURPOSE, "nonce": "00" * 16}))
-            assert list(channel.read()) == []
-            answer = wire.unpack(other.recv(1000)[wire.HEAD_SIZE :])["answer"] if said == "its own answer" else answer
-        other.sendall(wire.pack({"kind": "welcome", "answer": answer}))
-        with pytest.raises(wire.Broken, match="no server of the run"):
-            list(channel.read())
-        assert not channel.is_known
-        channel.close()
+            other.sendall(Party("another", PURPOSE, is_dialer=False).greeting())
+            assert stream.receive() == []
+            sent = other.recv(1000)
+            answer = sent[-PROOF_BYTES:] if said == "its own answer" else answer
+        other.sendall(answer)
+        with pytest.raises(NotAMember):
+            stream.receive()
+        assert not stream.is_member
+        stream.close()
         assert b"report" not in other.recv(1000)
 
 
@@ -404,14 +405,13 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_no_more(service):
         {"kind": "open sesame"},
     ]
     for message in messages:
-        channel = wire.Channel(socket.create_connection(service.address()), TOKEN, is_host=False)
-        channel.send(wire.pack(message))
-        channel.socket.settimeout(LIMIT_S)
-        with pytest.raises(wire.Broken):
+        stream = Stream(socket.create_connection(service.address()), TOKEN, PURPOSE, is_dialer=True)
+        stream.send(FRAME, bodies=[pack(message)])
+        stream.socket.settimeout(LIMIT_S)
+        with pytest.raises(ConnectionError):
             while True:
-                for _ in channel.read():
-                    pass
-        channel.close()
+                stream.receive()
+        stream.close()
         quorum = ask(client, after(quorum)).result(LIMIT_S)
     assert quorum.number == len(messages) + 1
 
@@ -433,15 +433,15 @@ def test_no_message_of_a_member_s_however_wrong_ends_the_server(service):
     ]
     values = [None, True, -1, 1.5, 1 << 80, "", "7", "\ud800", [], {}, [[]], {"": None}, float("nan"), "x" * 70000]
     for _ in range(150):
-        channel = wire.Channel(socket.create_connection(service.address()), TOKEN, is_host=False)
+        stream = Stream(socket.create_connection(service.address()), TOKEN, PURPOSE, is_dialer=True)
         for _ in range(3):
-            channel.send(wire.pack(_spoilt(draw, draw.choice(sound), values)))
-        with contextlib.suppress(FtError):
+            stream.send(FRAME, bodies=[pack(_spoilt(draw, draw.choice(sound), values))])
+        with contextlib.suppress(OSError):
             deadline = time.monotonic() + LIMIT_S
-            while not channel.is_known and time.monotonic() < deadline:
-                list(channel.read())
-            channel.flush()
-        channel.close()
+            while not stream.is_member and time.monotonic() < deadline:
+                stream.receive()
+            stream.flush()
+        stream.close()
     assert service.server.poll() is None, service.said()
     assert ask(service.client(0)).result(LIMIT_S).members
 
@@ -473,13 +473,13 @@ def test_without_a_server_an_answer_fails_in_time(service):
 
 
 def test_one_that_hangs_up_before_it_is_taken_in_costs_the_server_nothing_and_those_behind_it_come_in():
-    with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setblocking(False)
-        connections = Connections(selector, "token")
-        hasty = socket.create_connection(listener.getsockname(), timeout=LIMIT_S)
-        hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the close resets it
-        hasty.close()
-        with socket.create_connection(listener.getsockname(), timeout=LIMIT_S) as other:
-            connections.accept(listener)
-            assert len(selector.get_map()) == 1 and other.recv(4) == wire.MAGIC
-        connections.close()
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    acceptor = Acceptor(listener, TOKEN, PURPOSE, "test")
+    hasty = socket.create_connection(address, timeout=LIMIT_S)
+    hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the close resets it
+    hasty.close()
+    with socket.create_connection(address, timeout=LIMIT_S) as other:
+        assert acceptor.turn(LIMIT_S) == ([], [])
+        assert other.recv(len(PURPOSE)) == PURPOSE.encode()
+    acceptor.close()

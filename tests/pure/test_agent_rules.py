@@ -15,10 +15,10 @@ from ft.commands import arguments, protection
 from ft.commands.run import plan_faults
 from ft.job import messages
 from ft.job.agent import environment, preload
-from ft.job.agent.carry_out import first_ranks
 from ft.job.agent.console import Console, last_lines, last_words
-from ft.job.agent.options import resolve
-from ft.job.agent.script import search_path
+from ft.job.agent.options import Cluster, RunOptions, Script, resolve
+from ft.job.agent.start import first_ranks
+from ft.job.agent.warm import search_path
 from ft.job.agent.workforce import Watch, silent
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
@@ -280,10 +280,21 @@ def test_who_is_silent_and_why():
     assert silent(10.0, {}, timeouts) == []
 
 
-PLACE = environment.NodeContext(
-    node="n1", node_rank=1, host="10.0.0.2", socket="@s", run_dir="/r", run_id="r",
-    world_size=8, nproc=4, max_restarts=3, faults="/r/faults.n1.json",
-)  # fmt: skip
+OPTIONS = RunOptions(
+    Script("train.py", False, []),
+    Cluster(2, 1, 0, "10.0.0.1", 1),
+    4,
+    0,
+    Path("/r"),
+    "r",
+    3,
+    [],
+    None,
+    None,
+    False,
+    None,
+)
+PLACE = environment.NodeContext(OPTIONS, "n1", "10.0.0.2", "@s", "/r/faults.n1.json")
 
 
 def test_a_workers_environment():

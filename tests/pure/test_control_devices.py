@@ -99,8 +99,8 @@ def test_a_worker_that_ended_and_released_its_device_before_it_was_missed_holds_
     assert devices(world.wait(LIMITS.leave_s + 2)) == [0, 1, 2, 3]
 
 
-def node(rank, seats, standbys=1, **changes):
-    return Agent(f"n{rank}", rank, "host", seats, standbys, 0.0, **changes)
+def node(rank, seats, standbys=1, devices=0, **changes):
+    return Agent(m.AgentJoined(f"n{rank}", rank, "host", seats, standbys, devices=devices), 0.0, seats, **changes)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from control_world import World, kinds, opened
 from ft.faults import verdict
 from ft.faults.health import rules
 from ft.job import messages as m
-from ft.job.control.health import FRESH_S
+from ft.job.control.history import FRESH_S
 from ft.platform.health import EVENT, Observation, Reading
 
 BUG = ("AcceleratorError", "RuntimeError", "Exception")

@@ -8,7 +8,7 @@ import pytest
 from ft.base.errors import UserError
 from ft.faults import verdict
 from ft.job import messages as m
-from ft.job.control import history, liveness, sources
+from ft.job.control import history, liveness, repairs
 from ft.job.control.liveness import View
 from ft.job.control.membership import place_ranks
 from ft.job.control.state import Agent, Incident, State
@@ -220,33 +220,33 @@ def test_lost_agents_are_those_that_are_quiet_while_others_are_not():
 def test_sources_take_the_newest_step_that_everybody_has():
     peers = {0: [0, 1], 1: [0, 1]}
     held = {0: Holdings([4, 5], {1: [4]})}
-    step, found, _ = sources.choose([0, 1], held, peers)
+    step, found, _ = repairs.choose([0, 1], held, peers)
     assert step == 4 and found == {0: Source(0, 0), 1: Source(0, 0)}
 
 
 def test_the_shard_of_a_lost_rank_may_be_elsewhere_than_its_replicated_state():
     peers = {rank: [0, 1, 2] for rank in range(3)}
     held = {0: Holdings([5], {}), 2: Holdings([5], {1: [5]})}
-    assert sources.choose(range(3), held, peers)[1][1] == Source(owned=2, replicated=0)
+    assert repairs.choose(range(3), held, peers)[1][1] == Source(owned=2, replicated=0)
 
 
 def test_a_whole_group_that_is_lost_comes_from_copies_elsewhere_if_those_are_complete():
     peers = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
     held = {0: Holdings([5], {2: [5]}), 1: Holdings([4, 5], {3: [4, 5]})}
-    step, found, _ = sources.choose(range(4), held, peers, complete=[2, 3])
+    step, found, _ = repairs.choose(range(4), held, peers, complete=[2, 3])
     assert step == 5 and found[2] == Source(0, 0) and found[3] == Source(1, 1)
-    step, _, why = sources.choose(range(4), held, peers, complete=[2])
+    step, _, why = repairs.choose(range(4), held, peers, complete=[2])
     assert step is None and "rank(s) 3" in why
 
 
 def test_no_source_says_who_lacks_what():
-    step, found, why = sources.choose([0, 1], {0: Holdings([5])}, {0: [0, 1], 1: [0, 1]})
+    step, found, why = repairs.choose([0, 1], {0: Holdings([5])}, {0: [0, 1], 1: [0, 1]})
     assert step is None and found == {} and why == "of step 5, nobody has all that logical rank(s) 1 need"
-    assert sources.choose([0], {}, {})[2] == "nobody holds a snapshot"
+    assert repairs.choose([0], {}, {})[2] == "nobody holds a snapshot"
 
 
-def node(rank, seats, standbys=0, **changes):
-    return Agent(f"n{rank}", rank, "host", seats, standbys, 0.0, **changes)
+def node(rank, seats, standbys=0, devices=0, **changes):
+    return Agent(m.AgentJoined(f"n{rank}", rank, "host", seats, standbys, devices=devices), 0.0, seats, **changes)
 
 
 @pytest.mark.parametrize(

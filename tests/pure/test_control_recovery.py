@@ -1,8 +1,11 @@
 """The control plane's decisions on failures: hand-made histories, each with its decision and the reason for it."""
 
+from dataclasses import replace
+
 import pytest
 from control_world import LIMITS, World, kinds, only, opened
 
+from ft.faults.verdict import USER_CODE
 from ft.job import messages as m
 from ft.job.control.history import MOST_RETRIES
 from ft.job.control.state import CLOSED, ENDED, GATHERING, OPENED, RUNNING
@@ -81,7 +84,8 @@ def test_without_a_standby_one_is_started_first():
 def test_a_standby_that_is_starting_is_waited_for():
     world = World(standbys=0).run()
     world.join()
-    world.state.agents["n0"].standbys = 1
+    agent = world.state.agents["n0"]
+    agent.joined = replace(agent.joined, standbys=1)
     name = world.start_worker("n0")
     assert kinds(world.kill(1)) == ["Close"]
     assert "are starting" not in world.last and world.state.phase == CLOSED
@@ -223,7 +227,8 @@ def test_a_node_is_lost_with_all_its_workers():
 def test_a_lost_node_is_named_with_its_host():
     world = World(world_size=4, nodes=2, standbys=2).run()
     for node, host in (("n0", "gpu0136"), ("n1", "gpu0137")):
-        world.state.agents[node].machine = host
+        agent = world.state.agents[node]
+        agent.joined = replace(agent.joined, machine=host)
     orders = world.wait(LIMITS.agent_lost_s + 1, beats=["n0"])
     assert "node n1 (gpu0137) is lost: nothing was heard of its agent" in only(orders, m.Close).reason
 
@@ -681,3 +686,26 @@ def test_a_worker_is_not_judged_while_its_agent_is_silent():
     world.beat(5, r0=WAITS | {"since_s": 7.7}, r1={"since_s": 7.7})
     assert world.wait(3.0, beats=["n1"]) == []
     assert "nothing was heard of its agent" in only(world.wait(2.0, beats=["n1"]), m.Close).reason
+
+
+def test_a_run_ends_when_the_workers_for_an_empty_seat_are_set_up_differently_again_and_again():
+    world = World(standbys=0).run()
+    world.say(m.Observed("settings", {"worker": world.worker(0), "settings": {"code of ft/megatron": "1"}}))
+    orders = world.kill(2)
+    for _ in range(3):
+        assert kinds(orders)[-1] == "Spawn"
+        (name,) = world.start_spawned(orders)
+        orders = world.say(m.Observed("settings", {"worker": name, "settings": {"code of ft/megatron": "2"}}))
+    assert kinds(orders) == ["Stop"] and world.state.phase == ENDED
+    assert orders[0].code == USER_CODE and "it is not set up as the other workers are" in orders[0].message
+    assert [event["action"] for event in world.events("fault_detected")[1:]] == ["replace", "replace", "stop"]
+
+
+def test_a_standby_that_is_set_up_differently_ends_no_run_that_trains():
+    world = World(standbys=1).run()
+    world.say(m.Observed("settings", {"worker": world.worker(0), "settings": {"--lr": "0.1"}}))
+    orders = world.exit("n0.w4")
+    for _ in range(3):
+        (name,) = world.start_spawned(orders)
+        orders = world.say(m.Observed("settings", {"worker": name, "settings": {"--lr": "0.2"}}))
+    assert world.state.phase == RUNNING and kinds(orders) == ["Kill"]

@@ -10,11 +10,10 @@ import pytest
 
 from ft.base import token
 from ft.base.errors import UserError
-from ft.job.agent.control_supervisor import ControlPlaneSupervisor
+from ft.job.agent.control_plane import ControlPlaneSupervisor, Sidecar
 from ft.job.agent.membership import claim_name
-from ft.job.agent.sidecar import Sidecar
 from ft.job.agent.succession import CLAIM, FENCE, GIVE_UP, WAIT, View, decide
-from ft.job.control.isolation import PartitionDetector
+from ft.job.control.sidecar import PartitionDetector
 from ft.job.control.timeouts import Timeouts
 from ft.platform import election, processes
 from ft.platform.election import LeaseKeeper, LeaseRecord

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ft.job.control.rebuilds import plan_rebuild
+from ft.job.control.repairs import plan_rebuild
 from ft.job.messages import GroupReport
 
 

@@ -24,8 +24,8 @@ from ft.faults.hang.look import (
 )
 from ft.faults.hang.replicas import combine
 from ft.faults.hang.series import over_time
-from ft.job.control.answers import judge
-from ft.job.replicas.looks import Company, begun
+from ft.job.control.looks import judge
+from ft.job.replicas.launcher import Company, begun
 from ft.observe.diagnose.hang import as_text, as_values
 from ft.observe.diagnose.hang_picture import png
 from ft.record import looks as record

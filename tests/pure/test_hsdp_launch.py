@@ -13,7 +13,7 @@ from ft.commands import arguments
 from ft.commands import replicas as run
 from ft.job.agent.options import Cluster, RunOptions, Script
 from ft.job.quorum.limits import Limits
-from ft.job.replicas import faults, flags, marks, policy, replica
+from ft.job.replicas import flags, marks, member, places, policy
 from ft.job.replicas.flags import Replicas
 from ft.job.replicas.member import next_life
 from ft.job.replicas.places import Part, devices_of, parts_of
@@ -122,7 +122,7 @@ def test_a_replica_is_a_run_of_its_own_in_a_folder_of_its_own(tmp_path):
     first = run.replica_options(parts_of(2, 4, 8, 2)[0], whole, Replicas(2))
     assert first.cluster == Cluster(2, 0, 0, "10.0.0.4", 0, in_folder=True), "its own control plane is here"
     assert not own.hot_swap and own.world_size == 16 and (own.replicas, own.reorders) == (2, False)
-    assert replica.unpack(replica.pack(own, [], 1.5)) == (own, [], 1.5)
+    assert member.unpack(member.pack(own, [], 1.5)) == (own, [], 1.5)
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def server_options(asked: flags.Replicas):
 
 def planned(*texts: str, replicas: int = 3, shape: Part | None = None, seed: int = 1) -> dict[int, list]:
     specs, seed = inject.read_specs(texts, None, seed)
-    return faults.plan(specs, replicas, shape or Part(0, 1, 0, 2), seed)
+    return places.plan_faults(specs, replicas, shape or Part(0, 1, 0, 2), seed)
 
 
 def test_a_fault_goes_to_the_replica_that_it_names():

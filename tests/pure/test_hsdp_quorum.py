@@ -5,8 +5,7 @@ from quorum_world import World
 
 from ft.base.errors import UserError
 from ft.job.quorum import Limits, NoQuorum, Quorum, Report
-from ft.job.quorum.blame import judge
-from ft.job.quorum.decide import missing
+from ft.job.quorum.decide import judge, missing
 from ft.job.quorum.server import parse_options
 from ft.job.quorum.state import SPAN, Options
 from ft.job.quorum.values import committed_in, estimated

@@ -1,7 +1,7 @@
 """The file of ``ft run --limits``: what may be in it, and where its values take effect."""
 
 import json
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 from test_agent_rules import PLACE, options
@@ -9,7 +9,7 @@ from test_agent_rules import PLACE, options
 from ft.base.errors import UserError
 from ft.job.agent import environment
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts, timeouts_of
-from ft.job.replicas import replica
+from ft.job.replicas import member
 from ft.worker.session import surroundings
 
 
@@ -73,8 +73,8 @@ def test_the_flag_reaches_agents_workers_and_replicas(write, tmp_path, monkeypat
     (tmp_path / "train.py").write_text("")
     given = options(f"--limits {write('stall_s: 12')} --run-dir r train.py")
     assert given.timeouts == Timeouts(stall_s=12.0)
-    assert replica.unpack(replica.pack(given, [], None))[0].timeouts == given.timeouts
-    place = environment.NodeContext(**{**asdict(PLACE), "timeouts": given.timeouts.changed()})
+    assert member.unpack(member.pack(given, [], None))[0].timeouts == given.timeouts
+    place = replace(PLACE, options=given)
     env = environment.worker_environment(place, "n0.w0", 0, 0, 0, ("h", 1))
     assert Timeouts.of_worker(env) == given.timeouts and Timeouts.of_worker({}) == Timeouts()
     assert json.loads(surroundings(env)["limits"]) == {"stall_s": 12.0}, "compared between the workers"

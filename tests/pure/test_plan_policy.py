@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ft import cli
-from ft.job.control.rungs import LADDER
+from ft.job.control.recovery import LADDER
 
 
 def answer(capsys, *words: str) -> dict:

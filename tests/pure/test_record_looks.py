@@ -15,7 +15,7 @@ from ft.base.errors import UserError
 from ft.faults.hang.look import DEAD, Operation, Rank, Thread
 from ft.job.agent.announcements import RecoveryNews
 from ft.job.agent.looks import Looks
-from ft.job.control.answers import Answers
+from ft.job.control.looks import Answers
 from ft.job.messages import Look, Looked, LookTaken
 from ft.net.codec import to_json
 from ft.record import block, looks

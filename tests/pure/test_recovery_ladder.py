@@ -12,9 +12,8 @@ import pytest
 from control_world import LIMITS, World
 
 from ft.job import messages as m
-from ft.job.control import rungs
-from ft.job.control.ladder import Others, Restarts, Seats, Situation, decide
-from ft.job.control.recovery_plan import MIDDLE, Memory, Stages
+from ft.job.control import recovery
+from ft.job.control.recovery import MIDDLE, Memory, Others, Restarts, Seats, Situation, Stages, decide
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings, Neighbours, Source
 
@@ -41,26 +40,26 @@ def others(reorders=False, least=1, whole=(1, 2), lacking=(), steps=(7,)) -> Oth
 
 FEW, NO_RESTART = Seats((1,), 0, 0), Restarts(0, 0, 4, checkpoints=[2])
 CASES = [
-    (rungs.IN_PLACE, job(), 0),
-    (rungs.STANDBY, job([1]), 0),
-    (rungs.COPY, job([1], seats=Seats((1,), 0, 1)), 0),
-    (rungs.COPY, job(unverified={(1, 1, 7)}), 0),
-    (rungs.STANDBY, job([1], unverified={(2, 1, 7)}), 1),
-    (rungs.REPLICA, job([1], unverified={(2, 1, 7)}, others=others()), 0),
-    (rungs.REPLICA, job([1, 2], others=others()), 0),
-    (rungs.REPLICA, job([1], seats=FEW, others=others()), 0),
-    (rungs.REORDER, job([1], seats=FEW, others=others(reorders=True)), 0),
-    (rungs.STANDBY, job([1], others=others(reorders=True)), 0),
-    (rungs.REPLICA, job([1], seats=FEW, others=others(reorders=True, least=3)), 0),
-    (rungs.CHECKFREE, job([1], copies=False, checkfree=MIDDLE), 0),
-    (rungs.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=others(whole=(), lacking=[1])), 0),
-    (rungs.REPLICA, job([1], copies=False, checkfree=MIDDLE, others=others()), 0),
-    (rungs.CHECKPOINT, job([1], copies=False), 5),
-    (rungs.CHECKPOINT, job([1], hot_swap=False), 5),
-    (rungs.CHECKPOINT, job(barred="an error"), 5),
-    (rungs.REPLICA, job(barred="an error", others=others()), 0),
-    (rungs.END, job(barred="an error", restarts=NO_RESTART), 5),
-    (rungs.END, job([1], seats=FEW, restarts=replace(NO_RESTART, allowed=3, has_room=False)), 5),
+    (recovery.IN_PLACE, job(), 0),
+    (recovery.STANDBY, job([1]), 0),
+    (recovery.COPY, job([1], seats=Seats((1,), 0, 1)), 0),
+    (recovery.COPY, job(unverified={(1, 1, 7)}), 0),
+    (recovery.STANDBY, job([1], unverified={(2, 1, 7)}), 1),
+    (recovery.REPLICA, job([1], unverified={(2, 1, 7)}, others=others()), 0),
+    (recovery.REPLICA, job([1, 2], others=others()), 0),
+    (recovery.REPLICA, job([1], seats=FEW, others=others()), 0),
+    (recovery.REORDER, job([1], seats=FEW, others=others(reorders=True)), 0),
+    (recovery.STANDBY, job([1], others=others(reorders=True)), 0),
+    (recovery.REPLICA, job([1], seats=FEW, others=others(reorders=True, least=3)), 0),
+    (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE), 0),
+    (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=others(whole=(), lacking=[1])), 0),
+    (recovery.REPLICA, job([1], copies=False, checkfree=MIDDLE, others=others()), 0),
+    (recovery.CHECKPOINT, job([1], copies=False), 5),
+    (recovery.CHECKPOINT, job([1], hot_swap=False), 5),
+    (recovery.CHECKPOINT, job(barred="an error"), 5),
+    (recovery.REPLICA, job(barred="an error", others=others()), 0),
+    (recovery.END, job(barred="an error", restarts=NO_RESTART), 5),
+    (recovery.END, job([1], seats=FEW, restarts=replace(NO_RESTART, allowed=3, has_room=False)), 5),
 ]
 
 
@@ -77,31 +76,31 @@ UNKNOWN, SPARE = Others(3, are_unknown=True), Others(3, reorders=True, are_unkno
 @pytest.mark.parametrize(
     ("rung", "situation", "teller"),
     [
-        (rungs.STANDBY, job([1], others=UNKNOWN), None),
-        (rungs.REPLICA, job([1, 2], others=UNKNOWN), 0),
-        (rungs.REPLICA, job([0, 1], others=SPARE), 2),
-        (rungs.REPLICA, job([1, 2, 3], others=UNKNOWN, unverified={(0, 0, 7)}), 0),
-        (rungs.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=UNKNOWN), None),
-        (rungs.REPLICA, job([1, 2], copies=False, checkfree=MIDDLE, others=UNKNOWN), 0),
-        (rungs.REPLICA, job([0, 1, 2, 3], others=UNKNOWN), None),
-        (rungs.REPLICA, job([1, 2], seats=FEW, others=UNKNOWN), None),
-        (rungs.REORDER, job([1], seats=FEW, others=SPARE), None),
-        (rungs.REPLICA, job(barred="an error", others=UNKNOWN), None),
-        (rungs.END, job(barred="an error", others=UNKNOWN, restarts=NO_RESTART), None),
+        (recovery.STANDBY, job([1], others=UNKNOWN), None),
+        (recovery.REPLICA, job([1, 2], others=UNKNOWN), 0),
+        (recovery.REPLICA, job([0, 1], others=SPARE), 2),
+        (recovery.REPLICA, job([1, 2, 3], others=UNKNOWN, unverified={(0, 0, 7)}), 0),
+        (recovery.CHECKFREE, job([1], copies=False, checkfree=MIDDLE, others=UNKNOWN), None),
+        (recovery.REPLICA, job([1, 2], copies=False, checkfree=MIDDLE, others=UNKNOWN), 0),
+        (recovery.REPLICA, job([0, 1, 2, 3], others=UNKNOWN), None),
+        (recovery.REPLICA, job([1, 2], seats=FEW, others=UNKNOWN), None),
+        (recovery.REORDER, job([1], seats=FEW, others=SPARE), None),
+        (recovery.REPLICA, job(barred="an error", others=UNKNOWN), None),
+        (recovery.END, job(barred="an error", others=UNKNOWN, restarts=NO_RESTART), None),
     ],
 )
 def test_a_replica_that_does_not_know_the_others_keeps_its_workers_and_fetches_the_state(rung, situation, teller):
     """``teller``: the rank whose position all take; without one, the state is here, or all workers start anew."""
     found = decide(situation)
     assert found.rung == rung and (found.plan.teller if found.plan is not None else None) == teller, found
-    assert (found.reason and found.waits) or rung == rungs.END
+    assert (found.reason and found.waits) or rung == recovery.END
 
 
 def test_a_decision_names_sources_and_what_spoke_against_the_rungs_before():
     found = decide(job([1, 2], copies=True, others=others()))
     assert found.fetched == {1: 1} and found.plan.sources[2] == Source(3, 3)
-    assert found.refused[rungs.IN_PLACE] == "logical rank(s) 1, 2 have lost their worker"
-    assert found.refused[rungs.STANDBY] == "of step 7, nobody has all that logical rank(s) 1 need"
+    assert found.refused[recovery.IN_PLACE] == "logical rank(s) 1, 2 have lost their worker"
+    assert found.refused[recovery.STANDBY] == "of step 7, nobody has all that logical rank(s) 1 need"
     found = decide(job([1, 2], copies=False, checkfree=MIDDLE, others=others(lacking=[1], whole=())))
     assert found.plan.rebuilt == {1: Neighbours(0, 2)} and found.fetched == {2: 1}
 
@@ -120,7 +119,7 @@ def test_the_decision_on_no_random_situation_breaks_a_property():
         found = decide(situation)
         seen[found.rung] += 1
         assert not (said := ladder_situations.broken(situation, found)), f"FT_TESTS_SEED={number}: {said}"
-    assert set(seen) == set(rungs.LADDER), "a rung was never taken"
+    assert set(seen) == set(recovery.LADDER), "a rung was never taken"
 
 
 def within(world, *names: str) -> bool:
@@ -133,16 +132,16 @@ def test_the_control_plane_waits_for_no_answer_longer_than_the_rung_says():
     world = World(standbys=1).run()
     world.kill(1)
     answers = (world.release, world.arrive, world.repair, world.resume)
-    for name, answer in zip(rungs.waits(rungs.STANDBY), answers, strict=True):
+    for name, answer in zip(recovery.waits(recovery.STANDBY), answers, strict=True):
         assert within(world, name), name
         answer()
     assert world.state.phase == "running"
     world = World(standbys=0).run()
     world.kill(1)
-    assert within(world, "control.ready_s", "control.drain_s") and "control.ready_s" in rungs.waits(rungs.COPY)
+    assert within(world, "control.ready_s", "control.drain_s") and "control.ready_s" in recovery.waits(recovery.COPY)
     world = World(standbys=0).run()
     world.fail(1, "RuntimeError")
-    assert world.state.restarts == 1 and within(world, *rungs.waits_of_restart())
+    assert world.state.restarts == 1 and within(world, *recovery.waits_of_restart())
 
 
 def test_the_control_plane_names_the_rung_of_a_repair():

@@ -11,12 +11,10 @@ from ft.base.events import observed
 from ft.base.step_clock import BLOCK, COMPUTE, DATA, WARM_UP
 from ft.faults.verdict import STRAGGLER
 from ft.job import messages as m
-from ft.job.control import status
-from ft.job.control.eviction import PAUSE_STEPS
+from ft.job.control import sidecar
 from ft.job.control.journal import Journal, recall
-from ft.job.control.pace import PaceBook
 from ft.job.control.state import RUNNING
-from ft.job.control.stragglers import WINDOW
+from ft.job.control.stragglers import PAUSE_STEPS, WINDOW, PaceBook
 from ft.observe.report import ranks
 from ft.record import metrics
 from ft.show import palette
@@ -51,10 +49,10 @@ def test_a_slow_worker_is_named_once_and_keeps_its_seat_without_the_flag():
     assert world.say(judged(world)) == [] and world.say(judged(world, step=60)) == []
     (found,) = world.events("straggler_found")
     assert (found["rank"], found["worker"], found["cause"], found["step"]) == (2, "n0.w2", COMPUTE, 50)
-    assert status.values(world.state)["stragglers"]["2"]["worker"] == "n0.w2"
+    assert sidecar.status_values(world.state)["stragglers"]["2"]["worker"] == "n0.w2"
     world.say(judged(world, step=90, is_late=False, ratio=1.0))
     assert [event["step"] for event in world.events("straggler_gone")] == [90]
-    assert status.values(world.state)["stragglers"] == {}
+    assert sidecar.status_values(world.state)["stragglers"] == {}
 
 
 def test_a_slow_worker_is_replaced_by_a_ready_standby():
@@ -66,7 +64,7 @@ def test_a_slow_worker_is_replaced_by_a_ready_standby():
     assert (fault["category"], fault["action"], fault["rank"]) == (STRAGGLER, "replace", 2)
     assert not world.events("device_unusable"), "the node has no devices"
     world.recover()
-    assert world.state.phase == RUNNING and status.values(world.state)["stragglers"] == {}
+    assert world.state.phase == RUNNING and sidecar.status_values(world.state)["stragglers"] == {}
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from ft.base.errors import UserError
 from ft.base.flags import Parser
 from ft.commands import arguments
 from ft.job import messages as m
-from ft.job.agent.devices import Devices
+from ft.job.agent.devices import Devices, LeftOut
 from ft.job.agent.options import resolve
-from ft.job.agent.suspects import LeftOut
-from ft.job.replicas import replica
+from ft.job.replicas import member
 from ft.platform import devices, suspects
 from ft.platform.suspects import Counts, Suspect
 
@@ -153,7 +152,7 @@ def test_the_index_is_that_among_all_devices_of_the_host(listed, script):
 
 def test_what_a_replica_leaves_out_reaches_its_agent(listed, script):
     given = options(f"--suspects {listed(suspect(1))} --devices-per-node 3 {script}")
-    assert replica.unpack(replica.pack(given, [], None))[0] == given
+    assert member.unpack(member.pack(given, [], None))[0] == given
 
 
 # ------------------------------------------------------------------------------------------ its agent

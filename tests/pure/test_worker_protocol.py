@@ -13,10 +13,9 @@ from ft.faults.hang.format import is_in_own_wait
 from ft.faults.hang.look import Rank
 from ft.job.messages import Close, Finish, Open, Repair, Resume, Seat
 from ft.worker import protocol
-from ft.worker.looks import running_threads
 from ft.worker.progress import Progress
 from ft.worker.protocol import Orders
-from ft.worker.session import Session
+from ft.worker.session import Session, running_threads
 
 REPAIR = Repair(1, 7, [], [], {})
 

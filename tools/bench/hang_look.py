@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ft.net.codec import to_json
 from ft.state.groups.history import History
-from ft.worker.looks import running_threads
+from ft.worker.session import running_threads
 
 ROUNDS, WARM_UP, OPERATIONS = 15, 3, 2000
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from ft.base.errors import UserError  # noqa: E402
-from ft.job.control.rebuilds import RebuildPlan, plan_rebuild  # noqa: E402
+from ft.job.control.repairs import RebuildPlan, plan_rebuild  # noqa: E402
 from ft.job.messages import GroupReport  # noqa: E402
 from ft.net.codec import Numbers  # noqa: E402
 from ft.state.groups.backends import connections  # noqa: E402

@@ -22,7 +22,7 @@ import replica_runs  # noqa: E402
 from fault_campaign import corpus  # noqa: E402
 
 from ft.base import events  # noqa: E402
-from ft.job.control import rungs  # noqa: E402
+from ft.job.control import recovery  # noqa: E402
 from ft.show import axes, palette  # noqa: E402
 from ft.show.text import table  # noqa: E402
 
@@ -55,13 +55,13 @@ class Loss:
 
 ALL = tuple(range(WORKERS))
 LOSSES = (
-    Loss(4, "exception:error=recoverable", {0: (1,)}, rungs.IN_PLACE),
-    Loss(8, "kill", {0: (1,)}, rungs.STANDBY),
-    Loss(12, "kill", {0: (0, 2)}, rungs.COPY),
-    Loss(16, "kill", {1: ALL}, rungs.REPLICA),
-    Loss(40, "kill", {0: (0, 1), 1: (0, 1)}, rungs.CHECKFREE),
-    Loss(46, "kill", {0: ALL, 1: ALL}, rungs.CHECKPOINT),
-    Loss(58, "exception:error=user", {0: (0,), 1: (0,)}, rungs.END),
+    Loss(4, "exception:error=recoverable", {0: (1,)}, recovery.IN_PLACE),
+    Loss(8, "kill", {0: (1,)}, recovery.STANDBY),
+    Loss(12, "kill", {0: (0, 2)}, recovery.COPY),
+    Loss(16, "kill", {1: ALL}, recovery.REPLICA),
+    Loss(40, "kill", {0: (0, 1), 1: (0, 1)}, recovery.CHECKFREE),
+    Loss(46, "kill", {0: ALL, 1: ALL}, recovery.CHECKPOINT),
+    Loss(58, "exception:error=user", {0: (0,), 1: (0,)}, recovery.END),
 )
 """A worker's copy is at the worker after it. So two workers that are not neighbours leave a copy of each, two that are
 do not; the first of them then takes the weights of a data-parallel peer, in both replicas."""
@@ -119,9 +119,9 @@ def _rung_of(done: replica_runs.Done, loss: Loss, replica: int) -> str:
         if event.name == events.REPAIR_ORDERED:
             return event.detail["rung"]
         if event.name == events.RESTARTED:
-            return rungs.CHECKPOINT if _has_no_state(done, replica, event.wall) else event.detail["rung"]
+            return recovery.CHECKPOINT if _has_no_state(done, replica, event.wall) else event.detail["rung"]
         if event.name == events.STOPPED:
-            return rungs.END
+            return recovery.END
     return ""
 
 

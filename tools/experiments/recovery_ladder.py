@@ -19,14 +19,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from ladder_situations import PLANTED, broken, situation  # noqa: E402
 
-from ft.job.control import rungs  # noqa: E402
-from ft.job.control.ladder import Situation, decide  # noqa: E402
+from ft.job.control import recovery  # noqa: E402
+from ft.job.control.recovery import Situation, decide  # noqa: E402
 from ft.show import axes, palette  # noqa: E402
 from ft.show.text import percent, table  # noqa: E402
 
 _COLOURS = dict(
     zip(
-        rungs.LADDER,
+        recovery.LADDER,
         ("#d9e5d6", "#9fc7a6", "#5aa06c", "#4f94c4", "#33659c", "#f1c453", "#c8322b", palette.INK),
         strict=True,
     )
@@ -52,12 +52,12 @@ def main(argv: list[str]) -> int:
     took_s = time.process_time() - began
     print("$ python tools/experiments/recovery_ladder.py")
     print(f"{given.situations} situations from number {given.first} in {took_s:.0f} s of CPU time: {wrong} broken\n")
-    totals = {kind: sum(taken[kind, rung] for rung in rungs.LADDER) for kind in _KINDS}
+    totals = {kind: sum(taken[kind, rung] for rung in recovery.LADDER) for kind in _KINDS}
     rows = [
-        [kind, str(totals[kind]), *(percent(taken[kind, rung] / max(1, totals[kind])) for rung in rungs.LADDER)]
+        [kind, str(totals[kind]), *(percent(taken[kind, rung] / max(1, totals[kind])) for rung in recovery.LADDER)]
         for kind in _KINDS
     ]
-    print(table(["protections", "situations", *rungs.LADDER], rows, right=range(1, 2 + len(rungs.LADDER))))
+    print(table(["protections", "situations", *recovery.LADDER], rows, right=range(1, 2 + len(recovery.LADDER))))
     print("\nplanted bugs, and the number of the first situation that shows each\n")
     missed = 0
     for title, planted in PLANTED.items():
@@ -81,7 +81,7 @@ def _draw(taken: Counter, totals: dict[str, int], given: argparse.Namespace, pat
     axes.plain(place, "share of the situations in which each rung of the ladder is taken", pad=26)
     for row, kind in enumerate(_KINDS):
         left = 0.0
-        for rung in rungs.LADDER:
+        for rung in recovery.LADDER:
             share = taken[kind, rung] / max(1, totals[kind])
             place.barh(row, share, left=left, height=0.7, color=_COLOURS[rung])
             left += share
@@ -89,7 +89,7 @@ def _draw(taken: Counter, totals: dict[str, int], given: argparse.Namespace, pat
     place.set_ylim(len(_KINDS) - 0.5, -0.5)
     place.set_xlim(0, 1)
     place.xaxis.set_major_formatter(axes.Percents())
-    axes.legend(place, [place.barh(0, 0, color=_COLOURS[rung], label=rung) for rung in rungs.LADDER])
+    axes.legend(place, [place.barh(0, 0, color=_COLOURS[rung], label=rung) for rung in recovery.LADDER])
     figure.savefig(path, format="png")
 
 

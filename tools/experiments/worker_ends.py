@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--into", type=Path, required=True, help="folder for what the runs write")
     given = parser.parse_args(argv)
     given.into.mkdir(parents=True, exist_ok=True)
-    ours = ["ft.job.agent.agent", "ft.job.agent.components", "ft.job.control.sidecar"]
+    ours = ["ft.job.agent.agent", "ft.job.agent.start", "ft.job.control.sidecar"]
     preload.load([*preload.plan(SCRIPT, False, []), *ours], set())
     job = flags(_corpus(given.into), FLAGS, given.steps)
     began, ends, codes, living, unclean = time.monotonic(), Counter(), Counter(), Counter(), []

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     from ft.adapters.megatron_lm.install import install
     from ft.adapters.megatron_lm.state import Run
     from ft.adapters.megatron_lm.trainer import newest
-    from ft.job.agent.script import run as run_script
+    from ft.job.agent.warm import run_script
     from ft.protection.stack import Protections
     from megatron import patches
 

@@ -1,11 +1,8 @@
 """The node agent of ``ft run``: an event loop over child processes, workers' connections and control-plane orders.
 
-Terms: a worker is a training process that holds a logical rank (a position in the parallel layout); a standby is a
-worker that holds none and can replace a lost one. Workers are forked from the warm pool, a process that has imported
-everything. The control plane is one process for the whole run; it runs on one node and orders the recoveries. An epoch
-is a version of the assignment of workers to logical ranks. In a warm restart, all workers end, and new workers from the
-warm pool load the last checkpoint. A life of the run begins with its first start, and with every restart that does not
-continue from the control plane's journal (its log of decisions); the life has the number of that restart.
+Workers are forked from the warm pool, a process that has imported everything. A life of the run begins with its first
+start, and with every restart that does not continue from the control plane's journal (its log of decisions); the life
+has the number of that restart.
 """
 
 import contextlib
@@ -13,8 +10,7 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ft.base import events
 from ft.base.errors import PLANNED_ENDS, UserError
@@ -22,10 +18,9 @@ from ft.base.files import needs_run_dir
 from ft.faults.verdict import USER_CODE
 from ft.job.agent import first_contact
 from ft.job.agent.announcements import cause_of_crash
-from ft.job.agent.components import Components
 from ft.job.agent.console import last_words
-from ft.job.agent.pool import PoolBroken
-from ft.job.agent.upkeep import ControlPlaneUpkeep, Fenced, JournalBroken, PoolUpkeep
+from ft.job.agent.control_plane import ControlPlaneUpkeep, Fenced, JournalBroken
+from ft.job.agent.pool import PoolBroken, PoolUpkeep
 from ft.job.agent.uplink import Linked, NewLife, Refused, Unlinked
 from ft.job.agent.workforce import Worker
 from ft.job.messages import (
@@ -51,6 +46,9 @@ from ft.job.messages import (
 )
 from ft.platform import processes
 from ft.record.run import AGENT_LOG
+
+if TYPE_CHECKING:
+    from ft.job.agent.start import Components
 
 _TICK_S = 0.1
 """Longest time for which the event loop waits for an event, in seconds."""
@@ -102,8 +100,8 @@ class Agent:
         joined: message to print once the first snapshots of all workers have reached their peers.
     """
 
-    def __init__(self, parts: Components, ranks: list[int], life: int = 0, joined: str = ""):
-        self._parts, self._membership = parts, parts.membership
+    def __init__(self, parts: "Components", ranks: list[int], life: int = 0, joined: str = ""):
+        self._parts, self._membership, self._options = parts, parts.membership, parts.membership.place.options
         self._console, self._uplink = parts.console, parts.uplink
         self._workforce, self._masters = parts.workforce, parts.masters
         self._pool = PoolUpkeep(parts.supervisor, parts.pool, parts.workforce, parts.console, self._on_exit)
@@ -120,7 +118,7 @@ class Agent:
         self._empty_since = self._join_at = 0.0
         self._joined, self._reported = joined, set()
         self._last_words_of: set[str] = set()
-        self._messages = first_contact.Messages(Path(parts.membership.place.run_dir))
+        self._messages = first_contact.Messages(self._options.run_dir)
         self._has_crashed = False
         self._beat_s, self._next_beat = parts.timeouts.agent_beat_s, 0.0
 
@@ -151,8 +149,8 @@ class Agent:
         self._parts.supervisor.open(self._on_signal, self._on_exit)
         self._parts.worker_listener.open()
         self._control.settle(self._life, self._node)
-        if self._membership.place.node_rank == 0 and not self._membership.is_late:
-            with needs_run_dir(Path(self._membership.place.run_dir)):
+        if self._options.cluster.node_rank == 0 and not self._membership.is_late:
+            with needs_run_dir(self._options.run_dir):
                 self._control.start()
         self._pool.start()
         self._parts.devices.start()
@@ -272,7 +270,7 @@ class Agent:
                 self._on_link(what)
 
     def _tell_notice(self, order: Notice) -> None:
-        if self._membership.place.node_rank == 0 or self._control.is_here:
+        if self._options.cluster.node_rank == 0 or self._control.is_here:
             self._console.complain(order.message)
 
     def _spawn_standbys(self, count: int) -> None:
@@ -310,7 +308,7 @@ class Agent:
     def _seat(self, seats: dict[int, str], fresh: bool) -> None:
         """Record which worker holds which logical rank, and show the output of the first and the last rank."""
         self._seats = seats
-        world_size = self._membership.place.world_size
+        world_size = self._options.world_size
         names = [seats.get(rank) for rank in sorted({0, world_size - 1})]
         workers = self._workforce.workers
         self._console.follow([workers[name].log for name in names if name in workers], fresh)
@@ -344,7 +342,7 @@ class Agent:
 
     def _stop(self, order: Stop) -> None:
         self._console.poll(to_the_end=True)
-        tells = self._membership.place.node_rank == 0 or self._control.is_here
+        tells = self._options.cluster.node_rank == 0 or self._control.is_here
         if tells and order.message not in ("", *self._reported) and not self._signum:
             self._console.complain(order.message)
         is_planned = order.code in PLANNED_ENDS
@@ -395,7 +393,7 @@ class Agent:
         """
         if self._ending or (self._begin is not None and self._begin.anew):
             return
-        goes_on = (number <= self._membership.place.max_restarts or not anew) and not self._signum
+        goes_on = (number <= self._options.max_restarts or not anew) and not self._signum
         what = f"warm restart {number} from the checkpoint" if goes_on else "the run ends"
         self._console.complain(f"{reason}; {what}")
         self._begin, self._life = Begin(number, self._first_ranks, join=True, anew=anew), number
@@ -451,7 +449,7 @@ class Agent:
     def _leave_word(self, trace: str) -> None:
         """Write the exception that ends this agent into the run's directory, for ``ft diagnose crash``."""
         with contextlib.suppress(OSError):
-            (Path(self._membership.place.run_dir) / "logs" / f"{self._node}{AGENT_LOG}").write_text(trace)
+            (self._options.run_dir / "logs" / f"{self._node}{AGENT_LOG}").write_text(trace)
 
     def _clean_up(self) -> None:
         self._workforce.kill_all()
@@ -470,7 +468,7 @@ class Agent:
         self._parts.room.close()
         self._parts.recoveries.close()
         if self._has_crashed:
-            self._console.complain(cause_of_crash(Path(self._membership.place.run_dir), self._last_words_of))
+            self._console.complain(cause_of_crash(self._options.run_dir, self._last_words_of))
         self._parts.health.close()
         # last, because it waits for the reader of stdout: nothing else of the run may wait for that reader
         self._console.close()

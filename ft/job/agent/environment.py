@@ -1,48 +1,33 @@
-"""The environment variables that a node agent of ``ft run`` sets for its workers: torchrun's, and FT_* variables.
-
-A worker is a training process. A standby is a worker that waits without a logical rank until it replaces a lost worker.
-"""
+"""What a node agent of ``ft run`` sets for its workers: torchrun's and FT_* variables, and the rendezvous address."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from ft.job.agent.options import RunOptions
+from ft.job.agent.uplink import Uplink
 from ft.job.control.timeouts import VARIABLE
+from ft.job.messages import Master, MasterChosen
+from ft.platform import network
 
 
 @dataclass(frozen=True)
 class NodeContext:
-    """Values that all workers of one agent have in common.
+    """This node in the run: its options, and what the agent has found out.
 
     Attributes:
+        options: the options of the run on this node.
         node: the agent's name.
-        node_rank: number of the agent's node.
         host: address at which other nodes reach this node.
         socket: address of the agent's socket (FT_AGENT).
-        run_dir: the run's directory.
-        run_id: id of the run (TORCHELASTIC_RUN_ID).
-        world_size: number of logical ranks of the run.
-        nproc: number of workers with a logical rank on each node.
-        max_restarts: maximum number of warm restarts of the run.
         faults: file with the planned faults, "" if there are none.
-        domains: kind -> name of the node's failure domains, such as "rack" -> "r1".
-        timeouts: the run's timeouts that are not the defaults, in seconds by name.
-        health: value of ``--health``; with "off", standbys do not check themselves.
     """
 
+    options: RunOptions
     node: str
-    node_rank: int
     host: str
     socket: str
-    run_dir: str
-    run_id: str
-    world_size: int
-    nproc: int
-    max_restarts: int
     faults: str = ""
-    domains: Mapping[str, str] = field(default_factory=dict)
-    timeouts: Mapping[str, float] = field(default_factory=dict)
-    health: str = "watch"
 
 
 def worker_environment(
@@ -59,32 +44,33 @@ def worker_environment(
         local_rank: index of the worker's device on this node.
         master: (host, port) for a process group that the script creates itself.
     """
-    shown_rank = place.world_size - 1 if rank is None else rank
+    options = place.options
+    shown_rank = options.world_size - 1 if rank is None else rank
     return {
         "FT_AGENT": place.socket,
         "FT_WORKER": worker,
         "FT_NODE": place.node,
         "FT_HOST": place.host,
-        "FT_RUN_DIR": place.run_dir,
+        "FT_RUN_DIR": str(options.run_dir),
         "FT_RESTART": str(restart),
         "FT_STANDBY": "1" if rank is None else "",
-        "FT_HEALTH": place.health,
+        "FT_HEALTH": options.health,
         "FT_FAULTS": place.faults,
-        VARIABLE: json.dumps(dict(place.timeouts)),
+        VARIABLE: json.dumps(options.timeouts.changed()),
         "RANK": str(shown_rank),
         "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.nproc),
-        "GROUP_RANK": str(place.node_rank),
-        "GROUP_WORLD_SIZE": str(place.world_size // place.nproc),
+        "WORLD_SIZE": str(options.world_size),
+        "LOCAL_WORLD_SIZE": str(options.nproc),
+        "GROUP_RANK": str(options.cluster.node_rank),
+        "GROUP_WORLD_SIZE": str(options.cluster.training_nodes),
         "ROLE_RANK": str(shown_rank),
-        "ROLE_WORLD_SIZE": str(place.world_size),
+        "ROLE_WORLD_SIZE": str(options.world_size),
         "ROLE_NAME": "default",
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),
-        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RUN_ID": options.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(restart),
-        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
     }
 
 
@@ -96,3 +82,36 @@ def defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """
     wanted = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return {name: value for name, value in wanted.items() if name not in environment}
+
+
+class Masters:
+    """The rendezvous addresses, one for each warm restart of the run.
+
+    A warm restart ends all workers and starts new ones; it needs a new port, because old processes may still hold the
+    old one. The agent (supervisor process) of the node with logical rank 0 chooses the address. The control plane
+    passes it on to the other agents.
+    """
+
+    def __init__(self, place: NodeContext, uplink: Uplink):
+        self._place, self._uplink = place, uplink
+        self._known: dict[int, tuple[str, int]] = {}
+
+    def find(self, number: int, ranks: list[int]) -> tuple[str, int] | None:
+        """Return (host, port) for restart ``number``, None while it is not known.
+
+        Args:
+            number: number of the warm restart, 0 for the first start.
+            ranks: logical ranks of this agent's workers. If rank 0 is among them, this call chooses the address.
+        """
+        if number not in self._known and 0 in ranks:
+            self._known[number] = (self._place.host, network.free_port())
+            if len(ranks) < self._place.options.world_size:
+                self._uplink.post(MasterChosen(number, *self._known[number]))
+        return self._known.get(number)
+
+    def known(self, number: int) -> tuple[str, int]:
+        """Return (host, port) for standbys, which do not use the address: port 0 if it is not known."""
+        return self._known.get(number, (self._place.host, 0))
+
+    def learn(self, answer: Master) -> None:
+        self._known[answer.number] = (answer.host, answer.port)

@@ -1,6 +1,6 @@
 """Fault injection in a node agent of ``ft run``: triggers the planned faults whose target is the node or its network.
 
-The agent is the supervisor process of a node. A fault can also target the control plane's process on the node.
+A fault can also target the control plane's process on the node.
 """
 
 import time

@@ -1,8 +1,8 @@
 """Watches the health of a node for its agent: reads it in a thread, judges it by rules, and reports what is new.
 
-The agent is the supervisor process of one node of ``ft run``. Reading may take seconds, or hang in a driver, so the
-agent never waits for it. Findings are events of the run; with ``--health drain`` the control plane also acts on those
-that speak against a device or the node: no further worker gets it.
+Reading may take seconds, or hang in a driver, so the agent never waits for it. Findings are events of the run; with
+``--health drain`` the control plane also acts on those that speak against a device or the node: no further worker gets
+it.
 """
 
 import threading

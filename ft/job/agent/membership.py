@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from ft.base.errors import FtError, UserError
 from ft.job.agent.devices import Devices
 from ft.job.agent.environment import NodeContext
-from ft.job.agent.options import Cluster, Script
+from ft.job.agent.options import RunOptions
 from ft.job.control.start_checks import MISSING, OUTPUT, THERE
 from ft.job.messages import AgentJoined
 from ft.platform import election, network, shared_state
@@ -33,18 +33,19 @@ _ENDINGS = ("", ".bin", ".idx")
 """A data set is given by the beginning of the names of its two files."""
 
 
-def describe(cluster: Cluster, script: Script) -> dict[str, Any]:
+def describe(options: RunOptions) -> dict[str, Any]:
     """Return the fields of ``AgentJoined`` that say how this node is set up.
 
     The call takes a part of a second, because it reads the versions of the installed packages.
     """
     from ft.platform.versions import versions
 
+    cluster = options.cluster
     return {
         "machine": socket.gethostname(),
         "interfaces": network.interfaces(),
         "about": {**versions(), "--nnodes": str(cluster.nnodes), "--standby-nodes": str(cluster.standby_nodes)},
-        "paths": paths(script.args),
+        "paths": paths(options.script.args),
         "clock": time.time(),
     }
 
@@ -141,32 +142,17 @@ class Membership:
     """The present role of this agent in the run.
 
     Args:
-            run_dir: the run's directory.
         place: properties of this node, with the agent's first name.
-        seats: number of workers for logical ranks that the agent offers.
-        standbys: number of standbys that the agent offers.
         devices: the devices of this node.
-        is_late: whether the agent joins a run that is under way, and therefore offers standbys only.
-        describe: returns the fields of ``AgentJoined`` that say how this node is set up.
 
     Attributes:
         place: properties of this node, which its workers have in common.
         is_late: whether the agent joins a run that is under way, and therefore offers standbys only.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        place: NodeContext,
-        seats: int,
-        standbys: int,
-        devices: Devices,
-        is_late: bool = False,
-        describe: Callable[[], dict[str, Any]] = dict,
-    ):
-        self._describe = describe
-        self._run_dir, self.place, self.is_late = run_dir, place, is_late
-        self._seats, self._standbys, self._devices = seats, standbys, devices
+    def __init__(self, place: NodeContext, devices: Devices):
+        self.place, self._devices = place, devices
+        self.is_late = place.options.life is None and place.node != f"n{place.options.cluster.node_rank}"
         self._store_server: Any = None
         self._token = ""
 
@@ -176,7 +162,8 @@ class Membership:
         Raises:
             OSError: the shared state cannot be written.
         """
-        self.place = replace(self.place, node=claim_name(self._run_dir, self.place.node_rank))
+        options = self.place.options
+        self.place = replace(self.place, node=claim_name(options.run_dir, options.cluster.node_rank))
         self.is_late = True
 
     def join(self, token: str) -> AgentJoined:
@@ -195,12 +182,13 @@ class Membership:
             self._store_server.close()
         place, self._token = self.place, token
         self._store_server = StoreServer(place.host, 0, token)
-        seats, standbys = self._seats, self._standbys
+        options, address = place.options, self._store_server.address
+        seats, standbys = options.nproc if options.cluster.trains else 0, options.standbys_here
         if self.is_late:
             seats, standbys = 0, max(seats, standbys)
-        address, domains = self._store_server.address, dict(place.domains)
-        joined = AgentJoined(place.node, place.node_rank, place.host, seats, standbys, address, domains)
-        return replace(joined, **self._devices.described(), **self._describe())
+        rank, domains = options.cluster.node_rank, dict(options.domains)
+        joined = AgentJoined(place.node, rank, place.host, seats, standbys, address, domains)
+        return replace(joined, **self._devices.described(), **describe(options))
 
     def sweep(self, epoch: int) -> None:
         """Remove old rendezvous keys from this node's store, in a thread, if it holds more than ``_MANY_KEYS``.

@@ -1,9 +1,6 @@
 """Resolves the options of ``ft run`` from its command line and from the environment of Slurm or mpirun.
 
-All errors in the input are collected and reported together. Terms: a worker is a training process that holds a logical
-rank (a position in the parallel layout); a standby is a worker that holds none and can replace a lost one. The control
-plane is one process for the whole run that decides about recoveries. In a warm restart, all workers start again from
-the last checkpoint.
+All errors in the input are collected and reported together.
 """
 
 import argparse
@@ -20,7 +17,8 @@ from pathlib import Path
 from ft.base import files, token
 from ft.base.errors import Problem, Problems, UserError
 from ft.base.quantities import whole
-from ft.job.agent import mpirun, suspects
+from ft.job.agent import devices, mpirun
+from ft.job.agent.devices import LeftOut
 from ft.job.control.timeouts import BEHIND_ETCD, Timeouts, timeouts_of
 from ft.platform import election, network, shared_state, slurm
 from ft.platform.slurm import read_topology
@@ -130,7 +128,7 @@ class RunOptions:
 
     None: the agent belongs to the first start of the run, or joins a run that is under way and offers standbys only.
     """
-    left_out: suspects.LeftOut = field(default_factory=suspects.LeftOut)
+    left_out: LeftOut = field(default_factory=LeftOut)
     """Devices of this node that computed wrongly in earlier runs (``--suspects``)."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """The timeouts of the run: the defaults, changed by ``--control etcd`` and ``--limits``."""
@@ -206,11 +204,11 @@ def resolve(
             run_dir = _run_dir(given, job, cluster, lease)
         with problems:
             domains = _domains(given, cluster, environment)
-    left_out = suspects.LeftOut()
+    left_out = LeftOut()
     if given.suspects is not None and cluster is not None and nproc is not None:
         with problems:
             count = count_gpus() if given.devices_per_node is None else given.devices_per_node
-            left_out = suspects.left_out(given.suspects, nproc, cluster.trains, count, environment)
+            left_out = devices.left_out(given.suspects, nproc, cluster.trains, count, environment)
     problems.refuse()
     return RunOptions(
         script=script,

@@ -1,8 +1,4 @@
-"""The node agent's handle on the warm pool: starts the pool's process, restarts it when it dies, and requests workers.
-
-The warm pool is a process that has already imported torch, megatron and other modules, so that a forked worker
-(training process) starts without delay. The agent is the supervisor process of a node of ``ft run``.
-"""
+"""The node agent's handle on the warm pool: starts its process, restarts it when it dies, and requests workers."""
 
 import json
 import os
@@ -11,16 +7,21 @@ import subprocess
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ft.base import bounded_json
 from ft.base.errors import FtError
 from ft.job.agent import environment
+from ft.job.agent.console import Console
 from ft.job.agent.options import Script
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
 from ft.platform import processes
 from ft.platform.processes import MOST_IN_A_ROW, Standstill
 from ft.platform.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from ft.job.agent.workforce import Workforce
 
 
 class PoolBroken(FtError):
@@ -161,3 +162,68 @@ class WarmPool:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+
+
+class PoolUpkeep:
+    """Starts the warm pool, restarts it when it dies, kills it when it is stuck, and processes its messages.
+
+    Args:
+        supervisor: the agent's event loop.
+        pool: the warm pool, not started yet.
+        workforce: the workers of this node.
+        console: terminal output.
+        on_exit: called with (pid, exit code) of each worker that had ended before the pool reported its start.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        pool: WarmPool,
+        workforce: "Workforce",
+        console: Console,
+        on_exit: Callable[[int, int], None],
+    ):
+        self._supervisor, self._pool, self._workforce, self._console = supervisor, pool, workforce, console
+        self._on_exit = on_exit
+        self._is_over = False
+
+    def start(self) -> None:
+        """Start the pool."""
+        self._pool.start(self._ended)
+        self._supervisor.watch(self._pool.channel, self._hear)
+
+    def look(self, now: float) -> None:
+        """Kill the pool if it makes no progress with open requests. ``now``: monotonic time in seconds."""
+        if why := self._pool.kill_if_stuck(now):
+            self._console.complain(f"{why}: it is killed")
+
+    def finish(self) -> None:
+        """Start no other pool from now on."""
+        self._is_over = True
+
+    def _ended(self, code: int) -> None:
+        """Process the exit of the pool.
+
+        Raises:
+            PoolBroken: several pools in a row ended before they forked a worker.
+        """
+        self._supervisor.unwatch(self._pool.channel)
+        if self._is_over:
+            self._pool.close()
+            return
+        # a worker whose start the pool could not report any more
+        for pid in self._supervisor.orphans(self._workforce.pids):
+            processes.kill_whole([pid])
+        self._console.complain(f"the warm pool {processes.how_it_ended(code)}; starting another one")
+        self._pool.restart(code, self._ended)
+        self._supervisor.watch(self._pool.channel, self._hear)
+
+    def _hear(self) -> None:
+        notes = self._workforce.hear_pool()
+        if self._pool.channel.gone:
+            # the pool's process has closed its socket, and its exit follows
+            self._supervisor.unwatch(self._pool.channel)
+        for note in notes:
+            self._console.complain(note)
+        for pid, code in self._workforce.take_early():
+            self._on_exit(pid, code)

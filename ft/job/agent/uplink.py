@@ -1,9 +1,8 @@
 """The node agent's connection to the control plane, in threads, so that the agent's event loop never blocks on it.
 
-The agent is the supervisor process of one node of ``ft run``. It sends reports to the control plane, one process for
-the whole run, and receives orders from it. The control plane may disappear and come back on another host, with the next
-term number. Therefore reports are numbered and kept until the control plane has recorded them; after each reconnection
-the remaining reports are sent again. Orders are numbered too, so that no order is carried out twice.
+The control plane may disappear and come back on another host, with the next term number. Therefore reports are numbered
+and kept until the control plane has recorded them; after each reconnection the remaining reports are sent again. Orders
+are numbered too, so that no order is carried out twice.
 
 A life of the run begins with its first start, and with every restart that does not continue from the control plane's
 journal (its log of decisions); the life has the number of that restart. An agent that finds a newer life than its own

@@ -1,11 +1,13 @@
 """The workers of one node agent of ``ft run``: their processes, their connections and their last heartbeats.
 
-A worker is a training process; it holds a logical rank (a position in the parallel layout). A standby is a worker that
-holds none. The agent requests workers from the warm pool, a process that has imported everything and forks them. A
-worker attaches by connecting to the agent and reporting that it is ready.
+The agent requests workers from the warm pool, a process that has imported everything and forks them. A worker attaches
+by connecting to the agent's Unix socket and reporting that it is ready.
 """
 
+import os
+import secrets
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +16,7 @@ from typing import Any
 
 from ft.base import bounded_json
 from ft.job.agent import environment
+from ft.job.agent.link import socket_address
 from ft.job.agent.looks import Looks
 from ft.job.agent.pool import WarmPool
 from ft.job.control.timeouts import Timeouts
@@ -35,6 +38,7 @@ from ft.job.messages import (
 from ft.net.channel import Channel
 from ft.platform import processes
 from ft.platform.processes import Handler, OwnPauses, Standstill
+from ft.platform.supervisor import Supervisor
 
 
 @dataclass(frozen=True)
@@ -154,14 +158,14 @@ class Workforce:
         timeouts: Timeouts,
     ):
         self._pool, self._place, self._post, self._unwatch, self._timeouts = pool, place, post, unwatch, timeouts
-        self._logs = Path(place.run_dir) / "logs"
+        self._logs = place.options.run_dir / "logs"
         self._started = 0
         self._early: dict[int, int] = {}
         self._remains: list[int] = []
         self._step_times: list[StepTimes] = []
         self._pauses = OwnPauses(_JUDGE_S)
         self.workers: dict[str, Worker] = {}
-        self.looks = Looks(Path(place.run_dir), place.node, post)
+        self.looks = Looks(place.options.run_dir, place.node, post)
         self.is_guarded = False
         """Whether a worker of this agent has ever committed a step in an epoch: then the first snapshots of all workers
         have reached their peers, because no worker commits a step before.
@@ -172,7 +176,7 @@ class Workforce:
     def settle(self, place: environment.NodeContext) -> None:
         """Use the values of ``place`` in the environments of workers that are started from now on."""
         self._place = place
-        self.looks = Looks(Path(place.run_dir), place.node, self._post)
+        self.looks = Looks(place.options.run_dir, place.node, self._post)
 
     # --- processes ---------------------------------------------------------------------------------------------------
 
@@ -429,3 +433,69 @@ class Workforce:
 
     def _note_progress(self, worker: Worker, step: int) -> None:
         self.is_guarded |= worker.resumed_at is not None and step > worker.resumed_at
+
+
+def listen() -> tuple[str, socket.socket]:
+    """Open the agent's listening socket. Return (its name for the workers' variable FT_AGENT, the socket).
+
+    The socket is in Linux's abstract namespace, so it leaves no file behind however the agent ends.
+    """
+    name = f"@ft-agent-{os.getpid()}-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(socket_address(name))
+    listener.listen(256)
+    listener.setblocking(False)
+    return name, listener
+
+
+class WorkerListener:
+    """Accepts connections, and passes the connections of workers to the workforce.
+
+    A connection is closed if it belongs to another user or if its first line does not name a worker of this agent.
+
+    Args:
+        listener: the socket that ``listen`` returned.
+        supervisor: the agent's event loop.
+        workforce: the workers of this agent.
+    """
+
+    def __init__(self, listener: socket.socket, supervisor: Supervisor, workforce: Workforce):
+        self._listener, self._supervisor, self._workforce = listener, supervisor, workforce
+
+    def open(self) -> None:
+        """Accept connections from now on."""
+        self._supervisor.watch(self._listener, self._on_connection)
+
+    def close(self) -> None:
+        """Close the listening socket; accepted connections stay open."""
+        self._listener.close()
+
+    def _on_connection(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # nobody, or no free file descriptor: the connection waits until there is one
+            return
+        if not _is_mine(sock):
+            sock.close()
+            return
+        channel = Channel(sock)
+        self._supervisor.watch(channel, lambda: self._on_hello(channel))
+
+    def _on_hello(self, channel: Channel) -> None:
+        line = channel.receive_line()
+        if line is None and not channel.gone:
+            return
+        self._supervisor.unwatch(channel)
+        worker = self._workforce.accept(channel, line) if line is not None else None
+        if worker is None:
+            channel.close()
+            return
+        self._supervisor.watch(channel, lambda: self._workforce.hear(worker))
+        # the channel has already read any data that followed the first line, so the selector would not report that data
+        self._workforce.hear(worker)
+
+
+def _is_mine(sock: socket.socket) -> bool:
+    """Return whether the peer process belongs to this user. Any process on the machine could connect to the socket."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[4:8], "little") == os.getuid()

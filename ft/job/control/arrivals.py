@@ -1,24 +1,34 @@
 """Handlers of the control plane for reports of normal operation: agents and workers that join, progress and finish.
 
 Each handler takes the state, the time in seconds, the report and the list of decisions, to which it appends. A report
-that arrives late or twice is ignored; the decisions record this.
-
-Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A joiner is a worker
-that is new to its seat. The training script is the user's program, which the agents start in every worker.
+that arrives late or twice is ignored; the decisions record this. The training script is the user's program, which the
+agents start in every worker.
 """
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ft.base import events
 from ft.faults import verdict
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import devices, epochs, health, start_checks
+from ft.job.control import devices, epochs, history, start_checks
 from ft.job.control import run_ends as ends
-from ft.job.control.decision import Decisions
 from ft.job.control.failures import lose_agent
-from ft.job.control.state import EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, GridPosition, State, Worker
+from ft.job.control.state import (
+    CLOSED,
+    EPOCH_OPEN,
+    GATHERING,
+    REPAIRING,
+    RESUMING,
+    Agent,
+    Decisions,
+    GridPosition,
+    State,
+    Worker,
+)
 
 
 def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
@@ -27,22 +37,7 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         out.add(f"ignored: the agent of {report.node} has joined before")
         return
     first = not state.agents
-    state.agents[report.node] = Agent(
-        report.node,
-        report.node_rank,
-        report.host,
-        report.seats,
-        report.standbys,
-        now,
-        rendezvous_address=report.rendezvous_address,
-        domains=dict(report.domains),
-        places=report.seats,
-        devices=report.devices,
-        machine=report.machine,
-        interfaces=dict(report.interfaces),
-        about=dict(report.about),
-        paths=dict(report.paths),
-    )
+    state.agents[report.node] = Agent(report, now, report.seats)
     out.add(f"the agent of {report.node} is there, {state.nodes_seen()} of {state.options.nodes}")
     for device, problem in report.unusable.items():
         devices.reject(state, state.agents[report.node], device, problem, out)
@@ -50,9 +45,9 @@ def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions
         state.since = now
     if first and not state.options.restarts:
         out.note(events.RUN_STARTED, command=list(state.options.command), world_size=state.options.world_size)
-    told = ("host", "machine", "interfaces", "about", "paths", "clock")
+    told = events.SCHEMA[events.AGENT_JOINED].detail
     out.note(events.AGENT_JOINED, node=report.node, **{name: getattr(report, name) for name in told})
-    seats = {agent.node: agent.seats for agent in state.agents.values()}
+    seats = {agent.node: agent.joined.seats for agent in state.agents.values()}
     at_start = state.phase == GATHERING and not state.restarts and state.nodes_seen() == state.options.nodes
     if at_start and sum(seats.values()) != state.options.world_size:
         counts = ", ".join(f"{node}: {count}" for node, count in sorted(seats.items()))
@@ -226,7 +221,7 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
             compare(state, now, worker, detail.get("settings", {}), out)
         return
     if report.event == events.HEALTH_FOUND:
-        health.record(state, now, detail, out)
+        history.record_finding(state, now, detail, out)
         return
     if report.event == events.STEP_DIFFERS:
         _step_differs(state, detail, out)
@@ -277,7 +272,8 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
     """Compare the settings that ``worker`` reported with those of the first worker.
 
     Before training begins, a difference ends the run: nothing is lost yet, and only the user knows which setting is
-    right. Later, only the new worker is rejected, and the run continues without it.
+    right. Later, only the new worker is rejected, and the run continues without it. If seats are empty, and workers
+    were rejected for them several times in a row, the run ends: the next worker would be rejected, too.
     """
     if not state.settings:
         state.settings, state.settings_of = dict(settings), worker.name
@@ -287,7 +283,9 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
     if not found:
         out.add(f"{worker.name} is set up as {state.settings_of} is")
         return
-    judged = verdict.of_drift(found)
+    state.failed_starts += 1
+    in_vain = state.phase == CLOSED and state.failed_starts >= epochs.MOST_FAILED_STARTS
+    ends_run, judged = state.phase == GATHERING or in_vain, verdict.of_drift(found)
     out.add(f"{worker.name}: {judged.category}: {judged.reason}")
     out.note(
         events.FAULT_DETECTED,
@@ -297,15 +295,14 @@ def compare(state: State, now: float, worker: Worker, settings: Mapping[str, str
         rank=worker.started_for,
         step=state.newest_step(),
         category=judged.category,
-        action=judged.action if state.phase == GATHERING else verdict.REPLACE,
+        action=judged.action if ends_run else verdict.REPLACE,
         reason=judged.reason,
         signal=judged.signal,
     )
-    if state.phase == GATHERING:
+    if ends_run:
         message = f"{worker.name}: {judged.reason}\n  fix: start every node with the same flags, environment and code"
         ends.stop(state, now, verdict.USER_CODE, message, out)
         return
-    state.failed_starts += 1
     epochs.vacate(state, worker, now)
     out.add(f"{worker.name} must not join", m.Kill(worker.name, judged.reason))
     out.note(events.WORKER_LOST, node=worker.node, worker=worker.name, reason=judged.reason)
@@ -325,3 +322,39 @@ def differences(mine: Mapping[str, str], who: str, theirs: Mapping[str, str], wh
         f"{name}: {mine.get(name, _UNSET)} ({who}), {theirs.get(name, _UNSET)} ({whose})" for name in differ[:_MOST]
     ]
     return found + ([f"and {len(differ) - _MOST} more"] if len(differ) > _MOST else [])
+
+
+def control_back(state: State, now: float, report: m.ControlBack, out: Decisions) -> None:
+    """After a failover, restart every timer at ``now``: the agents resend all reports that the previous control plane
+    has not recorded. After a pause of this control plane, extend every timer by the pause.
+    """
+    if report.paused_s:
+        forgive(state, now, report.paused_s)
+        out.add(f"the control plane was paused for {report.paused_s:.1f} s, which counts for no limit")
+        return
+    away = now - max([state.since, *(agent.heard_at for agent in state.agents.values())])
+    forgive(state, now)
+    out.add(f"the control plane is back, beside the agent of {report.node} (term {report.term}), after {away:.1f} s")
+    if report.damaged:
+        text = f"{report.damaged} damaged line(s) of the control plane's journal were skipped: what they said is lost"
+        out.add(text, m.Notice(text))
+    out.note(events.CONTROL_BACK, node=report.node, term=report.term, away=round(away, 3), damaged=report.damaged)
+
+
+def forgive(state: State, now: float, seconds: float = math.inf) -> None:
+    """Let every timer begin ``seconds`` later, but not after ``now``."""
+
+    def later(at: float) -> float:
+        return min(now, at + seconds)
+
+    state.since = later(state.since)
+    for agent in state.agents.values():
+        agent.heard_at = later(agent.heard_at)
+        agent.held = {worker: replace(hold, since=later(hold.since)) for worker, hold in agent.held.items()}
+    for worker in state.workers.values():
+        worker.since, worker.left_at = later(worker.since), later(worker.left_at)
+    for node, times in state.spawning.items():
+        state.spawning[node] = [later(at) for at in times]
+    state.suspicions = {
+        name: replace(suspicion, since=later(suspicion.since)) for name, suspicion in state.suspicions.items()
+    }

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ft.job import messages as m
-from ft.job.control import absence, arrivals, deadlines, epochs, eviction, failures, looks, run_ends, start_checks
-from ft.job.control.decision import Decision, Decisions
-from ft.job.control.state import ENDED, State
+from ft.job.control import arrivals, deadlines, epochs, failures, looks, run_ends, start_checks, stragglers
+from ft.job.control.state import ENDED, Decision, Decisions, State
 
 
 def decide(state: State, now: float, report: Any | None) -> list[Decision]:
@@ -59,14 +58,14 @@ _HANDLERS: dict[type, Callable[[State, float, Any, Decisions], None]] = {
     m.WorkerDone: arrivals.worker_done,
     m.DeviceReleased: arrivals.device_released,
     m.Observed: arrivals.observed,
-    m.PaceJudged: eviction.pace_judged,
+    m.PaceJudged: stragglers.pace_judged,
     m.MasterChosen: arrivals.master_chosen,
     m.LookWanted: looks.wanted,
     m.LookTaken: looks.taken,
     m.HangJudged: looks.judged,
     m.PeerUnreached: start_checks.peer_unreached,
     m.NodeRefused: start_checks.node_refused,
-    m.ControlBack: absence.control_back,
+    m.ControlBack: arrivals.control_back,
     m.WorkerExited: failures.worker_exited,
     m.WorkerSilent: failures.worker_silent,
     m.WorkerFailed: failures.worker_failed,

@@ -1,9 +1,7 @@
 """Decisions of the control plane that follow from the passing of time, and the time of the next check.
 
-Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A suspicion is a
-worker's report that a connection to other workers failed. The usual cause is the death of a worker, which is reported
-separately and soon; otherwise the connection itself is the fault. The phases (OPENED, REPAIRING, ...) are those of
-``ft.job.control.state``.
+A suspicion is a worker's report that a connection to other workers failed. The usual cause is the death of a worker,
+which is reported separately and soon; otherwise the connection itself is the fault.
 """
 
 from dataclasses import replace
@@ -13,11 +11,21 @@ from ft.faults.verdict import RETRY
 from ft.job import messages as m
 from ft.job.control import devices, epochs, liveness, looks, start_checks
 from ft.job.control import run_ends as ends
-from ft.job.control.decision import Decisions
 from ft.job.control.failures import Fault, lose_agent, react
 from ft.job.control.history import MOST_RETRIES, WINDOW_S
 from ft.job.control.liveness import Culprit, View
-from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, OPENED, REPAIRING, RESUMING, RUNNING, State, Worker
+from ft.job.control.state import (
+    CLOSED,
+    EPOCH_OPEN,
+    GATHERING,
+    OPENED,
+    REPAIRING,
+    RESUMING,
+    RUNNING,
+    Decisions,
+    State,
+    Worker,
+)
 from ft.job.control.timeouts import Timeouts
 
 _JUST_AFTER_S = 0.001

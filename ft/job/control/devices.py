@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control.decision import Decisions
-from ft.job.control.state import GATHERING, Agent, Hold, State, Vacancy, Worker
+from ft.job.control.state import GATHERING, Agent, Decisions, Hold, State, Vacancy, Worker
 
 _NO_LIMIT = 1 << 30
 
@@ -25,10 +24,10 @@ def room(agent: Agent, others: int = 0) -> int:
         agent: the agent of the node.
         others: number of devices that are in use.
     """
-    if not agent.devices:
+    if not agent.joined.devices:
         return _NO_LIMIT
     stuck = {hold.device for hold in agent.held.values() if hold.overdue}
-    return agent.devices - len(stuck | set(agent.unusable)) - others
+    return agent.joined.devices - len(stuck | set(agent.unusable)) - others
 
 
 def choose(agent: Agent, vacancy: Vacancy, taken: Collection[tuple[str, int]]) -> int | None:
@@ -46,14 +45,14 @@ def choose(agent: Agent, vacancy: Vacancy, taken: Collection[tuple[str, int]]) -
     blocked |= {hold.device for hold in agent.held.values()} | set(agent.unusable)
     if vacancy.node == agent.node and vacancy.local_rank not in blocked:
         return vacancy.local_rank
-    indices = range(agent.devices) if agent.devices else itertools.count()
+    indices = range(agent.joined.devices) if agent.joined.devices else itertools.count()
     return next((device for device in indices if device not in blocked), None)
 
 
 def hold(state: State, worker: Worker, now: float) -> None:
     """Hold the device of a lost worker, unless its agent has reported before that the device is released."""
     agent = state.agents.get(worker.node)
-    if agent is not None and agent.devices and worker.rank is not None and not worker.released:
+    if agent is not None and agent.joined.devices and worker.rank is not None and not worker.released:
         agent.held[worker.name] = Hold(worker.local_rank, now)
 
 

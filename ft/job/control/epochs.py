@@ -1,15 +1,13 @@
 """The sequence of a recovery: close the epoch, fill the empty seats, open the next epoch, repair, resume.
 
-This is the recovery of DEADPOOL, section VI-D. An epoch is a version of the map logical rank -> worker, to which all
-process groups belong; a seat is one entry of that map. A joiner is a worker that is new to its seat.
+This is the recovery of DEADPOOL, section VI-D.
 """
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control import devices, history, invariants, ladder, membership
+from ft.job.control import devices, history, membership, recovery, repairs
 from ft.job.control import run_ends as ends
-from ft.job.control.decision import Decisions
-from ft.job.control.rebuilds import plan_rebuild
+from ft.job.control.repairs import plan_rebuild
 from ft.job.control.state import (
     CLOSED,
     EPOCH_OPEN,
@@ -18,6 +16,7 @@ from ft.job.control.state import (
     REPAIRING,
     RESUMING,
     RUNNING,
+    Decisions,
     Recovery,
     State,
     Vacancy,
@@ -124,10 +123,10 @@ def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decis
     seats = {}
     for worker in state.seated():
         worker.repaired, worker.done = None, False
-        domains = dict(state.agents[worker.node].domains)
+        domains = dict(state.agents[worker.node].joined.domains)
         seats[worker.rank] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
     host = state.agents[state.seated()[0].node]  # the rendezvous store has to be on a node of the epoch's workers
-    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), host.rendezvous_address)
+    order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), host.joined.rendezvous_address)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
     named = {str(rank): seat.worker for rank, seat in seats.items()}
     out.note(events.EPOCH_OPENED, epoch=state.epoch, seats=named, joiners=list(joiners), fresh=fresh)
@@ -159,7 +158,7 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         out.note(events.RELEASED, epoch=state.epoch - 1, steps=steps)
     if any(not w.assembled for w in seated):
         return
-    found = ladder.decide(ladder.of_memory(state))
+    found = recovery.decide(recovery.of_memory(state))
     if found.plan is None:
         ends.descend(state, now, found, out)
         return
@@ -195,7 +194,7 @@ def _order_resume(state: State, now: float, out: Decisions) -> None:
     reports = {w.rank: w.repaired for w in state.seated()}
     if any(report is None for report in reports.values()):
         return
-    broken = invariants.violations(state.repair, reports, state.shards)
+    broken = repairs.violations(state.repair, reports, state.shards)
     epoch, repair = state.epoch, state.repair
     said = "; ".join(broken)
     out.add(f"all are repaired; the invariants are violated: {said}" if broken else "all are repaired; I1 to I4 hold")

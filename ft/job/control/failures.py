@@ -1,8 +1,6 @@
 """Handlers of the control plane for reports of failures, and the reaction to each failure.
 
 A reaction first classifies the failure (a verdict of ``ft.faults.verdict``), then removes, replaces or retries workers.
-Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map; a standby is a warm
-worker without a seat.
 """
 
 from dataclasses import dataclass, replace
@@ -11,10 +9,20 @@ from ft.base import events
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE, RESTART, RETRY, SEVERITY, SOFTWARE, STOP, TRANSIENT, Verdict
 from ft.job import messages as m
-from ft.job.control import devices, epochs, health, history, looks
+from ft.job.control import devices, epochs, history, looks
 from ft.job.control import run_ends as ends
-from ft.job.control.decision import Decisions
-from ft.job.control.state import CLOSED, EPOCH_OPEN, GATHERING, REPAIRING, RESUMING, Agent, State, Suspicion, Worker
+from ft.job.control.state import (
+    CLOSED,
+    EPOCH_OPEN,
+    GATHERING,
+    REPAIRING,
+    RESUMING,
+    Agent,
+    Decisions,
+    State,
+    Suspicion,
+    Worker,
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisio
     if worker is None or worker.left:
         out.add(f"ignored: {report.worker} is known to be gone")
         return
-    found = health.weigh(state, now, worker, verdict.of_error(report.kinds, report.message))
+    found = history.weigh_findings(state, now, worker, verdict.of_error(report.kinds, report.message))
     if worker.rank is None and worker.started_for is None:  # a standby that found itself unfit: nothing is to recover
         _tell(state, Fault(worker, found), out)
         _remove(state, now, Fault(worker, found), out)
@@ -171,7 +179,7 @@ def _seated_exit(state: State, now: float, worker: Worker, code: int, out: Decis
         out.add(f"{worker.name} (logical rank {worker.rank}) has ended with code 0; the others have to end as well")
         ends.finish_if_done(state, now, out)
         return
-    found = health.weigh(state, now, worker, verdict.of_exit(code))
+    found = history.weigh_findings(state, now, worker, verdict.of_exit(code))
     react(state, now, [Fault(worker, found, dead=True)], out)
 
 

@@ -26,8 +26,7 @@ from typing import Any
 from ft.base import bounded_json
 from ft.job.control.channel import KEPT_ORDERS, Posted, Record
 from ft.job.control.controller import decide
-from ft.job.control.decision import Decision, Note
-from ft.job.control.state import Options, State
+from ft.job.control.state import Decision, Note, Options, State
 from ft.job.messages import AgentBeat, BadMessage, from_values, to_values
 from ft.net.codec import from_json, is_count, to_json
 from ft.platform import shared_state

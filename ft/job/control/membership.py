@@ -67,7 +67,7 @@ def replenish(state: State) -> dict[str, int]:
     wanted = {}
     for agent in usable(state.agents.values()):
         here = [w for w in state.workers.values() if w.node == agent.node and w.rank is None and not w.left]
-        lacking = agent.standbys - len(here) - len(state.spawning.get(agent.node, ()))
+        lacking = agent.joined.standbys - len(here) - len(state.spawning.get(agent.node, ()))
         if lacking > 0:
             wanted[agent.node] = lacking
     return wanted
@@ -75,7 +75,7 @@ def replenish(state: State) -> dict[str, int]:
 
 def usable(agents: Iterable[Agent]) -> list[Agent]:
     """Return the agents on whose nodes workers can be started, ordered by node rank."""
-    return sorted((a for a in agents if not a.gone and not a.suspect), key=lambda a: a.node_rank)
+    return sorted((a for a in agents if not a.gone and not a.suspect), key=lambda a: a.joined.node_rank)
 
 
 def place_ranks(agents: Collection[Agent], world_size: int) -> dict[str, list[int]] | None:
@@ -84,10 +84,14 @@ def place_ranks(agents: Collection[Agent], world_size: int) -> dict[str, list[in
     Each node gets as many ranks as it has seats, and no more than it has usable devices; standby nodes replace lost
     nodes. If that is not enough, suspected nodes are used, then the room that was meant for standbys.
     """
-    here = sorted((a for a in agents if not a.gone), key=lambda a: (bool(a.suspect), a.seats == 0, a.node_rank))
-    room = {agent.node: min(agent.seats or agent.standbys, devices.room(agent)) for agent in here}
+
+    def order(agent: Agent) -> tuple[bool, bool, int]:
+        return bool(agent.suspect), agent.joined.seats == 0, agent.joined.node_rank
+
+    here = sorted((a for a in agents if not a.gone), key=order)
+    room = {a.node: min(a.joined.seats or a.joined.standbys, devices.room(a)) for a in here}
     if sum(room.values()) < world_size:
-        room = {agent.node: min(agent.seats + agent.standbys, devices.room(agent)) for agent in here}
+        room = {a.node: min(a.joined.seats + a.joined.standbys, devices.room(a)) for a in here}
     taken, left = {}, world_size
     for agent in here:
         taken[agent.node] = min(room[agent.node], left)
@@ -95,7 +99,7 @@ def place_ranks(agents: Collection[Agent], world_size: int) -> dict[str, list[in
     if left:
         return None
     ranks, following = {}, 0
-    for agent in sorted(here, key=lambda a: a.node_rank):
+    for agent in sorted(here, key=lambda a: a.joined.node_rank):
         if count := taken[agent.node]:
             ranks[agent.node] = list(range(following, following + count))
             following += count

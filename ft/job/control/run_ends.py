@@ -4,10 +4,9 @@ from ft.base import events
 from ft.base.errors import ENDED_EARLY, NOT_SAVED, code_of_end
 from ft.faults.verdict import USER_CODE, signal_name
 from ft.job import messages as m
-from ft.job.control import ladder, rungs
-from ft.job.control.decision import Decisions
+from ft.job.control import recovery
 from ft.job.control.membership import place_ranks
-from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, State, Worker
+from ft.job.control.state import ENDED, EPOCH_OPEN, GATHERING, Agent, Decisions, State, Worker
 
 
 def finish_if_done(state: State, now: float, out: Decisions) -> None:
@@ -38,13 +37,13 @@ def restart(state: State, now: float, reason: str, out: Decisions) -> None:
     This is the last resort if the run cannot be recovered from the snapshots in memory (the "external fallback" of the
     paper DEADPOOL). ``reason`` is why nothing in memory is used.
     """
-    descend(state, now, ladder.decide(ladder.without_memory(state, reason)), out)
+    descend(state, now, recovery.decide(recovery.without_memory(state, reason)), out)
 
 
-def descend(state: State, now: float, found: ladder.Decision, out: Decisions) -> None:
+def descend(state: State, now: float, found: recovery.Decision, out: Decisions) -> None:
     """Carry out a decision of the ladder that gives up the state in memory: all workers start anew, or the run ends."""
     ranks = place_ranks(state.agents.values(), state.options.world_size)
-    if found.rung == rungs.END or ranks is None:
+    if found.rung == recovery.END or ranks is None:
         stop(state, now, 1, found.reason, out)
         return
     allowed, reason = state.options.max_restarts, found.reason

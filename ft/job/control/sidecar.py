@@ -1,8 +1,8 @@
 """The control plane process: it receives reports, decides, records the decisions and publishes the orders.
 
 It runs on the node of one of the agents (DEADPOOL, section VI-C, calls it a side-car), under a lease of a leader
-election, and can continue the journal of a control plane that has died. An epoch is a version of the map logical rank
--> worker.
+election, and can continue the journal of a control plane that has died. If few agents reach it, it gives up its lease,
+so that another one can take over. It writes ``status.json``, a summary of its state for people who watch a run.
 """
 
 import argparse
@@ -11,20 +11,21 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from ft.base import bounded_json, events, files, token
 from ft.base.errors import UserError
-from ft.job.control import status
-from ft.job.control.answers import Answers
+from ft.job.control import stragglers
 from ft.job.control.channel import ControlChannel, Posted, Record
 from ft.job.control.controller import decide, next_deadline
-from ft.job.control.decision import Note
-from ft.job.control.isolation import PartitionDetector
 from ft.job.control.journal import Journal, Memory, lives, recall
-from ft.job.control.pace import PaceBook
-from ft.job.control.state import ENDED, Options, State
+from ft.job.control.looks import Answers
+from ft.job.control.state import ENDED, Note, Options, State, Worker
+from ft.job.control.stragglers import PaceBook
+from ft.job.control.timeouts import Timeouts
 from ft.job.messages import AgentBeat, AgentLeaving, ControlBack, LookTaken, LookWanted, StepTimes
 from ft.net.codec import BadMessage, from_json
 from ft.platform import election, processes
@@ -32,6 +33,85 @@ from ft.platform.election import SUCCEEDED, LeaseRecord
 from ft.platform.processes import OwnPauses
 from ft.record import looks
 from ft.record.metrics import STEP_TIMES
+
+_A_MAJORITY = 3
+"""With fewer agents than this, the other agents cannot outvote the agent on whose node the control plane runs."""
+
+
+class PartitionDetector:
+    """Decides when the control plane stops renewing its lease, and when it resumes because no other agent has taken
+    over.
+
+    Attributes:
+        yields: while True, the lease must not be renewed, and no decision may be made because of the passing of time.
+    """
+
+    def __init__(self, timeouts: Timeouts):
+        self._timeouts = timeouts
+        self._until: float | None = None
+        self._missed: frozenset[str] = frozenset()
+        self.yields = False
+
+    def look(self, now: float, heard_at: Mapping[str, float]) -> None:
+        """Update ``yields`` at ``now`` from ``heard_at``: agent -> time at which it was last heard, in seconds.
+
+        If most agents have been silent for ``quorum_s``, either they are gone or this control plane is partitioned from
+        them. In a partition, one of these agents takes over once the lease has expired and the agents before it in the
+        order have let their turns pass. If no agent takes over within that time, the silent agents are gone, and this
+        control plane continues without them.
+        """
+        quiet = frozenset(node for node, at in heard_at.items() if now - at > self._timeouts.quorum_s)
+        if 2 * len(quiet) <= len(heard_at) or len(heard_at) < _A_MAJORITY:
+            self.yields, self._until, self._missed = False, None, frozenset()
+        elif quiet <= self._missed:
+            self.yields = False
+        elif self._until is None:
+            turns = self._timeouts.turn_s * (len(heard_at) + 1)
+            self.yields, self._until = True, now + self._timeouts.lease_s + turns + self._timeouts.contact_s
+        elif now > self._until:
+            self.yields, self._until, self._missed = False, None, quiet
+
+
+def status_values(state: State) -> dict[str, Any]:
+    """Return the status as JSON values.
+
+    Keys that need an explanation: ``seats``: logical rank -> the worker that holds it, with its last heartbeat.
+    ``standbys``: the ready workers without a logical rank. ``lag``: number of steps between the newest snapshot that
+    all peers hold and the committed step, of the worker for which it is largest; None without snapshots. ``protected``:
+    whether any worker has ever trained under hot-swap protection. ``limits``: the timeouts that are not the defaults.
+    ``look``: [number of the last look at all workers, why it was taken], the latter "" if somebody has asked for it.
+    ``stragglers``: logical rank -> its worker, for those that are persistently slower than others with the same work.
+    """
+    seated = state.seated()
+    lags = [beat.lag for worker in seated if (beat := state.beat(worker))]
+    return {
+        "updated": time.time(),
+        "phase": state.phase,
+        "epoch": state.epoch,
+        "step": state.newest_step(),
+        "lag": max(lags, default=0) if state.protected and state.options.hot_swap else None,
+        "protected": state.protected,
+        "hot_swap": state.options.hot_swap,
+        "limits": state.options.timeouts.changed(),
+        "restarts": state.restarts,
+        "seats": {str(worker.rank): _member(state, worker) for worker in seated},
+        "vacant": sorted(state.vacant),
+        "standbys": [_member(state, worker) for worker in state.standbys()],
+        "nodes": {
+            agent.node: agent.gone or (f"suspect: {agent.suspect}" if agent.suspect else "up")
+            for agent in sorted(state.agents.values(), key=lambda a: a.joined.node_rank)
+        },
+        "look": [state.looks, state.look_why],
+        "last_recovery": dict(state.last_recovery) or None,
+        "stragglers": {str(rank): asdict(slow) for rank, slow in sorted(stragglers.present(state).items())},
+    }
+
+
+def _member(state: State, worker: Worker) -> dict[str, Any]:
+    beat = state.beat(worker)
+    found = {"worker": worker.name, "node": worker.node, "pid": worker.pid}
+    return {**found, "beat": asdict(beat)} if beat is not None else found
+
 
 _STATUS_S = 0.5
 """Maximum age of the status file, in seconds."""
@@ -166,7 +246,7 @@ class Sidecar:
             self._status_at = now
             self._look_if_wanted()
             with contextlib.suppress(OSError):
-                files.replace(self._folder / "status.json", json.dumps(status.values(state)))
+                files.replace(self._folder / "status.json", json.dumps(status_values(state)))
 
     def _look_if_wanted(self) -> None:
         """Order a look at all workers if a person has asked for one, with a file in the run's folder."""

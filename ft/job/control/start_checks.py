@@ -11,8 +11,7 @@ from ft.base import events
 from ft.faults.verdict import USER_CODE
 from ft.job import messages as m
 from ft.job.control import run_ends as ends
-from ft.job.control.decision import Decisions
-from ft.job.control.state import GATHERING, Agent, State
+from ft.job.control.state import GATHERING, Agent, Decisions, State
 
 NOTICE_S = 20.0
 """Seconds after the first agent's arrival at which the user is told which agents are missing."""
@@ -36,19 +35,19 @@ def agent_joined(state: State, now: float, agent: Agent, is_complete: bool, out:
         return
     state.checked = is_complete
     others = [other for other in state.agents.values() if other is not agent and not other.gone]
-    problems = [problem for other in others[:1] for problem in settings_differ(agent, other)]
-    problems += [problem for other in others for problem in paths_differ(other, agent)]
+    problems = [problem for other in others[:1] for problem in settings_differ(agent.joined, other.joined)]
+    problems += [problem for other in others for problem in paths_differ(other.joined, agent.joined)]
     if problems:
         _refuse(state, now, list(dict.fromkeys(problems)), out)
         return
-    here = sorted((a for a in state.agents.values() if not a.gone), key=lambda a: (a.node_rank, a.node))
-    if is_complete and len(here) > 1 and all(a.rendezvous_address for a in here):
+    here = sorted((a for a in state.agents.values() if not a.gone), key=lambda a: (a.joined.node_rank, a.node))
+    if is_complete and len(here) > 1 and all(a.joined.rendezvous_address for a in here):
         peers = {a.node: here[(i + 1) % len(here)].node for i, a in enumerate(here)}
-        addresses = {a.node: a.rendezvous_address for a in here}
+        addresses = {a.node: a.joined.rendezvous_address for a in here}
         out.add("all agents are there: each connects to the next one", m.Reach(peers, addresses))
 
 
-def settings_differ(agent: Agent, other: Agent) -> list[str]:
+def settings_differ(agent: m.AgentJoined, other: m.AgentJoined) -> list[str]:
     """Return a sentence for each setting that differs between two nodes, with what to do."""
     found = []
     for name in sorted({*agent.about, *other.about} if agent.about and other.about else ()):
@@ -59,7 +58,7 @@ def settings_differ(agent: Agent, other: Agent) -> list[str]:
     return found
 
 
-def paths_differ(earlier: Agent, later: Agent) -> list[str]:
+def paths_differ(earlier: m.AgentJoined, later: m.AgentJoined) -> list[str]:
     """Return a sentence for each path of the command line that only one of two nodes has, with what to do.
 
     A folder that the run itself creates may come to be between the two looks; so it only counts if the agent that
@@ -83,10 +82,10 @@ def peer_unreached(state: State, now: float, report: m.PeerUnreached, out: Decis
     if agent is None or peer is None or peer.gone or agent.gone or not _is_starting(state):
         out.add(f"ignored: {report.node} has not reached {report.peer} at {report.address}: {report.problem}")
         return
-    _refuse(state, now, [unreached(agent, peer, report.address, report.problem)], out)
+    _refuse(state, now, [unreached(agent.joined, peer.joined, report.address, report.problem)], out)
 
 
-def unreached(agent: Agent, peer: Agent, address: str, problem: str) -> str:
+def unreached(agent: m.AgentJoined, peer: m.AgentJoined, address: str, problem: str) -> str:
     """Return the sentence about an agent that cannot connect to another one, with what to do."""
     host = address.rpartition(":")[0]
     interface = next((name for name, own in peer.interfaces.items() if own == host), "")
@@ -116,7 +115,7 @@ def notice(state: State, now: float, out: Decisions) -> None:
     if state.nodes_seen() >= state.options.nodes:
         return
     state.noticed = True
-    missing = sorted(set(range(state.options.nodes)) - {agent.node_rank for agent in state.agents.values()})
+    missing = sorted(set(range(state.options.nodes)) - {agent.joined.node_rank for agent in state.agents.values()})
     message = missing_agents(missing, state.options.nodes, state.options.timeouts.join_s - NOTICE_S)
     message += _twice(list(state.agents.values()))
     out.add(message, m.Notice(message)).note(events.AGENTS_MISSING, missing=missing, message=message)
@@ -137,9 +136,12 @@ def _twice(agents: Sequence[Agent]) -> str:
     of_rank: dict[int, list[Agent]] = {}
     for agent in agents:
         if not agent.gone:
-            of_rank.setdefault(agent.node_rank, []).append(agent)
+            of_rank.setdefault(agent.joined.node_rank, []).append(agent)
     twice = [same for same in of_rank.values() if len(same) > 1]
-    lines = [f"\n  {' and '.join(map(_named, same))} both have --node-rank {same[0].node_rank}" for same in twice]
+    lines = [
+        f"\n  {' and '.join(_named(each.joined) for each in same)} both have --node-rank {same[0].joined.node_rank}"
+        for same in twice
+    ]
     return "".join(lines)
 
 
@@ -152,5 +154,5 @@ def _refuse(state: State, now: float, problems: list[str], out: Decisions) -> No
     out.note(events.START_REFUSED, problems=problems)
 
 
-def _named(agent: Agent) -> str:
+def _named(agent: m.AgentJoined) -> str:
     return f"{agent.node} ({agent.machine})" if agent.machine else agent.node

@@ -1,16 +1,27 @@
-"""The state of the control plane: plain values, which only :func:`ft.job.control.controller.decide` changes.
+"""The state of the control plane, and the decisions on it: plain values.
 
-Terms: an epoch is a version of the map logical rank -> worker; a seat is one entry of that map. A standby is a warm
-worker without a seat. A joiner is a worker that is new to its seat. A snapshot is one rank's state at a committed step,
-in host memory; a peer copy is the copy of it that a data-parallel neighbour holds.
+Only :func:`ft.job.control.controller.decide` changes the state, and it returns the decisions. Terms: an epoch is a
+version of the map logical rank -> worker; a seat is one entry of that map. A standby is a warm worker without a seat. A
+joiner is a worker that is new to its seat. A snapshot is one rank's state at a committed step, in host memory; a peer
+copy is the copy of it that a data-parallel neighbour holds.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ft.base import events
 from ft.faults.health import Finding
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Beat, GroupReport, HangJudged, Repair, WorkerDone, WorkerReleased, WorkerRepaired
+from ft.job.messages import (
+    AgentJoined,
+    Beat,
+    GroupReport,
+    HangJudged,
+    Repair,
+    WorkerDone,
+    WorkerReleased,
+    WorkerRepaired,
+)
 
 GATHERING, CLOSED, OPENED = "gathering", "closed", "opened"
 REPAIRING, RESUMING, RUNNING, ENDED = "repairing", "resuming", "running", "ended"
@@ -65,50 +76,33 @@ class Agent:
     """What the control plane knows about an agent, the supervisor of one node.
 
     Attributes:
-        node: name of the agent.
-        node_rank: index of the node.
-        host: address of the node.
-        seats: number of training workers that the agent was configured with; 0 for a node that holds standbys only.
-        standbys: number of standbys that it was configured with.
+        joined: what it has said of itself and of its node when it joined.
         heard_at: time of its last report, in seconds.
+        places: number of workers that it starts at the start of the run, or at the last warm restart.
         beats: worker -> the heartbeat of that worker that the agent last forwarded.
         suspect: why the node is suspected to be faulty, or "".
         gone: why the agent counts as lost, or "".
-        rendezvous_address: host:port of the store that it hosts for the rendezvous of process groups.
-        domains: kind -> name of the node's failure domains.
-        places: number of workers that it starts at the start of the run, or at the last warm restart.
         started: names of all workers that it has ever started.
-        devices: number of devices (GPUs) of the node, one for each worker with a seat; 0: workers need none.
         held: lost worker -> the device that it has not released yet.
         unusable: index of a device -> why no worker can use it.
-        machine: host name of the node.
-        interfaces: name of a network interface of the node -> its address.
-        about: settings that must be equal on all nodes.
-        paths: flag and path of the command line -> "there" or "missing".
         evidence: what the node has found against itself, if the run acts on it.
     """
 
-    node: str
-    node_rank: int
-    host: str
-    seats: int
-    standbys: int
+    joined: AgentJoined
     heard_at: float
+    places: int
     beats: dict[str, Beat] = field(default_factory=dict)
     suspect: str = ""
     gone: str = ""
-    rendezvous_address: str = ""
-    domains: dict[str, str] = field(default_factory=dict)
-    places: int = 0
     started: list[str] = field(default_factory=list)
-    devices: int = 0
     held: dict[str, "Hold"] = field(default_factory=dict)
     unusable: dict[int, str] = field(default_factory=dict)
-    machine: str = ""
-    interfaces: dict[str, str] = field(default_factory=dict)
-    about: dict[str, str] = field(default_factory=dict)
-    paths: dict[str, str] = field(default_factory=dict)
     evidence: list["Evidence"] = field(default_factory=list)
+
+    @property
+    def node(self) -> str:
+        """Return the name of the agent."""
+        return self.joined.node
 
 
 @dataclass(frozen=True)
@@ -419,11 +413,12 @@ class State:
         under another name counts once.
         """
         everyone = self.options.counts_standby_nodes
-        return len({agent.node_rank for agent in self.agents.values() if everyone or agent.seats})
+        return len({agent.joined.node_rank for agent in self.agents.values() if everyone or agent.joined.seats})
 
     def named(self, agent: Agent) -> str:
         """Return the name of an agent's node for people, such as "n1 (gpu0137)"."""
-        return events.named(agent.node, {one.node: one.machine for one in self.agents.values() if one.machine})
+        machines = {one.node: one.joined.machine for one in self.agents.values() if one.joined.machine}
+        return events.named(agent.node, machines)
 
     def seated(self) -> list[Worker]:
         """Return the workers that have a seat, ordered by logical rank."""
@@ -455,3 +450,47 @@ class State:
     def enter(self, phase: str, now: float) -> None:
         """Change the phase."""
         self.phase, self.since = phase, now
+
+
+@dataclass(frozen=True)
+class Note:
+    """An event for the run's event file.
+
+    Attributes:
+        name: one of the names in ``ft.base.events``.
+        values: all fields of the event in one mapping.
+    """
+
+    name: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision of the control plane.
+
+    A decision without orders is recorded in the journal too, for example that a report was ignored, and why.
+
+    Attributes:
+        reason: why, for people.
+        orders: the orders to send, in this sequence.
+        events: the events to write to the event file.
+    """
+
+    reason: str
+    orders: list[Any] = field(default_factory=list)
+    events: list[Note] = field(default_factory=list)
+
+
+class Decisions(list[Decision]):
+    """The decisions of one call of ``decide``, in order."""
+
+    def add(self, reason: str, *orders: Any) -> "Decisions":
+        """Append a decision and return the list for chaining; ``note`` adds events to this decision."""
+        self.append(Decision(reason, list(orders)))
+        return self
+
+    def note(self, name: str, **values: Any) -> "Decisions":
+        """Add an event to the last decision."""
+        self[-1].events.append(Note(name, values))
+        return self

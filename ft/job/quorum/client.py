@@ -1,8 +1,4 @@
-"""Client of the quorum server, used by the leader of a replica; also the notice that a replica is given up.
-
-A replica is a full copy of the model with its own world of ranks. A life is one world of its worker processes. A quorum
-is the set of replicas that take part in a training step.
-"""
+"""Client of the quorum server, used by the leader of a replica; also the notice that a replica is given up."""
 
 import contextlib
 import os
@@ -19,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ft.base.errors import FtError, RecoverableError, UserError
-from ft.job.quorum import wire
 from ft.job.quorum.limits import Limits
-from ft.job.quorum.values import NoQuorum, Quorum, Report
-from ft.job.quorum.wire import Broken, Channel
+from ft.job.quorum.values import FRAME, PURPOSE, NoQuorum, Quorum, Report, pack, parse_where, unpack
 from ft.net.backoff import Backoff
 from ft.net.codec import from_json, to_json
+from ft.net.framed import BadFrame, Stream
+from ft.net.handshake import Refused
 from ft.platform import election
 from ft.platform.election import QUORUM
 from ft.platform.processes import OwnPauses
@@ -35,7 +31,7 @@ _CONNECT_S = 1.0
 """Limit for one attempt to connect, in seconds."""
 _CLOSE_S = 1.0
 """Limit for sending the remaining messages when this end is closed, in seconds."""
-_BEAT = wire.pack({"kind": "beat"})
+_BEAT = pack({"kind": "beat"})
 
 
 class Link:
@@ -45,7 +41,7 @@ class Link:
         run_dir: directory that contains ``quorum.json``.
         token: secret of the run.
         limits: timeouts.
-        greet: returns the frames that begin each connection; called in the thread.
+        greet: returns the packed messages that begin each connection; called in the thread.
         take: called in the thread with every message from the server.
         away: called in the thread each time that a connection or an attempt to connect has ended. Its arguments are the
             seconds since the last connection, and an error if no further attempt will be made, else None.
@@ -80,12 +76,12 @@ class Link:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, frame: bytes) -> None:
-        """Send a frame if there is a connection. Never blocks.
+    def send(self, message: bytes) -> None:
+        """Send a packed message if there is a connection. Never blocks.
 
-        A frame that has to survive a reconnection must be returned by ``greet``.
+        A message that has to survive a reconnection must be returned by ``greet``.
         """
-        self._outbox.append(frame)
+        self._outbox.append(message)
         self._wake()
 
     def close(self) -> None:
@@ -133,70 +129,73 @@ class Link:
         if server is None:
             return False
         try:
-            own = socket.create_connection(wire.parse_where(server.where), timeout=_CONNECT_S)
+            own = socket.create_connection(parse_where(server.where), timeout=_CONNECT_S)
         except OSError:
             return False
-        channel = Channel(own, self._token, is_host=False)
+        stream = Stream(own, self._token, PURPOSE, is_dialer=True)
         try:
             self._outbox.clear()
-            for frame in self._greet():
-                channel.send(frame)
-            self._serve(channel, server.term)
-        except UserError:
-            raise
+            for message in self._greet():
+                stream.send(FRAME, bodies=[message])
+            self._serve(stream, server.term)
+        except Refused:
+            raise UserError(
+                "the quorum server belongs to another run: it refuses this one's token",
+                "start each run with a --run-dir of its own",
+            ) from None
         except (FtError, ValueError, TypeError, KeyError) as error:
-            if not isinstance(error, Broken):
-                print(f"quorum: the server at {server.where} sent an invalid message: {error}", file=sys.stderr)
+            print(f"quorum: the server at {server.where} sent an invalid message: {error}", file=sys.stderr)
+        except (OSError, BadFrame):
+            pass  # it is gone, or was no server of the run; the next attempt finds its successor
         finally:
-            channel.close()
-        return channel.is_known
+            stream.close()
+        return stream.is_member
 
-    def _serve(self, channel: Channel, term: int) -> None:
+    def _serve(self, stream: Stream, term: int) -> None:
         """Serve the connection until it breaks, a newer server has taken over, or this end is closed."""
         limits, poller = self._limits, select.poll()
         poller.register(self._wakeup, select.POLLIN)
         heard_at = beat_at = time.monotonic()
         pauses = OwnPauses(limits.beat_s)
         while True:
-            mask = select.POLLIN | (select.POLLOUT if channel.wants_write else 0)
-            poller.register(channel, mask)
+            mask = select.POLLIN | (select.POLLOUT if stream.has_unsent else 0)
+            poller.register(stream.socket, mask)
             ready = dict(poller.poll(1e3 * max(0.0, beat_at + limits.beat_s - time.monotonic())))
             if self._wakeup in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wakeup)
-            self._send_queued(channel)
+            self._send_queued(stream)
             now = time.monotonic()
             pauses.look(now)
-            if ready.get(channel.fileno(), 0) & ~select.POLLOUT:
+            if ready.get(stream.socket.fileno(), 0) & ~select.POLLOUT:
                 heard_at = self._heard_at = now
-                for body in channel.read():
-                    self._take(wire.unpack(body))
-            channel.flush()
+                for message in stream.receive():
+                    self._take(unpack(b"".join(message.bodies)))
+            stream.flush()
             if self._is_closing.is_set():
-                self._send_remaining(channel)
+                self._send_remaining(stream)
                 return
             if now - beat_at >= limits.beat_s:
                 beat_at = now
-                if channel.is_known:
-                    channel.send(_BEAT)
+                if stream.is_member:
+                    stream.send(FRAME, bodies=[_BEAT])
                 if pauses.between(heard_at, now) > limits.contact_s:
-                    raise Broken("the server does not answer")
+                    raise ConnectionError("the server does not answer")
                 newer = election.read(self._run_dir, QUORUM)
                 if newer is not None and newer.term > term:
-                    raise Broken(f"a server of term {newer.term} has replaced this one of term {term}")
+                    raise ConnectionError(f"a server of term {newer.term} has replaced this one of term {term}")
 
-    def _send_queued(self, channel: Channel) -> None:
+    def _send_queued(self, stream: Stream) -> None:
         while self._outbox:
-            channel.send(self._outbox.popleft())
+            stream.send(FRAME, bodies=[self._outbox.popleft()])
 
-    def _send_remaining(self, channel: Channel) -> None:
-        self._send_queued(channel)
+    def _send_remaining(self, stream: Stream) -> None:
+        self._send_queued(stream)
         deadline = time.monotonic() + _CLOSE_S
-        while (channel.wants_write or not channel.is_known) and time.monotonic() < deadline:
-            select.select([channel], [channel] if channel.wants_write else [], [], 0.05)
-            for _ in channel.read():
-                pass
-            channel.flush()
+        while (stream.has_unsent or not stream.is_member) and time.monotonic() < deadline:
+            select.select([stream.socket], [stream.socket] if stream.has_unsent else [], [], 0.05)
+            stream.receive()
+            stream.flush()
 
 
 Rows = list[dict[str, str]]
@@ -317,7 +316,7 @@ class QuorumClient:
             self._told.clear()
         if asked is None:
             return View(None, 0.0, last, self._link.silent_s)
-        self._link.send(wire.pack({"kind": "look"}))
+        self._link.send(pack({"kind": "look"}))
         self._told.wait(within_s)
         view = View(asked[0], time.monotonic() - since, last, self._link.silent_s)
         told = self._waits
@@ -344,12 +343,12 @@ class QuorumClient:
         replica.
         """
         with self._lock:
-            self._aside = wire.pack({"kind": "aside"})
+            self._aside = pack({"kind": "aside"})
         self._link.send(self._aside)
 
     def leave(self, reason: str) -> None:
         """Announce that this life is over, so that the others need not wait for it. A pending ``ask`` fails."""
-        self._left = wire.pack({"kind": "leave", "reason": reason})
+        self._left = pack({"kind": "leave", "reason": reason})
         self._fail(RecoverableError(f"this replica has left: {reason}"))
         self._link.send(self._left)
 
@@ -373,7 +372,7 @@ class QuorumClient:
             asked, said = self._asked, (self._aside, self._left)
         hello = {"kind": "hello", "replica": self.replica, "life": self.life, "rows": self._own_rows}
         hello["steps"] = self._steps
-        frames = [wire.pack(hello | {"last": last, "known": known})]
+        frames = [pack(hello | {"last": last, "known": known})]
         if asked is not None:
             frames.append(_report_frame(asked[0]))
         return [*frames, *filter(None, said)]
@@ -459,11 +458,11 @@ class MendNotice:
 
 
 def _report_frame(report: Report) -> bytes:
-    return wire.pack({"kind": "report", "report": to_json(report)})
+    return pack({"kind": "report", "report": to_json(report)})
 
 
 def _notice(replica: int, **values: Any) -> bytes:
-    return wire.pack({"kind": "notice", "replica": replica, **values})
+    return pack({"kind": "notice", "replica": replica, **values})
 
 
 def _ignore(*_values: Any) -> None:

@@ -1,9 +1,8 @@
 """Dispatch of the quorum server: a state machine without I/O that processes messages and decides when to answer them.
 
-The quorum server decides which replicas (full copies of the model) take part in a training step: the quorum. The leader
-of a replica is its rank that talks to the server; a life is one world of a replica's worker processes; a term is the
-number of a server. The dispatch knows the connections by their :class:`Peer` only. Its methods are generators that
-yield the I/O to do (:data:`Act`), in order; :func:`carry_out` runs them. The server process and the simulated server
+The quorum server decides which replicas (full copies of the model) take part in a training step: the quorum. The
+dispatch knows the connections by their :class:`Peer` only. Its methods are generators that yield the I/O to do
+(:data:`Act`), in order; :func:`carry_out` runs them. The server process and the simulated server
 (``tests/simulation/hsdp``) both drive this class.
 """
 
@@ -11,15 +10,15 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ft.job.quorum import reactions, wire
+from ft.job.quorum import reactions
 from ft.job.quorum.decide import Decision, decide, missing, next_number
 from ft.job.quorum.state import Note, Options, State
-from ft.job.quorum.values import NoQuorum, Quorum, Report
+from ft.job.quorum.values import NoQuorum, Quorum, Report, pack
 from ft.net.codec import BadMessage, from_json, is_count, to_json
 
 _IDLE_S = 3600.0
 """Seconds until the next decision while no replica waits for an answer."""
-_BEAT = wire.pack({"kind": "beat"})
+_BEAT = pack({"kind": "beat"})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,7 +42,9 @@ class Peer:
 
 @dataclass(frozen=True)
 class Send:
-    """Send ``frame`` to ``peer``. If that fails, close the connection and call :meth:`Dispatch.gone`."""
+    """Send the packed message ``frame`` to ``peer``. If that fails, close the connection and call
+    :meth:`Dispatch.gone`.
+    """
 
     peer: Peer
     frame: bytes
@@ -150,7 +151,7 @@ class Dispatch:
             yield from self._asked(now, peer, message)
         elif kind == "look":
             waits = {str(number): why for number, why in missing(self.state, now).items()}
-            yield Send(peer, wire.pack({"kind": "looked", "next": next_number(self.state), "waits": waits}))
+            yield Send(peer, pack({"kind": "looked", "next": next_number(self.state), "waits": waits}))
         elif kind == "aside":
             reactions.aside(self.state, now, peer.replica)
         elif kind == "leave":
@@ -191,7 +192,7 @@ class Dispatch:
         self._leaders[replica] = peer
         if previous is not None and previous is not peer:
             yield Close(previous, "its leader has connected again")
-        self._rows[replica] = (life, wire.pack({"kind": "rows", "replica": replica, "life": life, "rows": rows}))
+        self._rows[replica] = (life, pack({"kind": "rows", "replica": replica, "life": life, "rows": rows}))
         yield from _logged(notes)
 
     def _asked(self, now: float, peer: Peer, message: Mapping[str, Any]) -> Acts[None]:
@@ -279,7 +280,7 @@ class Dispatch:
                 yield _refusal(peer, decision.reason)
         if decision.quorum is None:
             return
-        frame = wire.pack({"kind": "quorum", "quorum": to_json(decision.quorum)})
+        frame = pack({"kind": "quorum", "quorum": to_json(decision.quorum)})
         for replica in decision.to:
             if peer := self._leaders.get(replica):
                 yield from self._give(peer, decision.quorum, frame)
@@ -300,7 +301,7 @@ class Dispatch:
 
 
 def _refusal(peer: Peer, reason: str) -> Send:
-    return Send(peer, wire.pack({"kind": "none", "reason": reason}))
+    return Send(peer, pack({"kind": "none", "reason": reason}))
 
 
 def _logged(notes: Iterable[Note]) -> Acts[None]:

@@ -1,7 +1,6 @@
 """Timeouts of the quorum server and its clients, in one table with a check of their order.
 
-The server decides which replicas (full copies of the model) take part in a training step: the quorum. A ring is the
-all-reduce ring of gradients between the members of a quorum.
+The server decides which replicas (full copies of the model) take part in a training step: the quorum.
 """
 
 from dataclasses import dataclass, replace

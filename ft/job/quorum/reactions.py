@@ -9,7 +9,7 @@ step; a replica is aside while it does something that takes longer than a step, 
 from dataclasses import replace
 
 from ft.base import events
-from ft.job.quorum import blame
+from ft.job.quorum import decide
 from ft.job.quorum.state import (
     ARRIVING,
     EXPECTED,
@@ -210,7 +210,7 @@ def _account(state: State, now: float, quorum: Quorum, excluded: dict[int, str],
     ban_s = state.options.limits.calibrated(state.step_s()).ban_s
     for number, one in state.replicas.items():
         if number in excluded:
-            one.ban = blame.longer(one.ban, now, ban_s, state.options.limits.ban_most_s)
+            one.ban = decide.longer(one.ban, now, ban_s, state.options.limits.ban_most_s)
         elif number in quorum.lives:
             one.answered, one.report, one.waited_s = one.report, None, 0.0
             if number in quorum.healthy and now - one.ban.until > one.ban.length_s:

@@ -1,8 +1,6 @@
 """State of the quorum server: its data about each replica and about the last quorum.
 
-A replica is a full copy of the model with its own world of ranks; its leader reports to the server. A quorum is the set
-of replicas that take part in a training step. A life is one world of worker processes of a replica, numbered by its
-agent. The lineage of a state is the number of the quorum in which its last step was committed.
+The lineage of a state is the number of the quorum in which its last step was committed.
 """
 
 from dataclasses import dataclass, field, replace

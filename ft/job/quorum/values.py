@@ -1,15 +1,14 @@
-"""Messages between the leaders of replicas and the quorum server: reports and quorums.
+"""Messages between the leaders of replicas and the quorum server: reports and quorums, and their form on the wire."""
 
-A replica is a full copy of the model with its own world of ranks; its leader is the rank that talks to the server. A
-quorum is the set of replicas that take part in a training step.
-"""
-
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-from ft.base.errors import FtError
-from ft.net.codec import is_count
+from ft.base import bounded_json
+from ft.base.errors import FtError, UserError
+from ft.net.codec import BadMessage, is_count
 
 NO_STATE = (0, -1)
 """(next_step, lineage) of a replica that has neither loaded nor initialised any state."""
@@ -124,3 +123,41 @@ class Quorum:
 def _check(is_right: bool, rule: str) -> None:
     if not is_right:
         raise ValueError(f"no such message is allowed ({rule})")
+
+
+# --- on the wire ------------------------------------------------------------------------------------------------------
+
+PURPOSE, FRAME = "ft-quorum-3", b"QUOR"
+"""The protocol's name in the handshake, and the kind of its frames. The body of each is a packed message."""
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """Encode a message, a JSON object with a "kind"."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def unpack(data: bytes) -> dict[str, Any]:
+    """Decode a message that was received.
+
+    Raises:
+        BadMessage: it is not a valid message.
+    """
+    try:
+        message = bounded_json.loads(str(data, "utf-8"), non_finite=True)
+    except (ValueError, RecursionError) as error:
+        raise BadMessage(f"no JSON: {data[:100]!r}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise BadMessage(f"a message without a kind: {data[:100]!r}")
+    return message
+
+
+def parse_where(where: str) -> tuple[str, int]:
+    """Split "tcp://HOST:PORT" into (host, port).
+
+    Raises:
+        UserError: ``where`` does not have that form.
+    """
+    host, _, port = where.removeprefix("tcp://").rpartition(":")
+    if not where.startswith("tcp://") or not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"{where!r} is no address of a quorum server", "give tcp://HOST:PORT")
+    return host, int(port)

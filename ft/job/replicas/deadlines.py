@@ -1,7 +1,7 @@
 """Timeouts of a replica: for its gradient rings, and for replicas that fetch state.
 
-A replica is a full copy of the model. The members of a step are connected in all-reduce rings; a replica that returns
-after a failure fetches its state from the others during a step.
+The members of a step are connected in all-reduce rings; a replica that returns after a failure fetches its state from
+the others during a step.
 """
 
 import statistics

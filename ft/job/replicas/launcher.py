@@ -1,31 +1,137 @@
 """Launcher of one node: an event loop over the agents of its replicas, and the quorum server if that runs here.
 
-A replica is a full copy of the model with its own world of ranks; its agent supervises its workers on this node.
-Workers whose agent has died are orphans, which the launcher adopts and kills.
+The launcher merges the output of all replicas: the training output of one, and the events and errors of all. Workers
+whose agent has died are orphans, which the launcher adopts and kills. When one replica takes a look at its hanging
+workers by itself, because a limit passes, the launcher of its first node asks the other replicas for one at the same
+moment, with the file by which a person asks.
 """
 
+import contextlib
+import re
 import signal
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ft.base import token
 from ft.base.errors import PLANNED_ENDS
 from ft.base.files import needs_run_dir
+from ft.faults.hang.look import SERVER
+from ft.faults.hang.replicas import FOR_OTHERS
+from ft.job.agent.console import Console, Tail
+from ft.job.agent.looks import of_the_system
 from ft.job.control.state import ENDED, GATHERING
 from ft.job.quorum import EPOCHS, FailureNotice
 from ft.job.replicas import marks, policy
-from ft.job.replicas.console import MergedConsole
 from ft.job.replicas.host import QuorumHost
-from ft.job.replicas.looks import Company
 from ft.job.replicas.marks import Marks, read
 from ft.job.replicas.member import Member, next_life
 from ft.job.replicas.stand_in import StandIn
 from ft.platform import processes
 from ft.platform.supervisor import Supervisor
-from ft.record.run import read_status
+from ft.record import looks
+from ft.record.run import read_status, replicas
+
+_NEWS = re.compile(r"^ft: ?")
+
+
+class MergedConsole:
+    """Standard output and standard error of a launcher.
+
+    Args:
+        quiet: show only output of workers and errors.
+        files: replica -> (file with its agent's standard output, file with its standard error).
+    """
+
+    def __init__(self, quiet: bool, files: Mapping[int, tuple[Path, Path]]):
+        self._own = Console(quiet)
+        self._followed: int | None = None
+        self.say, self.complain, self.close = self._own.say, self._own.complain, self._own.close
+        self.show(files)
+
+    def show(self, files: Mapping[int, tuple[Path, Path]]) -> None:
+        """Show these files of replicas from now on, instead of those so far."""
+        self._said = {replica: Tail(out, None) for replica, (out, _) in files.items()}
+        self._complained = {replica: Tail(err, None) for replica, (_, err) in files.items()}
+
+    def follow(self, replica: int | None) -> None:
+        """Show the workers' output of this replica from now on, and of no other."""
+        self._followed = replica
+
+    def poll(self, to_the_end: bool = False) -> None:
+        """Show what was written since the last call. ``to_the_end``: also an incomplete last line."""
+        self._own.poll()
+        for replica, tail in self._said.items():
+            for line in tail.take(to_the_end).splitlines(keepends=True):
+                if _NEWS.match(line):
+                    self.say(self._named(replica, line))
+                elif replica == self._followed:
+                    self._own.write(line)
+        for replica, tail in self._complained.items():
+            for line in tail.take(to_the_end).splitlines():
+                self.complain(self._named(replica, line))
+
+    @staticmethod
+    def _named(replica: int, line: str) -> str:
+        return f"replica {replica}: {_NEWS.sub('', line.rstrip())}"
+
+
+def begun(before: Mapping[int, Any], now: Mapping[int, Any]) -> dict[int, str]:
+    """Return the replicas that have begun a look, each with the reason, "" if somebody has asked for it.
+
+    Args:
+        before: replica -> field "look" of its status when it was last read; absent if it was not.
+        now: replica -> the same field now.
+    """
+    found = {}
+    for replica, look in now.items():
+        is_look = isinstance(look, list) and len(look) == 2
+        if is_look and replica in before and look != before[replica] and look[0]:
+            found[replica] = str(look[1])
+    return found
+
+
+class Company:
+    """Gets looks at the other replicas when one of this node takes a look. Used in a thread that may wait for storage.
+
+    Args:
+        run_dir: directory of the run.
+        server: returns (name of the node, pid) of the quorum server's process; the pid is 0 if it has ended; None if it
+            belongs on another node.
+    """
+
+    def __init__(self, run_dir: Path, server: Callable[[], tuple[str, int] | None]):
+        self._run_dir, self._server = run_dir, server
+        self._before: dict[int, Any] = {}
+
+    def follow(self, now: Mapping[int, Any], leads: Collection[int]) -> None:
+        """Ask the other replicas for a look for each that has begun by itself.
+
+        Args:
+            now: replica of this node -> field "look" of its status.
+            leads: the replicas whose first node is this one.
+        """
+        found = begun(self._before, now)
+        self._before = dict(now)
+        for replica, why in found.items():
+            if why and replica in leads:
+                self._want(replica, why)
+        if found and (server := self._server()) is not None:
+            node, pid = server
+            said = of_the_system(SERVER, f"process {pid}" if pid else "", node, pid or None)
+            with contextlib.suppress(OSError):  # the diagnosis knows less; nothing else depends on it
+                looks.note_server(self._run_dir, time.time(), said)
+
+    def _want(self, replica: int, why: str) -> None:
+        for other, folder in replicas(self._run_dir).items():
+            if other == replica:
+                continue
+            with contextlib.suppress(OSError):
+                looks.want(folder, f"{FOR_OTHERS}{replica}: {why}")
+
 
 _PERIOD_S = 0.3
 

@@ -1,7 +1,4 @@
-"""Marker files in the run's folder by which launchers tell each other which replicas have finished or were given up.
-
-A replica is a full copy of the model; a launcher starts the replicas of one node.
-"""
+"""Marker files in the run's folder by which launchers tell each other which replicas have finished or were given up."""
 
 import contextlib
 import os

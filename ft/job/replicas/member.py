@@ -1,23 +1,62 @@
-"""Agent of one replica on this node, as the launcher sees it: its process, its lives and its exit.
+"""The agents of the replicas on one node: their processes, lives and exits, as the launcher sees them.
 
-A replica is a full copy of the model with its own world of ranks; its agent supervises the replica's workers on this
-node. A life of a replica is one world of its worker processes; a new agent begins a new life.
+The agent of a replica is an ordinary ``ft run``, configured by the launcher (:func:`main`). A new agent begins a new
+life of its replica.
 """
 
+import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ft import faults as inject
-from ft.base import events
-from ft.job.agent.options import RunOptions
-from ft.job.replicas import policy, replica
+from ft.base import bounded_json, events
+from ft.base.errors import UserError
+from ft.job.agent.devices import LeftOut
+from ft.job.agent.options import Cluster, RunOptions, Script
+from ft.job.control.timeouts import Timeouts
+from ft.job.replicas import policy
 from ft.job.replicas.places import Part
 from ft.platform import election, processes
 from ft.platform.supervisor import Supervisor
+
+
+def pack(options: RunOptions, faults: list[inject.Fault], began: float | None) -> str:
+    """Encode the arguments of :func:`main` as JSON. ``began``: wall-clock time of the replica's first epoch, None
+    before it.
+    """
+    values = {**asdict(options), "run_dir": str(options.run_dir)}
+    return json.dumps({"options": values, "faults": inject.to_json(faults), "began": began})
+
+
+def unpack(text: str) -> tuple[RunOptions, list[inject.Fault], float | None]:
+    """Decode what :func:`pack` has encoded."""
+    given = bounded_json.loads(text, non_finite=True)
+    values = given["options"]
+    values |= {"script": Script(**values["script"]), "cluster": Cluster(**values["cluster"])}
+    values |= {"run_dir": Path(values["run_dir"]), "timeouts": Timeouts(**values["timeouts"])}
+    values |= {"left_out": LeftOut(**values["left_out"])}
+    return RunOptions(**values), inject.from_json(given["faults"]), given["began"]
+
+
+def main() -> None:
+    """Run the agent described by the file ``sys.argv[1]``, written with :func:`pack`; exit with its exit code."""
+    from ft.job.agent.start import carry_out
+
+    options, faults, began = unpack(Path(sys.argv[1]).read_text())
+    processes.set_name(f"ft-{options.run_dir.name}")
+    try:
+        code = carry_out(options, faults, began=began)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may be inside torch's store: a normal interpreter shutdown would abort the process
 
 
 @dataclass(frozen=True)
@@ -119,10 +158,10 @@ class Member:
         life = next_life(self.setup.folder, self.setup.part.node_rank)
         options = replace(self.setup.options, life=life, max_restarts=life + self.setup.options.max_restarts)
         left = inject.left(self.setup.faults, self.setup.folder)
-        self._order.write_text(replica.pack(options, left, began(self.setup.folder)))
+        self._order.write_text(pack(options, left, began(self.setup.folder)))
         environment = {**self.setup.environment, "FT_HSDP_LIFE": str(life or int(self.setup.is_late))}
         self.process = self.supervisor.start(
-            "ft.job.replicas.replica",
+            "ft.job.replicas.member",
             [str(self._order)],
             self.out,
             lambda code: self.on_exit(self, code),

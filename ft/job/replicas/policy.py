@@ -1,13 +1,10 @@
-"""Policy of the launcher as pure functions: the reaction to agents that have ended, and the end of the run.
-
-A replica is a full copy of the model; its agent supervises its workers on this node. The launcher starts the agents.
-"""
+"""Policy of the launcher as pure functions: the reaction to agents that have ended, and the end of the run."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft.base.errors import ENDED_EARLY, NOT_SAVED, PLANNED_ENDS, UserError
-from ft.job.control.rungs import too_few
+from ft.job.control.recovery import too_few
 from ft.net.backoff import doubled
 
 AGAIN, DONE, GIVE_UP = "again", "done", "give up"

@@ -8,7 +8,7 @@ group is a ``Group``. A ``Group`` object exists as long as the process, because 
 hold references to it. Only its connections are closed when an epoch is closed, and remade for the next epoch.
 """
 
-from ft.job.control.rebuilds import RebuildPlan, plan_rebuild
+from ft.job.control.repairs import RebuildPlan, plan_rebuild
 from ft.state.groups.builder import Rendezvous
 from ft.state.groups.group import Group
 from ft.state.groups.registry import Groups

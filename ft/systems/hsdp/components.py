@@ -41,8 +41,7 @@ from ft.systems.hsdp.ring import Ring, RingOptions, driver
 from ft.systems.hsdp.ring.options import CHUNK_BYTES
 from ft.systems.hsdp.samples import ReplicaPosition
 from ft.systems.hsdp.work import Work
-from ft.worker.looks import Outside
-from ft.worker.session import Session
+from ft.worker.session import Outside, Session
 from megatron import patches
 from megatron.patches import instances, replicas
 

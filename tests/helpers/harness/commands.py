@@ -38,7 +38,7 @@ from ft.base.checkout import CHECKOUT
 from harness import processes, wire
 
 _BOOT = re.compile(r"from (\S+) import main; main\(\)$")
-_WITHOUT_CHILDREN = ("ft.job.agent.warm", "ft.job.agent.sidecar")
+_WITHOUT_CHILDREN = ("ft.job.agent.warm", "ft.job.agent.control_plane")
 """Modules whose processes start no supervised children and therefore need no spawner."""
 _HARMLESS = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_CPP_LOG_LEVEL"}
 

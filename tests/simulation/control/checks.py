@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ft.base import events
 from ft.job import messages as m
-from ft.job.control import rungs
+from ft.job.control import recovery
 from ft.job.control.history import MOST_RETURNS
-from ft.job.control.recovery_plan import LOST, PLUS
+from ft.job.control.recovery import LOST, PLUS
 from ft.job.control.state import ENDED
 from ft.net.codec import to_json
 from tests.simulation.engine import Violation
@@ -88,7 +88,8 @@ class Legitimacy:
         here = [a for a in self._cluster.plane.state.agents.values() if not a.gone]
         devices = self._cluster.shape.devices or self._cluster.shape.world_size
         overdue = [sum(hold.overdue for hold in agent.held.values()) for agent in here]
-        return sum(min(agent.seats + agent.standbys, devices - lost) for agent, lost in zip(here, overdue, strict=True))
+        wanted = [agent.joined.seats + agent.joined.standbys for agent in here]
+        return sum(min(most, devices - lost) for most, lost in zip(wanted, overdue, strict=True))
 
     def _gone(self) -> list[str]:
         """Return the nodes that the control plane counts as lost."""
@@ -390,11 +391,11 @@ class Checks:
         joiners = self._opens[order.epoch].joiners
         taken_over = [r for r, source in order.sources.items() if r not in joiners and source.owned != r]
         if order.rebuilt or order.lent:
-            right = (rungs.CHECKFREE,)
+            right = (recovery.CHECKFREE,)
         elif taken_over:
-            right = (rungs.COPY,)
+            right = (recovery.COPY,)
         else:
-            right = (rungs.STANDBY, rungs.COPY) if joiners else (rungs.IN_PLACE,)
+            right = (recovery.STANDBY, recovery.COPY) if joiners else (recovery.IN_PLACE,)
         if rung not in right:
             self.fail(f"the repair of epoch {order.epoch} is called {rung!r}, it is {' or '.join(right)}: {order}")
 

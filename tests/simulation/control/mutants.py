@@ -9,7 +9,7 @@ from unittest import mock
 from ft.faults import verdict
 from ft.faults.verdict import REPLACE
 from ft.job import messages as m
-from ft.job.control import absence, arrivals, deadlines, devices, epochs, failures, liveness, sources
+from ft.job.control import arrivals, deadlines, devices, epochs, failures, liveness, repairs
 from ft.job.control import run_ends as ends
 from ft.job.control.state import CLOSED, REPAIRING
 from ft.job.messages import Open, Resume, WorkerDone
@@ -338,18 +338,18 @@ def _devices_are_free_at_once(right):
 
 
 def _any_device_number(right):
-    return lambda agent, vacancy, taken: right(replace(agent, devices=0), vacancy, taken)
+    return lambda agent, vacancy, taken: right(replace(agent, joined=replace(agent.joined, devices=0)), vacancy, taken)
 
 
 PLANTS = (
     Mutant("skips the release barrier", epochs, "_order_repair", _no_release_barrier),
-    Mutant("restores a step one too old", sources, "choose", _one_step_too_old),
-    Mutant("restores from no peer copy", sources, "choose", _own_snapshots_alone),
+    Mutant("restores a step one too old", repairs, "choose", _one_step_too_old),
+    Mutant("restores from no peer copy", repairs, "choose", _own_snapshots_alone),
     Mutant("forgets to close the epoch on a second failure", epochs, "close", _second_failure_closes_nothing),
     Mutant("accepts a stale WorkerRepaired", arrivals, "worker_repaired", _any_epoch_repaired),
     Mutant("resumes with one worker not repaired", epochs, "_order_resume", _repaired_twice_counts_for_all),
     Mutant("restores by an earlier recovery's holdings", arrivals, "worker_released", _old_holdings),
-    Mutant("replays the journal without the resume stamp", absence, "control_back", _no_resume_stamp),
+    Mutant("replays the journal without the resume stamp", arrivals, "control_back", _no_resume_stamp),
     Mutant("gives seats to dead standbys", failures, "_standby_exit", _dead_standbys_stay),
     Mutant("keeps groups that are not in step", epochs, "plan_rebuild", _busy_groups_are_kept),
     Mutant("finishes when the first worker is done", ends, "finish_if_done", _done_is_done),

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from ft.job.control.recovery_plan import MIDDLE, PLUS
+from ft.job.control.recovery import MIDDLE, PLUS
 from ft.job.control.state import GridPosition
 from ft.job.control.timeouts import Timeouts
 from ft.state.placement.assign import ring_of
@@ -50,7 +50,7 @@ class Shape:
         hot_swap: whether lost workers may be replaced by standbys.
         groups: process group -> its logical ranks.
         checkfree: which lost pipeline stages may be rebuilt from adjacent stages (CheckFree): "" (none), or ``MIDDLE``
-            or ``PLUS`` of ``ft.job.control.recovery_plan``. Each part of the model is then a pipeline stage.
+            or ``PLUS`` of ``ft.job.control.recovery``. Each part of the model is then a pipeline stage.
         on_device: whether devices carry out the collectives of a step, so that only the age of unfinished operations
             shows that a worker waits.
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import EpochClosed, RecoverableError, ReplaceNodeError
 from ft.job import messages as m
-from ft.job.control.recovery_plan import PLUS
+from ft.job.control.recovery import PLUS
 from ft.net.codec import Numbers
 from ft.worker import protocol
 from tests.simulation.control.snapshots import Snapshots

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
-from ft.job.quorum import blame, decide, reactions, values
+from ft.job.quorum import decide, reactions, values
 from ft.job.quorum.dispatch import Act, Acts, Dispatch, KeepLease, Peer, Send
 from ft.job.quorum.values import NO_STATE
 from ft.job.replicas.deadlines import RingLimits
@@ -335,7 +335,7 @@ PLANTS = (
     Mutant("numbers quorums anew after a restart of the server", decide, "_quorum", _numbers_begin_anew),
     Mutant("does not wait for one that is further", decide, "_further", lambda right: lambda *arguments: ()),
     Mutant("does not wait for one that saves", reactions, "aside", lambda right: lambda *arguments: None),
-    Mutant("leaves nobody out", blame, "judge", lambda right: lambda *arguments: {}),
+    Mutant("leaves nobody out", decide, "judge", lambda right: lambda *arguments: {}),
     Mutant("loads a checkpoint as soon as one has no state", decide, "_quorum", _one_without_state_is_enough),
     Mutant("one rank ignores the vote", Steps, "vote", _one_rank_ignores_the_vote),
     Mutant("each rank goes on with what it has fetched", Steps, "caught_up", _each_adopts_what_it_has),

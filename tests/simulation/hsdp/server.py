@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ft.base.errors import FtError
-from ft.job.quorum import wire
 from ft.job.quorum.decide import Decision
 from ft.job.quorum.dispatch import Act, Acts, ClaimTerm, Close, Dispatch, KeepLease, NewestTerm, Peer, Send, carry_out
 from ft.job.quorum.state import Options, State
-from ft.job.quorum.values import Quorum
+from ft.job.quorum.values import Quorum, pack, unpack
 from tests.simulation.engine import Lane
 
 if TYPE_CHECKING:
@@ -23,14 +22,8 @@ if TYPE_CHECKING:
 
 # --- connections ------------------------------------------------------------------------------------------------------
 
-_HEAD = len(wire.pack({})) - len("{}")
 _LATENCY_S, _DIAL_S, _AGAIN_S = (0.0003, 0.004), (0.001, 0.01), (0.02, 0.25)
 """Durations as (least, most) virtual seconds: a message's latency, connecting, and the pause before a retry."""
-
-
-def body(frame: bytes) -> dict[str, Any]:
-    """Return the message in a frame."""
-    return wire.unpack(frame[_HEAD:])
 
 
 class Link:
@@ -79,7 +72,7 @@ class Link:
     def _taken(self, connection: "Connection", frame: bytes) -> None:
         if connection is self._connection:
             self._heard_at = self.world.time.now
-            message = body(frame)
+            message = unpack(frame)
             if message["kind"] != "beat":
                 self._take(message)
 
@@ -116,7 +109,7 @@ class Link:
             connection.closed_by_client(heard=False)
             self.broke(connection)
             return
-        connection.to_server(wire.pack({"kind": "beat"}))
+        connection.to_server(pack({"kind": "beat"}))
         self._later(self._limits.beat_s, self._beat, connection)
 
 
@@ -170,7 +163,7 @@ class Connection(Peer):
 
     def _at_server(self, frame: bytes) -> None:
         if self._is_open:
-            self.server.hears(self, body(frame))
+            self.server.hears(self, unpack(frame))
 
     def _at_client(self, frame: bytes) -> None:
         if self._is_open:

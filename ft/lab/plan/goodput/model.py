@@ -1,7 +1,7 @@
 """What protects a run, and what it costs: every protection, simulated with the best settings that it has.
 
-What follows a failure is asked of the control plane's own decision (:mod:`ft.job.control.ladder`), where copies lie is
-asked of its placement, and how far SPARe's groups survive of its controller.
+What follows a failure is asked of the control plane's own decision (:mod:`ft.job.control.recovery`), where copies lie
+is asked of its placement, and how far SPARe's groups survive of its controller.
 """
 
 import math
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from ft.job.control import rungs
-from ft.job.control.ladder import decide
+from ft.job.control import recovery
+from ft.job.control.recovery import decide
 from ft.lab.plan.goodput import engine
 from ft.lab.plan.goodput.scenario import Scenario
 from ft.lab.plan.policy.losses import situations
@@ -274,7 +274,7 @@ def options(asked: Scenario, protection: Protection, interval: float) -> engine.
     whole[engine.UNITS], whole[engine.STAGES], whole[engine.LEAST] = units, asked.stages, 1
     whole[engine.RETURNS], whole[engine.DROPS] = protection.returns, STACKS not in names
     after = follows(tuple(name for name in names if name not in (CHECKPOINTS, FEWER)))
-    in_memory = after["a node is lost, a standby is there"] in (rungs.STANDBY, rungs.CHECKFREE)
+    in_memory = after["a node is lost, a standby is there"] in (recovery.STANDBY, recovery.CHECKFREE)
     rebuilds = STAGES in names and (units == 1)
     neighbours = engine.ENDS_TOO if SWAPPED in names else engine.NEIGHBOURS
     whole[engine.MEMORY] = neighbours if rebuilds else engine.COPIES if in_memory else engine.NO_MEMORY

@@ -1,6 +1,6 @@
 """Implement ``ft plan policy``: the rungs of the recovery ladder, what each costs, and which one follows which fault.
 
-The decisions are computed by the function that the control plane uses (:mod:`ft.job.control.ladder`).
+The decisions are computed by the function that the control plane uses (:mod:`ft.job.control.recovery`).
 """
 
 import argparse
@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from ft.job.control import rungs
-from ft.job.control.recovery_plan import AGAINST
-from ft.job.control.rungs import LADDER
+from ft.job.control import recovery
+from ft.job.control.recovery import AGAINST, LADDER
 from ft.job.control.timeouts import Timeouts
 from ft.job.quorum.limits import Limits
 from ft.lab.plan.goodput.scenario import KEYS
@@ -20,7 +19,7 @@ from ft.protection import table as protections
 from ft.show.text import count, left_out, percent, seconds, table
 
 if TYPE_CHECKING:
-    from ft.job.control.ladder import Decision
+    from ft.job.control.recovery import Decision
 
 _DESCRIPTION = """\
 Show the kinds of recovery in the order in which they are tried, what each costs, and which one follows typical faults.
@@ -35,15 +34,15 @@ LEFT_OUT = left_out(
 _REPLICA_ENTRIES = (protections.REPLICAS, protections.STACKS)
 _COLUMNS = ("rung", "flag", "needs", "loses", "takes")
 _KINDS = {
-    rungs.IN_PLACE: ("--ft-hot-swap", "every worker, with its own snapshot", "the step under way", "swap_time"),
-    rungs.STANDBY: ("--standby", "ready standbys, peer copies", "the step under way, seldom one more", "swap_time"),
-    rungs.COPY: ("--ft-hot-swap", "room to start workers, peer copies", "the step under way", "restart_time"),
-    rungs.REPLICA: ("--ft-hsdp-replicas", "another replica", "no step; a part of the batches is late", "stall_time"),
-    rungs.REORDER: ("--ft-spare-redundancy", "another replica", "no step, and no part of a batch", "shrink_time"),
-    rungs.CHECKFREE: ("--ft-checkfree[-plus]", "the stages beside each lost one", "no step; an estimate",
+    recovery.IN_PLACE: ("--ft-hot-swap", "every worker, with its own snapshot", "the step under way", "swap_time"),
+    recovery.STANDBY: ("--standby", "ready standbys, peer copies", "the step under way, seldom one more", "swap_time"),
+    recovery.COPY: ("--ft-hot-swap", "room to start workers, peer copies", "the step under way", "restart_time"),
+    recovery.REPLICA: ("--ft-hsdp-replicas", "another replica", "no step; a part of the batches is late", "stall_time"),
+    recovery.REORDER: ("--ft-spare-redundancy", "another replica", "no step, and no part of a batch", "shrink_time"),
+    recovery.CHECKFREE: ("--ft-checkfree[-plus]", "the stages beside each lost one", "no step; an estimate",
                       "neighbour_time"),
-    rungs.CHECKPOINT: ("--save", "a checkpoint, a warm restart", "the steps since it was written", "restart_time"),
-    rungs.END: ("", "", "the run, until somebody starts it again", ""),
+    recovery.CHECKPOINT: ("--save", "a checkpoint, a warm restart", "the steps since it was written", "restart_time"),
+    recovery.END: ("", "", "the run, until somebody starts it again", ""),
 }  # fmt: skip
 """Rung -> flag, what it needs, what it loses, and the key of the time that it takes (ft plan buy)."""
 _MODES = {"off": (HOT_SWAP,), CHECKFREE: (HOT_SWAP, CHECKFREE), CHECKFREE_PLUS: (HOT_SWAP, CHECKFREE_PLUS)}
@@ -78,7 +77,7 @@ def run(given: argparse.Namespace) -> int:
         UserError: the scenario is invalid; the message names every problem.
     """
     scenario = read({key: getattr(given, key) for key in FLAGS}, given.file)
-    from ft.job.control.ladder import decide
+    from ft.job.control.recovery import decide
     from ft.lab.plan.policy.losses import situations  # with SciPy, which wrong input need not wait for
 
     if given.lost is None and given.unverified is None and given.file is None:

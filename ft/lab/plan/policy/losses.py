@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from ft.job.control import sources
-from ft.job.control.ladder import Others, Restarts, Seats, Situation
-from ft.job.control.recovery_plan import Memory, Stages
+from ft.job.control import repairs
+from ft.job.control.recovery import Memory, Others, Restarts, Seats, Situation, Stages
 from ft.job.control.state import GridPosition
 from ft.job.messages import Holdings
 from ft.lab.plan.policy.scenario import HOT_SWAP, Scenario
@@ -37,7 +36,7 @@ def situations(scenario: Scenario) -> dict[int, Situation]:
 def _held(scenario: Scenario, memory: Memory) -> Held:
     """Return logical rank -> steps of which the replica with this memory has all of the rank's state."""
     by_step = {
-        step: sources.of_step(step, memory.ranks, memory.holdings, memory.dp_peers)[0] for step in _steps(scenario)
+        step: repairs.of_step(step, memory.ranks, memory.holdings, memory.dp_peers)[0] for step in _steps(scenario)
     }
     return {rank: [step for step, found in by_step.items() if rank in found] for rank in memory.ranks}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ft.base import files
 from ft.base.errors import Problems, UserError
-from ft.job.control.recovery_plan import MIDDLE, PLUS
+from ft.job.control.recovery import MIDDLE, PLUS
 
 HOT_SWAP, CHECKFREE, CHECKFREE_PLUS = "hot-swap", "checkfree", "checkfree-plus"
 PROTECTIONS = (HOT_SWAP, CHECKFREE, CHECKFREE_PLUS)

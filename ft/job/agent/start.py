@@ -1,33 +1,34 @@
-"""Creates and connects the components of a node agent, the supervisor process that ``ft run`` starts on each node."""
+"""Creates and runs the node agent of ``ft run``: takes the resolved options and returns the exit code."""
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ft import faults as inject
+from ft.base import token
 from ft.base.errors import UserError
 from ft.base.files import needs_run_dir
-from ft.job.agent.announcements import RecoveryNews
+from ft.job.agent.agent import Agent
+from ft.job.agent.announcements import RecoveryNews, Room
 from ft.job.agent.console import Console
-from ft.job.agent.control_supervisor import ControlPlaneSupervisor
+from ft.job.agent.control_plane import ControlPlaneSupervisor, Sidecar
 from ft.job.agent.devices import Devices
-from ft.job.agent.disk_space import Room
-from ft.job.agent.environment import NodeContext
+from ft.job.agent.environment import Masters, NodeContext
 from ft.job.agent.faults import AgentFaults
 from ft.job.agent.health import HEALTH_ROOT, HealthWatch
-from ft.job.agent.listener import WorkerListener, listen
-from ft.job.agent.membership import Membership, claim_name, describe
+from ft.job.agent.membership import Membership, claim_name
 from ft.job.agent.options import RunOptions, count_gpus
 from ft.job.agent.pool import WarmPool
-from ft.job.agent.rendezvous import Masters
-from ft.job.agent.sidecar import Sidecar
 from ft.job.agent.uplink import Uplink
-from ft.job.agent.workforce import Workforce
+from ft.job.agent.workforce import WorkerListener, Workforce, listen
+from ft.job.control.state import Options as ControlOptions
 from ft.job.control.timeouts import Timeouts
-from ft.platform import network
+from ft.net.codec import to_json
+from ft.platform import election, network
 from ft.platform.health.reader import Reader, of_this_node
+from ft.platform.shared_state import keep_on_etcd
 from ft.platform.supervisor import Supervisor
 
 
@@ -93,15 +94,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     count = (lambda: options.devices) if options.devices is not None else count_gpus
     devices = Devices(count, options.nproc, supervisor.wake, left_out=options.left_out)
     return Components(
-        membership=Membership(
-            options.run_dir,
-            place,
-            seats=options.nproc if cluster.trains else 0,
-            standbys=options.standbys_here,
-            devices=devices,
-            is_late=options.life is None and place.node != f"n{cluster.node_rank}",
-            describe=lambda: describe(cluster, options.script),
-        ),
+        membership=Membership(place, devices),
         supervisor=supervisor,
         worker_listener=WorkerListener(listener, supervisor, workforce),
         masters=Masters(place, uplink),
@@ -112,7 +105,7 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
         recoveries=RecoveryNews(options.run_dir / "events.jsonl" if begins else None, console.show),
         room=Room(options.run_dir, console.complain),
         control_supervisor=ControlPlaneSupervisor(options.run_dir, cluster.node_rank, sidecar, timeouts),
-        faults=AgentFaults(_own(faults, place, options.life), place.node, place.run_dir, uplink.record),
+        faults=AgentFaults(_own(faults, place), place.node, str(options.run_dir), uplink.record),
         timeouts=timeouts,
         devices=devices,
         health=HealthWatch(options.health, _reader(options, place.node), devices, uplink.post, console.complain),
@@ -124,12 +117,12 @@ def _reader(options: RunOptions, node: str) -> Callable[[], Reader]:
     return lambda: of_this_node(node, Path(root) if root else None, [options.run_dir])
 
 
-def _own(faults: list[inject.Fault], place: NodeContext, life: int | None) -> list[inject.Fault]:
+def _own(faults: list[inject.Fault], place: NodeContext) -> list[inject.Fault]:
     """Address this node's planned faults to this agent.
 
     If a replica of FT-HSDP is restarted with new agents, the agent's name differs from the node's first name.
     """
-    asked = f"n{place.node_rank}" if life else place.node
+    asked = f"n{place.options.cluster.node_rank}" if place.options.life else place.node
     return [replace(fault, node=place.node) if fault.node == asked else fault for fault in faults]
 
 
@@ -145,21 +138,8 @@ def _place(options: RunOptions, port: int, agent_socket: str, faults: list[injec
         # the launcher of a replica of FT-HSDP has looked already, and starts agents again and again
         joins = options.joins or options.life is not None
         name = claim_name(options.run_dir, cluster.node_rank, joins)
-    return NodeContext(
-        node=name,
-        node_rank=cluster.node_rank,
-        host=options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0),
-        socket=agent_socket,
-        run_dir=str(options.run_dir),
-        run_id=options.run_id,
-        world_size=options.world_size,
-        nproc=options.nproc,
-        max_restarts=options.max_restarts,
-        faults=_write(faults, options.run_dir, name),
-        domains=options.domains,
-        timeouts=options.timeouts.changed(),
-        health=options.health,
-    )
+    host = options.local_addr or network.own_address(cluster.host, port, cluster.node_rank == 0)
+    return NodeContext(options, name, host, agent_socket, _write(faults, options.run_dir, name))
 
 
 def _write(faults: list[inject.Fault], run_dir: Path, node: str) -> str:
@@ -178,15 +158,88 @@ def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
     cluster = options.cluster
     # a replica that starts again does not wait for its standby nodes: one of them may have moved to another replica
     waits_for_all = not options.life
-    return {
-        "nodes": cluster.nnodes if waits_for_all else cluster.training_nodes,
-        "counts_standby_nodes": waits_for_all,
-        "world_size": options.world_size,
-        "max_restarts": options.max_restarts,
-        "hot_swap": options.hot_swap,
-        "replicas": options.replicas,
-        "reorders": options.reorders,
-        "faults": faults,
-        "command": [options.script.target, *options.script.args],
-        "timeouts": asdict(options.timeouts),
-    }
+    settings = ControlOptions(
+        cluster.nnodes if waits_for_all else cluster.training_nodes,
+        counts_standby_nodes=waits_for_all,
+        faults=faults,
+        command=[options.script.target, *options.script.args],
+        **{name: getattr(options, name) for name in _SHARED},
+    )
+    return to_json(settings)
+
+
+_SHARED = ("world_size", "max_restarts", "hot_swap", "replicas", "reorders", "timeouts")
+"""Options of the run that the control plane has under the same names."""
+
+
+def carry_out(
+    options: RunOptions,
+    faults: list[inject.Fault],
+    announcement: str = "",
+    began: float | None = None,
+    joined: str = "",
+) -> int:
+    """Run the agent of this node to the end of the run, and return the exit code.
+
+    Args:
+        options: the resolved options.
+        faults: all planned faults of the run.
+        announcement: message to print at the start.
+        began: wall-clock time at which training first began, if that was before this agent's start; injection times of
+            planned faults are relative to it.
+        joined: message to print once the first snapshots of all workers have reached their peers.
+
+    Raises:
+        UserError: the options are not usable; nothing has been started.
+    """
+    port = options.cluster.port or network.free_port(options.cluster.host)
+    if options.cluster.node_rank == 0:
+        network.check_port(options.cluster.host, port)
+    make_run_dir(options, makes_token=options.cluster.node_rank == 0)
+
+    parts = assemble(options, port, faults)
+    parts.workforce.training_since = began
+    if announcement:
+        parts.console.say(announcement)
+    if parts.membership.is_late:
+        parts.console.say(f"this node joins a run that is under way, as the spare {parts.membership.place.node}")
+    return Agent(parts, first_ranks(options), options.life or 0, joined).run()
+
+
+def make_run_dir(options: RunOptions, makes_token: bool, parts: Sequence[Path] = (), lease: str = "") -> None:
+    """Make the run's folders on this node, its token, and its shared state if that is on etcd.
+
+    Args:
+        options: the resolved options.
+        makes_token: whether this node makes the run's token if there is none.
+        parts: folders of the run's replicas.
+        lease: folder, relative to the run's, with the lease that shows whether the run is under way.
+
+    Raises:
+        UserError: a folder cannot be written, etcd does not answer, or it holds an earlier run of this name.
+    """
+    run_dir, cluster = options.run_dir, options.cluster
+    with needs_run_dir(run_dir):
+        for folder in (run_dir, *parts):
+            folder.mkdir(0o755, parents=True, exist_ok=True)
+            (folder / "logs").mkdir(0o755, exist_ok=True)
+        if makes_token:
+            token.make(run_dir)
+        if options.control is None:
+            return
+        root = keep_on_etcd(run_dir, options.control, options.run_id, token.find(run_dir, 0.0))
+        if cluster.node_rank or options.joins or election.newest(run_dir / lease) < 0:
+            return
+    if not election.is_kept(run_dir / lease):
+        raise UserError(
+            f"etcd holds an earlier run with the name {options.run_id}",
+            f"choose another --rdzv-id or --run-dir, or remove that one: etcdctl del --prefix {root}",
+        )
+
+
+def first_ranks(options: RunOptions) -> list[int]:
+    """Return the logical ranks of this node's first workers, assigned node by node as in torchrun."""
+    if not options.cluster.trains:
+        return []
+    first = options.cluster.node_rank * options.nproc
+    return list(range(first, first + options.nproc))

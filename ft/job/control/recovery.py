@@ -1,38 +1,330 @@
-"""The recovery ladder: which kind of recovery follows a fault, why, and what it loses.
+"""The recovery ladder: which kind of recovery follows a fault, why, what it loses, and where the state comes from.
 
 The control plane decides with :func:`decide`, and ``ft plan policy`` shows the same decisions. The function is
 pure and total: it does no I/O, reads no clock, and answers every situation. The kinds of recovery are the rungs of
-:mod:`ft.job.control.rungs`. Every rung that is possible in a situation makes an offer, which says what it loses. The
-first rung of the ladder is taken whose offer is not worse in any respect than another one: a snapshot of an earlier
-step in this replica, for example, gives way to the newest step in another replica.
+``LADDER``. Every rung that is possible in a situation makes an offer, which says what it loses. The first rung of the
+ladder is taken whose offer is not worse in any respect than another one: a snapshot of an earlier step in this replica,
+for example, gives way to the newest step in another replica.
+
+:func:`plan_from_memory` looks into the memory of one replica's workers: copies first, then CheckFree, then the
+checkpoint. CheckFree (section 4.2) rebuilds a pipeline stage whose state is lost from the two neighbouring stages. This
+makes the loss jump once, while a warm restart from the persistent checkpoint repeats every step since that checkpoint.
+Of a stage that is lost in part, the lost ranks take the weights of their data-parallel peers, which are exact, and
+begin with new optimizer moments.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ft.job.control import recovery_plan, sources
+from ft.job.control import repairs
 from ft.job.control.membership import place_ranks
-from ft.job.control.recovery_plan import Memory, RecoveryPlan, Stages
-from ft.job.control.rungs import (
-    APPROXIMATE,
-    CHECKFREE,
-    CHECKPOINT,
-    COPY,
-    END,
-    EVERY_SAMPLE,
-    IN_PLACE,
-    LADDER,
-    REORDER,
-    REPLICA,
-    STANDBY,
-    Lost,
-    too_few,
-    waits,
-    waits_of_others,
-    waits_of_restart,
-)
-from ft.job.control.state import State
-from ft.job.messages import Holdings
+from ft.job.control.state import GridPosition, State
+from ft.job.messages import Holdings, Neighbours, Source
+
+IN_PLACE, STANDBY, COPY, REPLICA = "in place", "standby", "copy elsewhere", "another replica"
+REORDER, CHECKFREE, CHECKPOINT, END = "reorder", "CheckFree", "checkpoint", "end"
+LADDER = (IN_PLACE, STANDBY, COPY, REPLICA, REORDER, CHECKFREE, CHECKPOINT, END)
+"""The rungs, from the one that is tried first.
+
+- in place: every worker keeps its seat and its own snapshot; all repeat the interrupted step.
+- standby: ready standbys take the seats of lost workers, with peer copies.
+- copy elsewhere: a worker has to be started for a seat first, or one that kept its seat takes over a peer copy, because
+  its own snapshot is unusable.
+- another replica: the state of ranks comes from other replicas (hot-swap inside a replica); or, if the seats cannot be
+  filled, the other replicas train on, and this one starts anew and fetches its state from them.
+- reorder: as before, and the other groups compute this group's part of each batch (SPARe).
+- CheckFree: a pipeline stage whose state is lost is rebuilt from others; a rank of a stage that is lost in part takes
+  the weights of a data-parallel peer.
+- checkpoint: all workers start anew from the newest verified checkpoint, or from the beginning if there is none.
+- end: the run ends.
+"""
+
+EXACT, EVERY_SAMPLE, APPROXIMATE = "bit for bit", "every sample once", "approximate"
+"""How the run continues: with the losses of a run without the fault; with every sample trained on once, but sums in
+another order or batches of another size; with a state of which a part is an estimate.
+"""
+_EXACTNESS = (EXACT, EVERY_SAMPLE, APPROXIMATE)
+
+_RELEASE, _JOIN, _START = ("control.drain_s",), ("control.assemble_s",), ("control.ready_s",)
+_REPAIR = ("control.repair_s", "control.repair_s")  # restore the state, and begin the first step
+_GO_ON = ("quorum.silent_s", "quorum.member_s")
+_COME_BACK = ("quorum.minimum_s",)
+_WARM_RESTART = ("control.join_s",)
+TABLES = ("control", "quorum")
+"""The tables of limits: ``ft.job.control.timeouts.Timeouts`` and ``ft.job.quorum.limits.Limits``."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What a recovery loses.
+
+    Attributes:
+        steps: committed steps that are repeated; None: not known, because the age of the checkpoint is not.
+        exactness: EXACT, EVERY_SAMPLE or APPROXIMATE.
+        samples: samples that are never trained on. The position in the data is part of every state that a rung
+            restores, so no rung gives up samples.
+        late: share of each batch that is trained on later, when the replica is back.
+        starts_anew: whether all workers of the job start anew.
+        ended: whether the run ends.
+    """
+
+    steps: int | None = 0
+    exactness: str = EXACT
+    samples: int = 0
+    late: float = 0.0
+    starts_anew: bool = False
+    ended: bool = False
+
+    def is_less_than(self, other: "Lost") -> bool:
+        """Return whether this is not more than ``other`` in any respect, and less in at least one."""
+        mine, its = self._amounts(), other._amounts()
+        return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+
+    def _amounts(self) -> tuple[float, ...]:
+        steps = float("inf") if self.steps is None else float(self.steps)
+        which = float(_EXACTNESS.index(self.exactness))
+        return float(self.ended), float(self.starts_anew), float(self.samples), which, self.late, steps
+
+
+def waits(seats: str) -> tuple[str, ...]:
+    """Return the limits of a recovery in memory, one after the other.
+
+    Args:
+        seats: IN_PLACE if every worker keeps its seat, STANDBY if standbys are ready for all others, COPY if workers
+            have to be started.
+
+    Returns:
+        Names as ``table.field``, where the table is one of ``TABLES``.
+    """
+    before = {IN_PLACE: (), STANDBY: _JOIN, COPY: (*_START, *_JOIN)}[seats]
+    return (*_RELEASE, *before, *_REPAIR)
+
+
+def waits_of_others(*, is_awaited: bool) -> tuple[str, ...]:
+    """Return the limits of what the other replicas wait for when one leaves; ``is_awaited``: they are too few to train
+    until it is back.
+    """
+    return (*_GO_ON, *_COME_BACK) if is_awaited else _GO_ON
+
+
+def waits_of_restart() -> tuple[str, ...]:
+    """Return the limits of a warm restart."""
+    return _WARM_RESTART
+
+
+def too_few(left: int, replicas: int, least: int) -> str:
+    """Return why the ``left`` of ``replicas`` replicas are too few to train on, or "" if they are enough.
+
+    Args:
+        left: number of replicas that are left.
+        replicas: number of replicas of the job.
+        least: number of replicas that a step needs.
+    """
+    return f"{left} of {replicas} replicas are left, at least {least} must be" if left < least else ""
+
+
+MIDDLE, PLUS = "middle", "plus"
+"""The stages that CheckFree may rebuild: MIDDLE means stages with two neighbours; PLUS (CheckFree+) also the first and
+the last.
+"""
+
+LOST = "both copies lost"
+"""Beginning of the reason for a restart: no step has a snapshot of every logical rank."""
+AGAINST = "CheckFree cannot help"
+"""Beginning of the part of a reason that says why CheckFree is not used."""
+LAST_RESORT = "what is left is the last persistent checkpoint"
+"""End of that reason."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The training state in the host memory of the live workers.
+
+    A snapshot is one rank's state at a committed step; a peer copy is the copy of it that a data-parallel peer holds.
+
+    Attributes:
+        ranks: all logical ranks.
+        holdings: logical rank -> the snapshots in the memory of its worker.
+        dp_peers: logical rank -> the ranks that hold the same part of the model, including the rank itself.
+        complete: ranks whose peer copies hold all of their state.
+        spoiled: steps that were tried and turned out to be unusable.
+        unusable: logical rank -> the steps that it found unusable.
+        unbuildable: steps at which a pipeline stage could not be rebuilt.
+    """
+
+    ranks: Collection[int]
+    holdings: Mapping[int, Holdings]
+    dp_peers: Mapping[int, list[int]]
+    complete: Collection[int] = ()
+    spoiled: Collection[int] = ()
+    unusable: Mapping[int, Collection[int]] = field(default_factory=dict)
+    unbuildable: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline stages, if CheckFree is enabled.
+
+    Attributes:
+        checkfree: MIDDLE, PLUS, or "" if CheckFree is disabled.
+        places: logical rank -> its position in the grid.
+        rebuilt: stage -> step at which it was last rebuilt. Its state of exactly that step is not original and may be
+            rebuilt again.
+    """
+
+    checkfree: str = ""
+    places: Mapping[int, GridPosition] = field(default_factory=dict)
+    rebuilt: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecoveryPlan:
+    """The chosen source of state.
+
+    Attributes:
+        name: COPY (own snapshots and peer copies; the seats to fill decide of which rung such a recovery is), REPLICA
+            (another replica), CHECKFREE or CHECKPOINT.
+        step: step to restore, or None for a restart.
+        reason: why, for people; for a restart, why neither copies nor CheckFree are possible.
+        sources: logical rank -> its source, for all ranks that are neither in ``rebuilt`` nor in ``lent``.
+        rebuilt: logical rank -> the neighbours from whose transformer blocks it is rebuilt.
+        lent: logical rank -> the data-parallel peer whose weights it takes.
+        teller: logical rank from which all ranks get the position of ``step`` if they fetch the state (REPLICA).
+    """
+
+    name: str
+    step: int | None
+    reason: str
+    sources: Mapping[int, Source] = field(default_factory=dict)
+    rebuilt: Mapping[int, Neighbours] = field(default_factory=dict)
+    lent: Mapping[int, int] = field(default_factory=dict)
+    teller: int | None = None
+
+
+def plan_from_memory(memory: Memory, stages: Stages) -> RecoveryPlan:
+    """Return the first source of state that is possible.
+
+    Copies of an earlier step are preferred to a rebuild at a later step, because they cost only the repeated steps.
+    With CheckFree+, a rebuild that was interrupted at this same step is repeated: it also changes the neighbour that
+    holds the second copy of the embedding or the output head, so snapshots of the two stages may come from before and
+    after the rebuild.
+    """
+    step, found, why = repairs.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
+    if step is not None:
+        if stages.checkfree == PLUS and step in stages.rebuilt.values():
+            plan = _rebuild(step, memory, stages, again=True)
+            if plan.name == CHECKFREE:
+                return plan
+        return RecoveryPlan(COPY, step, f"step {step} is the newest that every logical rank has a source of", found)
+    lost = f"{LOST}: {why}"
+    if not stages.checkfree:
+        return RecoveryPlan(CHECKPOINT, None, lost)
+    against = ""
+    for step in repairs.steps_held(memory.holdings):
+        for again in (True, False) if stages.checkfree == PLUS else (False,):
+            plan = _rebuild(step, memory, stages, again=again)
+            if plan.name == CHECKFREE:
+                return plan
+        against = against or plan.reason
+    against = against or "there is no stage to rebuild from"
+    return RecoveryPlan(CHECKPOINT, None, f"{lost}; {AGAINST}: {against}; {LAST_RESORT}")
+
+
+def plan_fetch(memory: Memory, why: str) -> RecoveryPlan | None:
+    """Return the plan that all ranks fetch their state from another replica, which none of them is asked for here.
+
+    Until then, all ranks need the same position. It is that of the newest sound snapshot that a worker has of its own.
+
+    Args:
+        memory: the training state in this replica's memory.
+        why: why this replica has no complete state, for people.
+
+    Returns:
+        None if no worker has one; then nothing is left of this replica that would be worth keeping.
+    """
+    told = [
+        (step, -rank)
+        for rank, held in memory.holdings.items()
+        for step in held.own
+        if step not in memory.unusable.get(rank, ())
+    ]
+    if not told:
+        return None
+    step, teller = max(told)
+    return RecoveryPlan(REPLICA, step, f"{why}; this replica takes the state of another one", teller=-teller)
+
+
+def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> RecoveryPlan:
+    """Return a CHECKFREE at ``step``, or a CHECKPOINT with the reason why that is impossible.
+
+    ``again``: whether stages that were already rebuilt at this step are rebuilt again.
+    """
+    if step in memory.unbuildable:
+        return RecoveryPlan(CHECKPOINT, None, f"at step {step} the neighbours' blocks turned out unusable")
+    if unknown := sorted(rank for rank in memory.ranks if rank not in stages.places):
+        return RecoveryPlan(CHECKPOINT, None, f"logical rank(s) {_list(unknown)} have not said which stage they are of")
+    found, lacking = repairs.of_step(step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
+    lacking = sorted({*lacking, *(rank for rank in memory.ranks if step in memory.unusable.get(rank, ()))})
+    members: dict[int, list[int]] = {}
+    for rank in sorted(memory.ranks):
+        members.setdefault(stages.places[rank].pp, []).append(rank)
+    lenders = _lenders(step, lacking, memory, stages)
+    lost = {stages.places[rank].pp for rank in lacking if rank not in lenders}
+    lost |= {stage for stage, at in stages.rebuilt.items() if again and at == step}
+    against = _against(step, sorted(lost), members, stages)
+    if against:
+        return RecoveryPlan(CHECKPOINT, None, against)
+    at = {place: rank for rank, place in stages.places.items()}
+    rebuilt = {rank: _neighbours(stages.places[rank], at) for stage in sorted(lost) for rank in members[stage]}
+    lent = {rank: peer for rank, peer in lenders.items() if rank not in rebuilt}
+    kept = {rank: source for rank, source in found.items() if rank not in rebuilt and rank not in lent}
+    taken = ", ".join(f"logical rank {rank} takes the weights of its data-parallel peer {lent[rank]}" for rank in lent)
+    beside = f"stage {_list(lost)} is rebuilt from the stages beside" if lost else ""
+    reason = f"of step {step}, {'; '.join(filter(None, (beside, taken)))} (CheckFree)"
+    return RecoveryPlan(CHECKFREE, step, reason, kept, rebuilt, lent)
+
+
+def _lenders(step: int, lacking: Collection[int], memory: Memory, stages: Stages) -> dict[int, int]:
+    """Return logical rank -> a data-parallel peer whose live model has the weights of ``step``, for ``lacking`` ranks.
+
+    The peer restores its own snapshot, so its model is not written before the weights are sent.
+    """
+    by_part: dict[tuple[int, int, int], list[int]] = {}
+    for rank in sorted(memory.ranks):
+        held, place = memory.holdings.get(rank), stages.places[rank]
+        is_whole = rank not in lacking and held is not None and held.live == step and step in held.own
+        if is_whole and place.lends:
+            by_part.setdefault((place.pp, place.tp, place.ep), []).append(rank)
+    places = {rank: stages.places[rank] for rank in lacking}
+    there = {rank: by_part.get((place.pp, place.tp, place.ep), []) for rank, place in places.items()}
+    return {rank: peers[0] for rank, peers in there.items() if peers}
+
+
+def _against(step: int, lost: list[int], members: Mapping[int, list[int]], stages: Stages) -> str:
+    """Return why the lost stages cannot be rebuilt, or "" if they can."""
+    last = max(members)
+    for stage in lost:
+        if stage + 1 in lost:
+            return (
+                f"of step {step}, the adjacent stages {stage} and {stage + 1} are both lost, and each needs the other"
+            )
+        if stage in (0, last) and (stages.checkfree != PLUS or last == 0):
+            which = "first" if stage == 0 else "last"
+            return f"of step {step}, stage {stage} is lost, the {which} one, which only CheckFree+ rebuilds"
+        counts = {s: _blocks(members[s], stages) for s in (stage - 1, stage, stage + 1) if s in members}
+        if len(set(counts.values())) > 1 or any(len(blocks) > 1 for blocks in counts.values()):
+            by_stage = ", ".join(f"stage {s}: {_list(blocks)}" for s, blocks in sorted(counts.items()))
+            return f"the stages do not hold as many transformer layers each ({by_stage})"
+    return ""
+
+
+def _blocks(ranks: Collection[int], stages: Stages) -> frozenset[int]:
+    return frozenset(stages.places[rank].blocks for rank in ranks)
+
+
+def _neighbours(place: GridPosition, at: Mapping[GridPosition, int]) -> Neighbours:
+    return Neighbours(*(at.get(replace(place, pp=place.pp + way)) for way in (-1, 1)))
+
 
 Snapshot = tuple[int, int, int]
 """(logical rank whose worker holds it, logical rank whose state it is, step)."""
@@ -224,7 +516,7 @@ class Offer:
         reason: why it is possible, for people.
         lost: what it loses.
         waits: the limits of all waits that it can lead to, one after the other, as ``table.field``; see
-            :func:`ft.job.control.rungs.waits`.
+            :func:`ft.job.control.recovery.waits`.
         plan: the step and the source of each rank, if the state comes from memory.
         fetched: logical rank -> number of the replica that it fetches its state from.
     """
@@ -270,29 +562,29 @@ def _from_memory(situation: Situation, refused: dict[str, str]) -> Iterator[Offe
         refused |= dict.fromkeys(_IN_MEMORY, against)
         return
     memory = situation.verified()
-    plan = recovery_plan.decide(memory, situation.stages)
-    if plan.name == recovery_plan.COPIES:
+    plan = plan_from_memory(memory, situation.stages)
+    if plan.name == COPY:
         yield _from_copies(situation, rung, plan, refused)
     else:
-        *_, why = sources.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
+        *_, why = repairs.choose(memory.ranks, memory.holdings, memory.dp_peers, memory.spoiled, memory.complete)
         refused |= dict.fromkeys((IN_PLACE, STANDBY, COPY), why or plan.reason)
     if vacant:
         refused[IN_PLACE] = f"logical rank(s) {_list(vacant)} have lost their worker"
     if situation.others.holdings:
-        pooled = recovery_plan.decide(_pooled(memory, situation), situation.stages)
+        pooled = plan_from_memory(_pooled(memory, situation), situation.stages)
         plan, fetched = _fetching(pooled, memory, situation)
-        if plan.name == recovery_plan.COPIES and fetched:
+        if plan.name == COPY and fetched:
             where = ", ".join(f"{rank} from replica {replica}" for rank, replica in sorted(fetched.items()))
             reason = f"of step {plan.step}, the other replicas have what this one lacks: logical rank(s) {where}"
             lost = Lost(steps=_since(situation, plan))
             yield Offer(REPLICA, reason, lost, waits(rung), plan, fetched)
     else:
         fetched = {}
-    if situation.others.are_unknown and plan.name == recovery_plan.RESTART:
-        found = recovery_plan.fetch(memory, plan.reason)
+    if situation.others.are_unknown and plan.name == CHECKPOINT:
+        found = plan_fetch(memory, plan.reason)
         if found is not None:
             yield Offer(REPLICA, found.reason, situation.others.lost_without_this, waits(rung), found)
-    if plan.name == recovery_plan.REBUILD:
+    if plan.name == CHECKFREE:
         lost = Lost(steps=_since(situation, plan), exactness=APPROXIMATE)
         yield Offer(CHECKFREE, plan.reason, lost, waits(rung), plan, fetched)
     else:
@@ -325,8 +617,8 @@ def _pooled(memory: Memory, situation: Situation) -> Memory:
     """Return the memory as if each rank had every state of it that this replica or another one has a source of."""
     there = situation.others.holdings.values()
     own = {rank: {step for held in there for step in held.get(rank, ())} for rank in memory.ranks}
-    for step in sources.steps_held(memory.holdings):
-        inside, _ = sources.of_step(step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
+    for step in repairs.steps_held(memory.holdings):
+        inside, _ = repairs.of_step(step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
         for rank in inside:
             own[rank].add(step)
     live = {rank: held.live for rank, held in memory.holdings.items() if held.live in held.own}
@@ -337,7 +629,7 @@ def _fetching(plan: RecoveryPlan, memory: Memory, situation: Situation) -> tuple
     """Return the plan with sources inside this replica wherever it has them, and rank -> replica for all others."""
     if plan.step is None:
         return plan, {}
-    inside, _ = sources.of_step(plan.step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
+    inside, _ = repairs.of_step(plan.step, memory.ranks, memory.holdings, memory.dp_peers, memory.complete)
     fetched = {}
     for rank in plan.sources.keys() - inside.keys():
         having = (r for r, held in situation.others.holdings.items() if plan.step in held.get(rank, ()))

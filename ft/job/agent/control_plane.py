@@ -1,0 +1,435 @@
+"""The control plane as a node agent sees it: starts its process, restarts it, and takes it over from lost nodes.
+
+The control plane is one process for the whole run, which decides about recoveries and sends orders to the node agents,
+the supervisors of the nodes. It runs on the node of one agent, as the agent's child. Leadership is divided into
+numbered terms: an agent claims the next term, starts the control plane, and the control plane then renews a lease. A
+restarted control plane continues from its journal, the log of its decisions. A standby process, which has imported
+everything, can be prepared so that a later start is fast. What a failure of the control plane means for this node's
+workers is passed to the agent as an event.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft.base import bounded_json
+from ft.base.errors import UserError
+from ft.job.agent import ending, succession
+from ft.job.agent.announcements import RecoveryNews
+from ft.job.agent.console import Console, last_lines
+from ft.job.agent.uplink import Refused, Uplink
+from ft.job.control.timeouts import Timeouts
+from ft.platform import election, processes
+from ft.platform.election import SUCCEEDED, LeaseKeeper, LeaseRecord
+from ft.platform.processes import OwnPauses, Standstill
+from ft.platform.supervisor import Supervisor
+
+_LEAVE_S, _TERM_S = 10.0, 2.0
+
+
+class Sidecar:
+    """Starts and ends the control plane's process.
+
+    Args:
+        supervisor: supervisor of the agent's child processes.
+        run_dir: the run's directory.
+        where: address on which the control plane accepts the agents' messages.
+        options: settings of the control plane, passed to it as ``--options``.
+
+    Attributes:
+        log: file for the output of the process.
+        on_exit: called with the exit code when the control plane's process has ended by itself.
+    """
+
+    def __init__(self, supervisor: Supervisor, run_dir: Path, where: str, options: dict[str, Any]):
+        self._supervisor = supervisor
+        self._where = ["--run-dir", str(run_dir), "--where", where]
+        self._options = options
+        self.log = run_dir / "logs" / "control.log"
+        self.on_exit: Callable[[int], None] = lambda code: None
+        self._process: subprocess.Popen | None = None
+        self._spare: subprocess.Popen | None = None
+
+    @property
+    def pid(self) -> int:
+        """Return the pid of the process, -1 if there is none."""
+        return self._process.pid if self._process is not None else -1
+
+    def prepare(self) -> None:
+        """Start a standby process, if there is none: a takeover must not wait for imports, which take seconds."""
+        if self._spare is None:
+            self._spare = self._launch()
+
+    def start(self, term: int, node: str, restarts: int) -> None:
+        """Start the control plane.
+
+        Args:
+            term: number of the term.
+            node: name of the agent of this node.
+            restarts: number of restarts of the run so far.
+        """
+        options = json.dumps({**self._options, "restarts": restarts})
+        arguments = [*self._where, "--node", node, "--term", str(term), "--options", options]
+        self._process = self._spare or self._launch()
+        self._spare = None
+        threading.Thread(target=_tell, args=(self._process, json.dumps(arguments)), daemon=True).start()
+
+    def _launch(self) -> subprocess.Popen:
+        child = self._supervisor.start(
+            __name__,
+            [],
+            self.log,
+            lambda code: self._ended(child, code),
+            environment={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+        )
+        return child
+
+    def _ended(self, child: subprocess.Popen, code: int) -> None:
+        if child is self._spare:
+            self._spare = None
+        elif child is self._process:
+            self._process = None
+            self.on_exit(code)
+
+    def end(self) -> None:
+        """Wait for the control plane's process to end, and terminate it if it does not.
+
+        The process exits by itself once all agents have announced that they leave; until then agents of other nodes
+        still read from it. After ``_LEAVE_S`` seconds this method sends SIGTERM, and ``_TERM_S`` seconds later SIGKILL.
+        """
+        if self._spare is not None:
+            self._spare.stdin.close()
+        if self.pid < 0:
+            return
+        for signum, patience_s in ((0, _LEAVE_S), (signal.SIGTERM, _TERM_S)):
+            processes.send(self.pid, signum)
+            if self.ends_within(patience_s):
+                return
+        processes.send(self.pid, signal.SIGKILL)
+
+    def ends_within(self, patience_s: float) -> bool:
+        """Wait for the process to end, without reaping it. Return whether it has ended."""
+        deadline = time.monotonic() + patience_s
+        while self.pid >= 0 and processes.state(self.pid) not in "ZX":
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def kill(self) -> None:
+        """Kill and reap the process, if there is one, so that its address is free for the next process."""
+        if self._process is not None:
+            self._supervisor.end(self._process)
+            self._process = None
+
+
+def _tell(process: subprocess.Popen, text: str) -> None:
+    """Write the command-line arguments, ``text``, to the standard input of the process.
+
+    Runs in a thread, because the text may exceed the pipe's buffer and the process reads it only after its imports.
+    """
+    # if the process has died, its exit code is handled elsewhere
+    with contextlib.suppress(OSError), process.stdin as line:
+        line.write(text.encode())
+
+
+def main() -> None:
+    """Run the process of the control plane, or of its standby.
+
+    The process does its imports and then waits for its arguments, a JSON list on standard input. With the arguments it
+    runs the control plane (``ft.job.control.sidecar``); if standard input is closed without any, it exits. It ignores
+    SIGINT and SIGTERM, because the control plane is needed until the workers have saved their checkpoints.
+    """
+    processes.set_name("ft-ctl-spare")
+    from ft.job.control import sidecar
+    from ft.net.store import lone_tcp_store
+
+    lone_tcp_store()  # with a process's first store, torch looks up names, for 10 s if no name server answers
+    line = sys.stdin.read()
+    status = 0
+    if line:
+        processes.set_name("ft-control")
+        try:
+            sidecar.main(bounded_json.loads(line, non_finite=True))
+        except SystemExit as end:
+            status = ending.status_of(end)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    ending.leave(status)  # threads of the store may still run
+
+
+_MOST_DEATHS, _WINDOW_S = 3, 60.0
+"""Maximum number of deaths of the control plane within ``_WINDOW_S`` seconds.
+
+More deaths suggest that the journal is the cause. The run then restarts from the checkpoint without that journal.
+"""
+
+_PREPARE_S = 20.0
+"""Seconds after the agent's start at which it starts a standby process for the control plane, ready to take over."""
+
+
+class ControlPlaneSupervisor:
+    """Claims terms in the leader election, and runs the control plane's process on this node during these terms.
+
+    Args:
+        run_dir: the run's directory.
+        node_rank: number of this agent's node; lower numbers claim a free term earlier.
+        sidecar: the control plane's process, not started yet.
+        timeouts: limits in seconds.
+    """
+
+    def __init__(self, run_dir: Path, node_rank: int, sidecar: Sidecar, timeouts: Timeouts):
+        self._run_dir, self._node_rank, self._timeouts = run_dir, node_rank, timeouts
+        self._lease: LeaseKeeper | None = None
+        self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS + 1)
+        self._life, self._since = 0, time.monotonic()
+        self._record: LeaseRecord | None = None
+        self._began_at: float | None = None
+        self._standstill, self._idle_starts = Standstill(), 0
+        self.sidecar = sidecar
+
+    @property
+    def hosts(self) -> bool:
+        """Return whether the control plane runs on this agent's node."""
+        return self.sidecar.pid >= 0
+
+    @property
+    def events(self) -> Path:
+        """Return the path of the run's event log, which the control plane writes."""
+        return self._run_dir / "events.jsonl"
+
+    def start(self, life: int, node: str) -> bool:
+        """Claim the next term and start the control plane for it. Return False if another agent has claimed it first.
+
+        Args:
+            life: number of the warm restart at which the run's present journal began, 0 for the first.
+            node: name of this agent.
+
+        Raises:
+            OSError: the run's directory cannot be written, or no process can be created; the same call can be made
+                again.
+        """
+        term = election.newest(self._run_dir) + 1
+        if not election.claim(self._run_dir, term, node):
+            return False
+        self.sidecar.kill()
+        launcher = processes.identity(os.getpid())
+        record = LeaseRecord(term, life, "", node, os.getpid(), launcher=launcher)
+        if self._lease is not None:
+            self._lease.hold(record)
+        else:
+            election.renew(self._run_dir, record)
+        if life != self._life:
+            self._deaths.clear()
+        self._life, self._record, self._standstill = life, record, Standstill()
+        try:
+            self.sidecar.start(term, node, life)
+        except OSError:
+            if self._lease is not None:
+                self._lease.drop()
+            raise
+        return True
+
+    def ended(self, code: int) -> bool:
+        """Record the exit of the control plane's process. Return False if another control plane has replaced it."""
+        if self._lease is not None:
+            self._lease.drop()
+        if code != SUCCEEDED:
+            self._deaths.append(time.monotonic())
+        return code != SUCCEEDED
+
+    def dies_again_and_again(self) -> bool:
+        """Return whether the control plane has died so often that its journal may be the cause."""
+        return len(self._deaths) > _MOST_DEATHS and time.monotonic() - self._deaths[0] < _WINDOW_S
+
+    def look(self, now: float, contact_at: float, paused_s: float = 0.0) -> tuple[str, str]:
+        """Return the (action, reason) of ``succession.decide``: whether this agent waits, takes over or fences its
+        workers.
+
+        The lease is watched only while the control plane does not answer this agent.
+
+        Args:
+            now: monotonic time, in seconds.
+            contact_at: monotonic time at which the control plane last answered; before its first answer, the time at
+                which this agent started to connect.
+            paused_s: seconds since then for which this agent was paused itself; they do not count.
+        """
+        self._began_at = contact_at if self._began_at is None else self._began_at
+        silent_s = now - contact_at - paused_s
+        if silent_s < self._timeouts.quorum_s:
+            self._end_watch()
+            self._idle_starts = 0
+            if now - self._since > _PREPARE_S:
+                self.sidecar.prepare()
+            return succession.WAIT, ""
+        if self._lease is None:
+            # imports take longer than a lease lasts: until the control plane serves, its lease is renewed for it
+            mine = self._record if self.hosts else None
+            self._lease = LeaseKeeper(self._run_dir, self._timeouts.lease_beat_s, mine)
+            self._lease.start()
+        # the silence may only be a pause of this event loop: read the lease before deciding
+        if not self._lease.has_looked:
+            return succession.WAIT, ""
+        view = succession.View(
+            silent_s=silent_s,
+            lease_s=self._lease.age(now) if self._lease.seen is not None else None,
+            serving_s=self._lease.serving(now),
+            turn=0 if self.hosts else self._node_rank + 1,
+            taken_in=contact_at != self._began_at,
+            idle_s=self._idle(now),
+            idle_starts=self._idle_starts,
+        )
+        found = succession.decide(view, self._timeouts)
+        self._idle_starts += found[0] == succession.RENEW
+        return found
+
+    def _idle(self, now: float) -> float:
+        """Return the seconds for which the control plane that is starting on this node has made no progress."""
+        if not self.hosts or not self._lease.holds:
+            return 0.0
+        return self._standstill.look(now, self.sidecar.pid)
+
+    def close(self) -> None:
+        self._end_watch()
+        self.sidecar.end()
+
+    def _end_watch(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+
+_WATCH_S = 0.1
+"""Longest time between two looks at the control plane that the agent intends, in seconds."""
+_RETRY_S = 1.0
+"""Pause in seconds before the start of a control plane is tried again that was not possible."""
+
+
+@dataclass(frozen=True)
+class Fenced:
+    """Event: this node is cut off from a control plane that continues on another node, so this node's workers have to
+    end.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class JournalBroken:
+    """Event: control planes that read the run's journal die repeatedly; the run has to continue without it."""
+
+    reason: str
+
+
+class ControlPlaneUpkeep:
+    """Starts the control plane when it belongs on this node, and watches whether it answers.
+
+    Args:
+        control_supervisor: runs the control plane's process.
+        uplink: connection to the control plane.
+        console: terminal output.
+        recoveries: prints the summaries of recoveries, on a node that takes the control plane over too.
+        obey: called with the events ``Refused``, ``Fenced`` and ``JournalBroken``.
+    """
+
+    def __init__(
+        self,
+        control_supervisor: ControlPlaneSupervisor,
+        uplink: Uplink,
+        console: Console,
+        recoveries: RecoveryNews,
+        obey: Callable[[Any], None],
+    ):
+        self._control_supervisor, self._uplink = control_supervisor, uplink
+        self._console, self._recoveries, self._obey = console, recoveries, obey
+        self._life, self._node = 0, ""
+        self._is_over = self._is_held_up = False
+        self._retry_at = 0.0
+        self._pauses = OwnPauses(_WATCH_S)
+        control_supervisor.sidecar.on_exit = self._ended
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the control plane runs on this node."""
+        return self._control_supervisor.hosts
+
+    def settle(self, life: int, node: str) -> None:
+        """Record the number of the run's present life, and the agent's present name."""
+        self._life, self._node = life, node
+
+    def start(self) -> bool:
+        """Start the control plane here. Return False if another agent was faster.
+
+        Raises:
+            OSError: the run's directory cannot be written, or no process can be created.
+        """
+        return self._control_supervisor.start(self._life, self._node)
+
+    def try_start(self) -> bool:
+        """Start the control plane here if that is possible now; return whether it was started.
+
+        A full disk is said once; the workers train on, and ``look`` tries again.
+        """
+        if (now := time.monotonic()) < self._retry_at:
+            return False
+        try:
+            started, self._is_held_up = self.start(), False
+        except OSError as error:
+            self._retry_at, started = now + _RETRY_S, False
+            if not self._is_held_up:
+                self._console.complain(f"no control plane can be started here: {error}; it is tried again until it can")
+            self._is_held_up = True
+        return started
+
+    def look(self, now: float) -> None:
+        """If the control plane does not answer, wait, take over or fence. ``now``: monotonic time in seconds."""
+        if self._is_over:
+            return
+        self._pauses.look(now)
+        self._uplink.check_contact(now, self._pauses)
+        contact_at = self._uplink.contact_at
+        what, why = self._control_supervisor.look(now, contact_at, self._pauses.since(contact_at))
+        if what == succession.RENEW:
+            self._console.complain(f"{why} ({processes.describe(self._control_supervisor.sidecar.pid)}): it is killed")
+            self.try_start()
+        elif what == succession.CLAIM and self.try_start():
+            self._console.say(f"{why}; {self._node} ({socket.gethostname()}) takes over, training goes on")
+            self._recoveries.adopt(self._control_supervisor.events)
+        elif what == succession.FENCE:
+            self._obey(Fenced(why))
+        elif what == succession.GIVE_UP:
+            self._obey(Refused(why))
+
+    def finish(self) -> None:
+        """Start no other control plane from now on."""
+        self._is_over = True
+
+    def close(self) -> None:
+        """Wait for the control plane's process to end, if it runs here."""
+        self._control_supervisor.close()
+
+    def _ended(self, code: int) -> None:
+        if not self._control_supervisor.ended(code) or self._is_over:
+            return
+        how = f"the control plane {processes.how_it_ended(code)}"
+        lines = [f"    {line}" for line in last_lines(self._control_supervisor.sidecar.log)]
+        if code == UserError.exit_code:
+            self._obey(Refused("\n".join([how, *lines])))
+        elif self._control_supervisor.dies_again_and_again():
+            self._obey(JournalBroken("\n".join([f"{how}, again and again", *lines])))
+        elif self.try_start():
+            self._console.say(f"{how}; another one takes over from its journal, training goes on")
