@@ -31,6 +31,11 @@ prepare_environment() { # prepare_environment EXTRAS
     touch "$stamp$extras"
 }
 
+# What is said of the sources before any test runs: style, format, import contracts, types.
+check_sources() {
+    python -m ruff check . && python -m ruff format --check . && lint-imports --no-logo && python -m mypy
+}
+
 # Runs a command as most users of a cluster have to: without any capability of the kernel, and with the file descriptors
 # that a system gives by default.
 as_plain_user() {

@@ -34,6 +34,7 @@ def test_flips_in_replicas_change_no_bit_of_any_replica(corpus, tmp_path):
     assert {commit.step: commit.digest for commit in done.proof.lines[1]} == digests, done.explain()
 
 
+@pytest.mark.long
 def test_what_is_wrong_when_gradients_are_sent_makes_one_replica_catch_up(corpus, tmp_path):
     """A wrong optimizer operator, a device that is always wrong, and a model that differs without any operator."""
     faults = [

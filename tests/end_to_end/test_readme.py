@@ -90,7 +90,7 @@ def walked() -> list:
     """A parameter for each command that an entry runs."""
     entries = [(command, readme_walk.entry_for(command)) for command in COMMANDS]
     return [
-        pytest.param(command, id=id_of(command), marks=[pytest.mark.long] if walk.long else [])
+        pytest.param(command, id=id_of(command), marks=[pytest.mark.long] * (walk.name not in readme_walk.EVERY_TIME))
         for command, walk in entries
         if walk and not walk.not_run
     ]
@@ -116,6 +116,10 @@ def test_every_entry_fits_the_command_as_it_is_written():
         if walk and not walk.not_run:
             scaled = walk.scaled(command)
             assert not set(scaled) & set("<>") and "..." not in scaled.split(), f"a placeholder is left: {scaled}"
+
+
+def test_what_runs_every_time_has_an_entry():
+    assert not set(readme_walk.EVERY_TIME) - {walk.name for walk in readme_walk.TABLE}
 
 
 def test_what_the_documents_name_is_there():

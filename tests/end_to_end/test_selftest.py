@@ -25,6 +25,7 @@ def test_it_keeps_within_its_time_and_says_what_it_left_out(tmp_path):
     assert json.loads((tmp_path / "run" / "selftest.json").read_text()) == values
 
 
+@pytest.mark.long
 def test_workers_are_replaced_with_the_same_losses(tmp_path):
     ended = selftests.selftest(tmp_path / "run", "--only", "training,kill,stall,stop")
     assert ended.code == 0, (ended.output, ended.errors)

@@ -187,6 +187,7 @@ def test_an_address_of_the_wrong_interface_is_named(lab, tmp_path):
     assert "n1 (host1) at " in said and "advertises 192.168.99.2" in said
 
 
+@pytest.mark.long
 def test_a_control_plane_that_one_host_cannot_reach_is_named_on_both(lab, tmp_path):
     lab.part([lab.hosts[1]])
     began = time.monotonic()
