@@ -193,7 +193,6 @@ BENCHES = (
     only_help("bench-step", "python tools/bench/step_time.py"),
     only_help("fault-campaign", "python tools/experiments/fault_campaign.py *"),
     only_help("hsdp-campaign", "python tools/experiments/hsdp_campaign.py *"),
-    only_help("convergence", "python tools/experiments/checkfree_convergence.py *"),
     only_help("every-rung", "python tools/experiments/every_rung.py *"),
     only_help("composed-campaign", "python tools/experiments/composed_campaign.py *"),
     only_help("bench-combinations", "python tools/bench/combinations.py *"),
@@ -204,7 +203,6 @@ BENCHES = (
         ("2000 situations", "0 broken"),
         makes=("ladder.png",),
     ),
-    only_help("network-faults", "python tools/experiments/network_faults.py"),
     only_help("torch-releases", "python tools/experiments/torch_releases.py *"),
 )
 
