@@ -528,6 +528,7 @@ REST = (
     Walk("suite-pytest", "python -m pytest *", not_run=SUITE),
     Walk("ruff", "python -m ruff *", not_run="tests/run.sh does it first"),
     Walk("contracts", "lint-imports --no-logo", not_run="tests/run.sh does it first"),
+    Walk("make", "make *", not_run="each entry is another command of CONTRIBUTING.md"),
     Walk("types", "python -m mypy", not_run="tests/run.sh does it first"),
     Walk("page-of-faults", "python -m ft.faults.page", not_run="it writes what test_faults_table.py compares"),
     Walk("pip", "pip install *", not_run="a test installs nothing"),
