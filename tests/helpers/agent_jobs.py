@@ -67,7 +67,11 @@ class Command:
         return [pid for pid, found in names.items() if found == name]
 
     def pid_of(self, name: str) -> int:
-        """Return the command's only process whose process name is ``name``."""
+        """Return the command's only process whose process name is ``name``.
+
+        A process that was just forked still has the name of its parent: wait until one is left.
+        """
+        self.wait_for(lambda: len(self.named(name)) == 1, f"one process named {name}")
         (pid,) = self.named(name)
         return pid
 
