@@ -65,6 +65,7 @@ def test_every_phase_of_a_recovery_is_covered():
     assert tested == set(RECOVERY_PHASES)
 
 
+@pytest.mark.long
 def test_more_failures_than_standbys_then_in_the_first_steps_after_a_warm_restart(corpus, reference, tmp_path):
     """Ranks 0 and 3 are lost with one standby; then both copies; then, in the steps redone, one worker and another."""
     faults = "kill@step=5:rank=0:phase=forward,kill@step=5:rank=3:phase=forward,"

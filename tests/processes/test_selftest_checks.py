@@ -58,6 +58,7 @@ def test_a_setting_of_the_site_that_training_replaces_is_named(tmp_path, monkeyp
     assert row["outcome"] == "pass" and "TORCH_NCCL_BLOCKING_WAIT=1 is replaced by 0" in row["text"], row
 
 
+@pytest.mark.long
 def test_an_abort_that_never_returns_is_found(tmp_path):
     check_planted(tmp_path / "run", "hung-groups")
 
