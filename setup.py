@@ -76,6 +76,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "wandb": ["wandb"],  # --wandb-project
         "fast": ["numba"],  # compiles SPARe's controller and the simulation of ft plan
+        "docs": ["mkdocs>=1.6,<2", "mkdocstrings[python]>=1.0"],  # python -m mkdocs build --strict
         "dev": [
             *(
                 "pytest>=8",

@@ -1,7 +1,8 @@
 """Fixtures for all tests: `ranks` runs a function on forked ranks (see tests/helpers/harness).
 
 Tests with the marker `alone` run while no other test of the session does, also where pytest-xdist runs several at once.
-At the end of a test session all skipped tests are listed, one line for each reason.
+Tests with the marker `long` are skipped unless `-m` chooses them. At the end of a test session all skipped tests are
+listed, one line for each reason; `--durations-file FILE` writes there what took the time.
 """
 
 import contextlib
@@ -15,10 +16,22 @@ from harness import Ranks
 pytest_plugins = ["hot_swap_fixtures", "snapshot_fixtures"]
 
 LONGEST_FIRST = ("tests/end_to_end/", "tests/processes/", "tests/pure/")
+LONG = "of the long tier (./tests/run.sh long, or pytest -m long)"
+MOST_SHOWN = 40
+
+
+def pytest_addoption(parser):
+    parser.addoption("--durations-file", help="writes the slowest files and tests there, with their seconds")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Begin with whole runs where tests run side by side, so that short tests fill the time at the end."""
+    """Skip the long tier unless -m says which tests run, and begin with whole runs where tests run side by side.
+
+    So short tests fill the time at the end.
+    """
+    for item in items if not config.option.markexpr else ():
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason=LONG))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
 
@@ -47,12 +60,36 @@ def locked(file, how):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """List what was not tested, and why; the reasons name what has to be installed."""
+    """List what was not tested, and why; the reasons name what has to be installed or how to run it."""
+    if file := terminalreporter.config.option.durations_file:
+        reports = [report for found in terminalreporter.stats.values() for report in found]
+        spent = [(report.nodeid, report.duration) for report in reports if isinstance(report, pytest.TestReport)]
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(durations(spent))
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
     if reasons:
         terminalreporter.section("not tested on this machine")
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count:4d}  {reason}")
+
+
+def durations(spent: list[tuple[str, float]]) -> str:
+    """Return a table of the seconds of each folder, of the slowest files and of the slowest tests.
+
+    Args:
+        spent: (node id, seconds) of each setup, call and teardown.
+    """
+    folders, files, tests = Counter(), Counter(), Counter()
+    for node, seconds in spent:
+        file = node.split("::")[0]
+        folders[str(Path(file).parent)] += seconds
+        files[file] += seconds
+        tests[node] += seconds
+    lines = []
+    for what, found in (("folders", folders), ("files", files), ("tests", tests)):
+        lines += [f"seconds of the slowest {what}:"]
+        lines += [f"{seconds:8.1f}  {name}" for name, seconds in found.most_common(MOST_SHOWN)]
+    return "\n".join(lines) + "\n"
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
 #
 # An active virtual or conda environment is used; otherwise .venv is made beside this checkout. What is installed is
 # remembered, so that a second call does nothing and needs no network. MEGATRON_FT_TORCH names the torch to install
-# where there is none (default: 2.13.0 with Python 3.11, what pip chooses with newer ones).
+# where there is none (default: 2.13.0 with Python 3.11, what pip chooses with newer ones). MEGATRON_FT_CORE names the
+# release of megatron-core to install instead of the one in setup.py; "newest" is that of setup.py.
 
 # Options of pytest: on each processor, and on at most 8, the tests of one file at a time.
 side_by_side=(-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
@@ -22,13 +23,19 @@ prepare_environment() { # prepare_environment EXTRAS
     fi
     local home stamp
     home=$(python -c 'import sys; print(sys.prefix)')
-    stamp="$home/.megatron-ft-$(cat setup.py pyproject.toml <(pwd) | sha256sum | cut -c1-16)-"
+    stamp="$home/.megatron-ft-$(cat setup.py pyproject.toml <(pwd; echo "${MEGATRON_FT_CORE:-newest}") | sha256sum | cut -c1-16)-"
     if compgen -G "$stamp$extras*" >/dev/null; then return; fi  # with these extras, and perhaps more
     echo "installing into $home (once; a few minutes the first time)"
     rm -f "$home"/.megatron-ft-*  # of a checkout that this one takes the place of
     python -c 'import torch' 2>/dev/null || install "${MEGATRON_FT_TORCH:-$(default_torch)}"
     install -e ".[$extras]"
+    if [ "${MEGATRON_FT_CORE:-newest}" != newest ]; then install "megatron-core==$MEGATRON_FT_CORE"; fi
     touch "$stamp$extras"
+}
+
+# What is said of the sources before any test runs: style, format, import contracts, types.
+check_sources() {
+    python -m ruff check . && python -m ruff format --check . && lint-imports --no-logo && python -m mypy
 }
 
 # Runs a command as most users of a cluster have to: without any capability of the kernel, and with the file descriptors

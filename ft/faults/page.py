@@ -20,7 +20,7 @@ MEANING_OF_KEYS = {
         "time": "time from the beginning of training: 500ms, 90s, 2m, 1h.",
         "every": "repeated faults at random times: exponential(mean=60s) or weibull(shape=0.7,scale=90s) in time, "
         "exponential(mean=20steps) or weibull(shape=0.7,scale=30steps) in steps.",
-        "trace": "file of failures that were recorded in another run; each line is TIME [KIND] [RANK], or a JSON "
+        "trace": "file of failures that were recorded in another run; each line is TIME [KIND [RANK]], or a JSON "
         "object with time.",
     },
     "Where: without any of these keys, a random rank is hit, or the target of the kind (a node, the control plane)": {

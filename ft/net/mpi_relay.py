@@ -25,7 +25,7 @@ members arrive in order. When MPI reports a failed process to some member, that 
 all members are notified. Then all members shrink the communicator, which starts another ``generation``. Frames on their
 way at that time are lost, also between survivors, and the relays have to restart their streams.
 
-This has the following requirements with Open MPI 5.0.11 (shown by mpi_facts.py and mpi_hosts.py in tools/experiments):
+This has the following requirements with Open MPI 5.0.11 (mpi_facts.txt and mpi_hosts.txt in tools/experiments/results):
 
 * Only the blocking shrink works: on a revoked communicator the test of ``MPIX_Comm_ishrink`` fails with MPI_ERR_INTERN.
 The blocking shrink waits for a member that hangs. Open MPI's heartbeat detector solves this: it declares a process dead

@@ -2,7 +2,7 @@
 
 Framed channels (:mod:`ft.net.framed`) use them to send the training state to other workers. With ``--ft-transport mpi``
 these are streams over MPI. Workers are not MPI processes themselves, for these reasons (Open MPI 5.0 with mpi4py 4.1;
-tools/experiments/mpi_facts.py shows each):
+tools/experiments/results/mpi_facts.txt shows each):
 
 * Workers are forked from a warm process, and any number of standbys (replacement workers) are started during the run.
 MPI knows only the processes that mpirun has started, and accepts no others: ``MPI_Comm_accept`` and

@@ -104,7 +104,9 @@ WITHOUT_COPIES = "--ft-checkfree --ft-snapshot-peers 0"
     [
         (f"{ZERO} --bf16", False),
         ("", True),
-        ("--tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0.1", True),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0.1", True, marks=pytest.mark.long
+        ),
         pytest.param(f"{ZERO} --tensor-model-parallel-size 2", False, marks=pytest.mark.long),
         pytest.param(f"{ZERO} --pipeline-model-parallel-size 2", False, marks=pytest.mark.long),
         pytest.param(f"{ZERO} --num-experts 4 --expert-model-parallel-size 2", False, marks=pytest.mark.long),

@@ -55,6 +55,7 @@ def nodes(corpus, tmp_path, etcd):  # noqa: F811
         node.stop()
 
 
+@pytest.mark.long
 def test_nodes_without_a_shared_folder_survive_the_node_of_the_control_plane_and_an_etcd_server(nodes, reference):
     (first, second, third), servers = nodes
     second.wait_for(lambda: second.step() >= 3)

@@ -132,6 +132,7 @@ def test_what_came_before_is_in_words():
     assert history.going_round([replace(one, step=4) for one in returns]).count("step 4") == 1
 
 
+@pytest.mark.long
 def test_an_operation_that_only_some_ranks_call_ends_the_run(tmp_path):
     (tmp_path / "uneven.py").write_text(UNEVEN)
     flags = ["--run-dir", "run", "--nproc-per-node", "2", "uneven.py", "--steps", "6"]

@@ -34,6 +34,7 @@ def test_flips_in_replicas_change_no_bit_of_any_replica(corpus, tmp_path):
     assert {commit.step: commit.digest for commit in done.proof.lines[1]} == digests, done.explain()
 
 
+@pytest.mark.long
 def test_what_is_wrong_when_gradients_are_sent_makes_one_replica_catch_up(corpus, tmp_path):
     """A wrong optimizer operator, a device that is always wrong, and a model that differs without any operator."""
     faults = [
@@ -84,6 +85,7 @@ def test_hot_swap_inside_replicas_replaces_a_killed_worker_and_one_that_computes
     assert all(step.commit.healthy == (0, 1) for step in done.proof.lineage.steps), done.explain()
 
 
+@pytest.mark.long
 def test_a_flip_and_a_lost_group_in_one_step_of_spare_cost_no_sample(corpus, tmp_path):
     faults = ["kill@replica=2:step=5:rank=0:phase=backward", flip(1, 5, 0, "operator=mm:phase=backward")]
     spare, how = "--ft-spare-redundancy 2", {"replicas": 3, "nproc": 3}

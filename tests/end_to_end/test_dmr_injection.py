@@ -289,7 +289,9 @@ def flips_in_memory(flags: str, way: str, count: int, seed: int) -> dict:
     [
         (1, "piggyback", RECOMPUTED),
         (1, "naive", "--bf16 --attention-dropout 0.1 "),
-        (2, "piggyback", "--tensor-model-parallel-size 2 --sequence-parallel " + RECOMPUTED),
+        pytest.param(
+            2, "piggyback", f"--tensor-model-parallel-size 2 --sequence-parallel {RECOMPUTED}", marks=pytest.mark.long
+        ),
     ],
 )
 def test_flips_in_memory_by_an_injector_that_does_not_know_dmr_are_found(world, way, more, ranks, corpus):

@@ -3,6 +3,7 @@
 import random
 import sys
 
+import pytest
 from ft_runs import ROOT
 
 sys.path.insert(0, str(ROOT / "tools" / "experiments"))
@@ -58,6 +59,7 @@ def test_the_table_counts_what_came_of_the_faults(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_a_short_campaign(corpus, reference, tmp_path):
     seed, faults = random.randrange(1 << 20), 6
     specs = campaign.plan(seed, faults, but=campaign.HOLDING_UP)

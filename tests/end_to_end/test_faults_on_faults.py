@@ -43,7 +43,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(
-    "victim", [pytest.param(victim, marks=pytest.mark.long if victim == "who helps" else ()) for victim in PAIRS]
+    "victim", [pytest.param(one, marks=() if one == "who takes the seat" else pytest.mark.long) for one in PAIRS]
 )
 def test_a_second_fault_in_each_phase_of_a_recovery(victim, corpus, reference, tmp_path):
     pairs, steps = PAIRS[victim], 52
@@ -65,6 +65,7 @@ def test_every_phase_of_a_recovery_is_covered():
     assert tested == set(RECOVERY_PHASES)
 
 
+@pytest.mark.long
 def test_more_failures_than_standbys_then_in_the_first_steps_after_a_warm_restart(corpus, reference, tmp_path):
     """Ranks 0 and 3 are lost with one standby; then both copies; then, in the steps redone, one worker and another."""
     faults = "kill@step=5:rank=0:phase=forward,kill@step=5:rank=3:phase=forward,"

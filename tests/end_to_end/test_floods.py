@@ -31,6 +31,7 @@ def flooded(job: Running) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_hot_swap_recovers_meanwhile_with_the_same_losses(corpus, reference, tmp_path):
     layout = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
     faults = f"kill@step={STEPS // 2}:rank=2:phase=backward"

@@ -211,6 +211,7 @@ def test_a_disk_that_has_room_again_has_all_records(corpus, disk, capsys):
     assert "records" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_control_plane_that_finds_no_room_is_started_when_there_is_some_and_training_goes_on(corpus, disk):
     running = Running(disk, "pretrain_gpt.py", flags(corpus, steps=4 * STEPS), nproc=2, standby=0)
     running.wait_for(lambda: running.step() >= 5)

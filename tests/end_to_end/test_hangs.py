@@ -16,6 +16,7 @@ from ft.base.errors import ENDED_EARLY
 from ft.record.recoveries import recoveries
 
 LAYOUT = "--use-distributed-optimizer --pipeline-model-parallel-size 2"
+LONG = pytest.mark.long
 DEVICE_LIKE = "--preload tests.helpers.device_like"
 """Makes collectives look like NCCL's: no worker says that it waits."""
 
@@ -51,7 +52,9 @@ def of_the_run(run):
     return [root, *root.children(recursive=True)]
 
 
-@pytest.mark.parametrize("who", ["all", "the agent", "the control plane"])
+@pytest.mark.parametrize(
+    "who", [pytest.param("all", marks=LONG), pytest.param("the agent", marks=LONG), "the control plane"]
+)
 def test_a_pause_costs_nothing_but_its_time(corpus, reference, tmp_path, who):
     run = Running(tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60))
     run.wait_for(lambda: run.step() >= 5)
@@ -87,7 +90,7 @@ OUT_OF_STEP = "--inject out-of-step@step=6:rank=1:phase=optimizer"
 """Ranks 1 and 3 hang in the optimizer step; ranks 0 and 2 go on, and wait for them in a collective of what follows."""
 
 
-@pytest.mark.parametrize("what", ["evaluate", "save"])
+@pytest.mark.parametrize("what", ["evaluate", pytest.param("save", marks=LONG)])
 def test_a_mismatch_that_others_meet_in_an_evaluation_or_a_save_is_recovered_in_place(
     corpus, reference, quick, tmp_path, what
 ):

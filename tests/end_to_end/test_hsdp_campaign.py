@@ -4,6 +4,7 @@ import random
 import sys
 
 import hsdp_runs
+import pytest
 from ft_runs import ROOT
 from replica_runs import Done, proof
 
@@ -93,6 +94,7 @@ def test_the_table_counts_what_came():
     assert "seed 1: exit code 1" in text and "0.20" in text and "1.50" in text
 
 
+@pytest.mark.long
 def test_a_short_campaign(corpus, tmp_path):
     faults, seeds = 4, iter(lambda: random.randrange(1 << 20), None)
     seed = next(one for one in seeds if not {f.kind for f in campaign.plan(one, faults)} & set(campaign.HOLDING_UP))

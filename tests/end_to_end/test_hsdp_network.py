@@ -41,6 +41,7 @@ class Replicas(Fleet):
         return self.wait()
 
 
+@pytest.mark.long
 def test_a_partition_between_replicas_leaves_one_out_and_never_stops_the_others(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("FT_HSDP_DIGESTS", "1")
     flags = replica_runs.flags(corpus, f"--save {tmp_path}/saved", ENDLESS)

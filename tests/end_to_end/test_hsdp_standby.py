@@ -8,6 +8,7 @@ from ft.base import events
 
 DISTRIBUTED = "--use-distributed-optimizer"
 STEPS = 12
+LONG = pytest.mark.long
 ALL = frozenset(range(3))
 
 
@@ -26,8 +27,10 @@ def recovered(corpus, folder, faults: str) -> Done:
     return train(folder / "run", flags, replicas=3, nproc=6, options=options)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("phase", ["forward", "reduce"])
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [("forward", 0), pytest.param("forward", 1, marks=LONG), pytest.param("reduce", 0, marks=LONG), ("reduce", 1)],
+)
 def test_a_standby_replaces_a_worker_of_a_replica_and_no_step_is_done_without_the_replica(
     rank, phase, corpus, undisturbed, tmp_path
 ):
@@ -75,7 +78,11 @@ def lost_with_its_copy(replica: int, step: int, rank: int) -> str:
 
 @pytest.mark.parametrize(
     ("lost", "again"),
-    [(0, ""), (1, ""), (0, ",kill@replica=1:step=5:rank=1:phase=resume")],
+    [
+        pytest.param(0, "", marks=LONG),
+        (1, ""),
+        pytest.param(0, ",kill@replica=1:step=5:rank=1:phase=resume", marks=LONG),
+    ],
     ids=["the first rank", "another rank", "and one dies before the others have a copy of what it has not"],
 )
 def test_a_replica_that_has_lost_a_ranks_copies_takes_the_state_of_another_one_in_place(lost, again, corpus, tmp_path):

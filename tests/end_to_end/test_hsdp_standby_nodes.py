@@ -81,7 +81,7 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize(
     ("size", "lost"),
-    [(1, 1), pytest.param(2, 2, marks=LONG), pytest.param(2, 3, marks=LONG)],
+    [pytest.param(1, 1, marks=LONG), pytest.param(2, 2, marks=LONG), pytest.param(2, 3, marks=LONG)],
     ids=["its only node", "the node of its control plane", "its last node"],
 )
 def test_a_standby_node_takes_a_lost_nodes_place_in_another_replica(corpus, tmp_path, size, lost):

@@ -40,6 +40,7 @@ def without_shape(flags: str) -> str:
     return flags
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("release", ["0.16", "0.19"])
 def test_a_run_goes_on_in_nvidias_trainer(tmp_path, release):
     tree, flags = checkouts.tree(release), f"{FLAGS} {STAGES}"

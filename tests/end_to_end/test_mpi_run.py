@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 import replica_runs
 from ft_runs import ROOT, Finished, Running, flags
 from networks import mpirun
@@ -38,6 +39,7 @@ def test_a_worker_and_then_a_node_are_replaced_over_mpi(corpus, reference, tmp_p
     assert done.losses == reference(4, LAYOUT, STEPS)
 
 
+@pytest.mark.long
 def test_replicas_exchange_over_mpi_and_go_on_without_the_one_whose_node_dies(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("FT_HSDP_DIGESTS", "1")
     steps = 60

@@ -90,7 +90,7 @@ def walked() -> list:
     """A parameter for each command that an entry runs."""
     entries = [(command, readme_walk.entry_for(command)) for command in COMMANDS]
     return [
-        pytest.param(command, id=id_of(command), marks=[pytest.mark.long] if walk.long else [])
+        pytest.param(command, id=id_of(command), marks=[pytest.mark.long] * (walk.name not in readme_walk.EVERY_TIME))
         for command, walk in entries
         if walk and not walk.not_run
     ]
@@ -118,6 +118,10 @@ def test_every_entry_fits_the_command_as_it_is_written():
             assert not set(scaled) & set("<>") and "..." not in scaled.split(), f"a placeholder is left: {scaled}"
 
 
+def test_what_runs_every_time_has_an_entry():
+    assert not set(readme_walk.EVERY_TIME) - {walk.name for walk in readme_walk.TABLE}
+
+
 def test_what_the_documents_name_is_there():
     missing = [(document, path) for document, path in readme_references.paths() if not readme_references.is_there(path)]
     assert not missing
@@ -132,7 +136,9 @@ def test_what_the_documents_name_of_the_code_is_in_the_code():
 
 
 def test_the_pages_of_the_documentation_are_all_in_the_table_of_contents():
-    shown = {path for document, path in readme_references.paths() if document == "README.md"}
+    """Pages of a folder are in the table of its own README.md."""
+    tables = [document for document in readme_commands.DOCUMENTS if document.endswith("README.md")]
+    shown = {path for document, path in readme_references.paths() if document in tables}
     pages = {document for document in readme_commands.DOCUMENTS if document.startswith("docs/")}
     assert not pages - shown, "link them in README.md"
 

@@ -13,6 +13,7 @@ from slurm.cluster import Cluster, reason_to_skip
 CHECKED = "versions,storage,ports,clocks,groups"
 
 
+@pytest.mark.long
 def test_it_keeps_within_its_time_and_says_what_it_left_out(tmp_path):
     ended = selftests.selftest(tmp_path / "run", "--minutes", "0.7")
     rows, values = ended.rows(), ended.values
@@ -25,6 +26,7 @@ def test_it_keeps_within_its_time_and_says_what_it_left_out(tmp_path):
     assert json.loads((tmp_path / "run" / "selftest.json").read_text()) == values
 
 
+@pytest.mark.long
 def test_workers_are_replaced_with_the_same_losses(tmp_path):
     ended = selftests.selftest(tmp_path / "run", "--only", "training,kill,stall,stop")
     assert ended.code == 0, (ended.output, ended.errors)

@@ -175,6 +175,7 @@ def test_standby_nodes_take_the_places_of_one_without_power_and_one_set_down(clu
     assert losses(job.steps()) == reference(4, LAYOUT, STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_a_full_file_system_ends_no_agent_and_a_lost_node_is_replaced_on_it(disk, cluster, corpus, reference, tmp_path):
     steps, elsewhere = 120, tmp_path / "metrics.jsonl"  # of all files of the run, only this one is on another disk
@@ -291,6 +292,7 @@ def test_a_standby_node_brings_back_the_replica_of_a_node_without_power(cluster,
     assert "takes the place of node 2, in replica 2" in job.explain()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [2], indirect=True)
 def test_a_job_that_usr1_ends_early_saves_and_is_queued_again_until_all_steps_are_done(
     cluster, corpus, reference, tmp_path

@@ -79,6 +79,7 @@ def test_all_groups_lost_begin_again_from_the_checkpoint_with_new_stacks(corpus,
     assert {5, 10, 15, 20, 25, 30} == {int(path.name[5:]) for path in (tmp_path / "saved").glob("iter_*")}
 
 
+@pytest.mark.long
 def test_gradients_by_tokens_and_over_stages_are_the_same_too(ranks, corpus, tmp_path):
     """What core does with gradients once they are reduced, division by tokens and the sum of tied embeddings' copies,
     must not get into what is kept of an attempt that fails."""

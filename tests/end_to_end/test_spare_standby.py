@@ -33,6 +33,7 @@ def orders(done: Done) -> list[tuple]:
 UNDISTURBED = [(ALL, (), 1, ())] * STEPS
 
 
+@pytest.mark.long
 def test_with_a_standby_no_stack_is_reordered_and_no_bit_changes(corpus, tmp_path):
     plain = recovered(corpus, tmp_path / "plain", [])
     done = recovered(corpus, tmp_path / "run", [kill(1, "reduce")])

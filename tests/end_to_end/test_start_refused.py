@@ -171,6 +171,7 @@ def ends(process, out: Path, began: float) -> str:
     return out.read_text()
 
 
+@pytest.mark.long
 def test_an_address_of_the_wrong_interface_is_named(lab, tmp_path):
     lab.hosts[1].run("ip", "tuntap", "add", "eth1", "mode", "tun")
     lab.hosts[1].run("ip", "addr", "add", "192.168.99.2/24", "dev", "eth1")
@@ -187,6 +188,7 @@ def test_an_address_of_the_wrong_interface_is_named(lab, tmp_path):
     assert "n1 (host1) at " in said and "advertises 192.168.99.2" in said
 
 
+@pytest.mark.long
 def test_a_control_plane_that_one_host_cannot_reach_is_named_on_both(lab, tmp_path):
     lab.part([lab.hosts[1]])
     began = time.monotonic()

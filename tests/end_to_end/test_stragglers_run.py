@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from ft_runs import ROOT, flags, ft_run
 
 from ft.record import metrics
@@ -11,6 +12,7 @@ LAYOUT = "--use-distributed-optimizer --tensor-model-parallel-size 2"
 SLOW = "--inject slow@step=12:rank=2:factor=3:for=600s"
 
 
+@pytest.mark.long
 def test_a_slow_worker_is_named_and_those_that_wait_for_it_are_not(corpus, tmp_path):
     done = ft_run(tmp_path / "run", flags(corpus, LAYOUT, 70), options=SLOW)
     assert done.code == 0, done.explain()

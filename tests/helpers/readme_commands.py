@@ -15,7 +15,7 @@ DOCUMENTS = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md")),
     "examples/slurm/README.md",
 )
-PROGRAMS = ("ft", "python", "torchrun", "pip", "mpirun", "srun", "sbatch", "salloc", "scancel", "scontrol")
+PROGRAMS = ("ft", "make", "python", "torchrun", "pip", "mpirun", "srun", "sbatch", "salloc", "scancel", "scontrol")
 SCRIPTS = ("pretrain_gpt.py", "tools/", "tests/", "./tests/", "./examples/")
 
 

@@ -13,6 +13,11 @@ HUNG = "it needs a run that hangs: tests/end_to_end/test_diagnose_hang.py has so
 NO_SLURM = "it needs Slurm: tests/end_to_end/test_slurm.py runs the job scripts in a cluster of its own"
 SUITE = "it is what runs this"
 MENTION = "it is named, not shown; another command has it in full"
+EVERY_TIME = (
+    *("check", "hot-swap", "status", "report", "hsdp", "dmr-plan", "selftest", "health", "plan-snapshot"),
+    *("preprocess", "train", "verify", "diagnose", "simulate-control"),
+)
+"""Names of the entries that run in the default tier; the others run in the long one."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,6 @@ class Walk:
         after: names of the entries that have to run before.
         before: shell commands that prepare the folder.
         code: expected exit code.
-        long: whether it runs only with -m long.
         limit_s: seconds after which the command is killed.
         only_help: run the script with --help instead of its arguments.
         not_run: why it does not run here.
@@ -42,7 +46,6 @@ class Walk:
     after: tuple[str, ...] = ()
     before: str = ""
     code: int = 0
-    long: bool = False
     limit_s: float = 150.0
     only_help: bool = False
     not_run: str = ""
@@ -75,7 +78,7 @@ def nproc_swap(nproc: str) -> dict[str, str]:
 
 def only_help(name: str, pattern: str, **how) -> Walk:
     """Return an entry for a measurement that takes too long: it runs with --help."""
-    return Walk(name, pattern, says=("usage:", "--help"), only_help=True, long=True, **how)
+    return Walk(name, pattern, says=("usage:", "--help"), only_help=True, **how)
 
 
 HOT_SWAP = (
@@ -96,7 +99,6 @@ HOT_SWAP = (
             "--ft-evict-stragglers 1.5": "--train-iters 60 --ft-evict-stragglers 1.5",
         },
         ("recovery 1: replaced in", "straggler -> replace", "iteration       60/      60"),
-        long=True,
     ),
     Walk(
         "check",
@@ -111,7 +113,6 @@ HOT_SWAP = (
         "ft run * examples/own_trainer.py",
         {"--nproc-per-node 4": "--nproc-per-node 2", "rank=2": "rank=1"},
         ("recovery 1: replaced in", "step 5: loss"),
-        long=True,
     ),
     Walk(
         "checkout",
@@ -146,16 +147,14 @@ SELFTEST = (
         "ft selftest --minutes 3 --run-dir runs/t",
         {"--minutes 3": "--minutes 0.3"},
         ("storage   ", "left out for time", "logs: "),
-        long=True,
     ),
     Walk(
         "selftest-only",
         "ft selftest --only training,kill --json",
         {"training,kill": "fork"},
         ('"passed": true',),
-        long=True,
     ),
-    Walk("selftest-plant", "ft selftest --only ring --plant ring", says=("what to do",), code=1, long=True),
+    Walk("selftest-plant", "ft selftest --only ring --plant ring", says=("what to do",), code=1),
     Walk(
         "selftest-nodes",
         "ft selftest --nodes 2 --node-rank 0 *",
@@ -169,7 +168,7 @@ SELFTEST = (
 )
 
 BENCHES = (
-    Walk("bench-hang-look", "python tools/bench/hang_look.py", says=("remember_us", "look_ms"), long=True),
+    Walk("bench-hang-look", "python tools/bench/hang_look.py", says=("remember_us", "look_ms")),
     only_help("bench-hang-search", "python tools/bench/hang_search.py"),
     Walk("size-budget", "python tools/size_budget.py", says=("tests/processes",)),
     only_help("bench-recovery", "python tools/bench/recovery.py *"),
@@ -182,21 +181,18 @@ BENCHES = (
         "python tools/bench/ftar.py",
         {"ftar.py": "ftar.py --processes 2 --mib 1 --types fp32"},
         ('"bench": "ftar"',),
-        long=True,
     ),
     Walk(
         "bench-fetch",
         "python tools/bench/hsdp_fetch.py",
         {"fetch.py": "fetch.py --mib 4 --rounds 1"},
         ('"bench": "hsdp_fetch"',),
-        long=True,
     ),
     only_help("bench-step-clock", "python tools/bench/step_clock.py"),
     Walk("bench-quorum", "python tools/bench/quorum.py", {"quorum.py": "quorum.py --rounds 5"}, ('"quorum_ms"',)),
     only_help("bench-step", "python tools/bench/step_time.py"),
     only_help("fault-campaign", "python tools/experiments/fault_campaign.py *"),
     only_help("hsdp-campaign", "python tools/experiments/hsdp_campaign.py *"),
-    only_help("convergence", "python tools/experiments/checkfree_convergence.py *"),
     only_help("every-rung", "python tools/experiments/every_rung.py *"),
     only_help("composed-campaign", "python tools/experiments/composed_campaign.py *"),
     only_help("bench-combinations", "python tools/bench/combinations.py *"),
@@ -207,7 +203,6 @@ BENCHES = (
         ("2000 situations", "0 broken"),
         makes=("ladder.png",),
     ),
-    only_help("network-faults", "python tools/experiments/network_faults.py"),
     only_help("torch-releases", "python tools/experiments/torch_releases.py *"),
 )
 
@@ -226,14 +221,12 @@ REPLICAS = (
         "6 -> 6",
         {"kill@replica=1:step=10:rank=1": "kill@replica=1:step=4:rank=1"},
         ("replica 1",),
-        long=True,
     ),
     Walk(
         "hsdp-report",
         "ft report runs/h",
         makes=("runs/h/timeline.png", "runs/h/report.html"),
         after=("hsdp",),
-        long=True,
     ),
     Walk("paper-hsdp", "ft plan paper ft-hsdp", says=("12 replicas", "80.0 %")),
 )
@@ -245,7 +238,6 @@ SPARE = (
         "6 -> 3",
         {"kill@replica=1:step=10:rank=1": "kill@replica=1:step=4:rank=0"},
         ("replica 1",),
-        long=True,
     ),
     training(
         "spare-standby",
@@ -253,13 +245,12 @@ SPARE = (
         "6 -> 6",
         {"--standby 1": "--standby 1 --inject kill@replica=1:step=4:rank=0"},
         ("replica 1",),
-        long=True,
     ),
-    Walk("spare-report", "ft report runs/s", makes=("runs/s/report.html",), after=("spare",), long=True),
+    Walk("spare-report", "ft report runs/s", makes=("runs/s/report.html",), after=("spare",)),
     Walk("spare-theory", "ft plan spare theory *", {"2..20": "2..9"}, ("stacks per step", "r*")),
-    Walk("spare-place", "ft plan spare place *", says=("ruler",), long=True),
-    Walk("spare-reorder", "ft plan spare reorder *", says=("stack", "phase", "types were moved"), long=True),
-    Walk("paper-spare", "ft plan paper spare", {"paper spare": "paper spare --trials 2"}, ("Table 2",), long=True),
+    Walk("spare-place", "ft plan spare place *", says=("ruler",)),
+    Walk("spare-reorder", "ft plan spare reorder *", says=("stack", "phase", "types were moved")),
+    Walk("paper-spare", "ft plan paper spare", {"paper spare": "paper spare --trials 2"}, ("Table 2",)),
     Walk(
         "spare-plan",
         "ft plan buy scenario.toml --replicas 16 *",
@@ -267,7 +258,6 @@ SPARE = (
         ("SPARe", "To run it"),
         makes=("plan.json",),
         after=("plan-init",),
-        long=True,
     ),
 )
 
@@ -294,7 +284,6 @@ DMR = (
         {},
         (LAST_STEP,),
         after=("dmr-plan",),
-        long=True,
     ),
     training(
         "dmr-piggyback",
@@ -302,21 +291,18 @@ DMR = (
         "2 -> 2",
         {"torchrun": "torchrun --standalone"},
         (LAST_STEP,),
-        long=True,
     ),
     Walk(
         "dmr-selftest",
         "ft dmr selftest",
         {"selftest": f"selftest --runs 1 --layers 1 --flags '{small_runs.BASE}'"},
         ("operators",),
-        long=True,
     ),
     Walk(
         "dmr-estimate",
         "ft dmr estimate *",
         {"80GB": "80GB --batch 6"},
         ("llama3-70b", "memory: 80.0 GB budget"),
-        long=True,
     ),
 )
 
@@ -327,7 +313,6 @@ CHECKFREE = (
         "6 -> 4",
         {"--standby 2": "--standby 1", "--pipeline-model-parallel-size 6": "--pipeline-model-parallel-size 4"},
         (LAST_STEP,),
-        long=True,
     ),
     Walk(
         "checkfree-plus",
@@ -335,7 +320,6 @@ CHECKFREE = (
         {"...": f"--nproc-per-node 4 pretrain_gpt.py {MEGATRON} --pipeline-model-parallel-size 4"},
         (LAST_STEP,),
         after=("preprocess",),
-        long=True,
     ),
     Walk(
         "checkfree-without-copies",
@@ -343,14 +327,12 @@ CHECKFREE = (
         {"...": f"--nproc-per-node 3 pretrain_gpt.py {MEGATRON} --pipeline-model-parallel-size 3 --num-layers 3"},
         (LAST_STEP,),
         after=("preprocess",),
-        long=True,
     ),
     Walk(
         "schedule",
         "ft plan schedule *",
         says=("6 stages, 24 microbatches", "bubbles 17.2 %"),
         makes=("s.png",),
-        long=True,
     ),
     Walk("policy", "ft plan policy", says=("rung", "--ft-checkfree")),
     training(
@@ -359,12 +341,11 @@ CHECKFREE = (
         "4 -> 4",
         {"--global-batch-size 12": "--global-batch-size 8"},
         ("the run has finished",),
-        long=True,
     ),
     Walk("ladder", "ft plan policy --pp 4 *", says=("standby", "control.assemble_s")),
     Walk("ladder-stage", "ft plan policy --lost 2,3 *", says=("CheckFree", "approximate")),
     Walk("ladder-replicas", "ft plan policy --lost 0:2,3 *", says=('"rung": "another replica"', '"late"')),
-    Walk("paper-checkfree", "ft plan paper checkfree", says=("fitted", "predicted"), long=True),
+    Walk("paper-checkfree", "ft plan paper checkfree", says=("fitted", "predicted")),
 )
 
 _DUMPS = """
@@ -400,7 +381,6 @@ DIAGNOSE = (
         {"...": f"--nproc-per-node 2 pretrain_gpt.py {MEGATRON} --ft-hot-swap"},
         (LAST_STEP,),
         after=("silent-out",),
-        long=True,
     ),
     Walk("hang", "ft diagnose hang runs/hung*", not_run=HUNG),
     Walk(
@@ -446,7 +426,6 @@ CLUSTER = (
         (LAST_STEP,),
         after=("preprocess",),
         before="echo 'stall_s: 12' > limits.yaml",
-        long=True,
     ),
     Walk(
         "topology",
@@ -455,7 +434,6 @@ CLUSTER = (
         (LAST_STEP,),
         after=("preprocess",),
         before='for host in $(hostname) $(hostname -s); do echo "$host rack=a"; done | sort -u > racks.txt',
-        long=True,
     ),
 )
 
@@ -473,21 +451,19 @@ PLANS = (
         "ft plan buy --gpus 4096 * 24h",
         {"24h": "24h --failures 400"},
         ("what would change",),
-        long=True,
     ),
     Walk("plan-init", "ft plan buy --init", says=("wrote scenario.toml",), makes=("scenario.toml",)),
     Walk("plan-spares", "ft plan spares *", {"spares": "spares --failures 400"}, ("standbys",), after=("plan-init",)),
     Walk(
         "plan-interval", "ft plan interval *", {"interval": "interval --failures 400"}, ("Daly",), after=("plan-init",)
     ),
-    Walk("plan-dmr", "ft plan dmr *", {"80gb.toml": "80gb.toml --batch 8"}, ("over naive",), long=True),
-    Walk("plan-check-model", "ft plan check-model", says=("Daly", "birth and death"), long=True),
+    Walk("plan-dmr", "ft plan dmr *", {"80gb.toml": "80gb.toml --batch 8"}, ("over naive",)),
+    Walk("plan-check-model", "ft plan check-model", says=("Daly", "birth and death")),
     Walk(
         "bench-connections",
         "python tools/bench/connections.py *",
         {"8 64 512 4096": "8"},
         ('"kind": "least"', '"most_connections"'),
-        long=True,
     ),
     Walk(
         "simulate-hangs",
@@ -529,7 +505,7 @@ TRAINING = (
         makes=("runs/mine/latest_checkpointed_iteration.txt", "runs/mine.jsonl"),
         after=("preprocess",),
     ),
-    Walk("help", "python pretrain_gpt.py --help", says=("--hidden-size", "--ft-hot-swap"), long=True),
+    Walk("help", "python pretrain_gpt.py --help", says=("--hidden-size", "--ft-hot-swap")),
     Walk(
         "preprocess",
         "python tools/preprocess_data.py --input *",
@@ -549,9 +525,8 @@ TRAINING = (
         {"'def '": "'def ' --tokens 5"},
         ("def ",),
         after=("train",),
-        long=True,
     ),
-    Walk("plot", "python tools/plot_loss.py *", makes=("loss.png",), after=("train",), long=True),
+    Walk("plot", "python tools/plot_loss.py *", makes=("loss.png",), after=("train",)),
     Walk("patches", "python -m megatron.patches", says=("megatron-core", "supported")),
 )
 
@@ -562,6 +537,8 @@ REST = (
     Walk("suite-pytest", "python -m pytest *", not_run=SUITE),
     Walk("ruff", "python -m ruff *", not_run="tests/run.sh does it first"),
     Walk("contracts", "lint-imports --no-logo", not_run="tests/run.sh does it first"),
+    Walk("make", "make *", not_run="each entry is another command of CONTRIBUTING.md"),
+    Walk("types", "python -m mypy", not_run="tests/run.sh does it first"),
     Walk("page-of-faults", "python -m ft.faults.page", not_run="it writes what test_faults_table.py compares"),
     Walk("pip", "pip install *", not_run="a test installs nothing"),
     Walk("mention-inject", "ft run --inject", not_run=MENTION),

@@ -167,9 +167,17 @@ CASES = {
     "all-reduce on one rank": ("--clip-grad 0.5 " + FULL, "all_reduce", (0, 9, 30), (1,)),
     "all-reduce on all ranks alike": ("--clip-grad 0.5 " + FULL, "all_reduce", (21, 22, 30), (0, 1)),
 }
+IN_ANOTHER = (
+    *("all-gather of parameters", "all-gather of activations", "reduce-scatter of gradients", "reduce-scatter in bf16"),
+    *("messages of a pipeline", "messages of a pipeline in bf16", "messages of an interleaved pipeline"),
+    "reduce-scatter of gradients of activations",
+)
+"""Cases whose collective another one has, overlapped, batched or on CheckFree+'s routes; they are of the long tier."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in IN_ANOTHER else ()) for name in CASES]
+)
 def test_a_wrong_result_inside_the_library_is_seen_and_the_step_taken_once_more(name, ranks, corpus):
     flags, *case = CASES[name]
     everybody = ranks(

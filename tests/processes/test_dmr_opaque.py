@@ -34,7 +34,7 @@ def in_every_way(name: str, flags: str) -> dict:
     return found
 
 
-@pytest.mark.parametrize("flags", ["", FULL])
+@pytest.mark.parametrize("flags", [pytest.param("", marks=pytest.mark.long), FULL])
 @pytest.mark.parametrize("name", [*planted.PLACES, "First", "Placeholder", "Unwritten", "Loose", "OfLayer"])
 def test_a_step_is_the_same_bit_for_bit_and_effects_count_once(name, flags, ranks):
     world = 2 if name == "Gathering" else 1

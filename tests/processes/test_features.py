@@ -86,7 +86,16 @@ def corpus(tmp_path_factory):
     return runs.make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.parametrize("name", FEATURES)
+EVERY_TIME = (
+    *("gqa-qknorm-rmsnorm-swiglu", "uneven-stages", "two-optimizer-instances", "per-token-loss"),
+    *("moe-alltoall-shared", "interleaved-groups"),
+)
+"""Features of the default tier: one each of attention, stages, optimizer, loss, experts and schedule."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.long) for name in FEATURES]
+)
 def test_it_trains(name, ranks, corpus, tmp_path):
     world_size, extra = FEATURES[name]
     data = "" if "--mock-data" in extra else f"--data-path {corpus}"

@@ -12,6 +12,7 @@ from ft_runs import ROOT, leftovers
 from ft.lab.selftest.table import CHECKS
 from ft.platform.network import free_port
 
+LONG = pytest.mark.long
 LIGHT = ("versions", "storage", "one-rank", "killed-rank", "snapshot", "ring", "digests")
 FOUND = {
     "versions": "megatron-core is not installed here",
@@ -57,6 +58,7 @@ def test_a_setting_of_the_site_that_training_replaces_is_named(tmp_path, monkeyp
     assert row["outcome"] == "pass" and "TORCH_NCCL_BLOCKING_WAIT=1 is replaced by 0" in row["text"], row
 
 
+@pytest.mark.long
 def test_an_abort_that_never_returns_is_found(tmp_path):
     check_planted(tmp_path / "run", "hung-groups")
 
@@ -87,6 +89,7 @@ def test_two_nodes_check_what_lies_between_them(tmp_path):
     assert all(len(row["nodes"]) == 2 for row in rows.values())
 
 
+@pytest.mark.long
 def test_faults_between_two_nodes_are_found(tmp_path):
     ended = both_nodes(tmp_path, "--only", "ports,clocks", "--plant", "ports,clocks")
     assert ended.code == 1
@@ -119,7 +122,7 @@ with Executor() as executor:
     "function, limit, how, expected",
     [
         ("fork:fork", "12", "", "fail | no answer within 12 s | something hangs"),
-        ("fork:fork", "12", "cut", "skipped | not done when --minutes was over"),
+        pytest.param("fork:fork", "12", "cut", "skipped | not done when --minutes was over", marks=LONG),
         ("fork:missing", "60", "", "fail | AttributeError"),
     ],
 )
@@ -129,7 +132,9 @@ def test_a_check_that_hangs_or_breaks_ends_at_its_deadline(tmp_path, function, l
     assert done.stdout.startswith(expected) and done.stdout.strip().endswith("| 0"), done
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=LONG), signal.SIGTERM, pytest.param(signal.SIGKILL, marks=LONG)]
+)
 def test_nothing_is_left_when_it_is_interrupted(tmp_path, signum):
     folder = tmp_path / "run"
     process = selftests.start(folder, "--only", "training")

@@ -191,6 +191,7 @@ def wandb_history(file: Path) -> list[dict]:
     return found
 
 
+@pytest.mark.long
 def test_weights_and_biases_gets_the_figures_offline(corpus, tmp_path):
     pytest.importorskip("wandb", reason="Weights & Biases is not installed (pip install wandb)")
     named = "--wandb-project project --wandb-exp-name name --train-iters 3"

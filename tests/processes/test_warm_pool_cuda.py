@@ -129,8 +129,8 @@ def test_properties_of_the_gpu_are_known_without_cuda(package, pool):
     "package, words",
     [
         pytest.param(USES, "initialises CUDA", id="by torch"),
-        pytest.param(SETS, "initialises CUDA", id="past torch's Python"),
-        pytest.param(BY_DRIVER, "makes CUDA unusable in forked processes", id="without torch"),
+        pytest.param(SETS, "initialises CUDA", id="past torch's Python", marks=pytest.mark.long),
+        pytest.param(BY_DRIVER, "makes CUDA unusable in forked processes", id="without torch", marks=pytest.mark.long),
     ],
 )
 def test_a_package_that_initialises_cuda_is_withheld_at_once(package, words, pool):

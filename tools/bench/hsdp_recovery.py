@@ -1,6 +1,6 @@
 """Measure the loss and the return of a replica in real runs of `ft run`, while the other replicas continue training.
 
-    python tools/bench/hsdp_recovery.py --replicas 3 --torchft VENV/bin/python
+    python tools/bench/hsdp_recovery.py --replicas 3
 
 Prints one JSON line. Workers are killed one after the other by SIGKILL (with --kind hang: stopped by SIGSTOP) from
 outside, at a random point of a step, each after all replicas have trained together for some steps. The figures are
@@ -10,12 +10,11 @@ is the time from the fault until a quorum includes the replica again, `contribut
 `calm_ratio` is the same for as many undisturbed steps. `phases_ms` has the durations of the phases of the return, from
 the events of the run. Durations of steps are those of the run's report.
 
-With --torchft, the same model and fault are measured with torchft-nightly in the same run (tools/bench/peers), which is
-also used if it is installed in this environment. Otherwise the output has published figures of torchft, marked as such.
+What torchft-nightly took for the same model and fault is in tools/bench/results/torchft_recovery.jsonl (program of
+commit 96f2db59).
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
@@ -37,8 +36,6 @@ from ft.observe.report.lineage import FAILURE, REJOIN  # noqa: E402
 from ft.systems.hsdp import commits  # noqa: E402
 
 START_S, RETURN_S, END_S = 90.0, 60.0, 30.0
-STATED = {"stall_ms": {"defaults": 5100, "tuned": 1000}, "back_in_quorum_ms": [6000, 9000]}
-"""Figures of torchft that the design document states, from another machine."""
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP}
 
 
@@ -61,10 +58,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=32)
     parser.add_argument("--rank-batch", type=int, default=2, help="samples of a rank in a step")
-    parser.add_argument(
-        "--torchft", metavar="PYTHON", default=own_torchft(), help="of an environment with torchft-nightly"
-    )
-    parser.add_argument("--torchft-faults", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="run folder that is kept")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # cleans up on SIGTERM
@@ -82,17 +75,8 @@ def main(argv: list[str]) -> int:
         finally:
             run.end()
         found = result(arguments, run.folder, faults)
-    theirs = torchft(arguments)
-    ratio = {}
-    if arguments.kind == "kill" and "stall_s" in theirs:
-        ratio["stall"] = round(1e3 * theirs["stall_s"] / max(found["stall_ms"], 1e-3), 1)
-        ratio["back"] = round(1e3 * theirs["back_s"] / found["contributes_ms"], 1)
-    print(json.dumps({**found, "torchft": theirs, "torchft_ratio": ratio, "load_before": load, **options(arguments)}))
+    print(json.dumps({**found, "load_before": load, **options(arguments)}))
     return 0
-
-
-def own_torchft() -> str | None:
-    return sys.executable if importlib.util.find_spec("torchft") else None
 
 
 class Run:
@@ -247,28 +231,9 @@ def in_turn(phases: dict[str, list[float]]) -> dict[str, float]:
     return {b: round(1e3 * (at_b - at_a), 1) for (at_a, _), (at_b, b) in pairwise([(0.0, ""), *medians])}
 
 
-def torchft(arguments: argparse.Namespace) -> dict:
-    """Return torchft's figures: measured here, or as stated if torchft is not installed."""
-    peer = Path(__file__).parent / "peers" / "torchft_recovery.py"
-    if arguments.torchft is None or not peer.exists():
-        return {
-            "skipped": "torchft-nightly is not installed, and no environment with it was given (--torchft)",
-            "design_document": STATED,
-        }
-    spec = importlib.util.spec_from_file_location("torchft_recovery", peer)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    try:
-        found = module.measure(arguments.torchft, arguments.replicas, arguments.torchft_faults, arguments.kind)
-    except Exception as error:  # keep our own results even if torchft's measurement fails
-        found = {"skipped": f"torchft: {error!r}"}
-    return found | ({"design_document": STATED} if "skipped" in found else {})
-
-
 def options(arguments: argparse.Namespace) -> dict:
     """Return the flags, without paths of this machine."""
-    return {name: value for name, value in vars(arguments).items() if name not in ("keep", "torchft")}
+    return {name: value for name, value in vars(arguments).items() if name != "keep"}
 
 
 def median_ms(seconds: list[float]) -> float:

@@ -13,9 +13,9 @@ Relay and agent end together, so that a node is never lost in part. If the relay
 the node is lost as if it had been switched off: without the relay, its workers could not send snapshots to other nodes.
 If the agent is killed, the relay ends too, so that MPI on the other nodes detects the loss of the node.
 
-When a whole host is lost, the daemon that mpirun or Slurm runs there dies too (tools/experiments/mpi_hosts.py). srun
-(--mpi=pmix --no-kill --kill-on-bad-exit=0) continues and returns as if nothing had happened. mpirun also continues if
-the command that starts its daemons has returned long before (--prtemca plm_ssh_agent "ssh -f"; an ssh that ends with
+When a whole host is lost, the daemon that mpirun or Slurm runs there dies too (mpi_hosts.txt of tools/experiments).
+srun (--mpi=pmix --no-kill --kill-on-bad-exit=0) continues and returns as if nothing had happened. mpirun also continues
+if the command that starts its daemons has returned long before (--prtemca plm_ssh_agent "ssh -f"; an ssh that ends with
 its host ends the job), but at the end it waits for the lost host: the run's event log shows when the run has finished.
 The host on which mpirun itself runs must not die. A lost node cannot come back into a running MPI job.
 """

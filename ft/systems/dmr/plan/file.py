@@ -25,6 +25,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from pathlib import Path
@@ -324,7 +325,7 @@ def write_plan(path: Path, plan: Plan) -> None:
 def _trace_values(trace: Trace) -> dict[str, Any]:
     """Return the fields of a trace file."""
     points = [_Level(at, live, stage) for stage, level in sorted(trace.memory.timeline.items()) for at, live in level]
-    pipeline = trace.pipeline and _Pipeline(**vars(trace.pipeline))
+    pipeline = trace.pipeline and _Pipeline(**asdict(trace.pipeline))
     found = _Trace(
         fingerprint=dict(trace.fingerprint),
         ops=list(trace.ops),
