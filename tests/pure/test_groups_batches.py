@@ -19,7 +19,7 @@ from ft.state.groups import group as groups
 from ft.state.groups.group import Group
 from ft.state.groups.seam import together
 from ft.state.groups.state import EpochState
-from ft.systems.checkfree.plus.pipeline import Execution
+from ft.systems.checkfree.plus.pipeline import Iteration
 from ft.systems.schedule.kinds import two_pass
 from ft.systems.schedule.program import FLUSH, Program
 from megatron.core.enums import ModelType
@@ -100,25 +100,26 @@ def run_core(rank: int, group: Group, chunks: int, batched: bool) -> list[torch.
     return [chunk.weight.grad for chunk in model]
 
 
-class Multiplies:
-    """The computation of a stage of CheckFree+."""
+class Multiplies(Iteration):
+    """An iteration of CheckFree+ on a stage that only multiplies by a weight; the messages are production's."""
 
-    def __init__(self):
+    def __init__(self, program, group, rank):
+        self._program, self._groups, self._stage = program, SimpleNamespace(pp=group), rank
+        self._config = SimpleNamespace(deallocate_pipeline_outputs=False)
+        self._arrived, self._made, self._open, self._awaited = {}, {}, {}, set()
+        self._requests, self._in_flight, self._outputs = [], [], []
         self.weight = torch.full((1,), 1.5, requires_grad=True)
 
-    def forward(self, unit, given):
+    def _forward(self, unit, given):
         given = torch.full((1, 1, HIDDEN), 1.0 + unit.microbatch) if given is None else given
         return given * self.weight
 
-    def backward(self, unit, taken, output, gradient):
+    def _backward(self, unit, taken, output, gradient):
         output.backward(torch.full_like(output, 1 / MICROBATCHES) if gradient is None else gradient)
         return None if taken is None else taken.grad
 
-    def empty(self):
+    def _empty(self):
         return torch.empty(1, 1, HIDDEN, requires_grad=True)
-
-    def release(self, output):
-        pass
 
 
 def core_1f1b(rank: int, group: Group) -> list[torch.Tensor]:
@@ -135,12 +136,11 @@ def core_overlapping(rank: int, group: Group) -> list[torch.Tensor]:
 
 def plus_swapped(rank: int, group: Group) -> list[torch.Tensor]:
     """CheckFree+'s two passes, without the barrier between them, which is no message."""
-    planned, work = two_pass(STAGES, MICROBATCHES), Multiplies()
+    planned = two_pass(STAGES, MICROBATCHES)
     stages = tuple(tuple(step for step in steps if step != FLUSH) for steps in planned.stages)
-    execution = Execution(Program(planned.routes, stages), group, work)
-    execution._stage = rank
-    execution.run()
-    return [work.weight.grad]
+    iteration = Multiplies(Program(planned.routes, stages), group, rank)
+    iteration._execute_all()
+    return [iteration.weight.grad]
 
 
 def one_by_one(messages: list[dist.P2POp]) -> list[dist.Work]:
