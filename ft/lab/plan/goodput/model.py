@@ -356,9 +356,9 @@ def _replayed(asked: Scenario, nodes: int, failures: int) -> tuple[np.ndarray, n
 
 
 def simulate(asked: Scenario, protection: Protection, standbys: int, interval: float, failures: int) -> Row:
-    """Simulate about ``failures`` failures of the run with these settings, or more if repairs take long."""
+    """Simulate about ``failures`` failures of the run, or up to 25 times as many if repairs take long."""
     repair = max(cause.repair_s for cause in asked.causes)
-    failures = max(failures, min(10**6, math.ceil(20.0 * repair / asked.mtbf_s)))
+    failures = max(failures, min(25 * failures, math.ceil(20.0 * repair / asked.mtbf_s)))
     given = options(asked, protection, interval)
     happen = events(asked, standbys, failures)
     state = engine.begin(protection.units, asked.nodes, standbys, len(given.marks))
