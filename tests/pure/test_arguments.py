@@ -103,6 +103,7 @@ def test_a_flag_that_does_not_fit_is_named_with_what_to_write(flags, words):
         ("--context-parallel-size 2", ["--context-parallel-size needs Transformer Engine"]),
         ("--num-distributed-optimizer-instances 3 --use-distributed-optimizer --overlap-grad-reduce", ["4", "3"]),
         ("--lr-decay-samples 100", ["--lr-decay-samples", "--train-iters", "--lr-decay-iters"]),
+        ("--lr-decay-style WSD", ["WSD", "--nvidia-trainer"]),
         ("--lr-warmup-iters 10", ["--lr-warmup-iters 10", "10 steps"]),
         ("--optimizer sgd --use-distributed-optimizer", ["sgd", "--use-distributed-optimizer"]),
         ("--apply-layernorm-1p", ["--apply-layernorm-1p needs Transformer Engine"]),

@@ -295,6 +295,8 @@ def _check_length(options, grid: Layout) -> Iterator[Problem]:
 
 def _check_schedule(options, grid: Layout) -> Iterator[Problem]:
     s, by_samples = options.schedule, options.training.train_samples is not None
+    if s.lr_decay_style == "WSD":
+        yield "--lr-decay-style WSD is not a schedule of this trainer", "use cosine or linear, or --nvidia-trainer"
     wrong = ("iters", "samples") if by_samples else ("samples", "iters")
     if not by_samples and not options.training.train_iters:
         return

@@ -95,8 +95,8 @@ class EvaluationOptions:
 class ScheduleOptions:
     """learning rate and weight decay"""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "linear"
-    """Shape of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay (WSD: with NVIDIA's trainer only)."""
 
     lr_decay_iters: int | None = None
     """Steps of decay. Default: --train-iters."""
