@@ -406,6 +406,18 @@ ELSEWHERE: tuple[Patch, ...] = (
         kind="torch",
         checked_on=_TORCH_CHECKED,
     ),
+    *(
+        Patch(
+            module,
+            "batch_isend_irecv",
+            "messages of one batch are launched together in hot-swap's groups, too: one by one they can deadlock",
+            file="ft/state/groups/seam",
+            when=PROTECTED,
+            kind="torch",
+            checked_on=_TORCH_CHECKED,
+        )
+        for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+    ),
     Patch(
         "torch.autograd",
         "Function.__init_subclass__",

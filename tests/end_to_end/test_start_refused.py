@@ -130,9 +130,9 @@ def test_a_second_run_on_the_folders_of_one_under_way_is_refused_or_joins_it(cor
     told = first.folder / "events.jsonl"
     first.wait_for(lambda: [event.name for event in events.read(told)].count(events.AGENT_JOINED) == 2)
     first.process.send_signal(signal.SIGTERM)
+    joined.wait()
     done = first.wait()
     assert done.code == ENDED_EARLY and not done.named(events.RESTARTED), done.explain()
-    joined.wait()
     afterwards = second("afterwards", tmp_path / "next")
     assert afterwards.wait() == 0, afterwards.text()
     for job in (same_run, same_save, joined, afterwards):

@@ -12,6 +12,7 @@ from snapshot_crew import Crew, set_to
 
 from ft.job.messages import Source
 from ft.state import device, fetch
+from ft.state.groups.device import DEVICE
 from ft.state.groups.group import Group
 from ft.state.groups.registry import Groups
 from ft.state.groups.state import EpochState
@@ -86,7 +87,7 @@ def test_the_thread_that_closes_an_epoch(cuda, monkeypatch):
     device.select(1)
     state = EpochState(0, False, None)
     group = Group("all", "", [0, 1], 0, state, None)
-    group._mark_stream("broadcast", time.monotonic())
+    DEVICE.mark(group._name, "broadcast", time.monotonic())
     groups = Groups.__new__(Groups)
     groups._state, groups._lock, groups._builder, groups._groups = state, threading.Lock(), None, {"all": group}
     closer = threading.Thread(target=groups.close, args=(0, "a worker was lost"))

@@ -51,7 +51,7 @@ import sys
 import torch.distributed.nn, torch._inductor.output_code, megatron.core.fusions.fused_softmax
 import megatron.core.tensor_parallel.layers
 from types import SimpleNamespace
-from ft.job.agent import forking
+from ft.job.agent import preload
 from ft.state.groups import seam
 from ft.systems.dmr.runtime import functions
 from megatron import patches
@@ -75,7 +75,7 @@ def print_changes(what, before, after):
 before = everything()
 seam.take_over()
 functions.watch(SimpleNamespace(flags=[]), functions.functions_of_core(SimpleNamespace(gradient_accumulation_fusion=1)))
-with forking.without_cuda():
+with preload.without_cuda():
     print_changes("elsewhere", before, after := everything())
 before = everything()
 patches.apply(*{patch.when for patch in MANIFEST} - {ALWAYS, ON_CPU})
