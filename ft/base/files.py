@@ -137,7 +137,7 @@ def replace_all(contents: Mapping[Path, str | bytes]) -> tuple[list[Path], str]:
 
 
 def read_structured(path: str | Path, noun: str) -> Any:
-    """Return the content of a file of values in YAML, TOML or JSON; the suffix of its name says which.
+    """Parse a YAML, TOML or JSON file and return its values. The suffix of the file's name decides on the format.
 
     Args:
         path: the file; any suffix but .yaml, .yml and .toml means JSON.

@@ -102,7 +102,10 @@ def load(folder: str | Path) -> Run:
 
 
 def replicas(run: Path) -> dict[int, Path]:
-    """Return replica -> its folder, by number; empty for an ordinary run, and for the folder of one replica."""
+    """Return the folder of each replica of a run, by the replica's number.
+
+    The result is empty for a run without replicas, and if ``run`` is itself the folder of one replica.
+    """
     matches = ((_REPLICA.fullmatch(one.name), one) for one in run.iterdir() if one.is_dir())
     return dict(sorted((int(match[1]), one) for match, one in matches if match is not None))
 

@@ -24,16 +24,22 @@ from ft.state.groups.registry import Groups
 from ft.state.groups.state import EpochState
 
 
+def fake_device(monkeypatch) -> Device:
+    """Replace NCCL and CUDA by fakes, in torch and in the groups; return the groups' new device."""
+    fake_nccl.take_over_torch(monkeypatch)
+    own = Device()
+    for module in (backends, group, registry, work):
+        monkeypatch.setattr(module, "DEVICE", own)
+    monkeypatch.setattr(group, "wrap", lambda connections, rank, size: connections[0].backend)
+    return own
+
+
 class Rank:
     """Three NCCL groups of one worker, the last one idle."""
 
     def __init__(self, monkeypatch):
-        fake_nccl.take_over_torch(monkeypatch)
-        own = Device()
-        for module in (backends, group, registry, work):
-            monkeypatch.setattr(module, "DEVICE", own)
-        monkeypatch.setattr(group, "wrap", lambda connections, rank, size: connections[0].backend)
-        self.device, self.gpu = own, Gpu()
+        self.device = fake_device(monkeypatch)
+        self.gpu = Gpu()
         self.groups = Groups(None, "nccl", EpochState(0, False, lambda name, error: None), None, None, Timeouts())
         self.nccl = [Nccl(self.gpu) for _ in range(3)]
         self.members = [self._group(name, nccl) for name, nccl in zip(("tp", "dp", "pp"), self.nccl, strict=True)]
@@ -171,11 +177,7 @@ class Worker:
     """A worker whose NCCL group of two ranks is made by a builder, as at the start and after a recovery."""
 
     def __init__(self, monkeypatch):
-        fake_nccl.take_over_torch(monkeypatch)
-        own = Device()
-        for module in (backends, group, registry, work):
-            monkeypatch.setattr(module, "DEVICE", own)
-        monkeypatch.setattr(group, "wrap", lambda connections, rank, size: connections[0].backend)
+        fake_device(monkeypatch)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", fake_nccl.MakesCommunicator, raising=False)
         monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
         self.members = fake_nccl.MakesCommunicator.members = fake_nccl.Members(2)

@@ -272,7 +272,7 @@ def abandon() -> None:
 
 
 def save(run: Run) -> None:
-    """Save the last checkpoint of the run, and return when it is complete. All ranks have to call it.
+    """Save the final checkpoint of the run, and wait until it is complete. Every rank has to call this function.
 
     Raises:
         LastSaveFailed: see :func:`reported`.

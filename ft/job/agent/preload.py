@@ -195,7 +195,7 @@ def without_cuda() -> Iterator[None]:
 
 
 def _values(properties: Any) -> dict[str, Any]:
-    """Return the properties of a device that are numbers or text, by name."""
+    """Return name -> value of the attributes of ``torch.cuda``'s device properties that are numbers or text."""
     named = {name: getattr(properties, name) for name in dir(properties) if not name.startswith("_")}
     return {name: value for name, value in named.items() if isinstance(value, int | float | str)}
 

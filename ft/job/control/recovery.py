@@ -1,4 +1,4 @@
-"""The recovery ladder: which kind of recovery follows a fault, why, what it loses, and where the state comes from.
+"""Decides which kind of recovery follows a fault, why, what it loses, and where the state comes from.
 
 The control plane decides with :func:`decide`, and ``ft plan policy`` shows the same decisions. The function is
 pure and total: it does no I/O, reads no clock, and answers every situation. The kinds of recovery are the rungs of
@@ -255,7 +255,7 @@ def plan_fetch(memory: Memory, why: str) -> RecoveryPlan | None:
 
 
 def _rebuild(step: int, memory: Memory, stages: Stages, *, again: bool) -> RecoveryPlan:
-    """Return a CHECKFREE at ``step``, or a CHECKPOINT with the reason why that is impossible.
+    """Plan to rebuild lost stages with CheckFree at ``step``, or to load the checkpoint, with the reason for that.
 
     ``again``: whether stages that were already rebuilt at this step are rebuilt again.
     """

@@ -347,7 +347,10 @@ def copies(rank: int, layout: Mapping[str, int | None], pipeline_first: bool, ex
 
 
 def _group(rank: int, layout: Mapping[str, int | None], pipeline_first: bool, kind: str, spread: bool) -> list[int]:
-    """Return the ranks of a rank's group of a kind; ``spread``: in the grid of the experts."""
+    """Return all ranks of the process group of type ``kind``, such as "dp", to which ``rank`` belongs.
+
+    ``spread``: whether ranks are numbered in the grid of the experts, which has expert-parallel groups.
+    """
     groups = _groups(tuple(sorted(layout.items())), pipeline_first, kind, spread)
     return next(group for group in groups if rank in group)
 
@@ -392,7 +395,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class SubjectRow:
-    """The difference of one subject in one run.
+    """The difference between two runs in one subject: a parameter, an optimizer state or a common value.
 
     Attributes:
         run: number of the run that deviates.

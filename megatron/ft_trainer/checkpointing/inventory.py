@@ -218,7 +218,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def scan(folder: Path, *, may_be_missing: bool = False) -> list[Entry]:
-    """Return every checkpoint in ``folder``, by step. Checks the manifests only.
+    """Return every checkpoint in ``folder`` in the order of steps. Only the manifests are checked, not the data files.
 
     Args:
         folder: folder of the checkpoints.

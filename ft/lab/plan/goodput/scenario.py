@@ -3,7 +3,6 @@ from.
 """
 
 import argparse
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -328,7 +327,7 @@ def _file(path: str | None) -> dict[str, Any]:
     known = (*KEYS, *FILES)
     problems = []
     for name in flat.keys() - set(known):
-        near = RENAMED.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+        near = RENAMED.get(name) or nearest(name, known)
         problems.append((f"{path} has the unknown key {name!r}", f"use {near}" if near else "see the list of keys"))
     if problems:
         raise UserError.of(problems)

@@ -292,7 +292,7 @@ class _Newcomer:
 
 @dataclass(frozen=True)
 class Expected:
-    """The connections that are expected from the left neighbour.
+    """What a member of a ring expects of the connections that its left neighbour opens to it.
 
     Attributes:
         number: number of the quorum.
