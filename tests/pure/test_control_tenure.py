@@ -164,6 +164,7 @@ def test_of_a_node_on_another_host_the_lease_and_the_status_of_the_run_tell(tmp_
     election.write_holder(path, replace(election.read_holder(path), host="gpu7", process="elsewhere 7 7"))
     keeper = LeaseKeeper(tmp_path, 0.05, LeaseRecord(0, 0, "", "n0", 1))
     keeper.start()
+    come_about(lambda: election.read(tmp_path) is not None)
     with pytest.raises(UserError, match="ft run on gpu7, pid"):
         claim_name(tmp_path, 3, joins=False)
     (tmp_path / "status.json").write_text('{"nodes": {"n3": "lost"}}')
