@@ -53,7 +53,7 @@ def crashed(tmp_path):
         assert job.wait() not in (0, 2), job.text()
         job.close()
         words = [sys.executable, "-m", "ft", "diagnose", "crash", "--json", str(tmp_path / "run")]
-        done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=180)
         assert done.returncode == 1, done.stderr
         return job.text(), json.loads(done.stdout)[0]
 
@@ -107,7 +107,7 @@ def test_an_agent_that_dies_of_an_exception_leaves_it_in_the_run_s_folder(tmp_pa
     assert job.wait() == 1 and "RuntimeError: the agent has a defect" in job.text()
     job.close()
     words = [sys.executable, "-m", "ft", "diagnose", "crash", str(tmp_path / "run")]
-    done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1, done.stderr
     assert "first cause: RuntimeError: the agent has a defect\n  exception of the program on agent of n0" in done.stdout
     assert "in turn_until_the_run_has_begun" in done.stdout, "the stack"

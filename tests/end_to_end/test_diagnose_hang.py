@@ -33,7 +33,7 @@ def diagnose(*arguments) -> tuple[int, dict]:
 
 def command(*arguments) -> subprocess.CompletedProcess:
     words = [sys.executable, "-m", "ft", "diagnose", "hang", *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
 
 
 def test_who_is_blocked_in_its_own_code_is_named_with_its_line(corpus, quick, tmp_path):

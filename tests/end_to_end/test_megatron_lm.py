@@ -229,7 +229,7 @@ def test_bad_input_is_refused_at_once(tmp_path):
         cwd=checkouts.ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 2 and "did you mean --ft-hot-swap?" in done.stderr

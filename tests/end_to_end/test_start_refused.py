@@ -62,7 +62,7 @@ def refused_in(job: Job, began: float) -> str:
 def diagnosed(folder: Path) -> str:
     """Return what ``ft diagnose start`` says of a run that did not start."""
     words = [sys.executable, "-m", "ft", "diagnose", "start", str(folder)]
-    done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
 

@@ -44,6 +44,6 @@ def test_a_slow_worker_is_replaced_and_the_losses_are_those_without(corpus, refe
 
 def _ft(command: str, folder) -> str:
     asked = [sys.executable, "-m", "ft", command, str(folder)]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -77,7 +77,7 @@ class Command:
 
     def close(self) -> None:
         """Fail if the command or a process of it still runs shortly after its end; kill what is left."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while (left := self.left()) and self.process.poll() is not None and time.monotonic() < deadline:
             time.sleep(0.02)
         described = [processes.describe(pid) for pid in left]

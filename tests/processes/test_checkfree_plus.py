@@ -141,8 +141,8 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
     single = flags.replace("--ft-hot-swap --ft-checkfree-plus", "").replace(
         f"--pipeline-model-parallel-size {stages}", ""
     )
-    ((expected, loss),) = ranks(in_one_process, 1, single, stages, timeout=90)
-    found = ranks(by_stages, world, flags, timeout=90)
+    ((expected, loss),) = ranks(in_one_process, 1, single, stages, timeout=180)
+    found = ranks(by_stages, world, flags, timeout=180)
     seen = set()
     for have, total in found:
         for key, gradient in have.items():

@@ -117,7 +117,7 @@ def test_a_plan_that_cannot_be_followed_is_refused_before_training(spoil, said, 
     path.write_text(json.dumps(values) if spoil is not None else a_plan.read_text()[:5000])
     command = f"{runs.BASE} --data-path {corpus} {FULL} --ft-dmr-plan {path}"
     handle = ranks.start(runs.launch, 1, command, init=False)
-    assert [each.exitcode for each in handle.wait(timeout=60)] == [2]
+    assert [each.exitcode for each in handle.wait(timeout=180)] == [2]
     assert said in handle.output(0) and "fix:" in handle.output(0)
     assert "iteration" not in handle.output(0)
 
@@ -165,7 +165,7 @@ def test_a_run_whose_next_steps_are_too_few_or_too_small_for_a_profile_is_refuse
     base = runs.BASE.replace("--train-iters 4", length)
     command = f"{base} --data-path {corpus} --ft-dmr-profile {tmp_path}/prof.json"
     handle = ranks.start(runs.launch, 1, command, init=False)
-    assert [each.exitcode for each in handle.wait(timeout=60)] == [2]
+    assert [each.exitcode for each in handle.wait(timeout=180)] == [2]
     assert said in handle.output(0)
 
 

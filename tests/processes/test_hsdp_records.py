@@ -103,7 +103,7 @@ with loader_state._alone(Path({str(tmp_path)!r}) / ".loader_state.lock") as alon
         assert loader_state.write(tmp_path, STATE) == "another replica is writing"
     finally:
         frozen.kill()
-        frozen.communicate(timeout=30)
+        frozen.communicate(timeout=180)
     assert loader_state.write(tmp_path, STATE) == ""
 
 
@@ -122,7 +122,7 @@ for quorum in range(first, 10_000, 3):
         print(quorum, flush=True)
 """
     writers = [subprocess.Popen([sys.executable, "-c", code, str(i)], stdout=subprocess.PIPE) for i in range(3)]
-    newest, deadline = -1, time.monotonic() + 60
+    newest, deadline = -1, time.monotonic() + 120
     try:
         while time.monotonic() < deadline and newest < 300:
             found = loader_state.read(tmp_path)
@@ -133,7 +133,7 @@ for quorum in range(first, 10_000, 3):
     finally:
         for writer in writers:
             writer.kill()
-        said = b"".join(writer.communicate(timeout=30)[0] for writer in writers)
+        said = b"".join(writer.communicate(timeout=180)[0] for writer in writers)
     assert newest >= 300
     assert loader_state.read(tmp_path).quorum >= max(map(int, said.split()))
 

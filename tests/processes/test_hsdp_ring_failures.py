@@ -42,7 +42,7 @@ def members():
     yield make
     for ring in made:
         ring.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while (threads() or descriptors() - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not threads() and not descriptors() - before

@@ -75,7 +75,7 @@ class Trainee:
             temporary.write_text(own)
             os.rename(temporary, self.folder / f"{side}{self.rank}")
         files = {rank: self.folder / f"{side}{rank}" for rank in range(self.world)}
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 150
         while not all(f.exists() for f in files.values()):
             assert time.monotonic() < deadline, f"not all addresses of {side} in {self.folder}"
             time.sleep(0.01)
@@ -150,9 +150,12 @@ def test_a_restored_state_trains_on_bit_for_bit(name, ranks, corpus, tmp_path):
     setting = plain_loop.Setting(corpus, steps=BEFORE + AFTER, **changes)
     side_a = ranks.start(train_and_serve, world, setting, str(tmp_path))
     side_b = ranks.start(join, world, setting, str(tmp_path))
-    b = side_b.wait(timeout=60, stop_at_failure=True)
-    a = side_a.wait(timeout=60, stop_at_failure=True)
-    for outcome in (*a, *b):
+    b = side_b.wait(timeout=180, stop_at_failure=True)
+    # Side A waits for side B to be done: B's failure is the cause of both and is told first.
+    for outcome in b:
+        assert outcome.exitcode == 0, outcome.error or outcome
+    a = side_a.wait(timeout=180, stop_at_failure=True)
+    for outcome in a:
         assert outcome.exitcode == 0, outcome.error or outcome
     for in_a, in_b in zip(a, b, strict=True):
         first, second = in_a.value

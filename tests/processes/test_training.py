@@ -85,11 +85,11 @@ def test_evaluation_leaves_training_as_it_is(ranks, corpus, tmp_path):
 
 def test_skip_train_only_evaluates(ranks, corpus, tmp_path):
     evaluates = "--eval-iters 1 --pipeline-model-parallel-size 2"
-    ranks(runs.run, 2, flags(corpus, tmp_path, "m", f"{evaluates} --save {tmp_path}/ck"), timeout=60)
+    ranks(runs.run, 2, flags(corpus, tmp_path, "m", f"{evaluates} --save {tmp_path}/ck"), timeout=180)
     base = runs.BASE.replace("--lr 1e-2 --train-iters 4", "")
     command = f"{base} {evaluates} --data-path {corpus} --skip-train --load {tmp_path}/ck"
     handle = ranks.start(runs.run, 2, command)
-    assert [o.value["step"] for o in handle.wait(timeout=60)] == [4, 4]
+    assert [o.value["step"] for o in handle.wait(timeout=180)] == [4, 4]
     assert "validation loss at iteration 4" in handle.output(1)
 
 
@@ -128,7 +128,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_a_code_of_its_own(victim
     handle.wait_for_output(3, "iteration")
     for rank in victims:
         handle.kill(rank, signal.SIGTERM)
-    outcomes = handle.wait(timeout=60)
+    outcomes = handle.wait(timeout=180)
     assert [o.value for o in outcomes] == [ENDED_EARLY] * 4
     assert "SIGTERM received" in handle.output(3)
     last = runs.metrics(tmp_path / "m.jsonl")[-1]["step"]
@@ -142,21 +142,21 @@ def test_a_second_sigterm_exits_at_once(ranks, corpus, tmp_path):
     handle.wait_for_output(0, "still in it")
     time.sleep(exits.REPEAT_S)
     handle.kill(0, signal.SIGTERM)
-    handle.wait(timeout=20)
+    handle.wait(timeout=180)
     assert handle.exitcode(0) == 128 + signal.SIGTERM
 
 
 def test_time_and_interval_end_a_run(ranks, corpus, tmp_path):
-    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--train-iters 9 --exit-interval 2"), timeout=60)
+    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--train-iters 9 --exit-interval 2"), timeout=180)
     assert end["step"] == 2
-    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--exit-duration-in-mins 0"), timeout=60)
+    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--exit-duration-in-mins 0"), timeout=180)
     assert end["step"] == 1
 
 
 def test_training_by_samples_with_a_growing_batch(ranks, corpus, tmp_path):
     base = runs.BASE.replace("--train-iters 4", "--train-samples 40 --rampup-batch-size 4 4 8")
     command = f"{base} --data-path {corpus} --metrics-file {tmp_path}/m.jsonl --lr-decay-style cosine"
-    [end, _] = ranks(runs.run, 2, command, timeout=60)
+    [end, _] = ranks(runs.run, 2, command, timeout=180)
     assert [s["global_batch_size"] for s in runs.metrics(tmp_path / "m.jsonl")][:2] == [4, 4]
     assert end["consumed"] <= 40
 

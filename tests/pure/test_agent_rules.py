@@ -326,7 +326,7 @@ def test_numpy_starts_no_threads_in_the_pool():
         env={**given, **environment.defaults(given)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=True,
     )
     assert done.stdout == "1\n"

@@ -54,7 +54,7 @@ def test_a_lease_that_is_renewed_is_told_from_one_that_was_left(tmp_path):
 
 
 def come_about(true):
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -227,7 +227,7 @@ def test_a_node_that_starts_before_the_control_plane_waits_for_it_and_one_that_h
     sidecars = (Sidecar(Supervisor(), tmp_path, "tcp://127.0.0.1:1", {}) for _ in range(2))
     early, late = (ControlPlaneSupervisor(tmp_path, 1, sidecar, LIMITS) for sidecar in sidecars)
     assert early.look(began, began)[0] == late.look(began, began)[0] == WAIT
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120
     while late.look(began + 60.0, began + 30.0)[0] != FENCE:  # once it has looked for a lease, and there is none
         assert early.look(began + 60.0, began)[0] == WAIT
         assert time.monotonic() < deadline

@@ -147,7 +147,7 @@ def test_a_look_knows_who_waits_for_a_verdict_and_who_waits_for_an_order():
     try:
         for thread in (suspects, awaits):
             thread.start()
-            until = time.monotonic() + 60.0
+            until = time.monotonic() + 120
             while not waits(thread.name):
                 assert time.monotonic() < until and thread.is_alive()
                 time.sleep(0.01)
