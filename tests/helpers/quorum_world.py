@@ -47,7 +47,7 @@ class World:
 
     def wait(self, seconds, beating=True):
         """Let time pass in intervals of a heartbeat; replicas that are present send heartbeats."""
-        result, end = None, self.now + seconds
+        formed, end = None, self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.25)
             if beating:
@@ -55,8 +55,8 @@ class World:
                     if one.phase == "here":
                         reactions.beat(self.state, self.now, replica)
             decision = self.decide()
-            result = decision if decision.quorum or decision.refused or result is None else result
-        return result
+            formed = decision if decision.quorum or decision.refused else formed
+        return formed or decision
 
     def start(self, step_s=0.1):
         """Start all replicas and put them into the quorum of step 0; return it."""

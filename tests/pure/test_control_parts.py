@@ -4,14 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
+from control_world import World, kinds, only, opened
 
 from ft.base.errors import UserError
 from ft.faults import verdict
 from ft.job import messages as m
+from ft.job.agent.devices import FREE_S
 from ft.job.control import history, liveness, repairs
 from ft.job.control.liveness import View
 from ft.job.control.membership import place_ranks
-from ft.job.control.state import Agent, Incident, State
+from ft.job.control.state import RUNNING, Agent, Hold, Incident, State
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import Beat, Holdings, Source
 from ft.net.codec import from_json, to_json
@@ -258,15 +260,17 @@ def node(rank, seats, standbys=0, devices=0, **changes):
         ([node(0, 2), node(1, 2, suspect="bad")], {"n0": [0, 1], "n1": [2, 3]}),
         ([node(0, 2, 2), node(1, 2, gone="dead")], {"n0": [0, 1, 2, 3]}),
         ([node(0, 2, 1), node(1, 2, gone="dead")], None),
+        ([node(0, 2, 2, devices=2), node(1, 2, gone="dead")], None),
+        ([node(0, 2, 2, devices=4), node(1, 2, gone="dead")], {"n0": [0, 1, 2, 3]}),
+        ([node(0, 4, 1, devices=4, unusable={1: "broken"})], None),
+        ([node(0, 2, 1, devices=2, unusable={1: "broken"}), node(1, 2, 1, devices=3)], {"n0": [0], "n1": [1, 2, 3]}),
     ],
 )
-def test_ranks_of_a_restart_go_to_sound_nodes_first(agents, ranks):
+def test_ranks_of_a_restart_go_to_sound_nodes_first_and_to_no_more_than_have_devices(agents, ranks):
     assert place_ranks(agents, 4) == ranks
 
 
 def test_the_whole_state_goes_through_json():
-    from control_world import World
-
     world = World(standbys=2).run()
     world.kill(1)
     world.release(0)
@@ -292,3 +296,64 @@ def test_ranks_are_numbers_in_a_message_and_names_of_fields_in_its_json():
     for wrong in ("three", "3.0", ""):
         with pytest.raises(m.BadMessage, match="seats"):
             m.decode(text.replace('"3": {', f'"{wrong}": {{'))
+
+
+def test_where_nodes_stand_is_in_every_map_and_who_held_which_copy_in_every_repair():
+    world = World(nodes=2, standby_nodes=1)
+    for i, (node, standbys) in enumerate(world.standbys_of.items()):
+        seats = world.seats_per_node if i < 2 else 0
+        world.say(m.AgentJoined(node, i, f"host{i}", seats, standbys, domains={"rack": f"r{i}"}))
+    world.begin(world.start_workers())
+    for rank in range(4):
+        world.say(m.Observed("layout", {"copies": {str(rank): [(rank + 2) % 4]}}))
+    orders = world.kill(2)
+    seats = opened(orders).seats
+    assert {rank: seat.domains["rack"] for rank, seat in seats.items() if rank < 2} == {0: "r0", 1: "r0"}
+    world.release(0, 1, 3)
+    repair = only(world.arrive(), m.Repair)
+    assert repair.copies == {0: [2], 1: [3], 2: [0], 3: [1]}
+    assert m.decode(m.encode(repair)) == repair
+
+
+def test_reports_may_come_twice():
+    world, twice = World().run(), World().run()
+
+    def doubled(*reports, say=twice.say):
+        return [order for report in reports for order in say(report) + say(report)]
+
+    twice.say = doubled
+    for one in (world, twice):
+        one.kill(2)
+        one.recover()
+    assert kinds(world.orders) == kinds(twice.orders)
+    assert twice.state.phase == RUNNING and twice.state.epoch == 1
+
+
+def full(nodes=2, standbys=1, more=0, **how):
+    """Return a training run of 4 workers, on nodes with a device for each of their workers and ``more`` others."""
+    return World(4, nodes, standbys, devices=4 // nodes + more, **how).run()
+
+
+def devices(orders, ranks=range(4)):
+    return [opened(orders).seats[rank].local_rank for rank in ranks]
+
+
+def test_a_device_that_is_never_released_is_given_up_for_another():
+    world = full(nodes=1, more=1, standbys=2)
+    world.state.agents["n0"].unusable[4] = "it is broken"
+    assert "Open" not in kinds(world.say(m.WorkerSilent(world.worker(1), "n0", 0.3, "D")))
+    orders = world.wait(LIMITS.device_s + 1)
+    assert "n0.w1 has not released it within" in world.events("device_unusable")[0]["reason"]
+    assert "cannot hold" in only(orders, m.Stop).message
+    assert LIMITS.device_s > FREE_S, "an agent that still looks at the device is not overdue"
+
+
+def test_an_unsound_device_is_not_used_again():
+    world = full(nodes=1, more=1)
+    world.state.agents["n0"].held["earlier"] = Hold(4, world.now)
+    world.kill(2)
+    assert not world.say(m.DeviceReleased("n0.w2", "n0", 2, "the driver asks for a reset"))
+    assert devices(world.say(m.DeviceReleased("earlier", "n0", 4))) == [0, 1, 4, 3]
+    assert world.events("device_unusable") == [
+        {"node": "n0", "device": 2, "reason": "the driver asks for a reset"},
+    ]

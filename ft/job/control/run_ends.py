@@ -109,12 +109,12 @@ def plain_exit(state: State, now: float, worker: Worker, code: int, out: Decisio
 
 
 def finish_if_all_left(state: State, now: float, out: Decisions) -> None:
-    """End the run successfully if, before the first epoch has opened, the workers of all logical ranks have exited with
-    code 0.
+    """End the run as its workers say if, before the first epoch has opened, those of all logical ranks have exited with
+    the code of a planned end.
     """
     of_run = {w.started_for for w in state.workers.values() if w.started_for is not None and w.left}
     if len(of_run) == state.options.world_size:
-        _finish(state, now, "all workers have ended with code 0", out)
+        _finish(state, now, "all workers have ended as planned", out)
 
 
 def _finish(state: State, now: float, reason: str, out: Decisions) -> None:

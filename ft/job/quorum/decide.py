@@ -393,5 +393,6 @@ def _why(state: State, chosen: Mapping[int, Report], excluded: Mapping[int, str]
         elif one.report is not None:
             words.append(f"replica {number} stays left out")
         elif number in before:
-            words.append(f"replica {number} is {one.phase}: {one.reason if one.phase != HERE else 'too slow'}")
+            why = "too slow" if one.phase == HERE else one.reason
+            words.append(f"replica {number} is {one.phase}" + f": {why}" * bool(why))
     return "; ".join(words)

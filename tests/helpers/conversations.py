@@ -1,0 +1,384 @@
+"""Conversations: text files in which commands to a decision code without I/O stand beside all that it decides.
+
+A file holds blocks that are separated by blank lines: lines with a command each, ``----``, and the expected output. A
+line that begins with ``#`` is a comment. The form is that of the tests of etcd's raft library.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from control_world import LIMITS, World
+from quorum_world import World as Quorums
+
+from ft.job import messages as m
+
+# Words are separated by blanks, except inside of JSON's quotes, lists and objects.
+_WORDS = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\[[^\]]*\]|\{.*\}|\S)+')
+ROOT = Path(__file__).parents[1] / "pure" / "conversations"
+
+
+def replay(text: str, player) -> str:
+    """Return the text with the output that its commands lead to."""
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        asked = block.split("\n----")[0].splitlines()
+        answers = [line for command in asked if not command.startswith("#") for line in player.do(command)]
+        is_comment = all(line.startswith("#") for line in asked)
+        blocks.append("\n".join(asked if is_comment else [*asked, "----", *(answers or ["(nothing)"])]))
+    return "\n\n".join(blocks) + "\n"
+
+
+class Player:
+    """Carries out the commands of a conversation: ``do_<command>(*words, **values)`` yields lines of output."""
+
+    def do(self, command: str) -> Iterator[str]:
+        """Carry out ``name word ... key=value ...``; words and values are JSON, and text where they are not."""
+        name, *words = _WORDS.findall(command)
+        values = {key: _value(value) for key, _, value in (word.partition("=") for word in words) if value}
+        return getattr(self, f"do_{name.replace('-', '_')}")(*(_value(w) for w in words if "=" not in w), **values)
+
+
+def _value(text: str):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _parts(values: dict) -> dict:
+    """Return ``{"r2": {"doing": "wait"}}`` for ``{"r2.doing": "wait"}``."""
+    parts: dict = {}
+    for key, value in values.items():
+        head, _, tail = key.partition(".")
+        parts.setdefault(head, {})[tail] = value
+    return parts
+
+
+# --- the control plane ------------------------------------------------------------------------------------------------
+
+
+class Recorded(World):
+    """A world that keeps what was decided as lines, each with the seconds since the command."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.lines, self.since = [], self.now
+
+    def _decide(self, report):
+        before = len(self.decisions)
+        made = super()._decide(report)
+        for decision in self.decisions[before:]:
+            at = f"after {self.now - self.since:g} s: " if self.now > self.since else ""
+            self.lines.append(at + _on_a_line(decision.reason))
+            events = ", ".join(note.name for note in decision.events)
+            self.lines += [f"  events: {events}"] if events else []
+            self.lines += [f"  -> {_told(order, self.lines)}" for order in decision.orders]
+        return made
+
+
+def _told(order, lines: list[str]) -> str:
+    """Return an order as one line, without fields that have their default value and sentences that stand above it."""
+    said = []
+    for field in fields(order):
+        value = getattr(order, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if value == default or (field.name in ("reason", "why", "message") and _on_a_line(value) in "".join(lines)):
+            continue
+        if field.name == "seats":
+            if isinstance(order, m.Look):
+                continue
+            value = " ".join(f"{rank}={seat.worker}/{seat.local_rank}" for rank, seat in value.items())
+        elif field.name == "sources":
+            pairs = ((rank, one.owned, one.replicated) for rank, one in value.items())
+            value = " ".join(f"{rank}<-{owned}" + f"+{other}" * (other != owned) for rank, owned, other in pairs)
+        elif field.name == "rebuilt":
+            value = " ".join(f"{rank}<-{one.previous}|{one.following}" for rank, one in value.items())
+        said.append(f"{field.name}=[{value}]" if isinstance(value, str) else f"{field.name}={value}")
+    return _on_a_line(" ".join([type(order).__name__, *said]))
+
+
+def _on_a_line(text: str) -> str:
+    return text.replace("\n", " /")
+
+
+class Run(Player):
+    """The control plane's side of a run; the commands are what its agents and workers do."""
+
+    world: Recorded
+
+    def _lines(self) -> list[str]:
+        found, self.world.lines, self.world.since = self.world.lines, [], self.world.now
+        return found
+
+    def do_begin(self, **options):
+        """Agents have joined; no worker is started. ``options``: those of :class:`World`."""
+        self.world, self.held = Recorded(**options), {}
+        self.world.join()
+        return self._lines()
+
+    def do_new(self, **options):
+        """A run whose agents have yet to join."""
+        self.world, self.held = Recorded(**options), {}
+        return []
+
+    def do_run(self, step=5, **options):
+        """A run that trains: what was decided until then is not shown."""
+        self.world, self.held = Recorded(**options), {}
+        self.world.run(step)
+        self._last_orders()
+        self._lines()
+        return []
+
+    def do_workers(self, **how):
+        """The agents start the workers of a fresh run, which are ready (or not: ``ready=false``)."""
+        self.orders = self.world.start_workers(**how)
+        return self._lines()
+
+    def do_train(self, step=5):
+        """The workers train in the epoch that was opened last."""
+        self.world.begin([order for order in self.world.orders if isinstance(order, m.Open)][-1:], step)
+        return self._lines()
+
+    def do_standbys(self):
+        """The standbys that the last answer ordered are started and are ready."""
+        for name in self.world.start_spawned(self._last_orders()):
+            self.world.ready(name)
+        return self._lines()
+
+    def do_spawned(self):
+        """The workers that the last answer ordered are started and not ready yet."""
+        self.world.start_spawned(self._last_orders())
+        return self._lines()
+
+    def _last_orders(self):
+        """Return the orders to start workers that have come since they were last obeyed."""
+        seen = getattr(self.world, "obeyed", 0)
+        self.world.obeyed = len(self.world.orders)
+        return self.world.orders[seen:]
+
+    def do_start(self, node, rank=None):
+        self.world.start_worker(node, rank)
+        return self._lines()
+
+    def do_ready(self, *names):
+        for name in names:
+            self.world.ready(name)
+        return self._lines()
+
+    def do_kill(self, *ranks, code=-9):
+        for rank in ranks:
+            self.world.kill(rank, code)
+        return self._lines()
+
+    def do_exit(self, name, code=-9, attached=True):
+        self.world.exit(name, code, attached)
+        return self._lines()
+
+    def do_fail(self, rank, *kinds, message="it broke", **how):
+        self.world.fail(rank, *kinds, message=message, **how)
+        return self._lines()
+
+    def do_hold(self, rank, own, **copies):
+        """From now on the worker of this rank holds these steps: its own, and copies (``of0=[5]``: of rank 0)."""
+        self.held[rank] = m.Holdings(own, {int(key.removeprefix("of")): steps for key, steps in copies.items()})
+        return []
+
+    def do_release(self, *ranks, **how):
+        self.world.release(*ranks, holdings=self.held, **how)
+        return self._lines()
+
+    def do_arrive(self, *ranks):
+        self.world.arrive(*ranks)
+        return self._lines()
+
+    def do_repair(self, *ranks, **changes):
+        self.world.repair(*ranks, **_parts(changes))
+        return self._lines()
+
+    def do_resume(self):
+        self.world.resume()
+        return self._lines()
+
+    def do_recover(self, step=5):
+        """All workers do what an opened epoch asks of them, up to training; only the end is shown."""
+        self.world.recover(step)
+        return self._lines()[-3:]
+
+    def do_beat(self, step=5, **changes):
+        self.world.beat(step, **_parts(changes))
+        return self._lines()
+
+    def do_wait(self, seconds, hear=True):
+        """Time passes: seconds, or a limit by its name (``drain_s+1``); ``hear``: the agents that send heartbeats."""
+        terms = str(seconds).split("+")
+        length = sum(getattr(LIMITS, term) if term in vars(LIMITS) else float(term) for term in terms)
+        self.world.wait(length, beats=hear.split(",") if isinstance(hear, str) else hear)
+        return self._lines()
+
+    def do_pause(self, seconds):
+        """The control plane does not run for so long."""
+        self.world.now += seconds
+        return self._lines()
+
+    def do_stacks(self, *causes, waiting=()):
+        """The stack dumps that were asked for are read. ``causes``: ``RANK:KIND``; ``waiting``: ranks that wait."""
+        pairs = [cause.split(":") for cause in causes]
+        self.world.looked(*(((int(rank),), kind) for rank, kind in pairs), waiting=waiting)
+        return self._lines()
+
+    def do_say(self, kind, **values):
+        """A report by its name and fields."""
+        self.world.say(m.decode(json.dumps({"kind": kind, **values})))
+        return self._lines()
+
+    def do_observed(self, event, **detail):
+        self.world.say(m.Observed(event, detail))
+        return self._lines()
+
+    def do_done(self, *ranks, step=12, **how):
+        for rank in ranks:
+            self.world.say(m.WorkerDone(self.world.worker(rank), self.world.state.epoch, step, **how))
+        return self._lines()
+
+    def do_suspects(self, *ranks, group="world", message="Connection closed by peer"):
+        for rank in ranks:
+            self.world.say(m.WorkerSuspects(self.world.worker(rank), self.world.state.epoch, group, message))
+        return self._lines()
+
+    def do_silent(self, rank, seconds, state):
+        self.world.say(
+            m.WorkerSilent(self.world.worker(rank), self.world.node_of[self.world.worker(rank)], seconds, state)
+        )
+        return self._lines()
+
+    def do_stages(self, lost="middle"):
+        """Every rank is a pipeline stage of its own with two blocks, which CheckFree can rebuild."""
+        for rank in self.world.state.seats:
+            place = {"pp": rank, "tp": 0, "dp": 0, "cp": 0, "blocks": 2}
+            self.world.say(m.Observed("layout", {"places": {str(rank): place}, "checkfree": lost}))
+        return self._lines()
+
+    def do_event(self, name, *keys):
+        """Show the events of this name so far, or these of their values."""
+        found = self.world.events(name)
+        return [json.dumps({key: value for key, value in one.items() if not keys or key in keys}) for one in found]
+
+    def do_state(self):
+        """Show the phase, the epoch, and who holds which logical rank."""
+        state = self.world.state
+        seats = " ".join(f"{rank}={name}" for rank, name in sorted(state.seats.items()))
+        return [f"{state.phase}, epoch {state.epoch}, restarts {state.restarts}, seats {seats}"]
+
+
+# --- the quorum server ------------------------------------------------------------------------------------------------
+
+
+class Quorum(Player):
+    """The quorum server; the commands are what its replicas do."""
+
+    world: Quorums
+
+    def do_replicas(self, number, **options):
+        """A server for so many replicas, none of which has said hello."""
+        self.world, self.quorums, self.told = Quorums(number, **options), {}, 0
+        return []
+
+    def do_successor(self, **options):
+        """A new server takes over from one that has died; it knows nothing but what replicas tell it."""
+        given, number = dict(self.world.given), self.world.options.replicas
+        self.world, self.told = Quorums(number, term=1, **options), 0
+        self.world.given = given
+        return []
+
+    def do_start(self, step_s=0.1):
+        """All replicas come, and report that they are to do step 0."""
+        for replica in range(self.world.options.replicas):
+            self.world.hello(replica)
+            decision = self.world.report(replica, 0, 0, step_s=step_s)
+        return self._said(decision)
+
+    def do_hello(self, replica, life=0, knows=None, **how):
+        """A replica connects; ``knows``: number of its last quorum, by default the last that it was given."""
+        last = self.quorums[knows] if knows is not None else self.world.given.get((replica, life))
+        self.world.hello(replica, life, last=last, **how)
+        return self._said(self.world.decide())
+
+    def do_report(self, replica, next_step=0, lineage=-1, **how):
+        return self._said(self.world.report(replica, next_step, lineage, **how))
+
+    def do_commit(self, *replicas, **how):
+        """These replicas have committed the step of the last quorum, one after the other."""
+        return [line for one in replicas for line in self._said(self.world.commits(self._of(one), one, **how))]
+
+    def do_retry(self, replica, *suspects, **how):
+        """The step failed in this replica, which could not reach ``suspects``; it has the state from before."""
+        return self._said(self.world.retries(self._of(replica), replica, *suspects, **how))
+
+    def _of(self, replica):
+        return self.world.given[replica, self.world.state.of(replica).life]
+
+    def do_wait(self, seconds, beating=True):
+        """Time passes; the replicas send heartbeats, or none (``beating=false``)."""
+        return self._said(self.world.wait(seconds, beating))
+
+    def do_lose(self, replica, life=0):
+        """The connection of this replica breaks."""
+        self.world.lose(replica, life)
+        return self._said(self.world.decide())
+
+    def do_leave(self, replica, life=0, reason="done"):
+        self.world.leave(replica, life, reason)
+        return self._said(self.world.decide())
+
+    def do_aside(self, replica):
+        """It saves or evaluates."""
+        self.world.aside(replica)
+        return self._said(self.world.decide())
+
+    def do_mends(self, replica, life=0):
+        """It replaces a worker of its own."""
+        self.world.mends(replica, life)
+        return self._said(self.world.decide())
+
+    def do_mended(self, replica):
+        self.world.mended(replica)
+        return self._said(self.world.decide())
+
+    def do_give_up(self, replica, life=0):
+        self.world.give_up(replica, life)
+        return self._said(self.world.decide())
+
+    def do_arriving(self, replica, life):
+        """Its processes have been started anew."""
+        self.world.arriving(replica, life)
+        return self._said(self.world.decide())
+
+    def _said(self, decision) -> list[str]:
+        """Return the decision and the events since the last one as text; nothing if nobody has reported."""
+        events = ", ".join(note.name for note in self.world.notes[self.told :])
+        self.told = len(self.world.notes)
+        return [*_decided(decision, self.quorums), *([f"  events: {events}"] if events else [])]
+
+
+def _decided(decision, quorums) -> list[str]:
+    quorum = decision.quorum
+    if quorum is None:
+        until = "" if decision.until is None else f" until {decision.until:g} s"
+        head = f"refused: replica {_numbers(decision.refused)}" if decision.refused else f"waits{until}"
+        return (
+            [] if decision.reason == "nobody has reported" else [f"{head}: {decision.reason.removeprefix('waiting: ')}"]
+        )
+    quorums[quorum.number] = quorum
+    what = "finished" if quorum.finished else "load" if quorum.load else f"step {quorum.step}"
+    lives = "".join(f", life {life} of {one}" for one, life in sorted(quorum.lives.items()) if life)
+    behind = f", behind {_numbers(quorum.behind)}" if quorum.behind else ""
+    repeated = " (repeated)" if decision.is_repeated else ""
+    head = f"quorum {quorum.number}{repeated}: {what}, lineage {quorum.lineage}, healthy {_numbers(quorum.healthy)}"
+    return [f"{head}{behind}{lives}; to {_numbers(decision.to)}", f"  {quorum.reason}"]
+
+
+def _numbers(found) -> str:
+    return " ".join(map(str, found)) or "nobody"
