@@ -87,7 +87,7 @@ class Problems:
         found: (problem, fix) pairs, each once.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.found: list[Problem] = []
 
     def add(self, problems: Iterable[Problem]) -> None:

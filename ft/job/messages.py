@@ -219,7 +219,7 @@ class AgentJoined(Message):
     paths: dict[str, str] = field(default_factory=dict)
     clock: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         numbers = [self.node_rank, self.seats, self.standbys, self.devices, *self.unusable]
         if not all(0 <= number <= _MANY for number in numbers):
             raise ValueError("an agent with impossible numbers of workers or devices")
@@ -492,7 +492,7 @@ class Observed(Message):
     """An event for the run's event file that needs no decision (``fault_injected``, a saved checkpoint, ...)."""
 
     event: str
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -509,7 +509,7 @@ class Looked(Message):
 
     worker: str
     number: int
-    said: dict[str, Any]
+    said: dict[str, object]
     groups: dict[str, Numbers]
     across: dict[str, Across] = field(default_factory=dict)
 
@@ -523,7 +523,7 @@ class LookTaken(Message):
 
     node: str
     number: int
-    said: dict[str, Any] = field(default_factory=dict)
+    said: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def is_count(value: Any) -> TypeGuard[int]:
 def _reader(kind: Any) -> _Reader:
     """Return the function that reads a value of type ``kind``."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
+    if kind in (Any, object):
         return lambda value: value
     if kind is float:
         return _read_number
@@ -137,7 +137,7 @@ def _reader(kind: Any) -> _Reader:
         return _sequence(origin, arguments)
     if origin in (dict, Mapping):
         return _mapping(*arguments)
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return _dataclass(kind)
     raise TypeError(f"the codec cannot read {kind}")
 

@@ -221,6 +221,10 @@ class FramedChannel:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self.socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
+    def _proved(self) -> "Frames":
+        assert self._frames is not None, "the handshake comes first"
+        return self._frames
+
     def send(self, kind: bytes, mark: Mark, words: dict[str, Any] | None = None, *bodies: bytes) -> None:
         """Send a message.
 
@@ -229,11 +233,11 @@ class FramedChannel:
             words: JSON values.
             bodies: byte strings.
         """
-        self.write(self._frames.message(kind, mark, words or {}, bodies))
+        self.write(self._proved().message(kind, mark, words or {}, bodies))
 
     def pack(self, kind: bytes, mark: Mark, offset: int, data: Bytes, check: int) -> list[Bytes]:
         """Return the frame with bulk data that is to be sent next, in two pieces: the head, and ``data``."""
-        return [self._frames.head(Head(kind, mark, offset, len(data), check)), data]
+        return [self._proved().head(Head(kind, mark, offset, len(data), check)), data]
 
     def write(self, pieces: Sequence[Bytes]) -> None:
         """Send the pieces of a frame."""
@@ -260,7 +264,7 @@ class FramedChannel:
             piece = bytearray(min(_PIECE, head.length - len(payload)))
             self._fill(memoryview(piece))
             payload += piece
-        return self._frames.read_message(head, payload)
+        return self._proved().read_message(head, payload)
 
     def next(self) -> Head:
         """Receive the head of the next frame. If it has bulk data, call :meth:`take` next.
@@ -270,7 +274,7 @@ class FramedChannel:
         """
         data = memoryview(bytearray(HEAD_BYTES))
         self._fill(data)
-        return self._frames.read_head(bytes(data))
+        return self._proved().read_head(bytes(data))
 
     def take(self, head: Head, into: memoryview) -> bool:
         """Receive the bulk data of the frame whose head was received last.
@@ -392,10 +396,9 @@ class Stream:
         if not piece:
             raise ConnectionError("it has closed the connection")
         self._in += piece
-        if self._frames is None and not self._is_admitted():
-            return []
-        messages = []
-        while (message := self._next()) is not None:
+        frames = self._frames or self._admitted()
+        messages: list[Message] = []
+        while frames is not None and (message := self._next(frames)) is not None:
             messages.append(message)
         return messages
 
@@ -403,19 +406,19 @@ class Stream:
         self.socket.close()
         self.is_closed = True
 
-    def _is_admitted(self) -> bool:
-        """Take part in the handshake, and return whether it is done."""
+    def _admitted(self) -> "Frames | None":
+        """Take part in the handshake; return the frames of the connection once it is done."""
         if not self._theirs:
             if not self._party.may_begin(bytes(self._in[:GREETING_BYTES])):
                 raise NotAMember("it uses another protocol")
             if len(self._in) < GREETING_BYTES:
-                return False
+                return None
             self._theirs = self._party.read_greeting(self._take(GREETING_BYTES))
             if self._party.is_dialer:
                 self._out += self._party.greeting() + self._party.seal(self._theirs)
                 self.flush()
         if len(self._in) < PROOF_BYTES:
-            return False
+            return None
         sealed, is_dialer = self._take(PROOF_BYTES), self._party.is_dialer
         if is_dialer and sealed == self._party.REFUSAL:
             raise Refused
@@ -429,19 +432,19 @@ class Stream:
         for each in early:
             self.send(*each)
         self.flush()
-        return True
+        return self._frames
 
-    def _next(self) -> Message | None:
+    def _next(self, frames: Frames) -> Message | None:
         if self._head is None:
             if len(self._in) < HEAD_BYTES:
                 return None
-            self._head = self._frames.read_head(self._take(HEAD_BYTES))
+            self._head = frames.read_head(self._take(HEAD_BYTES))
             if self._head.length > MAX_MESSAGE:
                 raise BadFrame(f"a message of {self._head.length} bytes; at most {MAX_MESSAGE} are allowed")
         if len(self._in) < self._head.length:
             return None
         head, self._head = self._head, None
-        return self._frames.read_message(head, self._take(head.length))
+        return frames.read_message(head, self._take(head.length))
 
     def _take(self, length: int) -> bytes:
         data = bytes(memoryview(self._in)[:length])

@@ -233,7 +233,8 @@ class Acceptor:
     def close(self) -> None:
         """Close the listening socket and all connections."""
         for key in list(self._selector.get_map().values()):
-            key.fileobj.close()
+            held: Any = key.fileobj
+            held.close()
         self._selector.close()
 
     def _patience(self, wait_s: float | None) -> float | None:

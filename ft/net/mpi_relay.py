@@ -50,7 +50,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ _SHARED = 512
 _FT_FILE = "share/openmpi/amca-param-sets/ft-mpi"
 
 
-def configure(environment: dict[str, str]) -> None:
+def configure(environment: MutableMapping[str, str]) -> None:
     """Set the variables that Open MPI reads at its start. Values set by the user are kept.
 
     Raises:
@@ -105,7 +105,7 @@ class World:
         generation: number of times the communicator was shrunk.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         import mpi4py
 
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -209,7 +209,7 @@ class World:
                 found.append((self.members[place], queue.popleft().frame))
         return found
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Any) -> None:
         """Revoke and shrink the communicator after a member has died, or another member has reported a death."""
         mpi = self._mpi
         comm = None
@@ -232,7 +232,7 @@ class World:
     def _is_over(self, request: Any) -> bool:
         """Return whether MPI is done with a request's memory. Requests of a lost communicator end with an error."""
         with contextlib.suppress(self._mpi.Exception):
-            return request.Test()
+            return bool(request.Test())
         return True
 
 
@@ -318,7 +318,7 @@ def pack(kind: int, to: Key, number: int = 0, rest: bytes = b"") -> bytes:
 
 def room(length: int) -> memoryview:
     """Allocate uninitialised memory for a frame: initialising it, as ``bytearray`` does, costs as much as a copy."""
-    return memoryview(numpy.empty(length, numpy.uint8))
+    return numpy.empty(length, numpy.uint8).data
 
 
 def unpack(frame: bytes | memoryview) -> tuple[int, Key, int, memoryview]:
@@ -358,7 +358,7 @@ class Stream:
     ends: bool = False
     over: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self.sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)

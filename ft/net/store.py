@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -64,14 +65,14 @@ class StoreServer:
         UserError: the port is taken.
     """
 
-    def __init__(self, host: str, port: int, token: str, contents: dist.Store | None = None):
+    def __init__(self, host: str, port: int, token: str, contents: Any = None):
         try:
             listener = socket.create_server(("", port), backlog=1024)
         except OSError as error:
             problem = f"port {port} cannot be listened on: {error.strerror}"
             raise UserError(problem, "give --rdzv-endpoint another port") from error
         self.address = f"{host}:{listener.getsockname()[1]}"
-        self._contents = contents if contents is not None else dist.HashStore()
+        self._contents: Any = contents if contents is not None else dist.HashStore()  # type: ignore[attr-defined]
         self._acceptor = Acceptor(listener, token, PURPOSE, "store")
         self._waiting: dict[str, list[_Request]] = defaultdict(list)
         self._of_peer: dict[Stream, _Request] = {}
@@ -135,7 +136,7 @@ class StoreServer:
                 return keys[0]
         return None
 
-    def _carry_out(self, message: Message, keys: list[str]) -> tuple[dict[str, int], list[bytes]]:
+    def _carry_out(self, message: Message, keys: list[str]) -> tuple[dict[str, Any], list[bytes]]:
         """Carry out a request that need not wait, and return the words and the byte strings of the answer."""
         store, values = self._contents, message.bodies
         match message.kind:
@@ -153,7 +154,7 @@ class StoreServer:
                 return {"value": store.delete_key(keys[0])}, []
             case b"num ":
                 return {"value": store.num_keys()}, []
-        answer: tuple[dict[str, int], list[bytes]] = {}, []
+        answer: tuple[dict[str, Any], list[bytes]] = {}, []
         match message.kind:
             case b"set ":
                 for key, value in zip(keys, values, strict=True):
@@ -178,10 +179,10 @@ class StoreServer:
     def _forget(self, request: _Request) -> None:
         """Remove a request that waits."""
         self._of_peer.pop(request.peer, None)
-        self._waiting[request.waits_for].remove(request)
-        if not self._waiting[request.waits_for]:
-            del self._waiting[request.waits_for]
-        request.waits_for = None
+        key, request.waits_for = request.waits_for or "", None
+        self._waiting[key].remove(request)
+        if not self._waiting[key]:
+            del self._waiting[key]
 
     def _give_up(self, now: float) -> None:
         """Answer the requests whose time is up."""
@@ -192,7 +193,7 @@ class StoreServer:
                 self._acceptor.answer(request.peer, LATE)
 
 
-def lone_tcp_store() -> dist.TCPStore:
+def lone_tcp_store() -> Any:
     """Return a TCPStore of torch's whose port is closed, so that this process alone can use it.
 
     torch's TCPStore cannot be made without a port, and serves whoever connects to it. Therefore another file takes the
@@ -205,9 +206,8 @@ def lone_tcp_store() -> dist.TCPStore:
     for _ in range(_ATTEMPTS):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address, descriptor = listener.getsockname(), os.dup(listener.fileno())
-            own = dist.TCPStore(
-                *address, is_master=True, wait_for_workers=False, timeout=VERY_LONG, master_listen_fd=descriptor
-            )
+            how: dict[str, Any] = {"wait_for_workers": False, "timeout": VERY_LONG, "master_listen_fd": descriptor}
+            own = dist.TCPStore(address[0], address[1], is_master=True, **how)  # type: ignore[attr-defined]
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), descriptor, inheritable=False)
         accepted = sockets.touching(sockets.held(), {address})  # the client's end has the form ::ffff:127.0.0.1
@@ -223,7 +223,7 @@ _OPEN: set["StoreConnection"] = set()
 """Connections in use. torch's process groups hold only the C++ half of a store, which calls the Python half."""
 
 
-class StoreConnection(dist.Store):
+class StoreConnection(dist.Store):  # type: ignore[name-defined, misc]
     """A connection to a ``StoreServer``. Blocked calls can be ended from outside. Threads take turns.
 
     Its methods are those of ``torch.distributed.Store``. They raise ``DistStoreError`` if a key is not set within the

@@ -262,7 +262,7 @@ class Standstill:
     Imports on a busy machine take long, but use the processor. A process that is stopped or blocked for ever uses none.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._seen: Hashable = None
         self._looked_at = self._for_s = 0.0
 

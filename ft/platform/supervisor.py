@@ -85,7 +85,7 @@ class Supervisor:
         wake: wakes the event loop from another thread when it is called.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.wake = Wake()
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, tuple[subprocess.Popen, Callable[[int], None]]] = {}

@@ -38,7 +38,7 @@ def plant_phases(injector: Injector, subject: TrainingState, step: Callable[[], 
     if not injector.has("reduce"):
         return
 
-    def finalize_with_faults(finalize, *args, **kwargs):
+    def finalize_with_faults(finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         injector.at("reduce", step())
         return finalize(*args, **kwargs)
 
@@ -96,7 +96,7 @@ def middle_module(chunk: nn.Module) -> nn.Module:
     return leaves[len(leaves) // 2] if leaves else chunk
 
 
-def _in_forward(injector: Injector, chunk: nn.Module, step: Callable[[], int]):
+def _in_forward(injector: Injector, chunk: nn.Module, step: Callable[[], int]) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: Any) -> None:
         # Skip evaluations. Whether gradients are enabled does not tell: recomputed layers first run without them.
         if chunk.training:
@@ -105,12 +105,13 @@ def _in_forward(injector: Injector, chunk: nn.Module, step: Callable[[], int]):
     return hook
 
 
-def _in_backward(injector: Injector, step: Callable[[], int]):
+def _in_backward(injector: Injector, step: Callable[[], int]) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         # A recomputed layer creates its differentiable output during backward; this hook then runs again.
         tensor = next(_differentiable(output), None)
         if tensor is not None:
-            tensor.register_hook(lambda gradient: injector.at("backward", step()))
+            hooked: Any = tensor
+            hooked.register_hook(lambda gradient: injector.at("backward", step()))
 
     return hook
 

@@ -45,7 +45,7 @@ class TrainingState(capture.Capture):
         role: name of the pipeline stage; all ranks of a stage have the same work in every step.
     """
 
-    def __init__(self, chunks: Sequence, optimizer: Any, scheduler: Any = None):
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None):
         if problems := list(what_is_not_restored(chunks, optimizer, scheduler)):
             raise UserError.of(problems)
         releases.refuse_captured_update(optimizer)
@@ -61,7 +61,7 @@ class TrainingState(capture.Capture):
     def before_update(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called before each optimizer step, the last point at which no state has changed."""
 
-        def step_after_callback(step, *args, **kwargs):
+        def step_after_callback(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             callback()
             return step(*args, **kwargs)
 
@@ -83,7 +83,7 @@ class TrainingState(capture.Capture):
         step_state.publish_parameters(self.chunks, self.optimizer)
 
 
-def what_is_not_restored(chunks: Sequence, optimizer: Any, scheduler: Any) -> Iterator[Problem]:
+def what_is_not_restored(chunks: Sequence[Any], optimizer: Any, scheduler: Any) -> Iterator[Problem]:
     """Yield (problem, fix) for each part of a training state that a recovery could not restore."""
     if not parallel_state.model_parallel_is_initialized():
         yield (
@@ -97,7 +97,7 @@ def what_is_not_restored(chunks: Sequence, optimizer: Any, scheduler: Any) -> It
         yield from _of_scheduler(scheduler)
 
 
-def _of_chunks(chunks: Sequence) -> Iterator[Problem]:
+def _of_chunks(chunks: Sequence[Any]) -> Iterator[Problem]:
     if not chunks:
         yield "there are no model chunks to protect", "give ft.protect the list of this rank's model chunks"
     for number, chunk in enumerate(chunks):
@@ -135,7 +135,7 @@ def _of_scheduler(scheduler: Any) -> Iterator[Problem]:
         yield problem, "give it a state of plain numbers"
 
 
-def _of_parameters(chunks: Sequence, optimizer: Any) -> Iterator[Problem]:
+def _of_parameters(chunks: Sequence[Any], optimizer: Any) -> Iterator[Problem]:
     """Compare the parameters of the chunks with those that the optimizer trains."""
     held = {id(p): (name, p) for chunk in chunks for name, p in chunk.named_parameters()}
     trained = {id(p) for part in optimizers.parts(optimizer) for p in optimizers.model_parameters(part)}

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,7 @@ class Progress:
         self._moved_at = self.clock()
 
     @contextmanager
-    def at(self, doing: str, where: str):
+    def at(self, doing: str, where: str) -> Iterator[None]:
         """Return a context in which heartbeats report the given activity.
 
         Args:

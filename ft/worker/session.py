@@ -157,7 +157,7 @@ def examine(
     if not numpy.array_equal(first.sum(axis=0, dtype=numpy.float64), left.sum(axis=0, dtype=numpy.float64) @ right):
         raise ReplaceNodeError("the check of a standby failed: a product of matrices is wrong")
     data = draw.integers(0, 256, _COPY_BYTES, dtype=numpy.uint8)
-    if checksum(memoryview(data)) != checksum(memoryview(copy(data))):
+    if checksum(data.data) != checksum(copy(data).data):
         raise ReplaceNodeError(f"the check of a standby failed: a copy of {_COPY_BYTES >> 20} MiB has another checksum")
     _reach(reach)
 
@@ -374,7 +374,7 @@ class Session(protocol.Member):
         """Register a callback ``interrupt(epoch, reason)``, called in another thread as soon as an epoch is closed."""
         self._when_closed.append(interrupt)
 
-    def observe(self, event: str, **detail) -> None:
+    def observe(self, event: str, **detail: Any) -> None:
         """Write an event into the run's event log."""
         stamp = {"wall": time.time(), "monotonic": time.monotonic(), "node": self.node, "worker": self.worker}
         place = {"rank": self.rank, "epoch": self.epoch, "step": self.progress.step}

@@ -116,7 +116,8 @@ class Agent:
         self._signum = 0
         self._left = self._alone = self._was_unlinked = False
         self._empty_since = self._join_at = 0.0
-        self._joined, self._reported = joined, set()
+        self._joined = joined
+        self._reported: set[str] = set()
         self._last_words_of: set[str] = set()
         self._messages = first_contact.Messages(self._options.run_dir)
         self._has_crashed = False
@@ -302,8 +303,9 @@ class Agent:
         devices = self._parts.devices
         # If there are too few sound devices, the control plane will find other nodes for these ranks.
         for rank, device in zip(begin.ranks, devices.sound(len(begin.ranks)), strict=False):
+            assert master is not None, "there are ranks"
             devices.take(self._workforce.spawn(rank, device, begin.number, master).name, device)
-        self._seat({worker.rank: name for name, worker in self._workforce.workers.items()}, fresh=True)
+        self._seat({w.rank: name for name, w in self._workforce.workers.items() if w.rank is not None}, fresh=True)
 
     def _seat(self, seats: dict[int, str], fresh: bool) -> None:
         """Record which worker holds which logical rank, and show the output of the first and the last rank."""

@@ -61,7 +61,7 @@ class RecoveryNews:
         while self._written and not self._written[0].is_alive():
             self._show(self._written.pop(0).text)
         now = time.monotonic()
-        if not self._awaited or (now < self._next and not hurry):
+        if self._path is None or not self._awaited or (now < self._next and not hurry):
             return
         self._next = now + _PERIOD_S
         size = self._path.stat().st_size if self._path.exists() else -1
@@ -71,15 +71,17 @@ class RecoveryNews:
         history = events.read(self._path)
         for index in range(self._seen, len(history)):
             event = history[index]
-            if event.name == events.RESUMED and self._awaited and event.epoch >= min(self._awaited):
-                self._awaited = {epoch for epoch in self._awaited if epoch > event.epoch}
+            if event.name != events.RESUMED or event.epoch is None or not self._awaited:
+                continue
+            if event.epoch >= min(self._awaited):
+                self._awaited = set(filter(event.epoch.__lt__, self._awaited))
                 self._tell_of(history[: index + 1])
         self._seen = len(history)
 
     def finish(self) -> None:
         """At the end of the run, begin the summary of a recovery that has not finished."""
         self.poll(hurry=True)
-        if self._awaited:
+        if self._awaited and self._path is not None:
             self._awaited = set()
             self._tell_of(events.read(self._path))
 
@@ -91,6 +93,7 @@ class RecoveryNews:
         self.poll()
 
     def _tell_of(self, history: list[events.Event]) -> None:
+        assert self._path is not None, "recoveries are awaited only where there is an event log"
         self._written.append(_Summary(history, self._path.parent))
         self._written[-1].start()
 

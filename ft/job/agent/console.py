@@ -10,6 +10,7 @@ import signal
 import sys
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from ft.base import output
 from ft.base.errors import plain
@@ -162,7 +163,7 @@ class Outlet:
             stream.flush()
 
 
-def _takes(stream) -> bool:
+def _takes(stream: Any) -> bool:
     try:
         poller = select.poll()
         poller.register(stream.fileno(), select.POLLOUT)

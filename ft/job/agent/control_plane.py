@@ -59,8 +59,8 @@ class Sidecar:
         self._options = options
         self.log = run_dir / "logs" / "control.log"
         self.on_exit: Callable[[int], None] = lambda code: None
-        self._process: subprocess.Popen | None = None
-        self._spare: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._spare: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
@@ -86,7 +86,7 @@ class Sidecar:
         self._spare = None
         threading.Thread(target=_tell, args=(self._process, json.dumps(arguments)), daemon=True).start()
 
-    def _launch(self) -> subprocess.Popen:
+    def _launch(self) -> subprocess.Popen[bytes]:
         child = self._supervisor.start(
             __name__,
             [],
@@ -97,7 +97,7 @@ class Sidecar:
         )
         return child
 
-    def _ended(self, child: subprocess.Popen, code: int) -> None:
+    def _ended(self, child: subprocess.Popen[bytes], code: int) -> None:
         if child is self._spare:
             self._spare = None
         elif child is self._process:
@@ -110,7 +110,7 @@ class Sidecar:
         The process exits by itself once all agents have announced that they leave; until then agents of other nodes
         still read from it. After ``_LEAVE_S`` seconds this method sends SIGTERM, and ``_TERM_S`` seconds later SIGKILL.
         """
-        if self._spare is not None:
+        if self._spare is not None and self._spare.stdin is not None:
             self._spare.stdin.close()
         if self.pid < 0:
             return
@@ -136,12 +136,13 @@ class Sidecar:
             self._process = None
 
 
-def _tell(process: subprocess.Popen, text: str) -> None:
+def _tell(process: subprocess.Popen[bytes], text: str) -> None:
     """Write the command-line arguments, ``text``, to the standard input of the process.
 
     Runs in a thread, because the text may exceed the pipe's buffer and the process reads it only after its imports.
     """
     # if the process has died, its exit code is handled elsewhere
+    assert process.stdin is not None, "it was started with a pipe"
     with contextlib.suppress(OSError), process.stdin as line:
         line.write(text.encode())
 
@@ -299,7 +300,7 @@ class ControlPlaneSupervisor:
 
     def _idle(self, now: float) -> float:
         """Return the seconds for which the control plane that is starting on this node has made no progress."""
-        if not self.hosts or not self._lease.holds:
+        if not self.hosts or self._lease is None or not self._lease.holds:
             return 0.0
         return self._standstill.look(now, self.sidecar.pid)
 

@@ -16,7 +16,8 @@ import os
 import sys
 import threading
 import traceback
-from typing import NoReturn
+from collections.abc import Callable
+from typing import IO, NoReturn
 
 _FLUSH_S = 5.0
 _NOT_FLUSHED = 120  # Python's own exit code when it cannot flush stdout
@@ -43,7 +44,7 @@ def leave(status: int) -> NoReturn:
     a daemon thread is still alive, the interpreter is not finalised. The destructors that would run during finalisation
     then do not run; Python does not guarantee that they run.
     """
-    _quietly(threading._shutdown)  # Python calls it as well; it also ends the threads of concurrent.futures
+    _quietly(threading._shutdown)  # type: ignore[attr-defined]  # Python calls it as well; it also ends the threads of concurrent.futures
     if all(thread is threading.current_thread() for thread in threading.enumerate()):
         sys.exit(status)
     _quietly(atexit._run_exitfuncs)
@@ -55,7 +56,7 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _quietly(call) -> None:
+def _quietly(call: Callable[[], object]) -> None:
     """Call a function. If it raises any exception, print the exception and continue, as Python does at exit."""
     try:
         call()
@@ -63,7 +64,7 @@ def _quietly(call) -> None:
         traceback.print_exc()
 
 
-def _flushed(stream) -> bool:
+def _flushed(stream: IO[str] | None) -> bool:
     try:
         if stream is not None and not stream.closed:
             stream.flush()

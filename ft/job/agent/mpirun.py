@@ -194,9 +194,9 @@ def _relay(agent: int, folder: Path, listener: socket.socket, answer: socket.soc
         sys.stderr.write(f"the MPI process of this node fails: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
         answer.close()
-        code, world = None, None
+        code, world = -signal.SIGKILL, None
     shutil.rmtree(folder, ignore_errors=True)
-    if code is None or code < 0:
+    if code < 0:
         # MPI detects a death only if this process is killed; the kernel then kills the agent too, if it is alive
         os.kill(os.getpid(), signal.SIGKILL)
     world.leave(_LEAVE_S)

@@ -176,7 +176,10 @@ def resolve(
     """
     problems = Problems()
     problems.add(given.problems)
-    cluster = nproc = control = script = run_dir = None
+    cluster: Cluster | None = None
+    script: Script | None = None
+    run_dir: Path | None = None
+    nproc = control = None
     domains, timeouts = {}, Timeouts()
     if given.no_python:
         problems.add([("--no-python is not supported: workers are forked from Python", "run a Python script")])
@@ -210,6 +213,7 @@ def resolve(
             count = count_gpus() if given.devices_per_node is None else given.devices_per_node
             left_out = devices.left_out(given.suspects, nproc, cluster.trains, count, environment)
     problems.refuse()
+    assert script and cluster and nproc and run_dir, "what is missing is a problem"
     return RunOptions(
         script=script,
         cluster=cluster,
@@ -401,8 +405,8 @@ def _find_module(name: str) -> None:
 def _run_dir(given: argparse.Namespace, job: Job | None, cluster: Cluster, lease: str) -> Path:
     if given.run_dir:
         path = Path(given.run_dir)
-    elif given.rdzv_id or (job and job.job):
-        path = Path("runs") / (given.rdzv_id or job.job)
+    elif name := given.rdzv_id or (job and job.job):
+        path = Path("runs") / name
     elif cluster.nnodes == 1:
         path = Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
     else:

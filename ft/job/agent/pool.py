@@ -7,7 +7,7 @@ import subprocess
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ft.base import bounded_json
 from ft.base.errors import FtError
@@ -52,12 +52,12 @@ class WarmPool:
         }
         self._environment = {**os.environ, **environment.defaults(os.environ)}
         self._log, self._stuck_s = log, stuck_s
-        self._asked: deque[dict] = deque()
+        self._asked: deque[dict[str, Any]] = deque()
         self._alive: set[int] = set()
         self._fruitless = self._heard = 0
         self._standstill, self._stuck = Standstill(), ""
         self.channel: Channel | None = None
-        self.process: subprocess.Popen | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, on_exit: Callable[[int], None]) -> None:
         """Start the process. Requests made before it is ready wait in its socket.
@@ -98,7 +98,7 @@ class WarmPool:
     def take(self) -> tuple[list[tuple[str, int]], list[str]]:
         """Return the pool's reports since the last call: ((name, pid) of each started worker, notes for the user)."""
         born, notes = [], []
-        for line in self.channel.receive() or []:
+        for line in (self.channel and self.channel.receive()) or []:
             message = bounded_json.loads(line, non_finite=True)
             self._heard += 1
             if "pid" in message:
@@ -122,7 +122,7 @@ class WarmPool:
 
         ``restart`` has to follow the exit of the process.
         """
-        if not self._asked or self.channel is None:
+        if not self._asked or self.channel is None or self.process is None:
             self._standstill = Standstill()
         elif not self._stuck and (seconds := self._standstill.look(now, self.process.pid, self._heard)) > self._stuck_s:
             how = processes.describe(self.process.pid)
@@ -149,7 +149,8 @@ class WarmPool:
             PoolBroken: several processes in a row ended before they forked a worker.
         """
         self._fruitless += 1
-        self.channel.close()
+        if self.channel is not None:
+            self.channel.close()
         if self._fruitless >= MOST_IN_A_ROW:
             last = self._log.read_text(errors="replace").splitlines()[-15:]
             how = self._stuck or f"the warm pool {processes.how_it_ended(code)}"
@@ -220,7 +221,7 @@ class PoolUpkeep:
 
     def _hear(self) -> None:
         notes = self._workforce.hear_pool()
-        if self._pool.channel.gone:
+        if self._pool.channel is not None and self._pool.channel.gone:
             # the pool's process has closed its socket, and its exit follows
             self._supervisor.unwatch(self._pool.channel)
         for note in notes:

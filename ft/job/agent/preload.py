@@ -23,8 +23,9 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 from ft.base import bounded_json
@@ -47,7 +48,7 @@ class UnfitForForking(BaseException):
         roots: packages of which one has caused it; empty: unknown.
     """
 
-    def __init__(self, module: str, what: str, roots: set[str] = frozenset()):
+    def __init__(self, module: str, what: str, roots: AbstractSet[str] = frozenset()) -> None:
         self.module, self.what, self.roots = module, what, set(roots)
         super().__init__(f"importing {module} {what}")
 
@@ -83,7 +84,7 @@ def check(name: str, before: set[str], probes: bool) -> None:
 
 def _has_cuda() -> bool:
     """Return whether CUDA is initialised in this process, by torch or by anything else."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return True
     for link in Path("/proc/self/fd").iterdir():
@@ -95,7 +96,7 @@ def _has_cuda() -> bool:
 
 def why_children_fail() -> str:
     """Return why a forked process cannot initialise CUDA, "" if it can, or if there is no GPU."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "cuda") or not torch.cuda.is_available():
         return ""
     return _in_child(torch.cuda.init)[1]
@@ -114,11 +115,11 @@ def _in_child(ask: Callable[[], Any]) -> tuple[Any, str]:
     child = os.fork()
     if child == 0:
         try:
-            said = [ask(), ""]
-        except BaseException as error:
-            said = [None, f"{type(error).__name__}: {error}".partition("\n")[0][:2000]]
+            answer = [ask(), ""]
+        except BaseException as caught:
+            answer = [None, f"{type(caught).__name__}: {caught}".partition("\n")[0][:2000]]
         with os.fdopen(write, "w") as pipe:
-            json.dump(said, pipe)
+            json.dump(answer, pipe)
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
@@ -143,7 +144,8 @@ def without_cuda() -> Iterator[None]:
     """
     import torch
 
-    cuda, is_active = torch.cuda, True
+    cuda: Any = torch.cuda
+    is_active = True
     pool = os.getpid()
     real = {name: getattr(cuda, name) for name in ("_lazy_init", "current_device", "get_device_properties")}
 
@@ -171,14 +173,14 @@ def without_cuda() -> Iterator[None]:
         if is_pool():
             properties_of(0)
             return 0
-        return real["current_device"]()
+        return int(real["current_device"]())
 
     def get_device_properties(device: Any = None) -> Any:
         if is_pool():
             return properties_of(0 if device is None else cuda._utils._get_device_index(device, optional=True))
         return real["get_device_properties"](device)
 
-    stand_ins: dict[str, Callable] = {
+    stand_ins: dict[str, Callable[..., Any]] = {
         "_lazy_init": lazy_init,
         "current_device": current_device,
         "get_device_properties": get_device_properties,
@@ -202,9 +204,9 @@ def _values(properties: Any) -> dict[str, Any]:
 
 def _asking_package() -> str:
     """Return the package of the innermost caller outside of torch and this file."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        package: str = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in ("torch", "ft", "importlib", "_frozen_importlib", "contextlib", ""):
             return package
         frame = frame.f_back
@@ -224,7 +226,7 @@ class Withholding(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         refused: number of imports that have failed.
     """
 
-    def __init__(self, roots: set[str]):
+    def __init__(self, roots: AbstractSet[str]):
         self._roots, self.refused = roots, 0
 
     def __enter__(self) -> "Withholding":
@@ -315,7 +317,7 @@ def plan(script: str, is_module: bool, preload: list[str]) -> list[str]:
     return [*_TORCH, *preload]
 
 
-def load(names: list[str], skip: set[str], withheld: set[str] = frozenset(), probes: bool = False) -> str:
+def load(names: list[str], skip: set[str], withheld: AbstractSet[str] = frozenset(), probes: bool = False) -> str:
     """Import ``names`` except those in ``skip``, and except modules that import a package in ``withheld``.
 
     If a module cannot be imported, the worker that imports it reports the error.
@@ -383,6 +385,8 @@ def _read_imports(script: str, is_module: bool) -> list[str]:
     spec = importlib.util.find_spec(script)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{script}.__main__")
+    if spec is None or spec.origin is None:
+        raise ImportError(f"there is no module {script}")
     with open(spec.origin, encoding="utf-8") as file:
         return imports_of(file.read(), spec.parent or "")
 

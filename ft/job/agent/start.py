@@ -91,8 +91,10 @@ def assemble(options: RunOptions, port: int, faults: list[inject.Fault]) -> Comp
     sidecar = Sidecar(
         supervisor, options.run_dir, _channel_address(options, port, place.host), _settings(options, len(faults))
     )
-    count = (lambda: options.devices) if options.devices is not None else count_gpus
-    devices = Devices(count, options.nproc, supervisor.wake, left_out=options.left_out)
+    given = options.devices
+    devices = Devices(
+        count_gpus if given is None else lambda: given, options.nproc, supervisor.wake, left_out=options.left_out
+    )
     return Components(
         membership=Membership(place, devices),
         supervisor=supervisor,
@@ -165,7 +167,8 @@ def _settings(options: RunOptions, faults: int) -> dict[str, Any]:
         command=[options.script.target, *options.script.args],
         **{name: getattr(options, name) for name in _SHARED},
     )
-    return to_json(settings)
+    values: dict[str, Any] = to_json(settings)
+    return values
 
 
 _SHARED = ("world_size", "max_restarts", "hot_swap", "replicas", "reorders", "timeouts")

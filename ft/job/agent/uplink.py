@@ -85,7 +85,11 @@ class Uplink:
 
     @property
     def contact_at(self) -> float:
-        return self._session.contact_at
+        return self._now().contact_at
+
+    def _now(self) -> "_Session":
+        assert self._session is not None, "the uplink was started"
+        return self._session
 
     def start(self, join: Callable[[str], AgentJoined], life: int) -> None:
         """Start a session for life ``life`` of the run, and return at once.
@@ -133,8 +137,8 @@ class Uplink:
             now: monotonic time, in seconds.
             pauses: pauses of this agent, which do not count.
         """
-        if self._session.is_stuck(now, pauses):
-            self._session.break_off()
+        if self._now().is_stuck(now, pauses):
+            self._now().break_off()
 
     def close(self) -> None:
         """End the session. Its further events, lost connections included, are ignored."""
@@ -163,7 +167,7 @@ class _Session:
         self._tried: election.LeaseRecord | None = None
         self._run_dir, self._endpoint, self._life, self._timeouts = run_dir, endpoint, life, timeouts
         self._deliver_event = deliver
-        self.reports: queue.SimpleQueue = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.contact_at = time.monotonic()
         self._unrecorded: deque[tuple[int, Any]] = deque()
         self._last_number = self._order = 0

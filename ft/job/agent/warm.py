@@ -25,6 +25,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from typing import Any
 
 from ft.base import bounded_json, files, output
 from ft.base.errors import UserError
@@ -115,7 +116,7 @@ def _run_file(script: str) -> None:
     exec(code, main.__dict__)
 
 
-def _without_launcher(error: BaseException):
+def _without_launcher(error: BaseException) -> types.TracebackType | None:
     """Return the traceback from the script's first frame on, None for an error before that (such as a syntax error)."""
     here = os.path.dirname(__file__)
     trace = error.__traceback__
@@ -141,8 +142,8 @@ def _own_output(path: str) -> None:
     os.close(null)
     os.close(log)
     # The output is no terminal, so Python cannot derive an encoding: without UTF-8, printing a progress bar could fail.
-    sys.stdout = sys.__stdout__ = output.stream_for(1)
-    sys.stderr = sys.__stderr__ = output.stream_for(2)
+    sys.stdout = sys.__stdout__ = output.stream_for(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = output.stream_for(2)  # type: ignore[misc]
 
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -157,12 +158,12 @@ class Pool:
         config: {"target", "is_module", "args", "preload"}.
     """
 
-    def __init__(self, sock: socket.socket, agent: int, config: dict):
+    def __init__(self, sock: socket.socket, agent: int, config: dict[str, Any]):
         self._sock, self._agent, self.config = sock, agent, config
         self._reader = sock.makefile("rb")
         self._sessions: set[int] = set()
 
-    def say(self, **message) -> None:
+    def say(self, **message: Any) -> None:
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
     def keep_open(self) -> int:
@@ -264,7 +265,7 @@ def _preload(pool: Pool, agent: int) -> None:
     config = pool.config
     skip, withheld, probes = set(config.get("skip", [])), set(config.get("withheld", [])), config.get("probes", False)
     names = preload.plan(config["target"], config["is_module"], config["preload"])
-    again = {}
+    again: dict[str, Any] = {}
     try:
         broken = preload.load(names, skip, withheld, probes)
         if broken:

@@ -21,7 +21,6 @@ from ft.job.agent.looks import Looks
 from ft.job.agent.pool import WarmPool
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import (
-    BadMessage,
     Beat,
     Look,
     Looked,
@@ -36,6 +35,7 @@ from ft.job.messages import (
     encode,
 )
 from ft.net.channel import Channel
+from ft.net.codec import BadMessage
 from ft.platform import processes
 from ft.platform.processes import Handler, OwnPauses, Standstill
 from ft.platform.supervisor import Supervisor
@@ -377,8 +377,12 @@ class Workforce:
 
     def _aged(self, beat: Beat, at: float, now: float) -> Beat:
         """Return the heartbeat that came at ``at``, with all its durations without the pauses of this agent."""
-        ends = {"age_s": (at, now), "since_s": (at - beat.since_s, at), "at_step_s": (at - beat.at_step_s, at)}
-        return replace(beat, **{name: round(self._pauses.between(*both), 3) for name, both in ends.items()})
+
+        def lasted(begin: float, end: float) -> float:
+            return round(self._pauses.between(begin, end), 3)
+
+        since_s, at_step_s = lasted(at - beat.since_s, at), lasted(at - beat.at_step_s, at)
+        return replace(beat, age_s=lasted(at, now), since_s=since_s, at_step_s=at_step_s)
 
     def judge(self, now: float) -> list[Silence]:
         """Report each worker that has just become silent (no heartbeats) to the control plane; return these workers."""

@@ -7,8 +7,7 @@ agents start in every worker.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
 from ft.base import events
 from ft.faults import verdict
@@ -29,6 +28,7 @@ from ft.job.control.state import (
     State,
     Worker,
 )
+from ft.net.codec import BadMessage, from_json
 
 
 def agent_joined(state: State, now: float, report: m.AgentJoined, out: Decisions) -> None:
@@ -200,25 +200,13 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
     rank of an epoch that says so. All other events are only logged.
     """
     detail = report.detail
-    if report.event == "layout" and "worker" in detail and detail["worker"] not in state.workers:
-        out.add(f"ignored: the layout of {detail['worker']}, which is unknown or gone")
-        return
     if report.event == "layout":
-        state.dp_peers |= {int(rank): list(peers) for rank, peers in detail.get("dp_peers", {}).items()}
-        state.shards |= {int(rank): list(names) for rank, names in detail.get("shards", {}).items()}
-        state.copies |= {int(rank): list(holders) for rank, holders in detail.get("copies", {}).items()}
-        state.complete |= {int(rank): bool(all_of_it) for rank, all_of_it in detail.get("complete", {}).items()}
-        state.places |= {int(rank): GridPosition(**place) for rank, place in detail.get("places", {}).items()}
-        state.checkfree = detail.get("checkfree", state.checkfree)
-        state.evict_factor = detail.get("evict_stragglers", state.evict_factor)
-        about = {*detail.get("shards", {}), *detail.get("copies", {}), *detail.get("places", {})}
-        known = ", ".join(f"rank {rank}" for rank in sorted(about))
-        out.add(f"the layout of {known}" if known else f"stragglers are replaced from {state.evict_factor} on")
+        _layout(state, detail, out)
         return
     if report.event == EVENT:
-        worker = state.workers.get(str(detail.get("worker")))
-        if worker is not None:
-            compare(state, now, worker, detail.get("settings", {}), out)
+        worker, settings = state.workers.get(str(detail.get("worker"))), detail.get("settings", {})
+        if worker is not None and isinstance(settings, dict):
+            compare(state, now, worker, settings, out)
         return
     if report.event == events.HEALTH_FOUND:
         history.record_finding(state, now, detail, out)
@@ -232,15 +220,53 @@ def observed(state: State, now: float, report: m.Observed, out: Decisions) -> No
     out.add(f"observed: {report.event}").note(report.event, **detail)
 
 
-def _step_differs(state: State, detail: dict[str, Any], out: Decisions) -> None:
-    step, epoch, found = (detail.get(name) for name in ("step", "epoch", "differences"))
+@dataclass(frozen=True)
+class _Layout:
+    """What a worker says about ranks and about the run; the state has the same fields.
+
+    Attributes:
+        worker: the worker that says it, if it speaks of itself.
+        evict_stragglers: ``State.evict_factor``.
+    """
+
+    worker: str | None = None
+    dp_peers: dict[int, list[int]] = field(default_factory=dict)
+    shards: dict[int, list[str]] = field(default_factory=dict)
+    copies: dict[int, list[int]] = field(default_factory=dict)
+    complete: dict[int, bool] = field(default_factory=dict)
+    places: dict[int, GridPosition] = field(default_factory=dict)
+    checkfree: str | None = None
+    evict_stragglers: float | None = None
+
+
+def _layout(state: State, detail: dict[str, object], out: Decisions) -> None:
+    known = {one.name for one in fields(_Layout)}
+    try:
+        said: _Layout = from_json(_Layout, {name: value for name, value in detail.items() if name in known})
+    except BadMessage as error:
+        out.add(f"ignored: a layout that cannot be read: {error}")
+        return
+    if said.worker is not None and said.worker not in state.workers:
+        out.add(f"ignored: the layout of {said.worker}, which is unknown or gone")
+        return
+    for name in ("dp_peers", "shards", "copies", "complete", "places"):
+        getattr(state, name).update(getattr(said, name))
+    state.checkfree = state.checkfree if said.checkfree is None else said.checkfree
+    state.evict_factor = state.evict_factor if said.evict_stragglers is None else said.evict_stragglers
+    about = ", ".join(f"rank {rank}" for rank in sorted({*said.shards, *said.copies, *said.places}))
+    out.add(f"the layout of {about}" if about else f"stragglers are replaced from {state.evict_factor} on")
+
+
+def _step_differs(state: State, detail: dict[str, object], out: Decisions) -> None:
+    step, epoch, found, rank = (detail.get(name) for name in ("step", "epoch", "differences", "rank"))
     if not (isinstance(step, int) and isinstance(epoch, int) and isinstance(found, list) and found):
         out.add(f"ignored: a step that differs, without step, epoch or differences: {detail}")
         return
     orders = []
     if epoch > state.told_of_difference:
         state.told_of_difference = epoch
-        orders.append(m.Notice(step_differs(step, detail.get("rank"), [str(each) for each in found])))
+        rank = rank if isinstance(rank, int) else None
+        orders.append(m.Notice(step_differs(step, rank, [str(each) for each in found])))
     out.add(f"step {step} differs from its first try", *orders).note(events.STEP_DIFFERS, **detail)
 
 

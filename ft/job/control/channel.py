@@ -21,8 +21,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ft.base import bounded_json
-from ft.job.messages import BadMessage, decode, encode
-from ft.net.codec import is_count
+from ft.job.messages import decode, encode
+from ft.net.codec import BadMessage, is_count
 from ft.net.store import StoreConnection, StoreServer, lone_tcp_store
 
 KEPT_ORDERS = 1000
@@ -132,7 +132,7 @@ class ControlChannel:
         self._store, self._reader = (StoreConnection(own, token, _VERY_LONG_S) for _ in range(2))
         self.where = f"{_SCHEME}{self._server.address}"
         self._orders = self._first = 0
-        self._reports: SimpleQueue | None = None
+        self._reports: SimpleQueue[Posted] = SimpleQueue()
         self._inbox = threading.Thread(target=self._read, name="ft-inbox", daemon=True)
 
     def resume(self, record: Record) -> None:
@@ -158,8 +158,7 @@ class ControlChannel:
 
         A report may arrive twice, but never out of its agent's order.
         """
-        if self._reports is None:
-            self._reports = SimpleQueue()
+        if not self._inbox.is_alive():
             self._inbox.start()
         try:
             return self._reports.get(timeout=max(0.0, timeout_s))

@@ -85,8 +85,8 @@ def _start(state: State, now: float, out: Decisions) -> None:
         ready = sorted({w.started_for for w in state.workers.values() if w.started_for is not None and w.ready})
         missing = [str(rank) for rank in range(world) if rank not in ready]
         ends.restart(state, now, f"logical rank(s) {', '.join(missing)} were not ready within {limit:g} s", out)
-    elif missing := sorted(set(range(world)) - {w.started_for for w in state.workers.values()}):
-        ranks = ", ".join(map(str, missing))
+    elif absent := sorted(set(range(world)) - {w.started_for for w in state.workers.values()}):
+        ranks = ", ".join(map(str, absent))
         ends.stop(state, now, 1, f"the worker(s) for logical rank(s) {ranks} were not started within {limit:g} s", out)
 
 

@@ -106,14 +106,15 @@ def _fill(state: State, now: float, out: Decisions) -> None:
         for node, count in filling.spawn.items():
             state.spawning.setdefault(node, []).extend([now] * count)
     if filling.lacking:
-        state.recovery.awaited += [rank for rank in filling.lacking if rank not in state.recovery.awaited]
+        awaited = state.recovering().awaited
+        awaited += [rank for rank in filling.lacking if rank not in awaited]
         return
     for rank, (name, local_rank) in filling.moves.items():
         worker = state.workers[name]
         worker.rank, worker.local_rank, worker.empty, worker.assembled = rank, local_rank, True, False
         state.seats[rank] = name
     state.vacant = {}
-    joiners = [worker.rank for worker in state.seated() if worker.empty]
+    joiners = [rank for rank, worker in state.by_rank().items() if worker.empty]
     _open(state, joiners, False, "; ".join(filling.reasons) or "everybody keeps the seat", out)
     state.enter(OPENED, now)
 
@@ -121,10 +122,10 @@ def _fill(state: State, now: float, out: Decisions) -> None:
 def _open(state: State, joiners: list[int], fresh: bool, reason: str, out: Decisions) -> None:
     state.epoch, state.fresh = state.epoch + 1, fresh
     seats = {}
-    for worker in state.seated():
+    for rank, worker in state.by_rank().items():
         worker.repaired, worker.done = None, False
         domains = dict(state.agents[worker.node].joined.domains)
-        seats[worker.rank] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
+        seats[rank] = m.Seat(worker.name, worker.node, worker.address, worker.local_rank, domains)
     host = state.agents[state.seated()[0].node]  # the rendezvous store has to be on a node of the epoch's workers
     order = m.Open(state.epoch, seats, list(joiners), fresh, list(state.fired), host.joined.rendezvous_address)
     out.add(f"epoch {state.epoch} opens: {reason}", order)
@@ -148,38 +149,42 @@ def _replenish(state: State, now: float, out: Decisions) -> None:
 
 
 def _order_repair(state: State, now: float, out: Decisions) -> None:
-    seated = state.seated()
+    seated, under_way = state.seated(), state.recovering()
     if any(w.leaving_epoch >= 0 for w in seated):
         return
-    if not state.recovery.released:
-        state.recovery.released = True
+    if not under_way.released:
+        under_way.released = True
         steps = [w.release.step for w in seated if w.release is not None and not w.empty]
         out.add("the last survivor has left the closed epoch")
         out.note(events.RELEASED, epoch=state.epoch - 1, steps=steps)
     if any(not w.assembled for w in seated):
         return
     found = recovery.decide(recovery.of_memory(state))
-    if found.plan is None:
+    chosen = found.plan
+    if chosen is None or chosen.step is None:
         ends.descend(state, now, found, out)
         return
-    chosen = found.plan
-    state.returns = history.returned(state.returns, chosen.step, state.recovery, len(state.fired))
+    state.returns = history.returned(state.returns, chosen.step, under_way, len(state.fired))
     if message := history.going_round(state.returns):
         ends.stop(state, now, 1, message, out)
         return
-    state.recovery.verdicts, state.recovery.in_vain = [], True
-    empty = [w.rank for w in seated if w.empty]
-    groups = {w.rank: w.arrived if w.empty or w.release is None else w.release.groups for w in seated}
+    under_way.verdicts, under_way.in_vain = [], True
+    held = state.by_rank()
+    empty = [rank for rank, w in held.items() if w.empty]
+    groups = {rank: w.arrived if w.empty or w.release is None else w.release.groups for rank, w in held.items()}
     plan = plan_rebuild(groups, empty)
     state.repair = m.Repair(
         state.epoch,
         chosen.step,
         list(plan.rebuild),
         list(plan.defer),
-        *(dict(sorted(of.items())) for of in (chosen.sources, state.copies, chosen.rebuilt, chosen.lent)),
-        chosen.teller,
+        sources=dict(sorted(chosen.sources.items())),
+        copies=dict(sorted(state.copies.items())),
+        rebuilt=dict(sorted(chosen.rebuilt.items())),
+        lent=dict(sorted(chosen.lent.items())),
+        teller=chosen.teller,
     )
-    state.rebuilt |= {state.places[rank].pp: chosen.step for rank in chosen.rebuilt}
+    state.rebuilt |= dict.fromkeys((state.places[rank].pp for rank in chosen.rebuilt), chosen.step)
     state.kept = len(plan.keep)
     out.add(
         f"all are there; {chosen.reason}; of the groups "
@@ -191,11 +196,11 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
 
 
 def _order_resume(state: State, now: float, out: Decisions) -> None:
-    reports = {w.rank: w.repaired for w in state.seated()}
-    if any(report is None for report in reports.values()):
-        return
-    broken = repairs.violations(state.repair, reports, state.shards)
+    reports = {rank: worker.repaired for rank, worker in state.by_rank().items() if worker.repaired is not None}
     epoch, repair = state.epoch, state.repair
+    if repair is None or len(reports) < len(state.seats):
+        return
+    broken = repairs.violations(repair, reports, state.shards)
     said = "; ".join(broken)
     out.add(f"all are repaired; the invariants are violated: {said}" if broken else "all are repaired; I1 to I4 hold")
     out.note(

@@ -90,9 +90,11 @@ def worker_failed(state: State, now: float, report: m.WorkerFailed, out: Decisio
 
 def _spoil(state: State, worker: Worker) -> None:
     """Record that the worker could not use its source for the step that was being restored."""
-    recovery, step = state.recovery, state.repair.step
+    recovery, repair = state.recovering(), state.repair
+    assert repair is not None, "a step was being restored"
+    step = repair.step
     recovery.spoiled.append(step)
-    if worker.rank in state.repair.rebuilt or worker.rank in state.repair.lent:
+    if worker.rank in repair.rebuilt or worker.rank in repair.lent:
         recovery.unbuildable.append(step)
     elif worker.rank is not None:
         recovery.unusable.setdefault(worker.rank, []).append(step)
@@ -163,11 +165,12 @@ def react(state: State, now: float, faults: list[Fault], out: Decisions, step: i
         ends.restart(state, now, reason, out)
     else:
         _remove_those_who_left(state, now, out)
-        ranks = sorted(fault.worker.rank for fault in holders)
+        ranks = sorted(fault.worker.rank for fault in holders if fault.worker.rank is not None)
         verdicts = _verdicts(state, holders)
         epochs.close(state, now, f"{_names(holders)}: {worst.reason}", ranks, out)
-        state.recovery.verdicts += verdicts
-        state.recovery.in_vain &= all(fault.verdict.in_vain for fault in holders)
+        under_way = state.recovering()
+        under_way.verdicts += verdicts
+        under_way.in_vain &= all(fault.verdict.in_vain for fault in holders)
 
 
 # --- exits -----------------------------------------------------------------------------------------------------------
@@ -219,11 +222,14 @@ def _spared(state: State, faults: list[Fault]) -> list[Fault]:
     the history of their failures replaces them.
     """
     doomed = {f.worker.rank for f in faults if f.verdict.action == REPLACE and not f.dead and not f.worker.empty}
-    holders = (state.copies.get(rank) for rank in doomed)
+    holders = (state.copies.get(rank) for rank in doomed if rank is not None)
     if len(doomed) < 2 or not any(ranks and doomed.issuperset(ranks) for ranks in holders):
         return faults
-    again = {"category": TRANSIENT, "action": RETRY}
-    return [replace(f, verdict=replace(f.verdict, **again)) if f.worker.rank in doomed else f for f in faults]
+
+    def again(fault: Fault) -> Fault:
+        return replace(fault, verdict=replace(fault.verdict, category=TRANSIENT, action=RETRY))
+
+    return [again(fault) if fault.worker.rank in doomed else fault for fault in faults]
 
 
 def _judge(state: State, now: float, fault: Fault, at: int) -> Fault:
@@ -294,10 +300,10 @@ def _verdicts(state: State, faults: list[Fault]) -> list[str]:
     """Return, in words, the verdicts and which logical ranks were waiting in which operation."""
     found = [f"{_names([fault])}: {fault.verdict.reason}" for fault in faults]
     waiting: dict[str, list[int]] = {}
-    for worker in state.seated():
+    for rank, worker in state.by_rank().items():
         beat = state.beat(worker)
         if beat is not None and beat.epoch == state.epoch and beat.doing == "wait":
-            waiting.setdefault(beat.where or "a group operation", []).append(worker.rank)
+            waiting.setdefault(beat.where or "a group operation", []).append(rank)
     found += [f"logical rank(s) {', '.join(map(str, ranks))} waited in {where}" for where, ranks in waiting.items()]
     return found
 

@@ -305,7 +305,7 @@ def parse_options(text: str) -> Options:
         UserError: the text is no JSON object, lacks the world size, or has inconsistent timeouts.
     """
     try:
-        options = from_json(Options, {"nodes": 1, **bounded_json.loads(text)})
+        options: Options = from_json(Options, {"nodes": 1, **bounded_json.loads(text)})
         options.timeouts.check()
         return options
     except (ValueError, TypeError, BadMessage) as error:

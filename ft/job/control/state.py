@@ -422,7 +422,16 @@ class State:
 
     def seated(self) -> list[Worker]:
         """Return the workers that have a seat, ordered by logical rank."""
-        return [self.workers[self.seats[rank]] for rank in sorted(self.seats)]
+        return list(self.by_rank().values())
+
+    def by_rank(self) -> dict[int, Worker]:
+        """Return logical rank -> worker that holds it, ordered by logical rank."""
+        return {rank: self.workers[self.seats[rank]] for rank in sorted(self.seats)}
+
+    def recovering(self) -> Recovery:
+        """Return the recovery that is under way, since an epoch was closed."""
+        assert self.recovery is not None, "no epoch was closed"
+        return self.recovery
 
     def standbys(self) -> list[Worker]:
         """Return the ready workers without a seat, in the order in which they were started."""

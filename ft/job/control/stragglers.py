@@ -153,13 +153,13 @@ def wants_news(state: State, rank: int, ratio: float, step: int) -> bool:
 
 
 def _evict(state: State, now: float, worker: Worker, report: m.PaceJudged, out: Decisions) -> None:
-    why_not = _why_not(state, worker, report.ratio, report.step)
-    if why_not:
+    why_not, limit = _why_not(state, worker, report.ratio, report.step), state.evict_factor
+    if why_not or limit is None:
         out.add(f"{worker.name} keeps its seat: {why_not}")
         return
     state.evicted_at = report.step
     has_device = state.agents[worker.node].joined.devices > 0
-    found = verdict.of_straggler(report.ratio, state.evict_factor, report.cause, has_device)
+    found = verdict.of_straggler(report.ratio, limit, report.cause, has_device)
     react(state, now, [Fault(worker, found)], out)
 
 
@@ -250,7 +250,7 @@ class PaceBook:
             reports: times that have arrived.
             wall: time in seconds since 1970.
         """
-        roles = {}
+        roles: dict[str, None] = {}
         for times in reports:
             if times.epoch != state.epoch or state.seats.get(times.rank) != times.worker or not times.steps:
                 continue

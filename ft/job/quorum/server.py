@@ -127,9 +127,9 @@ class Server:
 
     def _do(self, act: Act) -> int | None:
         match act:
-            case Send(connection, frame):
+            case Send(Connection() as connection, frame):
                 self._acceptor.answer(connection.stream, FRAME, bodies=[frame])
-            case Close(connection, _):
+            case Close(Connection() as connection, _):
                 self._drop(connection)
             case Log(note):
                 self._events.write(events.observed(note.name, note.values))

@@ -74,7 +74,7 @@ class Report:
         """Return (next_step, lineage): a larger tuple is further in training, equal tuples name the same state."""
         return (self.next_step, self.lineage)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         counts = (self.replica, self.life, self.next_step, self.number, *self.suspects)
         _check(all(map(is_count, counts)), "replica, life, next_step, number and suspects are counts")
         _check((self.lineage == -1) <= (self.next_step == 0), "lineage -1 goes with next_step 0")
@@ -114,7 +114,7 @@ class Quorum:
         """Return the healthy replicas and those behind, ascending; this is their order in the gradient rings."""
         return tuple(sorted(self.healthy + self.behind))
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         counts = (self.number, self.step, *self.healthy, *self.behind, *self.lives, *self.lives.values())
         _check(all(map(is_count, counts)), "number, step, replicas and lives are counts")
         _check(set(self.members) == self.lives.keys(), "every member has a life")

@@ -61,7 +61,7 @@ class QuorumHost:
         self._run_dir, self._folder = run_dir, run_dir / FOLDER
         self._name, self._turn, self._options, self._say = name, turn, options, say
         self._timeouts = timeouts
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._since = self._due = 0.0
         self._backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._lease = LeaseKeeper(self._folder, self._timeouts.lease_beat_s)

@@ -497,14 +497,16 @@ class Launcher:
         if self._signum:
             ended = [code for code in codes.values() if code is not None]
             return policy.planned(ended) if set(ended) <= {*PLANNED_ENDS} else 128 + self._signum
+        verdict = self._verdict
+        assert verdict is not None, "the run has ended"
         others = [str(replica) for replica, code in sorted(codes.items()) if code and code not in PLANNED_ENDS]
-        if self._verdict.code not in PLANNED_ENDS:
-            self._console.complain(f"the run ends: {self._verdict.reason}")
+        if verdict.code not in PLANNED_ENDS:
+            self._console.complain(f"the run ends: {verdict.reason}")
         elif others:
-            self._console.say(f"{self._verdict.reason}, without replica(s) {', '.join(others)}")
+            self._console.say(f"{verdict.reason}, without replica(s) {', '.join(others)}")
         else:
-            self._console.say(self._verdict.reason)
-        return self._verdict.code
+            self._console.say(verdict.reason)
+        return verdict.code
 
     def _clean_up(self) -> None:
         for member in self._members.values():

@@ -103,7 +103,7 @@ class Member:
     setup: Setup
     supervisor: Supervisor
     on_exit: Callable[["Member", int], None] = lambda member, code: None
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen[bytes] | None = None
     lives: list[float] = field(default_factory=list)
     due: float = 0.0
     left_at: float = 0.0

@@ -135,7 +135,8 @@ def _of_one(spec: FaultSpec, replicas: int, shape: Part, seed: int) -> list[tupl
         and (spec.rank is not None or spec.kind not in (*OF_CONTROL, *OF_NODE))
     ):
         faults = inject.schedule([one], replicas * shape.world_size, nodes, seed)
-        return [(f.rank // shape.world_size, replace(f, rank=f.rank % shape.world_size)) for f in faults]
+        chosen = [(fault, divmod(fault.rank or 0, shape.world_size)) for fault in faults]
+        return [(replica, replace(fault, rank=rank)) for fault, (replica, rank) in chosen]
     if isinstance(spec.replica, int) and spec.replica >= replicas:
         raise UserError(
             f"{spec.text!r}: there is no replica {spec.replica} among {replicas}",
