@@ -12,6 +12,9 @@ from megatron.ft_trainer.arguments.schema import flag
 class TrainingOptions:
     """training"""
 
+    reference_trainer: bool = False
+    """Train with this trainer, the reference, also where megatron-core carries NVIDIA's."""
+
     micro_batch_size: int | None = None
     """Samples in one forward on one data-parallel rank."""
 
