@@ -178,7 +178,11 @@ def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tu
     except UserError as error:
         return None, error.problems
     theirs = _without_reruns(script, theirs, options, replicas)
-    found = [*_misplaced(script, theirs), *refusals.of_flags(theirs), *_unsupported(options, replicas, bool(own))]
+    found = [
+        *_misplaced(script, theirs),
+        *refusals.of_flags(theirs),
+        *_unsupported(script, options, replicas, bool(own)),
+    ]
     if metrics is not None and replicas:
         found.append(LOSES_LINES)
     if found or world_size is None:
@@ -301,11 +305,14 @@ LOSES_LINES: Problem = (
 )
 
 
-def _unsupported(options: "FaultToleranceOptions", replicas: int, has_flags: bool) -> list[Problem]:
+def _unsupported(script: "Script", options: "FaultToleranceOptions", replicas: int, has_flags: bool) -> list[Problem]:
     environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
     asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
+    what, fix = "a checkout of Megatron-LM", f"use {_SUPPORTED_FLAGS}"
+    if _is_installed(script):
+        what, fix = "NVIDIA's trainer", f"add {tree.REFERENCE}, whose trainer it protects"
     found: list[Problem] = [
-        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", f"use {_SUPPORTED_FLAGS}")
+        (f"{entry.asked_by} ({entry.name}) does not protect {what}", fix)
         for entry in asked
         if entry.name not in _SUPPORTED
     ]

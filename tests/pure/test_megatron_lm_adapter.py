@@ -312,8 +312,8 @@ def test_the_reference_trainer_runs_where_nvidias_is_not_or_if_it_is_asked_for(r
 
 def test_flags_that_only_the_reference_trainer_has_are_refused_with_the_way_to_run_it():
     with pytest.raises(UserError, match="flag of the reference trainer") as refused:
-        tree.choose(["--keep-last=3", "--lr", "1", "--progress-bar"], (0, 19, 2))
-    assert [problem.split()[0] for problem, _ in refused.value.problems] == ["--keep-last", "--progress-bar"]
+        tree.choose(["--keep-last=3", "--lr", "1", "--no-exit-signal-handler"], (0, 19, 2))
+    assert [problem.split()[0] for problem, _ in refused.value.problems] == ["--keep-last", "--no-exit-signal-handler"]
     assert all("add --reference-trainer" in fix for _, fix in refused.value.problems)
     assert tree.choose(["--keep-last", "3"], None) == (False, ["--keep-last", "3"])
 

@@ -133,7 +133,7 @@ SINCE = (0, 19)
 """(major, minor) of the oldest megatron-core whose trainer :mod:`ft.adapters.megatron_lm.gpt` was run with."""
 
 OF_REFERENCE = (
-    *("--keep-last", "--progress-bar", "--no-exit-signal-handler", "--no-dist-ckpt-optim-fully-reshardable"),
+    *("--keep-last", "--no-exit-signal-handler", "--no-dist-ckpt-optim-fully-reshardable"),
     "--disable-gradient-reduce-div-fusion",
 )
 """Flags that the reference trainer has and NVIDIA's has not."""
