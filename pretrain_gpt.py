@@ -1,18 +1,22 @@
 """Pretrain a GPT with megatron-core: ``torchrun --nproc-per-node 4 pretrain_gpt.py <Megatron-LM's flags>``.
 
-With ``--nvidia-trainer`` this runs NVIDIA's trainer, which the installed megatron-core carries, otherwise the reference
-trainer of this project.
+This runs NVIDIA's trainer where the installed megatron-core carries one (0.19, Python 3.12), otherwise, or with
+``--reference-trainer``, the reference trainer of this project. The first line says which.
 """
 
 import os
 import sys
 
-from ft.adapters.megatron_lm import tree
+from ft.adapters.megatron_lm import start, tree
 from ft.base.errors import UserError
+from ft.commands import checkouts
 from ft.job.agent import warm
+from ft.job.agent.options import Script
 from megatron.ft_trainer.arguments import Options, help_text, may_have_gpu, may_have_te, parse, refusals
 from megatron.ft_trainer.launcher import launch_from
 from megatron.ft_trainer.logging.quiet import quieten
+
+HELP = {"-h", "--help"}
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +32,7 @@ def main(argv: list[str]) -> int:
         if is_first_rank():
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if "-h" in argv or "--help" in argv:
+    if HELP & set(argv):
         print(help_text() + tree.HELP)
         return 0
     try:
@@ -58,15 +62,24 @@ def is_first_rank() -> bool:
 
 
 def run_nvidias(argv: list[str]) -> int:
-    """Trains with NVIDIA's trainer on this rank.
+    """Trains with NVIDIA's trainer on this rank, through the adapter if there are flags of this project.
 
     Raises:
-        UserError: a protection is asked for, and this process is no worker of ``ft run``.
+        UserError: flags cannot work together, or a protection needs ``ft run`` and this process is no worker of it.
     """
-    asked = [flag for flag in argv if flag.startswith("--ft-")]
-    if asked:
-        raise UserError(f"{asked[0]} has no effect under torchrun", "start with ft run, or drop the --ft flags")
-    return warm.run_script(str(tree.SCRIPT), False, argv)
+    if HELP & set(argv):
+        print(tree.HELP)
+        return warm.run_script(str(tree.SCRIPT), False, argv)
+    script = Script(str(tree.SCRIPT), False, argv)
+    if not checkouts.has_own_flags(script):
+        return warm.run_script(script.target, False, argv)
+    place = launch_from(os.environ)
+    options, problems = checkouts.examine(script, place.world_size, int(os.environ.get("FT_HSDP_REPLICAS", "0")))
+    if options is None or problems:
+        raise UserError.of(problems)
+    if options.fault_tolerance.ft_hot_swap and "FT_RUN_DIR" not in os.environ:
+        raise UserError("--ft-hot-swap has no effect under torchrun", "start with ft run, or drop it")
+    return start.main(checkouts.adapted(script).args)
 
 
 def run(options: Options) -> int:

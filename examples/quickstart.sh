@@ -2,7 +2,8 @@
 # Trains a small Llama-style GPT on the Python standard library's own sources: 4 processes, PP 2 x DP 2, on the CPU.
 # Then trains it again for a while, kills a worker in the middle, and shows how a standby took its place.
 # Everything it makes is under runs/quickstart (or the folder given as first argument). A second argument, above 80,
-# ends the first training after so many steps.
+# ends the first training after so many steps. It works with either trainer (docs/training.md): NVIDIA's where the
+# installed megatron-core carries it, otherwise the reference trainer.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
@@ -32,8 +33,8 @@ model=(
 echo "== training: 4 processes, metrics in $run/metrics.jsonl"
 rm -rf "$run/checkpoints"
 OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py \
-    "${model[@]}" --exit-duration-in-mins 3.2 --exit-interval "$steps" --eval-interval 80 \
-    --save "$run/checkpoints" --progress-bar --metrics-file "$run/metrics.jsonl"
+    "${model[@]}" --exit-duration-in-mins 3 --exit-interval "$steps" --eval-interval 80 \
+    --save "$run/checkpoints" --log-interval 20 --metrics-file "$run/metrics.jsonl"
 
 echo "== loss curve"
 python tools/plot_loss.py --metrics "$run/metrics.jsonl" --dataset "$corpus" --output "$run/loss.png" \

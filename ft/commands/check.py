@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.hooks import HookFinding
 from ft.base.errors import Problem, UserError
 from ft.base.flags import groups
@@ -27,7 +28,7 @@ from ft.protection import table
 from megatron.ft_trainer.arguments import Options, read
 from megatron.ft_trainer.arguments.check import examine
 from megatron.ft_trainer.arguments.layout import Layout
-from megatron.ft_trainer.arguments.needs import in_words, is_here, needs
+from megatron.ft_trainer.arguments.needs import in_words, is_here, may_have_gpu, needs
 
 _VOCABULARIES = {"ByteLevelTokenizer": 259, "GPT2BPETokenizer": 50257, None: 259}
 _ANY_VOCABULARY = 128_000
@@ -156,7 +157,8 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
     """
     given = Script(str(script), False, words)
     program = program_of(given)
-    defaults = ["--transformer-impl", "transformer_engine"] if program == "checkout" else []
+    has_te = gpus or may_have_gpu() or given.target != str(tree.SCRIPT)
+    defaults = ["--transformer-impl", "transformer_engine"] if program == "checkout" and has_te else []
     options, problems, doubtful = read([*defaults, *words], guesses=program == "trainer")
     pattern = _layer_pattern(words) if program == "checkout" else None
     problems = [misplaced(problem) or (problem, fix) for problem, fix in problems]

@@ -2,7 +2,9 @@
 trainer.
 
 Flags that begin with ``--ft-`` are this project's and are taken out; all others go to the checkout's own parser.
-Without any such flag the script runs as with torchrun, and this module has no effect.
+Without any such flag the script runs as with torchrun, and this module has no effect. The script that trains with the
+trainer in the installed megatron-core (:data:`ft.adapters.megatron_lm.tree.SCRIPT`) has one more flag of this project,
+``--metrics-file``, and under ``ft run`` its steps are logged without any flag.
 """
 
 import argparse
@@ -42,13 +44,22 @@ def is_checkout(script: "Script") -> bool:
 
 
 def is_protected_checkout(script: "Script") -> bool:
-    """Return whether ``script`` belongs to a checkout of Megatron-LM and has a flag that begins with ``--ft-``."""
-    return is_checkout(script) and bool(_split(script.args)[0])
+    """Return whether the adapter runs ``script``: it belongs to a checkout of Megatron-LM and has a flag of this
+    project, or it is that of the installed megatron-core, and its trainer is in no mode that the adapter refuses.
+    """
+    if not is_checkout(script):
+        return False
+    return has_own_flags(script) or (_is_installed(script) and not list(refusals.of_flags(script.args)))
+
+
+def has_own_flags(script: "Script") -> bool:
+    """Return whether a checkout's ``script`` has a flag that is this project's."""
+    return bool(_split(script)[0])
 
 
 def flags_of_trainer(script: "Script") -> list[str]:
-    """Return the arguments of ``script`` without the flags that begin with ``--ft-``."""
-    return _split(script.args)[1]
+    """Return the arguments of ``script`` without the flags that are this project's."""
+    return _split(script)[1]
 
 
 def outside_checkout(script: "Script") -> list[Problem]:
@@ -56,7 +67,7 @@ def outside_checkout(script: "Script") -> list[Problem]:
     checkout of Megatron-LM.
     """
     file = Path(script.target)
-    if script.is_module or is_checkout(script) or not _split(script.args)[0]:
+    if script.is_module or is_checkout(script) or not has_own_flags(script):
         return []
     try:
         body = ast.walk(ast.parse(files.read_text(file)))
@@ -88,14 +99,20 @@ def below_a_checkout(file: Path) -> Problem | None:
     return problem, f"give a script of that folder, such as {root / 'pretrain_gpt.py'}, or drop the --ft flags"
 
 
-def adapted(script: "Script") -> "Script":
+def adapted(script: "Script", replicas: int = 0) -> "Script":
     """Return the script that the workers run instead of ``script``: the adapter, which runs ``script``.
+
+    Args:
+        replicas: number of FT-HSDP replicas; 0: none.
 
     Raises:
         UserError: the flags that begin with ``--ft-`` cannot be parsed.
     """
-    own, theirs = _split(script.args)
-    values = json.dumps(_values(read_flags(own)))
+    own, theirs = _split(script)
+    metrics, own = _metrics_file(own)
+    options = read_flags(own)
+    theirs = _without_reruns(script, theirs, options, replicas)
+    values = json.dumps({**_values(options), "metrics_file": metrics})
     preload = script.preload if script.preload == ["none"] else [PRELOAD, *script.preload]
     return replace(script, target=MODULE, is_module=True, args=[values, script.target, *theirs], preload=preload)
 
@@ -154,12 +171,20 @@ def examine_flags(script: "Script", world_size: int | None, replicas: int) -> tu
         the ``--ft`` flags), ``training``, ``core`` and ``checkpoint`` (the checkout's own flags that protections
         check). They are None if ``world_size`` is unknown or if a mode of the trainer or a protection is refused.
     """
-    own, theirs = _split(script.args)
+    own, theirs = _split(script)
+    metrics, own = _metrics_file(own)
     try:
         options = read_flags(own)
     except UserError as error:
         return None, error.problems
-    found = [*_misplaced(script, theirs), *refusals.of_flags(theirs), *_unsupported(options, replicas)]
+    theirs = _without_reruns(script, theirs, options, replicas)
+    found = [
+        *_misplaced(script, theirs),
+        *refusals.of_flags(theirs),
+        *_unsupported(script, options, replicas, bool(own)),
+    ]
+    if metrics is not None and replicas:
+        found.append(LOSES_LINES)
     if found or world_size is None:
         return None, found
     view, grid = _view(theirs, options, world_size)
@@ -219,16 +244,41 @@ def _values(options: "FaultToleranceOptions") -> dict[str, Any]:
     return {**vars(options), **derived}
 
 
-def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (flags that begin with ``--ft-`` and their values, all others)."""
+def _is_installed(script: "Script") -> bool:
+    """Return whether ``script`` is the one that runs the trainer in the installed megatron-core."""
+    return not script.is_module and Path(script.target) == tree.SCRIPT
+
+
+def _split(script: "Script") -> tuple[list[str], list[str]]:
+    """Return (the script's flags that are this project's, with their values; all others)."""
     own: list[str] = []
     theirs: list[str] = []
     target = theirs
-    for text in args:
+    more = (tree.METRICS,) if _is_installed(script) else ()
+    for text in script.args:
         if text.startswith("--"):
-            target = own if text.startswith("--ft-") else theirs
+            target = own if text.startswith("--ft-") or text.partition("=")[0] in more else theirs
         target.append(text)
     return own, theirs
+
+
+def _metrics_file(own: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return (the value of --metrics-file, None if it is not given; the other flags)."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(tree.METRICS)
+    found, others = parser.parse_known_args(list(own))
+    return found.metrics_file, others
+
+
+def _without_reruns(script: "Script", theirs: list[str], options: "FaultToleranceOptions", replicas: int) -> list[str]:
+    """Return the trainer's flags, with ``--rerun-mode disabled`` where a protection needs it.
+
+    Only the script of the installed megatron-core, which is this project's, has this default; in a checkout the rerun
+    state machine is on unless the user switches it off.
+    """
+    is_given = any(text.partition("=")[0] == "--rerun-mode" for text in theirs)
+    needs = options.intercepts_operators or replicas > 0
+    return [*theirs, "--rerun-mode", "disabled"] if needs and _is_installed(script) and not is_given else theirs
 
 
 def _misplaced(script: "Script", flags: Sequence[str]) -> list[Problem]:
@@ -249,23 +299,24 @@ def _second_packages(root: Path) -> list[Problem]:
     ]
 
 
-def _unsupported(options: "FaultToleranceOptions", replicas: int) -> list[Problem]:
+LOSES_LINES: Problem = (
+    "--metrics-file is one file, and each replica would write it",
+    "drop it: each replica writes metrics.jsonl in its own folder",
+)
+
+
+def _unsupported(script: "Script", options: "FaultToleranceOptions", replicas: int, has_flags: bool) -> list[Problem]:
     environment = {"FT_HSDP_REPLICA": "0"} if replicas else {}
     asked = [entry for entry in table.asked_for(options, environment) if entry.flags or entry.variables]
+    what, fix = "a checkout of Megatron-LM", f"use {_SUPPORTED_FLAGS}"
+    if _is_installed(script):
+        what, fix = "NVIDIA's trainer", f"add {tree.REFERENCE}, whose trainer it protects"
     found: list[Problem] = [
-        (f"{entry.asked_by} ({entry.name}) does not protect a checkout of Megatron-LM", f"use {_SUPPORTED_FLAGS}")
+        (f"{entry.asked_by} ({entry.name}) does not protect {what}", fix)
         for entry in asked
         if entry.name not in _SUPPORTED
     ]
-    if {table.HOT_SWAP, table.REPLICAS} <= {entry.name for entry in asked}:
-        found.append(
-            (
-                "hot-swap (--ft-hot-swap) cannot be combined with replicas (--ft-hsdp-replicas) in a checkout of "
-                "Megatron-LM: it has not been tried there",
-                "use only one of the two",
-            )
-        )
-    if not asked:
+    if not asked and has_flags:
         found.append(("these --ft flags ask for no protection", "add --ft-hot-swap"))
     return found
 

@@ -78,7 +78,7 @@ def trainers_flags() -> list[str]:
     """Return all flags of this project's trainer, ``pretrain_gpt.py``."""
     from megatron.ft_trainer.arguments import all_flags
 
-    return [*all_flags(), tree.NVIDIA, tree.REFERENCE]
+    return [*all_flags(), tree.NVIDIA]
 
 
 def choose_trainer(given: argparse.Namespace) -> None:

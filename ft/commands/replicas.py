@@ -121,7 +121,7 @@ def prepare(
             problems.add(found)
     problems.refuse()
     if checkouts.is_checkout(whole.script):
-        whole = replace(whole, script=checkouts.adapted(whole.script))
+        whole = replace(whole, script=checkouts.adapted(whole.script, asked.count))
     return asked, whole, parts, planned, protected
 
 

@@ -1,6 +1,5 @@
 """The objects that a run consists of on one rank; saving them, and loading the checkpoint from which it resumes."""
 
-import sys
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -81,15 +80,14 @@ def load(
         asked.load, asked.ckpt_step, asked.finetune = asked.save, None, False
     if state.step > 0 and asked.finetune:
         return False  # it would keep a part of the present state: only a new process begins from such a checkpoint
-    updates = (None, None) if options.evaluation.skip_train else (trainee.optimizer, trainee.scheduler)
-    loaded = checkpointer.load(state, trainee.chunks, *updates, options.training.seed)
+    seed = options.training.seed
+    loaded = checkpointer.load(state, trainee.chunks, trainee.optimizer, trainee.scheduler, seed)
     if loaded is not None:
         say(f"loaded {loaded.path} in {loaded.seconds:.1f} s; going on after step {state.step}")
     return loaded is not None
 
 
-def say(text: str, *, over_bar: bool = False) -> None:
-    """Print ``text`` on rank 0. ``over_bar``: overwrite the line of the last rank's progress bar."""
+def say(text: str) -> None:
+    """Print ``text`` on rank 0."""
     if dist.get_rank() == 0:
-        clear = "\r\033[K" if over_bar and sys.stdout.isatty() else ""
-        print(clear + text, flush=True)
+        print(text, flush=True)

@@ -70,7 +70,7 @@ def replicas_of(environment: Mapping[str, str]) -> int:
 def write_nothing(options: Options) -> None:
     """Switch off checkpoints, metrics and logs, so that a profiling run leaves no trace in those of the real run."""
     options.checkpoint.save = None
-    options.logging.metrics_file = options.logging.tensorboard_dir = None
+    options.logging.metrics_file = None
 
 
 def launch_worker(options: Options, layout: Layout, place: Launch, protections: Protections) -> int:

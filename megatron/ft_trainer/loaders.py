@@ -75,8 +75,6 @@ def wanted_samples(options: Options, share: DataShare | None = None) -> tuple[in
     train_samples = t.train_samples or steps * t.global_batch_size
     if share is not None:
         train_samples = share.needed(steps, t.global_batch_size)
-    if e.skip_train:
-        train_samples = 0
     return train_samples, evaluations * one, one
 
 

@@ -27,7 +27,7 @@ from megatron.ft_trainer.job import Job, load, say
 from megatron.ft_trainer.loaders import make_loaders
 from megatron.ft_trainer.logging.figures import count_parameters, startup_summary
 from megatron.ft_trainer.logging.runlog import RunLog
-from megatron.ft_trainer.loop import evaluate, train, validate
+from megatron.ft_trainer.loop import evaluate, train
 from megatron.ft_trainer.model import transformer_config
 from megatron.ft_trainer.trainer import JobTrainer
 
@@ -98,7 +98,7 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         layout=vars(layout),
         run_info=run_info(options, tokenizer),
         data_parallel_random_init=options.training.data_parallel_random_init,
-        log=lambda text: say(text, over_bar=options.logging.progress_bar),
+        log=say,
         observe=observer(protections.session, os.environ),
     )
     if not is_given_state:
@@ -111,7 +111,6 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
         is_writer=dist.get_rank() == layout.world_size - 1,
         first_step=train_steps(options.training) or 0 if is_given_state else state.step,
         last_step=train_steps(options.training),
-        config=options.as_dict(),
     )
     exits = Exits(options.training, started)
     loaders = (train_loaders, valid_loaders, test_loaders)
@@ -120,12 +119,8 @@ def assemble(options: Options, layout: Layout, started: float, protections: Prot
 
 
 def run(job: Job) -> None:
-    """Train and evaluate; with --skip-train only evaluate."""
-    if job.options.evaluation.skip_train:
-        if job.valid_loaders:
-            validate(job)
-    else:
-        train(job)
+    """Train and evaluate."""
+    train(job)
     if job.ending:
         job.log.line(f"ending after step {job.state.step}: {job.ending}")
     elif job.test_loaders:

@@ -11,7 +11,9 @@ import megatron_lm_trees as checkouts
 import numpy
 import pytest
 
+from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.hooks import own_flags
+from megatron.ft_trainer.arguments import all_flags
 
 TWO_STAGES = (
     f"{checkouts.BASE} --num-layers 4 --pipeline-model-parallel-size 2 --use-distributed-optimizer --mock-data "
@@ -113,7 +115,8 @@ def test_the_installed_trainer_computes_what_nvidias_script_does(tmp_path, corpu
     """With this project's model, data and forward step, and with a fault; NVIDIA's script without either."""
     flags, fault = LINES[name]
     flags = flags.replace("{data}", str(corpus)).replace("{cache}", str(tmp_path / "cache"))
-    script, nvidias = checkouts.installed(), checkouts.tree("0.19") / "pretrain_gpt.py"
+    checkouts.installed()  # or the test is skipped; it is what the command of this project runs
+    script, nvidias = checkouts.ROOT / "pretrain_gpt.py", checkouts.tree("0.19") / "pretrain_gpt.py"
     equal(script, flags, tmp_path, faults(fault), recoveries=1, nvidias=nvidias)
 
 
@@ -136,6 +139,14 @@ def test_every_flag_of_a_checkouts_parser_is_found_in_its_sources(release):
     known = own_flags(script.parent, script)
     assert set(json.loads(shown.splitlines()[-1])) - known == set()
     assert not {"--standby", "--nnodes", "--run-dir", "--inject", "--num-moe-experts"} & known
+
+
+@pytest.mark.newest
+def test_the_flags_that_only_the_reference_trainer_has_are_known():
+    root = tree.root_of(str(checkouts.installed()))
+    common = own_flags(root, tree.SCRIPT) | {tree.METRICS, tree.REFERENCE}
+    ours = {flag for flag in all_flags() if not flag.startswith("--ft-")}
+    assert ours - common == set(tree.OF_REFERENCE)
 
 
 @pytest.mark.long

@@ -70,6 +70,16 @@ def test_a_killed_replica_comes_back_and_every_sample_is_trained_once(tmp_path, 
         assert logged == {commit.step for commit in commits}, done.explain()
 
 
+@pytest.mark.parametrize("release", ["0.16", "installed"])
+def test_a_standby_takes_a_lost_workers_place_inside_its_replica(tmp_path, release):
+    steps = 10
+    flags = f"{ONE_RANK} {steps_of(steps)} --use-distributed-optimizer --ft-hot-swap"
+    options = f"--standby 1 --inject kill@replica=1:step=4:rank=1,{SLOWLY}"
+    done = train(tmp_path / "run", flags, release, options=options)
+    check(done, steps, 1)
+    assert done.of(1, events.STATE_RESTORED) and done.of(1, events.CAUGHT_UP), done.explain()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("release", ["0.16", "0.19", "installed"])
 def test_replicas_train_as_torchrun_does_bit_for_bit(tmp_path, release):

@@ -72,10 +72,12 @@ def plain(script: Path, flags: str, folder: Path, ranks: int = 4, **environment:
 
 
 def own(flags: str, folder: Path, ranks: int = 4) -> tuple[list[dict], str]:
-    """Train with torchrun and this project's trainer; return the same as ``plain``."""
+    """Train with torchrun and the reference trainer; return the same as ``plain``."""
     folder.mkdir(parents=True)
     out = folder / "metrics.jsonl"
-    shown = _train([ROOT / "pretrain_gpt.py", *flags.split(), "--metrics-file", out], ranks, folder / "logs")
+    shown = _train(
+        [ROOT / "pretrain_gpt.py", "--reference-trainer", *flags.split(), "--metrics-file", out], ranks, folder / "logs"
+    )
     return [json.loads(line) for line in out.read_text().splitlines()], shown
 
 

@@ -5,7 +5,7 @@ import sysconfig
 from pathlib import Path
 
 BASE = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--reference-trainer --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 8 --lr 1e-2 --train-iters 4 --position-embedding-type rope "
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--padded-vocab-size 512 --split 90,10,0 --eval-iters 0 --log-interval 1000 --num-workers 0 "

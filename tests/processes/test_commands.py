@@ -73,8 +73,8 @@ def test_the_loss_curve_is_drawn(trained):
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["pretrain_gpt.py", "--hiden-size", "3"], "did you mean --hidden-size?"),
-        (["pretrain_gpt.py", "--num-layers", "2"], "--hidden-size is missing"),
+        (["pretrain_gpt.py", "--reference-trainer", "--hiden-size", "3"], "did you mean --hidden-size?"),
+        (["pretrain_gpt.py", "--reference-trainer", "--num-layers", "2"], "--hidden-size is missing"),
         (["tools/generate_text.py", "--load", "nowhere"], "no complete checkpoint"),
         (["tools/plot_loss.py", "--metrics", "nowhere", "--output", "x.png"], "nowhere"),
     ],
@@ -87,7 +87,7 @@ def test_bad_input_ends_with_one_message_and_status_2(words, part):
 
 
 def test_help_names_every_concern():
-    done = run("pretrain_gpt.py", "--help")
+    done = run("pretrain_gpt.py", "--reference-trainer", "--help")
     for title in ("megatron-core: model, experts, precision", "checkpointing", "data and dataloader"):
         assert title in done.stdout
 

@@ -166,8 +166,9 @@ def train_with_both(python: str, site: Path, folder: Path) -> None:
     flags = f"{megatron_lm_trees.BASE} --num-layers 1 --train-iters 2 --mock-data --eval-iters 0 --eval-interval 10"
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     outside.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    for name, script in (("ours", site / "pretrain_gpt.py"), ("theirs", checkout / "pretrain_gpt.py")):
-        run = [python, "-m", "ft", "run", "--nproc-per-node", "2", "--run-dir", str(folder / name), str(script)]
+    ours, theirs = (site / "pretrain_gpt.py", "--reference-trainer"), (checkout / "pretrain_gpt.py",)
+    for name, words in (("ours", ours), ("theirs", theirs)):
+        run = [python, "-m", "ft", "run", "--nproc-per-node", "2", "--run-dir", str(folder / name), *map(str, words)]
         run += [*flags.split(), "--ft-hot-swap"]
         done = subprocess.run(run, cwd=folder, env=outside, check=False, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -50,7 +50,7 @@ def test_the_flags_of_a_llama_are_taken():
         --tokenizer-type NullTokenizer --vocab-size 128256 --split '99,1,0' --num-workers 1 --log-interval 1
         --eval-iters 32 --eval-interval 100
         --save-interval 1000 --distributed-timeout-minutes 60
-        --save checkpoints --load checkpoints --tensorboard-dir logs"""
+        --save checkpoints --load checkpoints"""
     )
     layout = check(options, 8, has_te=True)
     assert (layout.tp, layout.dp) == (2, 4)

@@ -199,7 +199,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(checkout, flags, say
             "--rerun-mode disabled --ddp-param-name-patterns-for-fp32-local-accumulation *.router.weight",
             "fp32-local-accumulation does not go with replicas",
         ),
-        ("--rerun-mode disabled --ft-hot-swap", "hot-swap (--ft-hot-swap) cannot be combined with replicas"),
     ],
 )
 def test_what_replicas_of_a_checkout_cannot_train_with_is_refused(checkout, flags, says):
@@ -304,10 +303,19 @@ def test_replicas_take_one_loss_under_any_name():
 # ------------------------------------------------------------------------------------------ the choice of a trainer
 
 
-@pytest.mark.parametrize("release", [None, (0, 16, 1), (0, 19, 2)])
-def test_the_reference_trainer_runs_unless_nvidias_is_asked_for(release):
-    assert tree.choose(["--lr", "1"], release) == (False, ["--lr", "1"])
-    assert tree.choose(["--lr", "1", "--reference-trainer"], release) == (False, ["--lr", "1"])
+@pytest.mark.parametrize("release", [None, (0, 16, 1), (0, 18, 1), (0, 19, 2)])
+def test_the_reference_trainer_runs_where_nvidias_is_not_or_if_it_is_asked_for(release):
+    asked = ["--lr", "1", "--reference-trainer"]
+    assert tree.choose(asked, release) == (False, asked)  # the reference trainer knows its flag
+    assert tree.choose(["--lr", "1"], release)[0] == (release == (0, 19, 2))
+
+
+def test_flags_that_only_the_reference_trainer_has_are_refused_with_the_way_to_run_it():
+    with pytest.raises(UserError, match="flag of the reference trainer") as refused:
+        tree.choose(["--keep-last=3", "--lr", "1", "--no-exit-signal-handler"], (0, 19, 2))
+    assert [problem.split()[0] for problem, _ in refused.value.problems] == ["--keep-last", "--no-exit-signal-handler"]
+    assert all("add --reference-trainer" in fix for _, fix in refused.value.problems)
+    assert tree.choose(["--keep-last", "3"], None) == (False, ["--keep-last", "3"])
 
 
 def test_nvidias_trainer_runs_where_it_is():
@@ -322,10 +330,38 @@ def test_nvidias_trainer_runs_where_it_is():
 def test_the_script_of_the_installed_trainer_belongs_to_the_folder_it_is_installed_in(monkeypatch, tmp_path):
     monkeypatch.setattr(tree, "installed", lambda: tmp_path)
     assert tree.root_of(str(tree.SCRIPT)) == tmp_path
-    given = SimpleNamespace(script=str(protection.TRAINER), script_args=["--lr", "1", "--nvidia-trainer"], module=False)
+    given = SimpleNamespace(script=str(protection.TRAINER), script_args=["--lr", "1"], module=False)
     monkeypatch.setattr(tree, "installed_release", lambda: (0, 19, 2))
     protection.choose_trainer(given)
     assert (given.script, given.script_args) == (str(tree.SCRIPT), ["--lr", "1"])
     other = SimpleNamespace(script="examples/own_trainer.py", script_args=["--nvidia-trainer"], module=False)
     protection.choose_trainer(other)
     assert other.script_args == ["--nvidia-trainer"]
+
+
+def test_the_script_of_the_installed_trainer_is_adapted_without_flags_and_has_a_metrics_file(monkeypatch, checkout):
+    monkeypatch.setattr(tree, "installed", lambda: checkout)
+
+    def script(*flags: str) -> Script:
+        return Script(str(tree.SCRIPT), False, list(flags))
+
+    assert checkouts.is_protected_checkout(script("--lr", "1"))
+    assert not checkouts.is_protected_checkout(script("--lr", "1", "--profile"))  # a mode that cannot be protected
+    options, target, *flags = checkouts.adapted(script("--metrics-file", "m.jsonl", "--lr", "1")).args
+    assert (json.loads(options)["metrics_file"], target, flags) == ("m.jsonl", str(tree.SCRIPT), ["--lr", "1"])
+    view, found = checkouts.examine_flags(script("--lr", "1"), 2, 0)
+    assert view is not None and found == []
+    _, found = checkouts.examine_flags(script("--lr", "1", "--metrics-file=m.jsonl"), 2, 2)
+    assert checkouts.LOSES_LINES in found
+
+
+@pytest.mark.parametrize(("own", "replicas"), [(["--ft-dmr", "naive"], 0), ([], 2)])
+def test_the_script_of_the_installed_trainer_repeats_no_steps_by_itself_where_a_protection_does(
+    monkeypatch, checkout, own, replicas
+):
+    monkeypatch.setattr(tree, "installed", lambda: checkout)
+    script = Script(str(tree.SCRIPT), False, ["--lr", "1", *own])
+    assert checkouts.adapted(script, replicas).args[-2:] == ["--rerun-mode", "disabled"]
+    assert not [problem for problem, _ in checkouts.examine_flags(script, 4, replicas)[1] if "--rerun-mode" in problem]
+    given = Script(str(tree.SCRIPT), False, ["--rerun-mode", "report_stats", *own])
+    assert any("--rerun-mode" in problem for problem, _ in checkouts.examine_flags(given, 4, replicas)[1])

@@ -65,7 +65,12 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> Path:
     profile, plan = folder / "profile.json", folder / "plan.json"
     ft = [sys.executable, "-m", "ft", "dmr"]
     launch = in_ranks.launcher(arguments.pp)
-    trainer = [*launch, str(in_ranks.ROOT / "pretrain_gpt.py"), *flags(arguments, folder).split()]
+    trainer = [
+        *launch,
+        str(in_ranks.ROOT / "pretrain_gpt.py"),
+        "--reference-trainer",
+        *flags(arguments, folder).split(),
+    ]
     in_ranks.run([*ft, "profile", "--out", str(profile), "--", *trainer], folder)
     budget = ["--memory-budget", _budget(arguments.memory_budget, profile)]
     in_ranks.run([*ft, "plan", str(profile), *budget, "--out", str(plan)], folder)

@@ -4,7 +4,9 @@ The trainer is :mod:`megatron.training`. It parses the command line, builds the 
 what a training script has to give. Import it after :func:`ft.adapters.megatron_lm.start.load`.
 """
 
+import argparse
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from ft.base import bounded_json, files
+from megatron import patches
 from megatron.core import parallel_state
 from megatron.core import utils as core_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -61,7 +64,9 @@ _straggler = core_utils.StragglerDetector()
 def main() -> None:
     """Train a GPT as the flags in ``sys.argv`` say; each means what it means for Megatron-LM's ``pretrain_gpt.py``."""
     train, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    if patches.platform().name == "cpu":
+        sys.argv[1:1] = WITHOUT_GPU
+    args = parse_and_validate_args(args_defaults=defaults(sys.argv[1:]))
     train(
         pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
         datasets,
@@ -70,6 +75,39 @@ def main() -> None:
         store=store,
         get_embedding_ranks=embedding_ranks,
     )
+
+
+WITHOUT_GPU = (
+    *("--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"),
+    *("--no-persist-layer-norm", "--no-rope-fusion", "--distributed-backend", "gloo"),
+)
+"""Flags that come before those of the command line on a machine without a GPU, where the trainer needs them."""
+
+
+_MANY = 2**31 - 1
+"""More steps than any run has."""
+
+
+def defaults(flags: Sequence[str]) -> dict[str, Any]:
+    """Return the values of arguments that this script has where the command line gives none.
+
+    They are the tokenizer with which the dataset was made, else GPT2BPETokenizer; as many positions as tokens in a
+    sample; and checkpoints (``--save``) and evaluations at the end only.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--seq-length", type=int)
+    parser.add_argument("--train-iters", type=int, default=_MANY)
+    parser.add_argument("--data-path", nargs="*", default=[])
+    given, _ = parser.parse_known_args(list(flags))
+    found: dict[str, Any] = {"tokenizer_type": "GPT2BPETokenizer", "max_position_embeddings": given.seq_length}
+    found["save_interval"] = found["eval_interval"] = given.train_iters
+    made = next((file for path in given.data_path if (file := Path(f"{path}.meta.json")).is_file()), None)
+    if made is None:
+        return found
+    read = bounded_json.loads(files.read_text(made))  # of tools/preprocess_data.py
+    if read["tokenizer_type"] == "ByteLevelTokenizer":  # NVIDIA's trainer has none: bytes are ids, and 256 ends a text
+        return found | {"tokenizer_type": "NullTokenizer", "vocab_size": 257}
+    return found | {name: read[name] for name in ("tokenizer_type", "tokenizer_model")}
 
 
 def embedding_ranks(stages: list[int]) -> list[int]:

@@ -33,8 +33,8 @@ def take_seat(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any)
     """
     run.args = own = tree.module("global_vars").get_args()
     is_standby = bool(os.environ.get("FT_STANDBY"))
+    asked = run.protections
     with refusing(speaks=own.rank == 0):
-        asked = run.protections
         how = {"intercepts_operators": asked.intercepts_operators, "divides_steps": asked.divides_steps}
         if found := list(refusals.of_arguments(own, asked.entries, **how)):
             raise UserError.of(found)

@@ -1,6 +1,7 @@
 """Starts a checkout's script in a worker: ``python -m ft.adapters.megatron_lm OPTIONS SCRIPT FLAG ...``.
 
-OPTIONS is a JSON object with the values of all ``--ft`` flags, which ``ft run`` has read from the command line.
+OPTIONS is a JSON object with the values of all ``--ft`` flags, which ``ft run`` has read from the command line, and
+``metrics_file``: the file that gets a line for each step, null for ``metrics.jsonl`` in the folder of the run.
 """
 
 import os
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     try:
         load(script)
     except UserError as error:
-        if os.environ["RANK"] == "0":
+        if is_first():
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     from ft.adapters.megatron_lm import hooks, tree
@@ -36,19 +37,26 @@ def main(argv: list[str]) -> int:
     from ft.protection.stack import Protections
     from megatron import patches
 
-    if os.environ["RANK"] == "0" and (notice := hooks.notice(tree.read(tree.root_of(script)))):
+    if is_first() and (notice := hooks.notice(tree.read(tree.root_of(script)))):
         print(f"ft: {notice}", flush=True)
     asked = SimpleNamespace(**bounded_json.loads(options, non_finite=True))
     protections = Protections.of(asked, os.environ)
     for feature in sorted(protections.features):
         patches.apply(feature)
-    metrics: Path | None = Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl"
+    metrics = None if asked.metrics_file is None else Path(asked.metrics_file)
+    if metrics is None and "FT_RUN_DIR" in os.environ:
+        metrics = Path(os.environ["FT_RUN_DIR"]) / "metrics.jsonl"
     if asked.ft_dmr_profile is not None:  # the steps that are measured are not those of the run that is planned
         flags, metrics = _without(flags, WRITING), None
     install(Run(protections, " ".join(flags)), metrics)
     if int(os.environ.get("FT_RESTART", "0")) > 0:
         flags = resuming(flags, lambda folder: newest(folder) is not None)
     return run_script(script, False, flags)
+
+
+def is_first() -> bool:
+    """Return whether this process speaks for all ranks before process groups exist."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def load(script: str) -> None:

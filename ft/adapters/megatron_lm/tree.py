@@ -122,38 +122,55 @@ def module(name: str) -> ModuleType:
 
 
 NVIDIA, REFERENCE = "--nvidia-trainer", "--reference-trainer"
+METRICS = "--metrics-file"
+"""Flag that both trainers of ``pretrain_gpt.py`` have, and that NVIDIA's parser does not know."""
 HELP = f"""
 which trainer:
-  {REFERENCE}   this project's own trainer, whose flags are listed here (default)
-  {NVIDIA}      NVIDIA's trainer in the installed megatron-core; it takes all flags of Megatron-LM
+  {NVIDIA}      NVIDIA's, in the installed megatron-core (default if it carries one); has all flags of Megatron-LM
+  {REFERENCE}   the reference trainer, megatron/ft_trainer (default otherwise)
 """
 SINCE = (0, 19)
 """(major, minor) of the oldest megatron-core whose trainer :mod:`ft.adapters.megatron_lm.gpt` was run with."""
 
+OF_REFERENCE = (
+    *("--keep-last", "--no-exit-signal-handler", "--no-dist-ckpt-optim-fully-reshardable"),
+    "--disable-gradient-reduce-div-fusion",
+)
+"""Flags that the reference trainer has and NVIDIA's has not."""
+
 
 def choose(flags: Sequence[str], release: tuple[int, ...] | None) -> tuple[bool, list[str]]:
-    """Return (whether NVIDIA's trainer runs; the flags without those that choose the trainer).
+    """Return (whether NVIDIA's trainer runs; the flags of the trainer that runs).
+
+    It is NVIDIA's if the installed megatron-core carries one that the script knows, unless the reference trainer is
+    asked for.
 
     Args:
         release: (major, minor, patch) of the installed megatron-core, if it carries the trainer; None: it does not.
 
     Raises:
-        UserError: both trainers are asked for, or NVIDIA's, and it is not there.
+        UserError: both trainers are asked for; NVIDIA's, and it is not there; or NVIDIA's runs, and a flag is one that
+            only the reference trainer has.
     """
-    asked = [flag for flag in (NVIDIA, REFERENCE) if flag in flags]
-    others = [flag for flag in flags if flag not in asked]
-    if len(asked) == 2:
+    if NVIDIA in flags and REFERENCE in flags:
         raise UserError(f"{NVIDIA} and {REFERENCE} contradict each other", "give one of them")
-    if asked != [NVIDIA]:
-        return False, others
-    since = ".".join(map(str, SINCE))
-    if release is None or release[:2] < SINCE:
+    is_there = release is not None and release[:2] >= SINCE
+    if NVIDIA in flags and not is_there:
+        since = ".".join(map(str, SINCE))
         found = "the installed megatron-core carries no trainer"
         if release is not None:
             found = f"the trainer in megatron-core {'.'.join(map(str, release))} takes its model in another way"
         fix = f"install megatron-core {since} or newer (Python 3.12), give the script of a checkout, or drop the flag"
         raise UserError(f"{NVIDIA} cannot be used: {found}", fix)
-    return True, others
+    if REFERENCE in flags or not is_there:
+        return False, list(flags)
+    fix = f"add {REFERENCE}, which runs that trainer, or drop the flag"
+    wrong = [name for name in OF_REFERENCE if any(text.partition("=")[0] == name for text in flags)]
+    if wrong:
+        raise UserError.of(
+            [(f"{name} is a flag of the reference trainer, and NVIDIA's trainer runs", fix) for name in wrong]
+        )
+    return True, [flag for flag in flags if flag != NVIDIA]
 
 
 def installed_release() -> tuple[int, ...] | None:

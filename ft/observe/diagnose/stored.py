@@ -189,7 +189,7 @@ def read(path: Path) -> Stored:
         raise UserError(
             f"{path} has no {inventory.MANIFEST}, like a checkpoint that Megatron-LM has saved; without its checksums, "
             "damage on disk cannot be told from a fault in training",
-            "restore the manifest, or compare checkpoints of this project's trainer",
+            "restore the manifest, or compare checkpoints of the reference trainer (--reference-trainer)",
         )
     with _named(path):
         try:

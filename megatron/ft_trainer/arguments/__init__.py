@@ -35,7 +35,7 @@ from megatron.ft_trainer.arguments.topics import (
     TrainingOptions,
 )
 
-_OF_A_NODE = ("metrics_file", "tensorboard_dir", "data_cache_path", "progress_bar")
+_OF_A_NODE = ("metrics_file", "data_cache_path")
 
 __all__ = [
     "Layout",

@@ -115,9 +115,9 @@ def _check_required(options) -> Iterator[Problem]:
         for name in names:
             if getattr(getattr(options, concern), name) is None:
                 yield f"--{name.replace('_', '-')} is missing", f"add --{name.replace('_', '-')} N"
-    if not (options.training.train_iters or options.training.train_samples or options.evaluation.skip_train):
+    if not (options.training.train_iters or options.training.train_samples):
         yield "the length of the run is missing", "add --train-iters N or --train-samples N"
-    if options.core.lr is None and not options.evaluation.skip_train:
+    if options.core.lr is None:
         yield "--lr is missing", "add --lr RATE"
 
 
@@ -333,7 +333,7 @@ def _check_optimizer(options, grid: Layout | None) -> Iterator[Problem]:
 
 def _check_data(options, grid: Layout) -> Iterator[Problem]:
     d = options.data
-    if not (d.mock_data or d.data_path or options.evaluation.skip_train):
+    if not (d.mock_data or d.data_path):
         yield "there is nothing that this trainer can train on", "add --data-path PREFIX or --mock-data"
     if len(d.data_path or []) > 1:
         yield (

@@ -13,7 +13,6 @@ GPU, TE = "GPU", "transformer-engine"
 
 _PACKAGES = {
     "mamba-ssm": "mamba_ssm",
-    "wandb": "wandb",
     "transformers": "transformers",
     "sentencepiece": "sentencepiece",
     "tiktoken": "tiktoken",
@@ -78,7 +77,6 @@ def needs(options: Any, grid: Layout | None) -> list[Need]:
         (f"--cuda-graph-impl {graphs}", TE if graphs == "transformer_engine" else GPU, graphs not in (None, "none")),
         ("--distributed-backend nccl", GPU, c.distributed_backend == "nccl"),
         ("--moe-token-dispatcher-type flex", GPU, bool(c.num_experts) and c.moe_token_dispatcher_type == "flex"),
-        ("--wandb-project", "wandb", bool(options.logging.wandb_project)),
         (f"--tokenizer-type {options.tokenizer.tokenizer_type}", package, package is not None),
     )
     return found + [Need(flag, requirement) for flag, requirement, is_given in others if is_given]

@@ -12,6 +12,9 @@ from megatron.ft_trainer.arguments.schema import flag
 class TrainingOptions:
     """training"""
 
+    reference_trainer: bool = False
+    """Train with this trainer, the reference, also where megatron-core carries NVIDIA's."""
+
     micro_batch_size: int | None = None
     """Samples in one forward on one data-parallel rank."""
 
@@ -80,9 +83,6 @@ class EvaluationOptions:
 
     eval_interval: int | None = None
     """Steps between evaluations. Default: only at the end."""
-
-    skip_train: bool = False
-    """Evaluate the loaded model and stop."""
 
     def __post_init__(self):
         if self.eval_iters < 0:
@@ -283,32 +283,18 @@ class LoggingOptions:
     log_interval: int = 100
     """Steps between lines on the terminal."""
 
-    progress_bar: bool = False
-    """Show a progress bar with loss and tokens/s instead of a line every --log-interval steps."""
-
     metrics_file: str | None = None
     """Append one JSON object per step: step, loss, grad_norm, lr, consumed_samples, step_time_s, tokens_per_s, ..."""
 
     log_params_norm: bool = False
     """Log the norm of the parameters."""
 
-    tensorboard_dir: str | None = None
-    """Folder for TensorBoard's event files."""
-
     logging_level: int | None = flag(None, on="--logging-level")
     """Level of Python's logging for megatron-core (10 debug ... 40 error). Default: errors only."""
-
-    wandb_project: str | None = None
-    """Project of Weights & Biases that gets the run's figures."""
-
-    wandb_exp_name: str | None = None
-    """The run's name there."""
 
     def __post_init__(self):
         if self.log_interval < 1:
             raise UserError(f"--log-interval is {self.log_interval}", "give at least 1")
-        if self.wandb_project and not self.wandb_exp_name:
-            raise UserError("--wandb-project needs a name of the run", "add --wandb-exp-name NAME")
 
 
 @dataclass

@@ -37,7 +37,7 @@ def startup_summary(options: Options, layout: Layout, parameters: int, tokenizer
         f"{parameters / 1e6:.2f} M parameters, {str(params_dtype(options)).removeprefix('torch.')}",
         "tokenizer": f"{type(tokenizer).__name__}, vocabulary {tokenizer.vocab_size}",
         "batch": f"{t.global_batch_size} samples of {options.data.seq_length} tokens, micro batch {t.micro_batch_size}",
-        "length": "evaluation only" if options.evaluation.skip_train else f"{train_steps(t)} steps",
+        "length": f"{train_steps(t)} steps",
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())

@@ -22,5 +22,5 @@ def quieten(level: int | None = None) -> None:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     # torch sets the level of its own logger at import, but not of the one that warns about a missing CUDA toolkit.
-    for name in ("torch", "torch.utils.cpp_extension", "megatron", "tensorboard", "matplotlib"):
+    for name in ("torch", "torch.utils.cpp_extension", "megatron", "matplotlib"):
         logging.getLogger(name).setLevel(level)

@@ -1,18 +1,14 @@
-"""Writes the log of a run to the terminal, TensorBoard and the metrics file.
+"""Writes the log of a run to the terminal and the metrics file.
 
 Only the last rank writes, because it is on the last pipeline stage and so has the loss.
 """
 
 import math
-import sys
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ft.base.errors import UserError
 from ft.record.metrics import MetricsFile
 from megatron.ft_trainer.arguments.topics import LoggingOptions
 
@@ -51,48 +47,23 @@ class RunLog(AbstractContextManager):
         first_step: number of steps that the run has done before this process started. Lines of later steps are removed
             from an existing metrics file, because these steps are repeated.
         last_step: number of steps of the whole run.
-        config: the run's options, which Weights & Biases shows.
     """
 
-    def __init__(
-        self,
-        options: LoggingOptions,
-        *,
-        is_writer: bool,
-        first_step: int,
-        last_step: int,
-        config: Mapping[str, Any] | None = None,
-    ):
+    def __init__(self, options: LoggingOptions, *, is_writer: bool, first_step: int, last_step: int):
         self._options, self._last_step = options, last_step
         self._since_line: list[StepReport] = []
         self._skipped = 0
-        self._metrics = self._tensorboard = self._bar = self._wandb = None
+        self._metrics = None
         if not is_writer:
             self._options = None
             return
         if options.metrics_file:
             self._metrics = MetricsFile(Path(options.metrics_file), first_step, self.line)
-        if options.tensorboard_dir:
-            self._tensorboard = _open_tensorboard(options)
-        if options.wandb_project:
-            self._wandb = _open_wandb(options, config)
-        if options.progress_bar:
-            from tqdm import tqdm
-
-            every = 0.2 if sys.stderr.isatty() else 10.0
-            self._bar = tqdm(
-                total=last_step, initial=first_step, unit="step", dynamic_ncols=True, smoothing=0.1, mininterval=every
-            )
 
     def __exit__(self, *exception) -> None:
-        bar, self._bar = self._bar, None
-        # The progress bar must be closed before the metrics file, which may print how many lines it could not write.
-        for writer in (bar, self._tensorboard, self._metrics):
-            if writer is not None:
-                writer.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self._metrics = self._tensorboard = self._wandb = None
+        if self._metrics is not None:
+            self._metrics.close()
+        self._metrics = None
 
     def rewind(self, step: int) -> None:
         """Go back to ``step``, from which training is repeated: drop the values of later steps."""
@@ -101,9 +72,6 @@ class RunLog(AbstractContextManager):
         self._since_line = [report for report in self._since_line if report.step <= step]
         if self._metrics is not None:
             self._metrics.rewind(step)
-        if self._bar is not None:
-            self._bar.n = step
-            self._bar.refresh()
 
     def step(self, report: StepReport) -> None:
         """Log a finished step."""
@@ -113,13 +81,9 @@ class RunLog(AbstractContextManager):
             values = {**asdict(report), **report.of_protections, "of_protections": None}
             figures = {name: value for name, value in values.items() if value is not None}
             self._metrics.write({**figures, "wall": round(time.time(), 3)})
-        self._write_scalars(self._scalars(report), report.step)
         self._since_line.append(report)
         self._skipped += report.skipped
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {report.loss:.3f}, {report.tokens_per_s:,.0f} tokens/s", refresh=False)
-            self._bar.update(report.step - self._bar.n)
-        elif report.step % self._options.log_interval == 0 or report.step == self._last_step:
+        if report.step % self._options.log_interval == 0 or report.step == self._last_step:
             self.line(iteration_line(self._since_line, self._last_step, self._skipped))
         if report.step % self._options.log_interval == 0:
             self._since_line, self._skipped = [], 0
@@ -130,40 +94,11 @@ class RunLog(AbstractContextManager):
             return
         perplexity = math.exp(min(20.0, loss))
         self.line(f" {name} loss at iteration {step} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | ")
-        self._write_scalars({f"lm loss {name}": loss}, step)
 
     def line(self, text: str) -> None:
-        """Print one line on the terminal, above the progress bar if there is one."""
-        if self._options is None:
-            return
-        if self._bar is not None:
-            self._bar.write(text)
-        else:
+        """Print one line on the terminal."""
+        if self._options is not None:
             print(text, flush=True)
-
-    def _write_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
-        given = {name: value for name, value in scalars.items() if value is not None}
-        if self._tensorboard is not None:
-            for name, value in given.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(given, step=step)
-
-    def _scalars(self, report: StepReport) -> dict[str, float | None]:
-        return {
-            "lm loss": report.loss,
-            "learning-rate": report.lr,
-            "grad-norm": report.grad_norm,
-            "batch-size": report.global_batch_size,
-            "iteration-time": report.step_time_s,
-            "tokens-per-second": report.tokens_per_s,
-            "throughput": report.tflops_per_gpu,
-            "num-zeros": report.num_zeros,
-            "params-norm": report.params_norm,
-            "load_balancing_loss": report.load_balancing_loss,
-            "loss-scale": report.loss_scale,
-            **report.of_protections,
-        }
 
 
 def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> str:
@@ -195,29 +130,3 @@ def iteration_line(reports: list[StepReport], last_step: int, skipped: int) -> s
     parts += [f"{name}: {shape.format(value)}" for name, (value, shape) in optional.items() if value is not None]
     parts.append(f"number of skipped iterations: {skipped:3d}")
     return " | ".join(parts) + " |"
-
-
-def _open_tensorboard(options: LoggingOptions):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError("--tensorboard-dir needs TensorBoard", "pip install tensorboard") from error
-    try:
-        return SummaryWriter(options.tensorboard_dir, max_queue=1000)
-    except OSError as error:
-        raise UserError(
-            f"--tensorboard-dir {options.tensorboard_dir} cannot be written: {error}", "give a writable folder"
-        ) from error
-
-
-def _open_wandb(options: LoggingOptions, config: Mapping[str, Any] | None):
-    """Return a run of Weights & Biases. It reads WANDB_ENTITY, and WANDB_MODE=offline keeps its figures in files."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("--wandb-project needs Weights & Biases", "pip install wandb") from error
-    return wandb.init(
-        name=options.wandb_exp_name,
-        project=options.wandb_project,
-        config=dict(config or {}),
-    )

@@ -4,13 +4,12 @@ It stands in a folder of its own, because Python puts the folder of a script on 
 """
 
 import importlib
-import os
 
 from ft.adapters.megatron_lm import tree
-from ft.adapters.megatron_lm.start import load
+from ft.adapters.megatron_lm.start import is_first, load
 
 if __name__ == "__main__":
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         print(tree.announcement(tree.installed_release()), flush=True)
     load(__file__)
     importlib.import_module("ft.adapters.megatron_lm.gpt").main()

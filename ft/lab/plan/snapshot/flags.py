@@ -6,6 +6,8 @@ A snapshot is a copy of one rank's training state in host memory, of which other
 import argparse
 from dataclasses import dataclass
 
+from ft.adapters.megatron_lm import tree
+from ft.adapters.megatron_lm.hooks import own_flags
 from ft.base.errors import UserError
 from ft.base.quantities import amount, argument, count, duration, gigabytes_per_second, positive, size, whole
 from ft.lab.plan.snapshot.answer import Question
@@ -14,7 +16,7 @@ from ft.lab.plan.snapshot.loss import Failures
 from ft.lab.plan.snapshot.shards import even, from_flags, shards
 from ft.platform import slurm
 from ft.platform.slurm import NODE, read_topology
-from megatron.ft_trainer.arguments import Layout, Options, layout, parse
+from megatron.ft_trainer.arguments import Layout, Options, layout, parse, read
 
 GB = 1e9
 _GPU_MTBF_S = 18 * 60.0 * 100_000  # DEADPOOL, section V-C: an interruption every 18 min on 100,000 GPUs
@@ -150,7 +152,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
         UserError: the flags are invalid or contradict each other.
     """
     words = given.command[1:] if given.command and not given.command[0].startswith("--") else given.command
-    options = parse(words[1:] if words[:1] == ["--"] else words)
+    options = _options(words[1:] if words[:1] == ["--"] else words)
     _check(given)
     world = given.nodes * given.gpus_per_node
     grid = _layout(options, world)
@@ -181,6 +183,25 @@ def plan_of(given: argparse.Namespace) -> Plan:
     memory = given.host_memory
     total = sum(stage.dense * grid.tp + stage.expert * grid.etp * grid.ep for stage in stages)
     return Plan(question, grid, given.nodes, total, given.copies, memory, bool(kinds), bool(words))
+
+
+def _options(words: list[str]) -> Options:
+    """Parse the flags of the trainer that would run; flags that NVIDIA's has and the reference trainer has not say
+    nothing about the size of the state.
+
+    Raises:
+        UserError: flags are unknown or have a wrong value.
+    """
+    is_nvidias, words = tree.choose(words, tree.installed_release())
+    if not is_nvidias:
+        return parse(words)
+    options, problems, _ = read(words, guesses=False)
+    if problems:
+        known = own_flags(tree.installed(), tree.SCRIPT)
+        problems = [each for each in problems if each[0].removeprefix("unknown flag ") not in known]
+    if problems or options is None:
+        raise UserError.of(problems)
+    return options
 
 
 def _check(given: argparse.Namespace) -> None:

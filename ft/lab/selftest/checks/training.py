@@ -33,7 +33,7 @@ _ON_GPU = (
 _MODEL = (
     f"--train-iters {_STEPS} --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 2000 "
     "--position-embedding-type rope --eval-iters 0 --log-interval 1 --num-workers 0 --use-distributed-optimizer "
-    "--deterministic-mode --ft-hot-swap"
+    "--reference-trainer --deterministic-mode --ft-hot-swap"
 )
 _ENDING_S = 10.0
 _LOOK_S = 0.1
