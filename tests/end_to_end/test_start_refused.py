@@ -3,13 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from agent_jobs import ROOT, Job
+from agent_jobs import ROOT, Job, ft
 from ft_runs import Running, flags
 from harness import started
 from nodes import Lab, why_not
@@ -61,9 +60,8 @@ def refused_in(job: Job, began: float) -> str:
 
 def diagnosed(folder: Path) -> str:
     """Return what ``ft diagnose start`` says of a run that did not start."""
-    words = [sys.executable, "-m", "ft", "diagnose", "start", str(folder)]
-    done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = ft("diagnose", "start", folder)
+    assert done.returncode == 1, done.stdout
     return done.stdout
 
 

@@ -246,5 +246,14 @@ def _can_be_forked(args: list[str], env: Mapping[str, str]) -> bool:
 
 def has_usual_variables(env: Mapping[str, str]) -> bool:
     """Return whether libraries would act on ``env``, when they are imported, as they did in the warm server."""
-    special = [name for name in env if name.startswith(("LD_", "PYTHON", "TORCH_", "MKL_", "GLOO_", "NUMBA_"))]
-    return env.get("OMP_NUM_THREADS", "1") == "1" and not set(special) - _HARMLESS
+    return env.get("OMP_NUM_THREADS", "1") == "1" and _special(env) == _USUAL
+
+
+def _special(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables on which libraries act when they are imported."""
+    prefixes = ("LD_", "PYTHON", "TORCH_", "MKL_", "GLOO_", "NUMBA_")
+    return {name: value for name, value in env.items() if name.startswith(prefixes) and name not in _HARMLESS}
+
+
+_USUAL = _special(os.environ)
+"""Those of the test process, with which the warm server was started."""
