@@ -328,7 +328,7 @@ over.wait()
         (pid,) = job.named("ft-control")
         os.kill(pid, signal.SIGKILL)
         job.wait_for(lambda pid=pid: pid not in job.named("ft-control"), "the end of the control plane")
-    assert job.wait(90) == 0, job.text()
+    assert job.wait(180) == 0, job.text()
     assert "again and again" in job.text() and "warm restart 1" in job.text() and "life 1" in job.text()
     assert "control_restarted" in (tmp_path / "run" / "events.jsonl").read_text()
 

@@ -188,7 +188,7 @@ def test_sigterm_saves_and_ends_in_order(corpus, tmp_path, capsys):
     job = Running(folder, "pretrain_gpt.py", flags(corpus, saving, 100_000))
     job.wait_for(lambda: job.step() >= 5)
     job.process.send_signal(signal.SIGTERM)
-    done = job.wait(30)
+    done = job.wait(180)
     assert done.code == ENDED_EARLY, done.explain()
     assert "SIGTERM received" in done.output and "saved" in done.output, done.explain()
     last = done.metrics[-1]["step"]
@@ -196,8 +196,16 @@ def test_sigterm_saves_and_ends_in_order(corpus, tmp_path, capsys):
     assert [event.step for event in done.named("saved")] == [last]
 
 
-@pytest.mark.parametrize(("small_disk", "saves"), [("1m", []), ("4m", [4, 8])], indirect=["small_disk"])
-@pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("small_disk", "saves", "how"),
+    [
+        pytest.param("1m", [], "", id="none, sync"),
+        pytest.param("4m", [4, 8], "--async-save", id="some, async"),
+        pytest.param("1m", [], "--async-save", id="none, async", marks=pytest.mark.long),
+        pytest.param("4m", [4, 8], "", id="some, sync", marks=pytest.mark.long),
+    ],
+    indirect=["small_disk"],
+)
 def test_a_run_whose_last_save_fails_says_so_at_its_end(small_disk, saves, how, corpus, tmp_path, capsys):
     saving = f"--save {small_disk} --save-interval 4 {how}"
     done = ft_run(tmp_path / "run", flags(corpus, saving, 12), nproc=2, standby=0)
@@ -257,5 +265,5 @@ def test_hot_swap_without_ft_run_is_refused(ranks, corpus):
     handle = ranks.start(
         runs.launch, 2, flags(corpus, LAYOUT.replace("--pipeline-model-parallel-size 2", "")), init=False
     )
-    assert [rank.value for rank in handle.wait(60)] == [2, 2]
+    assert [rank.value for rank in handle.wait(180)] == [2, 2]
     assert "ft run" in handle.output(0)

@@ -52,7 +52,7 @@ def test_outliers_are_undone_and_their_batches_skipped(fault, corpus, ranks, tmp
     metrics = {line["step"]: line for line in lines if "loss" in line}
     skipped = {step for step, line in metrics.items() if line["skipped"]}
     assert 0 < len(skipped) < STEPS - 4, skipped
-    expected = ranks(losses_without, 4, script, skipped, timeout=120)
+    expected = ranks(losses_without, 4, script, skipped)
     last = {step: loss for each in expected for step, loss in each.items() if loss == loss}
     for step, loss in last.items():
         assert torch.tensor(metrics[step]["loss"]).item() == torch.tensor(loss).item(), step

@@ -57,7 +57,7 @@ class Walker:
             if (entry := readme_walk.entry_for(earlier)) and entry.name in walk.after:
                 self.run(earlier)
         if walk.before:
-            subprocess.run(walk.before, shell=True, cwd=self.folder, check=True, timeout=30)
+            subprocess.run(walk.before, shell=True, cwd=self.folder, check=True, timeout=180)
         code, said = start(self.folder, walk.scaled(command), walk.limit_s)
         assert code == walk.code, f"ended with {code}: {said[-6000:]}"
         for words in walk.says:

@@ -342,7 +342,7 @@ def test_an_example_ends_as_the_run_s_record_says(example, srun, ended, array, c
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FOLDER": str(tmp_path), "SLURM_JOB_ID": "7"}
     environment |= {"SLURM_JOB_NAME": "gpt"} | ({"SLURM_ARRAY_JOB_ID": array} if array else {})
     script = ["bash", str(ROOT / "examples" / "slurm" / example)]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert (done.returncode, log.read_text().splitlines()) == (code, called), done.stderr
 
 
@@ -355,7 +355,7 @@ def told_to_srun(example: str, tmp_path: Path) -> list[str]:
     environment = {"PATH": f"{shown.parent}:{os.environ['PATH']}", "FOLDER": str(tmp_path), "SLURM_JOB_ID": "7"}
     script = ["bash", str(ROOT / "examples" / "slurm" / example)]
     done = subprocess.run(
-        script, env={**environment, "SLURM_JOB_NAME": "gpt"}, capture_output=True, text=True, timeout=20, check=True
+        script, env={**environment, "SLURM_JOB_NAME": "gpt"}, capture_output=True, text=True, timeout=180, check=True
     )
     return done.stdout.splitlines()
 

@@ -23,7 +23,7 @@ def test_a_host_of_the_file_is_refused_for_training_and_starts_no_worker_as_a_st
         command = [*COMMAND, *endpoint, "--suspects", str(path), "pretrain_gpt.py", *wanted.split()]
         how = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = lab.hosts[1].start(command, **how)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=180)
         assert process.returncode == 2, said
         assert "this host, host1, is not used" in said and str(path) in said
         assert "wrong in 2 steps of 1 run, evicted 1 time" in said and not (tmp_path / "refused").exists()

@@ -64,30 +64,18 @@ def script_of(release: str) -> Path:
 
 
 def plain(script: Path, flags: str, folder: Path, ranks: int = 4, **environment: str) -> tuple[list[dict], str]:
-    """Train with torchrun and without any protection; return (what was logged, with all bits, the output)."""
-    folder.mkdir(parents=True)
-    out = folder / "plain.jsonl"
-    shown = _train([PLAIN, out, script, *flags.split()], ranks, folder / "logs", **environment)
-    return [json.loads(line) for line in out.read_text().splitlines()], shown
+    """Train with torchrun and without any protection; return (what was logged, with all bits, the output).
 
-
-def own(flags: str, folder: Path, ranks: int = 4) -> tuple[list[dict], str]:
-    """Train with torchrun and this project's trainer; return the same as ``plain``."""
-    folder.mkdir(parents=True)
-    out = folder / "metrics.jsonl"
-    shown = _train([ROOT / "pretrain_gpt.py", *flags.split(), "--metrics-file", out], ranks, folder / "logs")
-    return [json.loads(line) for line in out.read_text().splitlines()], shown
-
-
-def _train(words: list, ranks: int, logs: Path, **environment: str) -> str:
-    """Run a script with its arguments on the ranks of torchrun; return their output, one rank's after the other's.
-
-    torchrun starts Python without buffers. In a common stream the parts of a line would be torn apart by other ranks.
+    The output is one rank's after the other's: torchrun starts Python without buffers, and in a common stream the parts
+    of a line would be torn apart by other ranks.
     """
-    done = _run([*_torchrun(ranks), "--redirects", "3", "--log-dir", logs, *words], **environment)
+    folder.mkdir(parents=True)
+    out, logs = folder / "plain.jsonl", folder / "logs"
+    words = ["--redirects", "3", "--log-dir", logs, PLAIN, out, script, *flags.split()]
+    done = _run([*_torchrun(ranks), *words], **environment)
     shown = "".join(path.read_text(errors="replace") for path in sorted(logs.rglob("std*.log")))
     assert done.returncode == 0, (done.stdout + shown)[-5000:]
-    return shown
+    return [json.loads(line) for line in out.read_text().splitlines()], shown
 
 
 def protected(

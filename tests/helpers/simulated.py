@@ -12,7 +12,7 @@ def told(name, seed, hash_seed):
     """Return what a process of its own prints of one seed of the simulation ``name``, and its exit code."""
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     command = [sys.executable, "-m", "tests.simulation", name, "--seed", str(seed)]
-    done = subprocess.run(command, capture_output=True, timeout=60, env=environment, cwd=ROOT, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=180, env=environment, cwd=ROOT, check=False)
     return done.stdout, done.returncode
 
 

@@ -32,7 +32,7 @@ sys.stderr.write(", ".join(name for name in {HEAVY!r} if name in sys.modules))
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert not done.stderr, f"ft {subcommand} imports {done.stderr}"
 
@@ -68,6 +68,6 @@ def test_another_trainer_on_the_import_path_does_not_hide_this_one(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=180,
         )
         assert done.returncode == 0, done.stdout

@@ -24,7 +24,7 @@ EOD = 256
 
 def run(*words, **kwargs):
     command = [sys.executable, str(TOOL), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **kwargs)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, **kwargs)
 
 
 def make(folder, *inputs, tokenizer=None, **options):
@@ -222,7 +222,9 @@ def test_the_tool_starts_without_torch(tmp_path, folder):
         "assert 'torch' not in sys.modules"
     )
     words = ["--input", str(folder), "--output-prefix", str(tmp_path / "out")]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -251,7 +253,7 @@ def test_killed_tool_leaves_the_previous_dataset(tmp_path):
     command += ["--output-prefix", str(tmp_path / "out")]
     tool = subprocess.Popen(command, start_new_session=True)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while not any(p.stat().st_size > 1e6 for p in tmp_path.glob("out.tmp-*.bin")):
             assert time.monotonic() < deadline and tool.poll() is None
             time.sleep(0.01)

@@ -214,10 +214,10 @@ def test_an_inner_rank_that_is_lost_holds_nobody_up(signum, ranks, address, cont
         time.sleep(0.2)
     control.set("close/0", "rank 1 is lost")
     new = ranks.start(takes_its_place, 1, address, init=False)
-    joined = new.wait(timeout=60)[0]
+    joined = new.wait(timeout=180)[0]
     if signum == signal.SIGSTOP:
         old.kill(1)
-    outcomes = [joined, *(one for one in old.wait(timeout=60) if one.rank != 1)]
+    outcomes = [joined, *(one for one in old.wait(timeout=180) if one.rank != 1)]
     assert [one.error for one in outcomes] == [None] * 7
     for late, sums in (one.value for one in outcomes):
         assert late < RELEASE_LIMIT_S

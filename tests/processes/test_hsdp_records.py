@@ -103,7 +103,7 @@ with loader_state._alone(Path({str(tmp_path)!r}) / ".loader_state.lock") as alon
         assert loader_state.write(tmp_path, STATE) == "another replica is writing"
     finally:
         frozen.kill()
-        frozen.communicate(timeout=30)
+        frozen.communicate(timeout=180)
     assert loader_state.write(tmp_path, STATE) == ""
 
 
@@ -133,7 +133,7 @@ for quorum in range(first, 10_000, 3):
     finally:
         for writer in writers:
             writer.kill()
-        said = b"".join(writer.communicate(timeout=30)[0] for writer in writers)
+        said = b"".join(writer.communicate(timeout=180)[0] for writer in writers)
     assert newest >= 300
     assert loader_state.read(tmp_path).quorum >= max(map(int, said.split()))
 

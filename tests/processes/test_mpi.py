@@ -65,7 +65,7 @@ def test_an_mpirun_that_would_end_with_its_first_dead_process_is_refused():
 
 def test_an_agent_and_its_nodes_mpi_process_start_without_torch():
     code = "import sys, ft.commands.run, ft.net.mpi_relay; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=180)
 
 
 class End:
@@ -95,7 +95,7 @@ def test_a_stream_sends_no_more_than_its_window_ahead(end):
     payload, got = os.urandom(WINDOW + WINDOW // 2), bytearray()
     writer = threading.Thread(target=end.worker.sendall, args=(payload,))
     writer.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 180
     while end.stream.reads:
         assert time.monotonic() < deadline
         end.stream.pull()
@@ -161,7 +161,7 @@ def three(monkeypatch):
 
 def steps_again(workers: Crew, step: int) -> None:
     """A step, as often as it takes: a transfer that the regrouping has cut is repeated by the next epoch's."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 180
     while True:
         try:
             workers.step(step, epoch=step)
@@ -205,7 +205,7 @@ def test_a_stopped_mpi_process_holds_up_nobody_and_is_declared_dead(three):
     workers.snaps[0].take(set_to(workers.live[0], 2), 2, 0)
     with pytest.raises(PeerLost):
         workers.snaps[0].wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while True:
         try:
             three.network(0).dial(workers.addresses[1], 1).close()
