@@ -58,6 +58,7 @@ def test_a_stopped_process_is_named(corpus, tmp_path):
     assert code == 1 and [(one["rank"], one["kind"]) for one in found["causes"]] == [(2, "stopped")], found
 
 
+@pytest.mark.long
 def test_a_run_under_way_is_asked_while_it_hangs(corpus, tmp_path):
     run = Running(
         tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60), options="--inject stall@step=6:rank=3"

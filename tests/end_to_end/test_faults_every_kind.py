@@ -21,7 +21,8 @@ ROWS = {row.name: row for row in TABLE}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name == "waited for" else ()) for name in BUNDLES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in ("waited for", "out of step") else ()) for name in BUNDLES],
 )
 def test_every_kind_ends_as_the_table_says(name, corpus, reference, tmp_path):
     bundle = BUNDLES[name]

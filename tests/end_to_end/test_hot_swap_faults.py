@@ -27,6 +27,7 @@ def actions(done) -> list[str]:
     return [event.detail["action"] for event in done.named("fault_detected")]
 
 
+@pytest.mark.long
 def test_a_hung_worker_is_killed_and_replaced(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "hang@step=6:rank=1,hang@step=11:rank=2:phase=backward")
     assert done.code == 0, done.explain()
@@ -56,6 +57,7 @@ def test_an_inner_rank_of_the_trees_is_killed_and_then_hangs(corpus, reference, 
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_a_transient_exception_is_recovered_in_place(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "exception@step=5:rank=3:phase=backward,exception@step=10:rank=0:phase=optimizer")
     assert done.code == 0, done.explain()
@@ -64,6 +66,7 @@ def test_a_transient_exception_is_recovered_in_place(corpus, reference, tmp_path
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_an_exception_that_says_the_node_is_bad_replaces_the_worker(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "exception@step=5:rank=3:error=node")
     assert done.code == 0, done.explain()
@@ -71,6 +74,7 @@ def test_an_exception_that_says_the_node_is_bad_replaces_the_worker(corpus, refe
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_a_software_error_restarts_from_the_checkpoint(corpus, reference, tmp_path):
     done = run(
         corpus, tmp_path, "exception@step=9:rank=1:error=software", extra=f"--save {tmp_path}/save --save-interval 4"
@@ -87,6 +91,7 @@ def test_a_user_error_ends_the_run_with_its_message(corpus, tmp_path):
     assert "injected fault" in done.output
 
 
+@pytest.mark.long
 def test_a_dropped_connection_is_recovered_in_place(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "drop@step=5:rank=1,drop@step=10:rank=2:phase=backward")
     assert done.code == 0, done.explain()
@@ -94,6 +99,7 @@ def test_a_dropped_connection_is_recovered_in_place(corpus, reference, tmp_path)
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_no_failure(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "slow@step=5:rank=1:for=1s:factor=4")
     assert done.code == 0, done.explain()
@@ -107,6 +113,7 @@ def test_two_workers_of_different_shards_at_once(corpus, reference, tmp_path):
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_owner_and_only_copy_lost_restarts_from_the_checkpoint(corpus, reference, tmp_path):
     done = run(
         corpus,

@@ -41,7 +41,13 @@ def losses_without(flags: str, skipped: set[int]) -> dict[int, float]:
     return found
 
 
-@pytest.mark.parametrize("fault", [None, pytest.param(f"kill@step={STEPS // 2}:rank=1", marks=pytest.mark.newest)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(None, marks=pytest.mark.long),
+        pytest.param(f"kill@step={STEPS // 2}:rank=1", marks=pytest.mark.newest),
+    ],
+)
 def test_outliers_are_undone_and_their_batches_skipped(fault, corpus, ranks, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPIKE_FACTOR", "1.01")  # so small that some steps of any run are outliers
     script = flags(corpus, "--use-distributed-optimizer --pipeline-model-parallel-size 2", STEPS)

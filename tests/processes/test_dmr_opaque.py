@@ -76,8 +76,21 @@ def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[st
     return counts, found
 
 
-@pytest.mark.parametrize("way, flags", [("naive", ""), ("piggyback", FULL)])
-@pytest.mark.parametrize("name", planted.PLACES)
+AT_ONCE = ("Scaled", "Gathering")
+"""Without recomputation, most functions are executed as with it: these, without and with communication, stand for them
+in the default tier."""
+
+
+@pytest.mark.parametrize(
+    "name, way, flags",
+    [
+        *((name, "piggyback", FULL) for name in planted.PLACES),
+        *(
+            pytest.param(name, "naive", "", marks=() if name in AT_ONCE else pytest.mark.long)
+            for name in planted.PLACES
+        ),
+    ],
+)
 def test_a_fault_in_either_execution_is_found_and_the_step_repeated(name, way, flags, ranks):
     world = 2 if name == "Gathering" else 1
     for counts, found in ranks(with_faults, world, name, FLAGS + flags, way, world - 1, timeout=300):

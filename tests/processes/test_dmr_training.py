@@ -158,8 +158,17 @@ def a_lasting_fault(flags: str, way: str, wanted: tuple) -> tuple[str, set[int]]
     return "nothing", set()
 
 
-@pytest.mark.parametrize("more", ["", "--sequence-parallel "])
-@pytest.mark.parametrize("operator", ["mm", "native_layer_norm", "add.Tensor"])
+@pytest.mark.parametrize(
+    "operator, more",
+    [
+        ("mm", ""),
+        ("mm", "--sequence-parallel "),
+        ("native_layer_norm", "--sequence-parallel "),
+        ("add.Tensor", ""),
+        pytest.param("native_layer_norm", "", marks=pytest.mark.long),
+        pytest.param("add.Tensor", "--sequence-parallel ", marks=pytest.mark.long),
+    ],
+)
 def test_a_lasting_fault_is_blamed_on_its_rank_where_others_compute_with_its_results(operator, more, ranks, corpus):
     flags = f"{runs.BASE} {FULL} {more} --tensor-model-parallel-size 2 --data-path {corpus}"
     found = ranks(a_lasting_fault, 2, flags, "piggyback", ("primary", "forward", operator))

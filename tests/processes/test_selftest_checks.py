@@ -121,7 +121,7 @@ with Executor() as executor:
 @pytest.mark.parametrize(
     "function, limit, how, expected",
     [
-        ("fork:fork", "12", "", "fail | no answer within 12 s | something hangs"),
+        ("fork:fork", "5", "", "fail | no answer within 5 s | something hangs"),
         pytest.param("fork:fork", "12", "cut", "skipped | not done when --minutes was over", marks=LONG),
         ("fork:missing", "60", "", "fail | AttributeError"),
     ],
