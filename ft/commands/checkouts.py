@@ -234,7 +234,7 @@ def needs_of_model(script: "Script", layer_pattern: str | None) -> "list[Need]":
     return [Need(script.target, package) for package in packages]
 
 
-def parsers_flags(script: "Script") -> set[str]:
+def parsers_flags(script: "Script") -> frozenset[str]:
     """Return the flags that the own parser of a checkout's script knows."""
     return own_flags(tree.root_of(script.target), Path(script.target))
 
@@ -284,7 +284,7 @@ def _without_reruns(script: "Script", theirs: list[str], options: "FaultToleranc
 def _misplaced(script: "Script", flags: Sequence[str]) -> list[Problem]:
     """Return an error for each flag of ``ft run`` that the checkout's parser does not have under the same name."""
     names = dict.fromkeys(name for text in flags if (name := text.partition("=")[0]) in launchers_flags())
-    own = parsers_flags(script) if names else set()
+    own = parsers_flags(script) if names else frozenset()
     return [found for name in names if name not in own and (found := misplaced(f"unknown flag {name}"))]
 
 

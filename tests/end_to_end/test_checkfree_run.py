@@ -57,7 +57,7 @@ def _shares(norms: list[float]) -> list[float]:
     [
         pytest.param(0, 1, 1, marks=pytest.mark.newest),
         pytest.param(3, 0, 2, marks=pytest.mark.long),
-        (2, 3, 1),
+        pytest.param(2, 3, 1, marks=pytest.mark.long),
     ],
 )
 def test_with_swapped_training_every_stage_can_be_lost(lost, holder, neighbour, corpus, tmp_path):

@@ -1,17 +1,14 @@
 """A real run whose nodes share no folder: etcd has the lease of the control plane, and its journal."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from etcd_servers import etcd  # noqa: F401 - a fixture
 from ft_runs import ROOT, Running, flags, leftovers
-from harness import started
 
 from ft.base import events
 from ft.platform import election
@@ -27,17 +24,8 @@ class Node(Running):
     def __init__(self, folder: Path, rank: int, options: str, script: str):
         folder.parent.mkdir()
         self.folder, self._log = folder, folder.with_name("run.out")
-        command = [sys.executable, "-m", "ft", "run", "--node-rank", str(rank), "--run-dir", str(folder)]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FT_TOKEN": "of this run alone"}
-        self.process = started.start([*command, *options.split(), *script.split()], ROOT, environ, self._log)
-
-    def lose_power(self) -> None:
-        """Kill all processes of the node at once."""
-        agent = psutil.Process(self.process.pid)
-        every = [agent, *agent.children(recursive=True)]
-        for signum in (signal.SIGSTOP, signal.SIGKILL):
-            for process in every:
-                process.send_signal(signum)
+        words = ["--node-rank", rank, "--run-dir", folder, *options.split(), *script.split()]
+        self._begin(words, FT_TOKEN="of this run alone")
 
     def named(self, name: str) -> list:
         return [event for event in events.read(self.folder / "events.jsonl") if event.name == name]

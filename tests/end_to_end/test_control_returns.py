@@ -138,7 +138,7 @@ def test_an_operation_that_only_some_ranks_call_ends_the_run(tmp_path):
     flags = ["--run-dir", "run", "--nproc-per-node", "2", "uneven.py", "--steps", "6"]
     job = Job(tmp_path, flags, ("-c", START))
     try:
-        assert job.wait(120) == 1
+        assert job.wait(180) == 1
         said = job.text()
         assert "training has stopped 3 times after committed step 3" in said, said
         assert "waited in" in said and "all workers wait" in said

@@ -1,11 +1,9 @@
 """The first cause of real crashes: what ``ft run`` prints at its end, and what ``ft diagnose crash`` says later."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from agent_jobs import ROOT, Job
+from agent_jobs import Job, ft
 
 SCRIPT = """
 import os, signal, sys, time, traceback
@@ -52,9 +50,8 @@ def crashed(tmp_path):
         job = Job(tmp_path, [*flags, "train.py", how], OMP_NUM_THREADS="1")
         assert job.wait() not in (0, 2), job.text()
         job.close()
-        words = [sys.executable, "-m", "ft", "diagnose", "crash", "--json", str(tmp_path / "run")]
-        done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=180)
-        assert done.returncode == 1, done.stderr
+        done = ft("diagnose", "crash", "--json", tmp_path / "run")
+        assert done.returncode == 1, done.stdout
         return job.text(), json.loads(done.stdout)[0]
 
     return run
@@ -106,8 +103,7 @@ def test_an_agent_that_dies_of_an_exception_leaves_it_in_the_run_s_folder(tmp_pa
     job = Job(tmp_path, ["--run-dir", "run", "--preload", "none", "train.py"], entry=("-c", DEFECT))
     assert job.wait() == 1 and "RuntimeError: the agent has a defect" in job.text()
     job.close()
-    words = [sys.executable, "-m", "ft", "diagnose", "crash", str(tmp_path / "run")]
-    done = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 1, done.stderr
+    done = ft("diagnose", "crash", tmp_path / "run")
+    assert done.returncode == 1, done.stdout
     assert "first cause: RuntimeError: the agent has a defect\n  exception of the program on agent of n0" in done.stdout
     assert "in turn_until_the_run_has_begun" in done.stdout, "the stack"

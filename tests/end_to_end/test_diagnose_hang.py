@@ -3,13 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from subprocess import CompletedProcess
 
 import pytest
 import replica_runs
-from ft_runs import ROOT, Running, flags, ft_run
+from agent_jobs import ft
+from ft_runs import Running, flags, ft_run
 from replica_runs import Replicas
 
 from ft.base import events
@@ -27,13 +27,12 @@ def quick(tmp_path):
 
 def diagnose(*arguments) -> tuple[int, dict]:
     done = command(*arguments, "--json")
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode in (0, 1), done.stdout
     return done.returncode, json.loads(done.stdout)
 
 
-def command(*arguments) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-m", "ft", "diagnose", "hang", *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+def command(*arguments) -> CompletedProcess:
+    return ft("diagnose", "hang", *arguments)
 
 
 def test_who_is_blocked_in_its_own_code_is_named_with_its_line(corpus, quick, tmp_path):
@@ -59,6 +58,7 @@ def test_a_stopped_process_is_named(corpus, tmp_path):
     assert code == 1 and [(one["rank"], one["kind"]) for one in found["causes"]] == [(2, "stopped")], found
 
 
+@pytest.mark.long
 def test_a_run_under_way_is_asked_while_it_hangs(corpus, tmp_path):
     run = Running(
         tmp_path / "run", "pretrain_gpt.py", flags(corpus, LAYOUT, 60), options="--inject stall@step=6:rank=3"
@@ -153,9 +153,7 @@ def test_a_replica_that_hangs_takes_a_look_and_the_others_are_asked_for_one(corp
     code, found = diagnose(tmp_path / "run")
     assert code == 1 and named(found) == [(1, 1, "busy")], found
     assert 1 not in found["moving"] and found["why"].startswith("replica 1: "), found
-    report = subprocess.run(
-        [sys.executable, "-m", "ft", "report", str(tmp_path / "run")], cwd=ROOT, capture_output=True, check=False
-    )
+    report = ft("report", tmp_path / "run")
     assert report.returncode == 0, report
     assert "busy: replica 1 rank 1" in (tmp_path / "run" / "report.html").read_text()
 
@@ -180,4 +178,4 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "replica-0").mkdir()
     for folder in (tmp_path, tmp_path / "replica-0"):
         done = command(folder)
-        assert done.returncode == 2 and "contains no look" in done.stderr, done.stderr
+        assert done.returncode == 2 and "contains no look" in done.stdout, done.stdout

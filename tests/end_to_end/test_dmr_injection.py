@@ -230,7 +230,7 @@ def test_one_flip_makes_all_ranks_take_the_step_again(ranks, corpus, tmp_path):
         f"{runs.BASE} --data-path {corpus} --train-iters 6 --attention-dropout 0.1 --hidden-dropout 0.1 {RECOMPUTED} "
     )
     base += "--pipeline-model-parallel-size 2 --metrics-file"
-    ranks(runs.run, 2, f"{base} {tmp_path}/clean.jsonl", timeout=120)
+    ranks(runs.run, 2, f"{base} {tmp_path}/clean.jsonl")
     specs = (
         "bit-flip@step=2:rank=1:operator=mm:phase=forward bit-flip@step=3:rank=0:operator=p2p "
         "bit-flip@step=4:rank=0:phase=recompute:operator=native_layer_norm,"
@@ -238,7 +238,7 @@ def test_one_flip_makes_all_ranks_take_the_step_again(ranks, corpus, tmp_path):
         "--ft-dmr-inject bit-flip@step=6:rank=0:phase=optimizer:operator=*mul*:execution=primary"
     )
     flipped = f"{base} {tmp_path}/flipped.jsonl --ft-dmr piggyback --ft-dmr-inject {specs}"
-    first, second = ranks(train_twice, 2, flipped, timeout=120)
+    first, second = ranks(train_twice, 2, flipped)
     assert runs.losses(tmp_path / "flipped.jsonl") == runs.losses(tmp_path / "clean.jsonl")
     assert first["wrong"] == second["wrong"]
     assert first["wrong"] == [(2, 1, [1], "retry"), *((step, 1, [int(step == 5)], "retry") for step in (3, 4, 5, 6))]
@@ -269,7 +269,7 @@ def test_flips_of_every_operator_are_found(precision, ranks, corpus):
     import dmr_detection
 
     flags = f"{runs.BASE} {dmr_detection.TINY} --attention-dropout 0.1 {RECOMPUTED} {precision} --data-path {corpus}"
-    (found,) = ranks(flips_everywhere, 1, flags, 60, timeout=120)
+    (found,) = ranks(flips_everywhere, 1, flags, 60)
     assert found.pop("false alarms") == 0
     assert sum(found.values()) == 60
     assert set(found) <= {"found", "error"}
@@ -300,7 +300,7 @@ def test_flips_in_memory_by_an_injector_that_does_not_know_dmr_are_found(world, 
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     flags = f"{runs.BASE} {dmr_detection.TINY} {more} --data-path {corpus}"
-    for found in ranks(flips_in_memory, world, flags, way, 15, seed, timeout=120):
+    for found in ranks(flips_in_memory, world, flags, way, 15, seed):
         assert not found["alarms"]
         assert not [flip for flip in found["flips"] if flip["outcome"] == "missed"]
         assert sum(flip["outcome"] == "found" for flip in found["flips"]) > len(found["flips"]) // 2

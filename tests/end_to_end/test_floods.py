@@ -1,5 +1,6 @@
 """Strangers open thousands of connections to every port of a run whose processes may open 1024 files each."""
 
+import contextlib
 import resource
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def flooded(job: Running) -> list[str]:
     job.wait_for(lambda: job.step() > 0)
     root = psutil.Process(job.process.pid)
     for process in (root, *root.children(recursive=True)):
-        process.rlimit(psutil.RLIMIT_NOFILE, (1024, 1024))
+        with contextlib.suppress(psutil.NoSuchProcess):  # a process that only starts others may end meanwhile
+            process.rlimit(psutil.RLIMIT_NOFILE, (1024, 1024))
     words = [sys.executable, str(Path(FLOOD)), str(job.process.pid), str(NUMBER), "0.1"]
     done = subprocess.run(words, check=False, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -17,8 +17,8 @@ def test_a_worker_is_replaced_on_its_own_node_if_the_standbys_node_is_full(corpu
     how = {"nnodes": 2, "standby_nodes": 0, "script": SCRIPT}
     nodes = [Node(tmp_path, rank, port, wanted, f"{common} --standby {1 - rank}", **how) for rank in range(2)]
     try:
-        done = nodes[0].wait(150)
-        assert done.code == 0 and nodes[1].process.wait(20) == 0, done.explain()
+        done = nodes[0].wait(180)
+        assert done.code == 0 and nodes[1].process.wait(180) == 0, done.explain()
     finally:
         for node in nodes:
             node.stop()

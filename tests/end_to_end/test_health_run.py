@@ -34,8 +34,8 @@ def test_a_node_with_a_memory_error_gets_no_further_worker(corpus, reference, mo
         nodes[0].wait_for(lambda: seen("health_found"))
         victim = seen("epoch_opened")[-1].detail["seats"]["3"]
         os.kill(next(each.detail["pid"] for each in seen("worker_started") if each.worker == victim), signal.SIGKILL)
-        done = nodes[0].wait(150)
-        assert done.code == 0 and nodes[1].process.wait(20) == 0, done.explain()
+        done = nodes[0].wait(180)
+        assert done.code == 0 and nodes[1].process.wait(180) == 0, done.explain()
     finally:
         for node in nodes:
             node.stop()

@@ -27,6 +27,7 @@ def actions(done) -> list[str]:
     return [event.detail["action"] for event in done.named("fault_detected")]
 
 
+@pytest.mark.long
 def test_a_hung_worker_is_killed_and_replaced(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "hang@step=6:rank=1,hang@step=11:rank=2:phase=backward")
     assert done.code == 0, done.explain()
@@ -56,6 +57,7 @@ def test_an_inner_rank_of_the_trees_is_killed_and_then_hangs(corpus, reference, 
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_a_transient_exception_is_recovered_in_place(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "exception@step=5:rank=3:phase=backward,exception@step=10:rank=0:phase=optimizer")
     assert done.code == 0, done.explain()
@@ -64,6 +66,7 @@ def test_a_transient_exception_is_recovered_in_place(corpus, reference, tmp_path
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_an_exception_that_says_the_node_is_bad_replaces_the_worker(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "exception@step=5:rank=3:error=node")
     assert done.code == 0, done.explain()
@@ -71,6 +74,7 @@ def test_an_exception_that_says_the_node_is_bad_replaces_the_worker(corpus, refe
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_a_software_error_restarts_from_the_checkpoint(corpus, reference, tmp_path):
     done = run(
         corpus, tmp_path, "exception@step=9:rank=1:error=software", extra=f"--save {tmp_path}/save --save-interval 4"
@@ -87,6 +91,7 @@ def test_a_user_error_ends_the_run_with_its_message(corpus, tmp_path):
     assert "injected fault" in done.output
 
 
+@pytest.mark.long
 def test_a_dropped_connection_is_recovered_in_place(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "drop@step=5:rank=1,drop@step=10:rank=2:phase=backward")
     assert done.code == 0, done.explain()
@@ -94,6 +99,7 @@ def test_a_dropped_connection_is_recovered_in_place(corpus, reference, tmp_path)
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_no_failure(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "slow@step=5:rank=1:for=1s:factor=4")
     assert done.code == 0, done.explain()
@@ -107,6 +113,7 @@ def test_two_workers_of_different_shards_at_once(corpus, reference, tmp_path):
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.long
 def test_owner_and_only_copy_lost_restarts_from_the_checkpoint(corpus, reference, tmp_path):
     done = run(
         corpus,
@@ -188,7 +195,7 @@ def test_sigterm_saves_and_ends_in_order(corpus, tmp_path, capsys):
     job = Running(folder, "pretrain_gpt.py", flags(corpus, saving, 100_000))
     job.wait_for(lambda: job.step() >= 5)
     job.process.send_signal(signal.SIGTERM)
-    done = job.wait(30)
+    done = job.wait(180)
     assert done.code == ENDED_EARLY, done.explain()
     assert "SIGTERM received" in done.output and "saved" in done.output, done.explain()
     last = done.metrics[-1]["step"]
@@ -196,8 +203,16 @@ def test_sigterm_saves_and_ends_in_order(corpus, tmp_path, capsys):
     assert [event.step for event in done.named("saved")] == [last]
 
 
-@pytest.mark.parametrize(("small_disk", "saves"), [("1m", []), ("4m", [4, 8])], indirect=["small_disk"])
-@pytest.mark.parametrize("how", ["", "--async-save"], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("small_disk", "saves", "how"),
+    [
+        pytest.param("1m", [], "", id="none, sync"),
+        pytest.param("4m", [4, 8], "--async-save", id="some, async"),
+        pytest.param("1m", [], "--async-save", id="none, async", marks=pytest.mark.long),
+        pytest.param("4m", [4, 8], "", id="some, sync", marks=pytest.mark.long),
+    ],
+    indirect=["small_disk"],
+)
 def test_a_run_whose_last_save_fails_says_so_at_its_end(small_disk, saves, how, corpus, tmp_path, capsys):
     saving = f"--save {small_disk} --save-interval 4 {how}"
     done = ft_run(tmp_path / "run", flags(corpus, saving, 12), nproc=2, standby=0)
@@ -257,5 +272,5 @@ def test_hot_swap_without_ft_run_is_refused(ranks, corpus):
     handle = ranks.start(
         runs.launch, 2, flags(corpus, LAYOUT.replace("--pipeline-model-parallel-size 2", "")), init=False
     )
-    assert [rank.value for rank in handle.wait(60)] == [2, 2]
+    assert [rank.value for rank in handle.wait(180)] == [2, 2]
     assert "ft run" in handle.output(0)

@@ -29,7 +29,7 @@ def data_parallel(ranks, corpus, tmp_path):
     def trained(nproc: int, extra: str, steps: int, batch: int) -> tuple[list[float], Tensors]:
         file, saved = tmp_path / "reference.jsonl", tmp_path / "reference"
         extra = f"{extra} --metrics-file {file} --save {saved} --save-interval {steps}"
-        ranks(small_runs.run, nproc, replica_runs.flags(corpus, extra, steps, batch), timeout=120)
+        ranks(small_runs.run, nproc, replica_runs.flags(corpus, extra, steps, batch))
         return small_runs.losses(file), tensors_of(saved, steps)
 
     return trained

@@ -29,7 +29,7 @@ def recovered(corpus, folder, faults: str) -> Done:
 
 @pytest.mark.parametrize(
     ("phase", "rank"),
-    [("forward", 0), pytest.param("forward", 1, marks=LONG), pytest.param("reduce", 0, marks=LONG), ("reduce", 1)],
+    [*(pytest.param(*each, marks=LONG) for each in (("forward", 0), ("forward", 1), ("reduce", 0))), ("reduce", 1)],
 )
 def test_a_standby_replaces_a_worker_of_a_replica_and_no_step_is_done_without_the_replica(
     rank, phase, corpus, undisturbed, tmp_path

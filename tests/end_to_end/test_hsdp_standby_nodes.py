@@ -3,15 +3,11 @@ of another replica takes the place of a node whose replica has none.
 """
 
 import contextlib
-import os
-import sys
 from collections.abc import Iterator
 
-import psutil
 import pytest
 import replica_runs
-from ft_runs import ROOT, leftovers
-from harness import started
+from ft_runs import leftovers
 from replica_runs import Done, Replicas
 
 from ft.base import events
@@ -27,19 +23,9 @@ class Node(Replicas):
     def __init__(self, folder, rank: int, port: int, script_flags: str, nodes: int, nproc: int, options: str):
         self.folder = folder / "run"
         self._log = folder / f"node{rank}.out"
-        command = [sys.executable, "-m", "ft", "run", "--nnodes", str(nodes), "--standby-nodes", "1"]
-        command += ["--node-rank", str(rank), "--nproc-per-node", str(nproc), "--ft-hsdp-replicas", "2"]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", str(self.folder), *options.split()]
-        command += ["pretrain_gpt.py", *script_flags.split()]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FT_HSDP_DIGESTS": "1"}
-        self.process = started.start(command, ROOT, environ, self._log)
-
-    def kill_all(self) -> None:
-        """Kill every process of the node, the launcher first."""
-        family = [psutil.Process(self.process.pid)]
-        family += family[0].children(recursive=True)
-        for process in family:
-            process.kill()
+        words = ["--nnodes", nodes, "--standby-nodes", 1, "--node-rank", rank, "--nproc-per-node", nproc]
+        words += ["--ft-hsdp-replicas", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--run-dir", self.folder]
+        self._begin([*words, *options.split(), "pretrain_gpt.py", *script_flags.split()])
 
 
 @contextlib.contextmanager
@@ -55,10 +41,10 @@ def cluster(folder, nodes: int, flags: str, nproc: int = 1, options: str = "") -
     assert not leftovers(found[0].folder)
 
 
-def end_of(nodes: list[Node], lost: int, limit_s: float = 120.0) -> Done:
+def end_of(nodes: list[Node], lost: int, limit_s: float = 180.0) -> Done:
     """Wait for the end of the run, which has lost one node."""
     done = Done(nodes[0].process.wait(limit_s), nodes[0].output(), nodes[0].folder)
-    codes = [node.process.wait(30) for rank, node in enumerate(nodes) if rank not in (0, lost)]
+    codes = [node.process.wait(180) for rank, node in enumerate(nodes) if rank not in (0, lost)]
     assert done.code == 0 and not any(codes), "\n".join([str(codes), done.explain(), *(n.output() for n in nodes)])
     return done
 
@@ -66,7 +52,7 @@ def end_of(nodes: list[Node], lost: int, limit_s: float = 120.0) -> Done:
 def test_a_standby_node_takes_a_lost_nodes_place_in_its_replica(corpus, tmp_path):
     with cluster(tmp_path, 5, replica_runs.flags(corpus, EVERY, STEPS, batch=8)) as nodes:
         nodes[0].wait_for(lambda: nodes[0].step() >= 10)
-        nodes[1].kill_all()
+        nodes[1].lose_power()
         done = end_of(nodes, 1)
         assert "standbys of 0" in nodes[4].output()
     problems = done.proof.problems(STEPS, 1)
@@ -92,7 +78,7 @@ def test_a_standby_node_takes_a_lost_nodes_place_in_another_replica(corpus, tmp_
     slowly = f"{full} --inject {','.join(slow)}"  # both, or the others would train on without the slow one
     with cluster(tmp_path, spare + 1, replica_runs.flags(corpus, EVERY, STEPS, batch=8), 2 // size, slowly) as nodes:
         nodes[0].wait_for(lambda: nodes[0].step() >= 10)
-        nodes[lost].kill_all()
+        nodes[lost].lose_power()
         done = end_of(nodes, lost, 240)
         assert f"takes the place of node {lost}, in replica 1" in nodes[spare].output()
     problems = done.proof.problems(STEPS, 1)

@@ -10,6 +10,8 @@ import sys
 import megatron_lm_trees as checkouts
 import numpy
 import pytest
+import small_runs
+from agent_jobs import ft
 
 from ft.adapters.megatron_lm import tree
 from ft.adapters.megatron_lm.hooks import own_flags
@@ -234,16 +236,8 @@ def test_a_stage_lost_with_its_copy_is_rebuilt_from_its_neighbours(tmp_path):
 
 def test_bad_input_is_refused_at_once(tmp_path):
     script = checkouts.tree("0.16") / "pretrain_gpt.py"
-    command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", "2", "--run-dir", tmp_path / "run", script]
-    done = subprocess.run(
-        [str(word) for word in [*command, "--ft-hot-swp", "--skip-train"]],
-        cwd=checkouts.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 2 and "did you mean --ft-hot-swap?" in done.stderr
+    done = ft("run", "--nproc-per-node", 2, "--run-dir", tmp_path / "run", script, "--ft-hot-swp", "--skip-train")
+    assert done.returncode == 2 and "did you mean --ft-hot-swap?" in done.stdout
     assert not (tmp_path / "run").exists()
 
 
@@ -258,13 +252,15 @@ OWN = (
     ("release", "more"),
     [("0.16", ""), ("0.19", " --use-mup --mup-base-hidden-size 16")],
 )
-def test_this_projects_trainer_computes_what_the_checkout_does(tmp_path, corpus, release, more):
+def test_this_projects_trainer_computes_what_the_checkout_does(tmp_path, corpus, release, more, ranks):
     """With dropout. The checkout logs the gradient norm in fp32; its NullTokenizer of 0.16 has one id more."""
     script = checkouts.tree(release) / "pretrain_gpt.py"
     theirs = OWN.format(data=corpus, cache=tmp_path / "theirs") + more
     if release == "0.16":
         theirs = theirs.replace("--vocab-size 128", "--vocab-size 127")
     plain, _ = checkouts.plain(script, theirs, tmp_path / "plain")
-    ours, _ = checkouts.own(OWN.format(data=corpus, cache=tmp_path / "ours") + more, tmp_path / "ours")
-    found = {line["step"]: (line["loss"].hex(), float(numpy.float32(line["grad_norm"])).hex()) for line in ours}
+    ours = f"{OWN.format(data=corpus, cache=tmp_path / 'ours')}{more} --metrics-file {tmp_path}/ours.jsonl"
+    assert ranks(small_runs.launch, 4, ours, init=False, timeout=240) == [0] * 4
+    lines = small_runs.metrics(tmp_path / "ours.jsonl")
+    found = {line["step"]: (line["loss"].hex(), float(numpy.float32(line["grad_norm"])).hex()) for line in lines}
     assert found == of_steps(plain)

@@ -83,7 +83,7 @@ def test_a_standby_node_takes_a_lost_nodes_place(tmp_path):
         nodes[0].wait_for(lambda: nodes[0].step() >= 3, LIMIT_S)
         os.kill(nodes[1].process.pid, signal.SIGKILL)
         done = nodes[0].wait(LIMIT_S)
-        assert done.code == 0 and nodes[2].process.wait(60) == 0, done.explain()
+        assert done.code == 0 and nodes[2].process.wait(180) == 0, done.explain()
     finally:
         for node in nodes:
             node.stop()

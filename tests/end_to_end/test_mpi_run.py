@@ -31,7 +31,7 @@ def test_a_worker_and_then_a_node_are_replaced_over_mpi(corpus, reference, tmp_p
     run.wait_for(lambda: run.step() >= resumed + 10)
     [agent] = run.relays()["n1"].children()
     agent.kill()
-    done = run.wait(90)
+    done = run.wait(180)
     assert done.code == 0, done.explain()
     assert not done.named("restarted"), done.explain()
     assert done.named("fault_detected")[-1].detail["signal"] == "node lost"
@@ -49,7 +49,7 @@ def test_replicas_exchange_over_mpi_and_go_on_without_the_one_whose_node_dies(co
     run.wait_for(lambda: len(commits.read(run.folder / "replica-0")) >= 5, START_S)
     [launcher] = run.relays()["n1"].children()
     launcher.kill()
-    done = run.wait(90)
+    done = run.wait(180)
     proof = replica_runs.proof(run.folder)
     assert done.code == 0 and not proof.problems(steps, 1), f"{proof.problems(steps, 1)}\n{done.explain()}"
     assert proof.lineage.steps[-1].commit.healthy == (0, 2), done.explain()

@@ -25,9 +25,9 @@ def test_a_node_with_whole_data_parallel_groups_is_recovered_from_copies_elsewhe
         first = nodes[0]
         first.wait_for(lambda: first.step() >= 5)
         os.kill(nodes[1].process.pid, signal.SIGKILL)
-        done = first.wait(60)
+        done = first.wait(180)
         assert done.code == 0, done.explain()
-        assert nodes[2].process.wait(20) == 0
+        assert nodes[2].process.wait(180) == 0
     finally:
         for node in nodes:
             node.stop()

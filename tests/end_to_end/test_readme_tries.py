@@ -16,7 +16,7 @@ def test_faults_at_random_end_no_run(tmp_path):
     words = ["--nproc-per-node", 4, "--standby", 1, "--seed", 7, "--inject", faults, "--run-dir", "run"]
     job = Job(tmp_path, [*words, ROOT / "examples" / "own_trainer.py", "--steps", 60], OMP_NUM_THREADS="1")
     try:
-        assert job.wait(150) == 0, job.text()
+        assert job.wait(180) == 0, job.text()
         assert "step 60: loss" in job.text()
     finally:
         job.close()

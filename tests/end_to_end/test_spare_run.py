@@ -16,7 +16,7 @@ def whole(ranks, corpus, tmp_path):
     """Losses of ordinary data parallelism with the same global batch."""
     file = tmp_path / "reference.jsonl"
     wanted = flags(corpus, f"{DISTRIBUTED} --metrics-file {file}", STEPS)
-    ranks(small_runs.run, 3, wanted, timeout=120)
+    ranks(small_runs.run, 3, wanted)
     return small_runs.losses(file)
 
 
@@ -86,7 +86,7 @@ def test_gradients_by_tokens_and_over_stages_are_the_same_too(ranks, corpus, tmp
     layout = "--pipeline-model-parallel-size 2 --calculate-per-token-loss --eod-mask-loss"
     file = tmp_path / "reference.jsonl"
     wanted = flags(corpus, layout, STEPS).replace("--untie-embeddings-and-output-weights", "")
-    ranks(small_runs.run, 2, f"{wanted} --metrics-file {file}", timeout=120)
+    ranks(small_runs.run, 2, f"{wanted} --metrics-file {file}")
     inject = "kill@replica=1:step=10:rank=1:phase=optimizer"  # the others compute the next step whole, exchange nothing
     done = train(tmp_path / "run", wanted, replicas=3, nproc=6, options=f"{SPARE} --inject {inject}")
     happened(done, 1)

@@ -1,10 +1,8 @@
 """Slow workers in whole runs: one is named, and one is replaced without a change of the losses."""
 
-import subprocess
-import sys
-
 import pytest
-from ft_runs import ROOT, flags, ft_run
+from agent_jobs import ft
+from ft_runs import flags, ft_run
 
 from ft.record import metrics
 
@@ -43,7 +41,6 @@ def test_a_slow_worker_is_replaced_and_the_losses_are_those_without(corpus, refe
 
 
 def _ft(command: str, folder) -> str:
-    asked = [sys.executable, "-m", "ft", command, str(folder)]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ft(command, folder)
+    assert done.returncode == 0, done.stdout
     return done.stdout

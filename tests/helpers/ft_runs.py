@@ -1,5 +1,6 @@
 """Runs of `ft run` in separate processes, for end-to-end tests of recovery from faults."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,11 +13,12 @@ from pathlib import Path
 import psutil
 import small_runs as runs
 from harness import started
+from nodes import Host
 
 from ft.base import events
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 150.0
+LIMIT_S = 180.0
 
 
 @dataclass
@@ -58,16 +60,28 @@ class Running:
 
     def __init__(self, folder: Path, script: str, flags: str, *, nproc: int = 4, standby: int = 1, options: str = ""):
         self.folder = folder
-        command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(nproc), "--standby", str(standby)]
-        command += ["--run-dir", str(folder), *options.split(), script, *flags.split()]
         self._log = folder.with_name(folder.name + ".out")
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = started.start(command, ROOT, environ, self._log)
+        words = ["--nproc-per-node", nproc, "--standby", standby, "--run-dir", folder, *options.split()]
+        self._begin([*words, script, *flags.split()])
+
+    def _begin(self, words: list, host: Host | None = None, **environ: str) -> None:
+        """Start ``ft run`` with these words and environment variables; its output goes to ``self._log``."""
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environ}
+        self.process = started.start([sys.executable, "-m", "ft", "run", *words], ROOT, environ, self._log, host)
+
+    def lose_power(self) -> None:
+        """Kill all processes of the node at once: none of them sees another one end before."""
+        root = psutil.Process(self.process.pid)
+        family = [root, *root.children(recursive=True)]
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):  # one that only starts others may have ended
+                    process.send_signal(signum)
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_for(self, true, limit_s: float = 60.0) -> None:
+    def wait_for(self, true, limit_s: float = LIMIT_S) -> None:
         """Wait until `true()`; fail with all logs if the run ends or the time is up before."""
         deadline = time.monotonic() + limit_s
         while not true():

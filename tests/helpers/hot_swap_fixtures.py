@@ -25,7 +25,7 @@ def reference(ranks, corpus, tmp_path_factory):
         if (corpus, nproc, extra, steps) not in _KNOWN:
             folder = tmp_path_factory.mktemp("reference")
             wanted = flags(corpus, extra, steps).replace("--ft-hot-swap", f"--metrics-file {folder}/metrics.jsonl")
-            ranks(runs.run, nproc, wanted, timeout=120)
+            ranks(runs.run, nproc, wanted)
             _KNOWN[corpus, nproc, extra, steps] = runs.losses(folder / "metrics.jsonl")
         return _KNOWN[corpus, nproc, extra, steps]
 

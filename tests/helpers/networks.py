@@ -52,7 +52,7 @@ class Relays:
                 start_new_session=True,
             )
         self.ranks = ranks
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 180
         while not all(streams.answers(self.folder / str(rank), 5) for rank in range(ranks)):
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)

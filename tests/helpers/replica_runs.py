@@ -1,7 +1,6 @@
 """Runs of `ft run --ft-hsdp-replicas` with the real trainer, and their verification; for tests and the campaign."""
 
 import json
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ from ft.observe.report.lineage import Audit, Lineage, audit, lineage
 from ft.systems.hsdp import commits
 from ft.systems.hsdp.commits import Commit
 
-LIMIT_S = 120.0
+LIMIT_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -123,12 +122,12 @@ class Replicas(Running):
         options: str = "",
         script: str = "pretrain_gpt.py",
     ):
-        options = f"--ft-hsdp-replicas {replicas} {options}"
-        os.environ["FT_HSDP_DIGESTS"] = "1"
-        try:
-            super().__init__(folder, script, flags, nproc=nproc, standby=0, options=options)
-        finally:
-            del os.environ["FT_HSDP_DIGESTS"]
+        super().__init__(
+            folder, script, flags, nproc=nproc, standby=0, options=f"--ft-hsdp-replicas {replicas} {options}"
+        )
+
+    def _begin(self, words: list) -> None:
+        super()._begin(words, FT_HSDP_DIGESTS="1")
 
     def wait(self, limit_s: float = LIMIT_S) -> Done:
         done = super().wait(limit_s)

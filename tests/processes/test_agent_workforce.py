@@ -53,7 +53,7 @@ def test_a_worker_that_is_to_end_before_its_start_is_reported_may_still_save(tmp
     process.stdout.readline()
     pool.born = [(late.name, process.pid)]
     assert workforce.hear_pool() == []
-    assert process.wait(20) == 7
+    assert process.wait(180) == 7
 
 
 def test_a_worker_that_the_pool_forks_when_the_run_is_over_is_killed(tmp_path):
@@ -62,7 +62,7 @@ def test_a_worker_that_the_pool_forks_when_the_run_is_over_is_killed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     pool.born = [(late.name, process.pid)]
     assert workforce.hear_pool() == []
-    assert process.wait(20) == -9 and posted == []
+    assert process.wait(180) == -9 and posted == []
 
 
 def test_a_run_is_guarded_once_a_worker_has_committed_a_step_of_an_epoch(tmp_path):

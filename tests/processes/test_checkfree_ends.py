@@ -129,7 +129,7 @@ def test_both_copies_of_embedding_and_head_stay_the_same_bits(nproc, extra, rank
     corpus = runs.make_corpus(tmp_path_factory.mktemp("ends"))
     base = runs.BASE.replace("--untie-embeddings-and-output-weights ", "") if "learned" in extra else runs.BASE
     saving = f"--save {tmp_path}/save --load {tmp_path}/save"
-    found = ranks(every_stage_in_turn, nproc, f"{base} --data-path {corpus} {SHAPE} {extra} {saving}", timeout=120)
+    found = ranks(every_stage_in_turn, nproc, f"{base} --data-path {corpus} {SHAPE} {extra} {saving}")
     seen = [one["seen"] for one in found]
     per = nproc // 4
     for rank in range(nproc):

@@ -57,8 +57,8 @@ def corpus(tmp_path_factory):
 )
 def test_early_reductions_give_the_same_bits(extra, ranks, corpus):
     flags = f"{SHAPE} {PP4} {extra} --overlap-grad-reduce --data-path {corpus}"
-    late = ranks(reduced, 8, flags, True, timeout=120)
-    early = ranks(reduced, 8, flags, False, timeout=120)
+    late = ranks(reduced, 8, flags, True)
+    early = ranks(reduced, 8, flags, False)
     for ((was, none),), ((now, started),) in zip(late, early, strict=True):
         assert none == [0, 0, 0] and started == [0, 1, 1], "core learns in its first batch what a bucket waits for"
         assert was == now

@@ -141,8 +141,8 @@ def test_gradients_are_those_of_one_process(name, ranks, corpus):
     single = flags.replace("--ft-hot-swap --ft-checkfree-plus", "").replace(
         f"--pipeline-model-parallel-size {stages}", ""
     )
-    ((expected, loss),) = ranks(in_one_process, 1, single, stages, timeout=180)
-    found = ranks(by_stages, world, flags, timeout=180)
+    ((expected, loss),) = ranks(in_one_process, 1, single, stages)
+    found = ranks(by_stages, world, flags)
     seen = set()
     for have, total in found:
         for key, gradient in have.items():
@@ -182,7 +182,7 @@ def test_copies_stay_equal_bit_for_bit_after_every_step(name, ranks, corpus):
     import torch
 
     world, extra = GRIDS[name]
-    found = ranks(a_few_steps, world, f"{SHAPE} {PP4} {extra} --data-path {corpus}", timeout=120)
+    found = ranks(a_few_steps, world, f"{SHAPE} {PP4} {extra} --data-path {corpus}")
     beside = world // 4
     for step in range(3):
         assert len({each[step][1] for each in found}) == 1

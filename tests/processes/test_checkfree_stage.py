@@ -118,7 +118,7 @@ IN_ANOTHER = ("bf16 with main parameters",)
 )
 def test_the_middle_stage_is_its_neighbours_mean_and_stays_so_at_the_next_step(nproc, extra, ranks, corpus):
     flags = f"{runs.BASE} --data-path {corpus} {SHAPE} {extra}"
-    seen = ranks(rebuilt_in_the_middle, nproc, flags, timeout=120)
+    seen = ranks(rebuilt_in_the_middle, nproc, flags)
     per = nproc // 3
     assert any("expert_bias" in name for name in seen[0]["neighbour"][0]) == ("expert-bias" in extra)
     norms = seen[0]["norms"]

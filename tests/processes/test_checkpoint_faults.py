@@ -107,7 +107,7 @@ def _resume_and_save(folder: str) -> None:
 
 
 def _wait_for_death(handle, rank: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while handle.exitcode(rank) is None:
         assert time.monotonic() < deadline, "the rank was to be killed"
         time.sleep(0.01)
@@ -154,7 +154,7 @@ def test_the_background_writer_dies_with_its_rank(ranks, tmp_path):
 
 
 def _pid_from(file: Path) -> int:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while not file.exists() or not file.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -327,7 +327,7 @@ def test_a_save_of_workers_that_were_given_up_cannot_get_into_their_successors(r
 
     def start(who: str):
         handle = ranks.start(_save_in_turn, 1, str(folder), str(signs[who]), str(signs[f"{who} go"]))
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 180
         while not signs[who].exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -46,7 +46,7 @@ def error_of(words, **options):
 
 def test_every_rank_hears_what_is_wrong(ranks, tmp_path):
     prefix = write_dataset(tmp_path / "tiny", 1)
-    answers = ranks(error_of, 3, [prefix], timeout=180)
+    answers = ranks(error_of, 3, [prefix])
     assert "valid part" in answers[0][0] and answers == [answers[0]] * 3
     (tmp_path / "file").write_text("")
     answers = ranks(error_of, 2, [write_dataset(tmp_path / "a", 60)], data_cache_path=str(tmp_path / "file" / "c"))

@@ -253,7 +253,7 @@ def test_killed_tool_leaves_the_previous_dataset(tmp_path):
     command += ["--output-prefix", str(tmp_path / "out")]
     tool = subprocess.Popen(command, start_new_session=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 180
         while not any(p.stat().st_size > 1e6 for p in tmp_path.glob("out.tmp-*.bin")):
             assert time.monotonic() < deadline and tool.poll() is None
             time.sleep(0.01)

@@ -28,7 +28,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 def test_two_runs_write_the_same_bytes(ranks, tmp_path):
     written = []
     for name in ("first", "second"):
-        assert ranks(runs.launch, 4, f"{FLAGS} --save {tmp_path}/run", init=False, timeout=120) == [0] * 4
+        assert ranks(runs.launch, 4, f"{FLAGS} --save {tmp_path}/run", init=False) == [0] * 4
         (tmp_path / "run").rename(tmp_path / name)  # the path is part of what a checkpoint says about its run
         written.append(_files(tmp_path / name))
     first, second = written

@@ -22,8 +22,8 @@ def steps(more: str) -> dict:
 
 
 def test_the_planted_attention_is_right(ranks):
-    [whole] = ranks(steps, 1, "", timeout=120)
-    for half in ranks(steps, 2, "--context-parallel-size 2 ", timeout=120):
+    [whole] = ranks(steps, 1, "")
+    for half in ranks(steps, 2, "--context-parallel-size 2 "):
         assert half["off"].loss == pytest.approx(whole["off"].loss, rel=1e-5)
         assert half["off"].grad_norm == pytest.approx(whole["off"].grad_norm, rel=1e-4)
 

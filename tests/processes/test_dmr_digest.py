@@ -37,7 +37,7 @@ def built(folder: Path, **environment: str) -> Path | None:
     """The library, built into ``folder`` by setup.py; None where it found that it could not."""
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder)]
     subprocess.run(
-        command, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True, text=True, timeout=100
+        command, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True, text=True, timeout=180
     )
     return next(folder.rglob("_native*.so"), None)
 
@@ -245,6 +245,6 @@ for seed in range(3):
 print(digest(torch.arange(9000), 5).tolist())
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=180)
     assert done.stdout.strip() == str(digest(torch.arange(9000), 5).tolist())
     assert done.stderr.count("plain torch computes the same") == 1

@@ -77,7 +77,7 @@ def a_step(flags: str, installed: bool) -> tuple:
 )
 def test_with_dmr_core_takes_torch_s_own_where_fused_ones_are_installed(ranks, flags):
     flags = f"{runs.BASE} --mock-data {flags}"
-    [plain], [installed] = (ranks(a_step, 1, flags, there, timeout=120) for there in (False, True))
+    [plain], [installed] = (ranks(a_step, 1, flags, there) for there in (False, True))
     assert installed == plain
     assert all(module.startswith("torch.optim") for module in installed[-1])
 

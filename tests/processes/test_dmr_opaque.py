@@ -38,7 +38,7 @@ def in_every_way(name: str, flags: str) -> dict:
 @pytest.mark.parametrize("name", [*planted.PLACES, "First", "Placeholder", "Unwritten", "Loose", "OfLayer"])
 def test_a_step_is_the_same_bit_for_bit_and_effects_count_once(name, flags, ranks):
     world = 2 if name == "Gathering" else 1
-    for found in ranks(in_every_way, world, name, FLAGS + flags, timeout=120):
+    for found in ranks(in_every_way, world, name, FLAGS + flags):
         for way in ("naive", "piggyback"):
             assert all(step == found["off"][0] for step in found[way]), way
             assert bool(found[way + " covers"].get("opaque")) == (name != "Loose")
@@ -76,8 +76,21 @@ def with_faults(name: str, flags: str, way: str, hit_rank: int) -> tuple[dict[st
     return counts, found
 
 
-@pytest.mark.parametrize("way, flags", [("naive", ""), ("piggyback", FULL)])
-@pytest.mark.parametrize("name", planted.PLACES)
+AT_ONCE = ("Scaled", "Gathering")
+"""Without recomputation, most functions are executed as with it: these, without and with communication, stand for them
+in the default tier."""
+
+
+@pytest.mark.parametrize(
+    "name, way, flags",
+    [
+        *((name, "piggyback", FULL) for name in planted.PLACES),
+        *(
+            pytest.param(name, "naive", "", marks=() if name in AT_ONCE else pytest.mark.long)
+            for name in planted.PLACES
+        ),
+    ],
+)
 def test_a_fault_in_either_execution_is_found_and_the_step_repeated(name, way, flags, ranks):
     world = 2 if name == "Gathering" else 1
     for counts, found in ranks(with_faults, world, name, FLAGS + flags, way, world - 1, timeout=300):
@@ -112,7 +125,7 @@ def defined_late() -> tuple:
 
 
 def test_a_function_that_is_defined_within_a_step_is_executed_twice(ranks):
-    [(made, opaque)] = ranks(defined_late, 1, timeout=120)
+    [(made, opaque)] = ranks(defined_late, 1)
     assert opaque == 2 * made > 0, "forward and backward of each"
 
 
@@ -157,7 +170,7 @@ def always_wrong(name: str, flags: str, way: str) -> str:
 
 @pytest.mark.parametrize("way, flags", [("naive", ""), ("piggyback", FULL)])
 def test_a_lasting_fault_before_communication_within_a_call_is_blamed_on_its_rank(way, flags, ranks):
-    for said in ranks(always_wrong, 2, "Gathering", FLAGS + flags, way, timeout=120):
+    for said in ranks(always_wrong, 2, "Gathering", FLAGS + flags, way):
         assert "rank 1" in said and "not reproducible" not in said, said
 
 
@@ -187,7 +200,7 @@ def not_reproducible(flags: str, folder) -> tuple:
 
 
 def test_a_function_that_is_not_reproducible_is_named_and_can_be_left_out(ranks, tmp_path):
-    for refused, covers in ranks(not_reproducible, 2, FLAGS, tmp_path, timeout=120):
+    for refused, covers in ranks(not_reproducible, 2, FLAGS, tmp_path):
         assert "planted_kernels.NotReproducible.forward" in refused
         assert covers["unchecked"] == covers["opaque"] == 2  # layers; the backward passes are compared
 
@@ -210,6 +223,6 @@ def changes_later(flags: str) -> list:
 def test_a_change_that_was_not_known_is_found_and_learnt(ranks):
     from ft.systems.dmr.runtime.findings import BEFORE
 
-    [(before, first, then)] = ranks(changes_later, 1, FLAGS, timeout=120)
+    [(before, first, then)] = ranks(changes_later, 1, FLAGS)
     assert not before and not then
     assert first and set(first) == {BEFORE}

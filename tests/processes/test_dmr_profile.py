@@ -54,7 +54,7 @@ def test_a_run_follows_the_plan_of_its_profile(name, ranks, corpus, tmp_path, ca
     profile, plan = tmp_path / "prof.json", tmp_path / "plan.json"
     saves = f"--save {tmp_path}/ck --metrics-file {tmp_path}/none.jsonl"
     handle = ranks.start(runs.launch, world, f"{command} {saves} --ft-dmr-profile {profile}", init=False)
-    assert [each.value for each in handle.wait(timeout=100)] == [0] * world
+    assert [each.value for each in handle.wait(timeout=180)] == [0] * world
     assert not (tmp_path / "ck").exists() and not (tmp_path / "none.jsonl").exists()
 
     values = json.loads(profile.read_text())
@@ -68,11 +68,11 @@ def test_a_run_follows_the_plan_of_its_profile(name, ranks, corpus, tmp_path, ca
     assert {op.layer for op in found.trace.ops} == set(range(5))
 
     off, on = tmp_path / "off.jsonl", tmp_path / "on.jsonl"
-    code = ranks.start(runs.launch, world, f"{command} --metrics-file {off}", init=False).wait(timeout=100)
+    code = ranks.start(runs.launch, world, f"{command} --metrics-file {off}", init=False).wait(timeout=180)
     assert [each.value for each in code] == [0] * world
     planned = f"{command} --metrics-file {on} --ft-dmr-plan {plan}"
     handle = ranks.start(followed, world, planned, init=False)
-    told = [each.value for each in handle.wait(timeout=100)]
+    told = [each.value for each in handle.wait(timeout=180)]
     assert runs.losses(on) == runs.losses(off)
     for rank, one in enumerate(told):
         assert one["code"] == 0 and one["most_bytes"] < 1e9
@@ -126,7 +126,7 @@ def test_a_plan_that_cannot_be_followed_is_refused_before_training(spoil, said, 
 def a_plan(_warm_ranks, corpus, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     command = f"{runs.BASE} --data-path {corpus} --train-iters 9 {FULL} --ft-dmr-profile {folder}/prof.json"
-    _warm_ranks.start(runs.launch, 1, command, init=False).wait(timeout=100)
+    _warm_ranks.start(runs.launch, 1, command, init=False).wait(timeout=180)
     assert ft(["dmr", "plan", f"{folder}/prof.json", "--memory-budget", "1GB", "--out", f"{folder}/plan.json"]) == 0
     return folder / "plan.json"
 

@@ -251,7 +251,7 @@ def test_the_coverage_is_that_of_the_rank_with_the_least_and_its_fall_is_told_on
     import small_runs as runs
 
     flags = f"{runs.BASE} --mock-data --pipeline-model-parallel-size 2 --hidden-dropout 0.1"
-    found = ranks(coverage_of_steps, 2, flags, timeout=120)
+    found = ranks(coverage_of_steps, 2, flags)
     assert found[0][1] == found[1][1]
     for told, shares in found:
         assert shares[:2] == [1.0, 1.0] and 0.5 < shares[2] == shares[3] < 1.0

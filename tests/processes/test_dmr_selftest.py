@@ -273,7 +273,7 @@ def test_the_operators_of_a_model_of_one_s_own(ranks):
 
 @pytest.mark.long
 def test_the_built_in_models(ranks):
-    [(code, out)] = ranks(selftest, 1, init=False, timeout=120)
+    [(code, out)] = ranks(selftest, 1, init=False)
     values = json.loads(out)
     assert code == 0
     assert len(values["stable"]) > 70

@@ -60,7 +60,7 @@ def in_every_way(flags: str, folder: Path | None) -> dict:
 def test_a_step_is_the_same_bit_for_bit(name, ranks, corpus, tmp_path):
     world, flags = LAYOUTS[name]
     folder = tmp_path if name in PLANNED else None
-    of_ranks = ranks(in_every_way, world, f"{runs.BASE} {flags} --data-path {corpus}", folder, timeout=120)
+    of_ranks = ranks(in_every_way, world, f"{runs.BASE} {flags} --data-path {corpus}", folder)
     for found in of_ranks:
         first = found["off"][0]
         for way in ("off", "naive", "piggyback", *(["plan"] if folder else [])):
@@ -129,7 +129,7 @@ FLIPS = {
 def test_a_step_with_a_flip_is_taken_once_more_by_everybody(name, ranks, corpus):
     way, wanted = FLIPS[name]
     flags = f"{runs.BASE} {FULL} --pipeline-model-parallel-size 2 --data-path {corpus}"
-    for found in ranks(a_flip_on_one_rank, 2, flags, way, wanted, 1, timeout=120):
+    for found in ranks(a_flip_on_one_rank, 2, flags, way, wanted, 1):
         assert (found["after"].state, found["after"].grad_norm) == (found["clean"].state, found["clean"].grad_norm)
         ((reports, outcome),) = found["told"]
         assert set(reports) == {1} and outcome.action == "retry"
@@ -158,11 +158,20 @@ def a_lasting_fault(flags: str, way: str, wanted: tuple) -> tuple[str, set[int]]
     return "nothing", set()
 
 
-@pytest.mark.parametrize("more", ["", "--sequence-parallel "])
-@pytest.mark.parametrize("operator", ["mm", "native_layer_norm", "add.Tensor"])
+@pytest.mark.parametrize(
+    "operator, more",
+    [
+        ("mm", ""),
+        ("mm", "--sequence-parallel "),
+        ("native_layer_norm", "--sequence-parallel "),
+        ("add.Tensor", ""),
+        pytest.param("native_layer_norm", "", marks=pytest.mark.long),
+        pytest.param("add.Tensor", "--sequence-parallel ", marks=pytest.mark.long),
+    ],
+)
 def test_a_lasting_fault_is_blamed_on_its_rank_where_others_compute_with_its_results(operator, more, ranks, corpus):
     flags = f"{runs.BASE} {FULL} {more} --tensor-model-parallel-size 2 --data-path {corpus}"
-    found = ranks(a_lasting_fault, 2, flags, "piggyback", ("primary", "forward", operator), timeout=120)
+    found = ranks(a_lasting_fault, 2, flags, "piggyback", ("primary", "forward", operator))
     for said, wrong in found:
         assert "rank 1" in said and "not reproducible" not in said, said
         assert wrong == {0, 1} or operator != "mm", "what rank 0 has received differs in the recomputation"
@@ -199,7 +208,7 @@ def flips_of_what_waits(flags: str, folder: Path, hit_rank: int) -> dict:
 
 def test_a_flip_in_what_waits_for_a_window_is_found_there_and_made_good(ranks, corpus, tmp_path):
     flags = f"{runs.BASE} {FULL} --pipeline-model-parallel-size 2 --data-path {corpus}"
-    found = ranks(flips_of_what_waits, 2, flags, tmp_path, 1, timeout=120)
+    found = ranks(flips_of_what_waits, 2, flags, tmp_path, 1)
     assert len(found[1]["steps"]) >= 2 and all(hit for *_, hit in found[1]["steps"])
     for one in found:
         for which, after, ((reports, outcome),), _ in one["steps"]:

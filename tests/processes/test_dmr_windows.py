@@ -80,7 +80,7 @@ def calls_of(name: str) -> list:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_wait_is_a_window_also_if_the_caller_computes_before_it(name, ranks):
     window = "window of unknown length" if name == "all_to_all" else "window tp"
-    for at_once, later in ranks(calls_of, 2, name, timeout=180):
+    for at_once, later in ranks(calls_of, 2, name):
         assert at_once == [f"begins {name}", window, "waited", f"ended {name}"]
         assert later == [f"begins {name}", "computes", window, "waited", f"ended {name}"]
 
@@ -106,5 +106,5 @@ def gradients_of_a_bucket() -> list:
 
 
 def test_waits_within_a_wait_are_one_window(ranks):
-    for calls in ranks(gradients_of_a_bucket, 2, timeout=180):
+    for calls in ranks(gradients_of_a_bucket, 2):
         assert calls == ["window dp", "ended all_reduce", "ended all_reduce", "waited"]

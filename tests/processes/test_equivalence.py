@@ -73,9 +73,9 @@ def corpus(tmp_path_factory):
 def test_losses_equal_those_of_the_plain_loop(name, ranks, corpus, tmp_path):
     world_size, flags, changes = CASES[name]
     changes = {"config": NO_DROPOUT, **changes}
-    plain = ranks(plain_loop.train, world_size, plain_loop.Setting(corpus, **changes), timeout=120)[-1]
+    plain = ranks(plain_loop.train, world_size, plain_loop.Setting(corpus, **changes))[-1]
     metrics = tmp_path / "metrics.jsonl"
-    ranks(runs.run, world_size, f"{runs.BASE} {flags} --data-path {corpus} --metrics-file {metrics}", timeout=120)
+    ranks(runs.run, world_size, f"{runs.BASE} {flags} --data-path {corpus} --metrics-file {metrics}")
     ours = runs.metrics(metrics)
     assert len(set(plain["losses"])) == len(plain["losses"]), "the plain loop does not learn"
     assert not any(map(math.isnan, plain["losses"]))

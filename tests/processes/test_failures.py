@@ -112,7 +112,7 @@ def test_bad_data_is_refused_by_one_voice(name, ranks, tmp_path):
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_loaded(ranks, corpus, tmp_path):
     command = f"{runs.BASE} {PIPELINE} --data-path {corpus} --save {tmp_path}/ck --load {tmp_path}/ck"
     command += " --save-interval 2 --override-opt-param-scheduler"
-    ranks(runs.run, 4, command, timeout=180)
+    ranks(runs.run, 4, command)
     shard = sorted((tmp_path / "ck/iter_0000004").glob("*.distcp"))[1]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -127,12 +127,12 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_loaded(ranks, corpu
 
 def test_resuming_with_another_schedule_asks_which_one_is_meant(ranks, corpus, tmp_path):
     command = f"{runs.BASE} --data-path {corpus} --save {tmp_path}/ck --load {tmp_path}/ck"
-    ranks(runs.run, 1, f"{command} --exit-interval 2", timeout=180)
+    ranks(runs.run, 1, f"{command} --exit-interval 2")
     handle = ranks.start(runs.launch, 1, f"{command} --train-iters 9", init=False)
     assert [o.value for o in handle.wait(timeout=180)] != [0]
     assert "--override-opt-param-scheduler" in handle.output(0)
     assert "Traceback" not in handle.output(0)
-    kept = ranks(runs.run, 1, f"{command} --train-iters 9 --use-checkpoint-opt-param-scheduler", timeout=180)
+    kept = ranks(runs.run, 1, f"{command} --train-iters 9 --use-checkpoint-opt-param-scheduler")
     assert kept[0]["step"] == 9
 
 

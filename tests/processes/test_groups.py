@@ -315,7 +315,7 @@ def released_from_everything(address):
 
 
 def test_close_releases_whatever_is_blocked(ranks, address):
-    slowest = ranks(released_from_everything, 3, address, init=False, timeout=180)
+    slowest = ranks(released_from_everything, 3, address, init=False)
     assert max(slowest) < RELEASE_LIMIT_S
 
 
@@ -567,7 +567,7 @@ def test_a_new_process_takes_the_dead_ones_place_twice_in_a_row(ranks, address, 
         control.wait([f"suspects/{epoch}"], timedelta(seconds=20))
         control.set(f"close/{epoch}", f"rank {dead} died")
         new.append(ranks.start(joiner, 1, address, dead, epoch + 1, epoch == 1, init=False))
-    outcomes = [*old.wait(timeout=180), *(handle.wait(timeout=20)[0] for handle in new)]
+    outcomes = [*old.wait(timeout=180), *(handle.wait(timeout=180)[0] for handle in new)]
     errors = [outcome.error for outcome in outcomes if outcome.error]
     assert not errors, errors[0]
     values = [outcome.value for outcome in outcomes if outcome.exitcode == 0]
@@ -633,7 +633,7 @@ def many_epochs(address):
 
 
 def test_nothing_leaks_over_twenty_epochs(ranks, address):
-    for counts in ranks(many_epochs, 2, address, init=False, timeout=180):
+    for counts in ranks(many_epochs, 2, address, init=False):
         files, threads = zip(*counts, strict=True)
         # Threads of the past epoch may still be on their way out.
         assert files[-1] <= files[2] + 2, files
@@ -780,7 +780,7 @@ def train_through_a_fault(address):
 
 
 def test_megatron_core_goes_on_with_the_objects_it_has(ranks, address):
-    for rebuilt, kept in ranks(train_through_a_fault, 4, address, init=False, timeout=180):
+    for rebuilt, kept in ranks(train_through_a_fault, 4, address, init=False):
         assert rebuilt < kept
 
 

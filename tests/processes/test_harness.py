@@ -1,5 +1,6 @@
 """The harness keeps its promises: results in order, the first error once, deadlines, and nothing left behind."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -7,10 +8,11 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankFailed, RanksHung, RanksLeftBehind, processes
+from harness import RankFailed, RanksHung, RanksLeftBehind, processes, started
 
 
 def rank_and_sum(offset, scale=1):
@@ -185,3 +187,26 @@ def test_a_killed_server_is_started_again(ranks):
 def test_only_functions_of_a_module_are_taken(ranks):
     with pytest.raises(TypeError, match="top level"):
         ranks(lambda: None, 1)
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_no_process_of_a_run_pays_the_imports(replicas, tmp_path):
+    (tmp_path / "script.py").write_text("import time, torch\nprint('up', flush=True)\ntime.sleep(1000)\n")
+    flags = ["--run-dir", "run", "--nproc-per-node", 2, *(["--ft-hsdp-replicas", replicas] if replicas else [])]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "ft", "run", *flags, "script.py"]
+    run = started.start(words, tmp_path, environ, tmp_path / "output")
+    try:
+        logs, deadline = [], time.monotonic() + 120
+        while sum(log.read_text().count("up") for log in logs) < 2:
+            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+            logs = [*tmp_path.glob("run/**/logs/*.w*.log")]
+            time.sleep(0.05)
+        lines = []
+        for pid in run.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a process that only starts others
+                lines += filter(None, [psutil.Process(pid).cmdline()])
+        assert len(lines) >= 5 and all("harness.server" in line for line in lines), lines
+    finally:
+        run.kill()
+        run.wait()

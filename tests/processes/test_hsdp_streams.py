@@ -171,8 +171,8 @@ def test_the_trainers_own_loaders(ranks, tmp_path):
     """Two replicas of two ranks read what four ranks of one world do; 3 steps of 2 microbatches."""
     corpus = runs.make_corpus(tmp_path)
     flags = f"{runs.BASE} --data-path {corpus}"
-    ordinary = ranks(samples_read, 4, f"{flags} --global-batch-size 16", 1, timeout=180)
-    replicas = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2, timeout=180)
+    ordinary = ranks(samples_read, 4, f"{flags} --global-batch-size 16", 1)
+    replicas = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2)
     expected = {rank: batches for found in ordinary for (_, rank), batches in found.items()}
     for found in replicas:
         for (replica, rank), batches in found.items():
@@ -180,7 +180,7 @@ def test_the_trainers_own_loaders(ranks, tmp_path):
             assert all(map(torch.equal, batches, expected[2 * replica + rank]))
     # After a change of their number: one replica of three had been away for two steps.
     past = (Past(3, 4, (16, 0, 16), 2),)
-    later = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2, past, 4, 2, timeout=180)
+    later = ranks(samples_read, 2, f"{flags} --global-batch-size 16", 2, past, 4, 2)
     stream = SampleAssignment(2, 4, past).streams()
     assert [stream[0].index(p) for p in (0, 4, 8)] == [4, 28, 48]
     everything = torch.cat([expected[rank][m] for m in range(6) for rank in range(4)])

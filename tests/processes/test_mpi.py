@@ -95,7 +95,7 @@ def test_a_stream_sends_no_more_than_its_window_ahead(end):
     payload, got = os.urandom(WINDOW + WINDOW // 2), bytearray()
     writer = threading.Thread(target=end.worker.sendall, args=(payload,))
     writer.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while end.stream.reads:
         assert time.monotonic() < deadline
         end.stream.pull()
@@ -161,7 +161,7 @@ def three(monkeypatch):
 
 def steps_again(workers: Crew, step: int) -> None:
     """A step, as often as it takes: a transfer that the regrouping has cut is repeated by the next epoch's."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while True:
         try:
             workers.step(step, epoch=step)
@@ -205,7 +205,7 @@ def test_a_stopped_mpi_process_holds_up_nobody_and_is_declared_dead(three):
     workers.snaps[0].take(set_to(workers.live[0], 2), 2, 0)
     with pytest.raises(PeerLost):
         workers.snaps[0].wait()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while True:
         try:
             three.network(0).dial(workers.addresses[1], 1).close()

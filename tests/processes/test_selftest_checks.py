@@ -121,14 +121,14 @@ with Executor() as executor:
 @pytest.mark.parametrize(
     "function, limit, how, expected",
     [
-        ("fork:fork", "12", "", "fail | no answer within 12 s | something hangs"),
+        ("fork:fork", "5", "", "fail | no answer within 5 s | something hangs"),
         pytest.param("fork:fork", "12", "cut", "skipped | not done when --minutes was over", marks=LONG),
         ("fork:missing", "60", "", "fail | AttributeError"),
     ],
 )
 def test_a_check_that_hangs_or_breaks_ends_at_its_deadline(tmp_path, function, limit, how, expected):
     words = [sys.executable, "-c", HANGS, str(tmp_path), function, limit, how]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
     assert done.stdout.startswith(expected) and done.stdout.strip().endswith("| 0"), done
 
 
@@ -138,7 +138,7 @@ def test_a_check_that_hangs_or_breaks_ends_at_its_deadline(tmp_path, function, l
 def test_nothing_is_left_when_it_is_interrupted(tmp_path, signum):
     folder = tmp_path / "run"
     process = selftests.start(folder, "--only", "training")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while not (folder / "node-0" / "reference" / "status.json").exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)

@@ -286,7 +286,7 @@ def hold(folder: str, network: str) -> None:
 
 
 def address_in(folder) -> str:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while not (folder / "address").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -331,7 +331,7 @@ def test_a_sender_killed_in_mid_transfer_leaves_a_sound_copy(ranks, networks):
     for _ in range(4):
         server.stock.copies(0).close()
         handle = ranks.start(send_for_ever, 1, server.address, networks.text(0), init=False)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 180
         while snaps.holdings().copies.get(0, [0])[-1] < 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)

@@ -99,7 +99,7 @@ def test_a_failure_is_reported_once_and_not_after_the_standby_got_a_rank():
     early = Admission(lambda: None, failures.append, 0.01, check)
     early.start()
     goes_on.set()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while not failures and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)

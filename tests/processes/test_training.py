@@ -37,11 +37,11 @@ LAYOUTS = {
 def test_resuming_continues_bit_for_bit(name, ranks, corpus, tmp_path):
     world_size, layout = LAYOUTS[name]
     layout += " --train-iters 6"
-    ranks(runs.run, world_size, flags(corpus, tmp_path, "whole", layout), timeout=120)
+    ranks(runs.run, world_size, flags(corpus, tmp_path, "whole", layout))
     saved = f"{layout} --save {tmp_path}/ck --load {tmp_path}/ck"
-    first = ranks(runs.run, world_size, flags(corpus, tmp_path, "parts", f"{saved} --exit-interval 3"), timeout=120)
+    first = ranks(runs.run, world_size, flags(corpus, tmp_path, "parts", f"{saved} --exit-interval 3"))
     assert first[0] == {"step": 3, "consumed": 24}
-    ranks(runs.run, world_size, flags(corpus, tmp_path, "parts", saved), timeout=120)
+    ranks(runs.run, world_size, flags(corpus, tmp_path, "parts", saved))
     assert runs.losses(tmp_path / "parts.jsonl") == runs.losses(tmp_path / "whole.jsonl")
     assert [s["step"] for s in runs.metrics(tmp_path / "parts.jsonl")] == [1, 2, 3, 4, 5, 6]
 
@@ -50,10 +50,10 @@ def test_resuming_continues_bit_for_bit(name, ranks, corpus, tmp_path):
 def test_a_checkpoint_before_the_optimizers_first_step_is_resumed_from(optimizer, ranks, corpus, tmp_path):
     """With fp16 the loss scale first falls until the gradients are finite; until then all updates are skipped."""
     scaled = f"{optimizer} --fp16 --initial-loss-scale 16777216 --hysteresis 1 --train-iters 12 --log-interval 1"
-    ranks(runs.run, 2, flags(corpus, tmp_path, "whole", scaled), timeout=120)
+    ranks(runs.run, 2, flags(corpus, tmp_path, "whole", scaled))
     saved = f"{scaled} --save {tmp_path}/ck --load {tmp_path}/ck"
-    ranks(runs.run, 2, flags(corpus, tmp_path, "parts", f"{saved} --exit-interval 2"), timeout=120)
-    ranks(runs.run, 2, flags(corpus, tmp_path, "parts", saved), timeout=120)
+    ranks(runs.run, 2, flags(corpus, tmp_path, "parts", f"{saved} --exit-interval 2"))
+    ranks(runs.run, 2, flags(corpus, tmp_path, "parts", saved))
     skipped = [step["skipped"] for step in runs.metrics(tmp_path / "parts.jsonl")]
     assert all(skipped[:2]) and not skipped[-1]
     assert runs.losses(tmp_path / "parts.jsonl") == runs.losses(tmp_path / "whole.jsonl")
@@ -62,10 +62,10 @@ def test_a_checkpoint_before_the_optimizers_first_step_is_resumed_from(optimizer
 def test_a_checkpoint_loads_into_another_layout_with_the_same_loss(ranks, corpus, tmp_path):
     folder = f"--train-iters 6 --use-distributed-optimizer --save {tmp_path}/ck --load {tmp_path}/ck"
     grid = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    ranks(runs.run, 4, flags(corpus, tmp_path, "a", f"{folder} {grid} --exit-interval 3"), timeout=120)
+    ranks(runs.run, 4, flags(corpus, tmp_path, "a", f"{folder} {grid} --exit-interval 3"))
     other = folder.replace(f"--save {tmp_path}/ck", "")
-    ranks(runs.run, 4, flags(corpus, tmp_path, "same", f"{other} {grid}"), timeout=120)
-    ranks(runs.run, 4, flags(corpus, tmp_path, "resharded", other), timeout=120)
+    ranks(runs.run, 4, flags(corpus, tmp_path, "same", f"{other} {grid}"))
+    ranks(runs.run, 4, flags(corpus, tmp_path, "resharded", other))
     same, resharded = runs.losses(tmp_path / "same.jsonl"), runs.losses(tmp_path / "resharded.jsonl")
     assert len(same) == len(resharded) == 3
     assert resharded == pytest.approx(same, rel=2e-5)
@@ -73,8 +73,8 @@ def test_a_checkpoint_loads_into_another_layout_with_the_same_loss(ranks, corpus
 
 def test_evaluation_leaves_training_as_it_is(ranks, corpus, tmp_path):
     dropout = "--hidden-dropout 0.1 --overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer"
-    ranks(runs.run, 2, flags(corpus, tmp_path, "without", dropout), timeout=120)
-    ranks(runs.run, 2, flags(corpus, tmp_path, "with", f"{dropout} --eval-iters 1 --eval-interval 2"), timeout=120)
+    ranks(runs.run, 2, flags(corpus, tmp_path, "without", dropout))
+    ranks(runs.run, 2, flags(corpus, tmp_path, "with", f"{dropout} --eval-iters 1 --eval-interval 2"))
     assert runs.losses(tmp_path / "with.jsonl") == runs.losses(tmp_path / "without.jsonl")
     evaluated = [s["step"] for s in runs.metrics(tmp_path / "with.jsonl") if "validation_loss" in s]
     assert evaluated == [2, 4]
@@ -133,23 +133,23 @@ def test_a_second_sigterm_exits_at_once(ranks, corpus, tmp_path):
 
 
 def test_time_and_interval_end_a_run(ranks, corpus, tmp_path):
-    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--train-iters 9 --exit-interval 2"), timeout=180)
+    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--train-iters 9 --exit-interval 2"))
     assert end["step"] == 2
-    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--exit-duration-in-mins 0"), timeout=180)
+    [end] = ranks(runs.run, 1, flags(corpus, tmp_path, "m", "--exit-duration-in-mins 0"))
     assert end["step"] == 1
 
 
 def test_training_by_samples_with_a_growing_batch(ranks, corpus, tmp_path):
     base = runs.BASE.replace("--train-iters 4", "--train-samples 40 --rampup-batch-size 4 4 8")
     command = f"{base} --data-path {corpus} --metrics-file {tmp_path}/m.jsonl --lr-decay-style cosine"
-    [end, _] = ranks(runs.run, 2, command, timeout=180)
+    [end, _] = ranks(runs.run, 2, command)
     assert [s["global_batch_size"] for s in runs.metrics(tmp_path / "m.jsonl")][:2] == [4, 4]
     assert end["consumed"] <= 40
 
 
 def test_fp16_backs_its_scale_off_and_goes_on(ranks, corpus, tmp_path):
     extra = "--fp16 --initial-loss-scale 3e10 --hysteresis 1 --train-iters 40"
-    ranks(runs.run, 2, flags(corpus, tmp_path, "m", extra), timeout=120)
+    ranks(runs.run, 2, flags(corpus, tmp_path, "m", extra))
     steps = runs.metrics(tmp_path / "m.jsonl")
     assert steps[0]["skipped"]
     assert not steps[-1]["skipped"]

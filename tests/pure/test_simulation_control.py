@@ -92,7 +92,7 @@ def test_a_failure_is_told_with_its_seed_its_property_and_its_history(capsys):
 def test_many_seeds_are_summed_up_alike_by_one_process_and_by_two(capsys):
     sums = []
     for jobs in ("1", "2"):
-        assert main(["control", "--seeds", "120", "--jobs", jobs]) == 0
+        assert main(["control", "--seeds", "60", "--jobs", jobs]) == 0
         sums.append(capsys.readouterr().out.splitlines())
     assert "violations: 0" in sums[0] and "faults by the phase they struck in" in "\n".join(sums[0])
     assert sums[0][1:] == sums[1][1:]

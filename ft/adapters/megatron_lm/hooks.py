@@ -8,6 +8,7 @@ Two further uses of the source: :func:`split` makes the last statements of a fun
 the field of a dataclass from which ``ArgumentGroupFactory`` (of Megatron-LM's ``argument_utils.py``) makes a flag."""
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -330,8 +331,9 @@ _PAIR = re.compile(r"""add_argument\(\s*['"]--([a-zA-Z][\w-]*)['"][^()]*BooleanO
 _FACTORY = "ArgumentGroupFactory"
 
 
-def own_flags(root: Path, script: Path) -> set[str]:
-    """Return the flags of a script of the checkout in the folder ``root``."""
+@functools.cache
+def own_flags(root: Path, script: Path) -> frozenset[str]:
+    """Return the flags of a script of the checkout in the folder ``root``; the sources are read once in a process."""
     trainer = {file: _text(file) for file in sorted((root / "megatron" / "training").rglob("*.py"))}
     texts = (_text(script), *trainer.values())
     found = {"--help", *(flag for text in texts for flag in _FLAG.findall(text))}
@@ -341,7 +343,7 @@ def own_flags(root: Path, script: Path) -> set[str]:
         classes = _classes((*trainer.values(), *map(_text, sorted((root / "megatron" / "core").rglob("*.py")))))
         for name, excluded in made:
             found |= {flag for field, own in _fields(name, classes).items() if field not in excluded for flag in own}
-    return found
+    return frozenset(found)
 
 
 def _text(file: Path) -> str:

@@ -23,7 +23,7 @@ class Ranks:
         self._open: list[Handle] = []
         self._last: Handle | None = None
 
-    def __call__(self, function, world_size: int, *args, timeout: float = 60, init: bool = True, env=None, **kwargs):
+    def __call__(self, function, world_size: int, *args, timeout: float = 180, init: bool = True, env=None, **kwargs):
         """Run ``function(*args, **kwargs)`` on every rank and wait.
 
         Args:
@@ -51,7 +51,7 @@ class Ranks:
             raise RankFailed(_explain(failed, handle))
         return [outcome.value for outcome in outcomes]
 
-    def start(self, function, world_size: int, *args, init=True, env=None, collective_timeout=60, **kwargs) -> Handle:
+    def start(self, function, world_size: int, *args, init=True, env=None, collective_timeout=120, **kwargs) -> Handle:
         """Start ranks as a call does, but return at once with a :class:`Handle` for killing ranks and for reading how
         they ended.
 

@@ -35,9 +35,11 @@ from types import SimpleNamespace
 from nodes import kernel
 
 from ft.base.checkout import CHECKOUT
+from ft.platform import supervisor
 from harness import processes, wire
 
-_BOOT = re.compile(r"from (\S+) import main; main\(\)$")
+_BOOT = re.compile(re.escape(supervisor.command("MODULE", [], 0, True)[2]).replace("MODULE", r"(\S+)"))
+"""The Python source of a supervised process; its group is the module."""
 _WITHOUT_CHILDREN = ("ft.job.agent.warm", "ft.job.agent.control_plane")
 """Modules whose processes start no supervised children and therefore need no spawner."""
 _HARMLESS = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_CPP_LOG_LEVEL"}
@@ -163,8 +165,6 @@ class _Spawner:
 
     def install(self) -> None:
         """Let the supervisor of this process start its children here. The supervisor knows the spawner as a child."""
-        from ft.platform import supervisor
-
         spawner, begin = self, supervisor.Supervisor.__init__
 
         class Forked(subprocess.Popen):
@@ -224,7 +224,7 @@ class _Spawner:
 
 
 def _boot(code: str, arguments: list[str]) -> None:
-    if _BOOT.search(code)[1] not in _WITHOUT_CHILDREN:
+    if _BOOT.fullmatch(code)[1] not in _WITHOUT_CHILDREN:
         processes.adopt_orphans()
         _Spawner().install()
     sys.argv = ["-c", *arguments]
@@ -233,7 +233,7 @@ def _boot(code: str, arguments: list[str]) -> None:
 
 def _can_be_forked(args: list[str], env: Mapping[str, str]) -> bool:
     """Return whether a child would import the modules that the warm server has imported."""
-    is_ours = len(args) > 2 and args[:2] == [sys.executable, "-c"] and _BOOT.search(args[2])
+    is_ours = len(args) > 2 and args[:2] == [sys.executable, "-c"] and _BOOT.fullmatch(args[2])
     if not is_ours or not has_usual_variables(env):
         return False
     if is_ours[1] == "ft.job.agent.warm":
@@ -246,5 +246,14 @@ def _can_be_forked(args: list[str], env: Mapping[str, str]) -> bool:
 
 def has_usual_variables(env: Mapping[str, str]) -> bool:
     """Return whether libraries would act on ``env``, when they are imported, as they did in the warm server."""
-    special = [name for name in env if name.startswith(("LD_", "PYTHON", "TORCH_", "MKL_", "GLOO_", "NUMBA_"))]
-    return env.get("OMP_NUM_THREADS", "1") == "1" and not set(special) - _HARMLESS
+    return env.get("OMP_NUM_THREADS", "1") == "1" and _special(env) == _USUAL
+
+
+def _special(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables on which libraries act when they are imported."""
+    prefixes = ("LD_", "PYTHON", "TORCH_", "MKL_", "GLOO_", "NUMBA_")
+    return {name: value for name, value in env.items() if name.startswith(prefixes) and name not in _HARMLESS}
+
+
+_USUAL = _special(os.environ)
+"""Those of the test process, with which the warm server was started."""

@@ -1,15 +1,12 @@
 """One `ft run` on every host of a lab."""
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ft_runs import LIMIT_S, ROOT, Finished, Running, leftovers
-from harness import started
+from ft_runs import LIMIT_S, Finished, Running, leftovers
 
 from nodes.lab import Host, Lab
 
@@ -19,11 +16,10 @@ _PORT = 29400
 class Node(Running):
     """The agent of one host; after the host comes back, a new agent."""
 
-    def __init__(self, host: Host, folder: Path, command: list[str]):
+    def __init__(self, host: Host, folder: Path, words: list):
         self.host, self.folder = host, folder
         self._log = folder.with_name(f"{folder.name}.{host.name}.out")
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = started.start(command, ROOT, environ, self._log, host)
+        self._begin(words, host)
 
 
 class Fleet:
@@ -42,21 +38,20 @@ class Fleet:
         self, lab: Lab, folder: Path, script_flags: str, *, standby_nodes: int = 1, nproc: int = 2, options: str = ""
     ):
         self.lab, self.folder = lab, folder
-        shared = ["--nnodes", str(len(lab.hosts)), "--standby-nodes", str(standby_nodes), "--run-dir", str(folder)]
-        shared += ["--nproc-per-node", str(nproc), "--rdzv-endpoint", f"{lab.hosts[0].address}:{_PORT}"]
+        shared = ["--nnodes", len(lab.hosts), "--standby-nodes", standby_nodes, "--run-dir", folder]
+        shared += ["--nproc-per-node", nproc, "--rdzv-endpoint", f"{lab.hosts[0].address}:{_PORT}"]
         self._shared = [*shared, *options.split()]
         self._script = ["pretrain_gpt.py", *script_flags.split()]
         self.nodes = [self._start(host) for host in lab.hosts]
 
     def _start(self, host: Host) -> Node:
-        command = [sys.executable, "-m", "ft", "run", "--node-rank", str(host.index), *self._shared, *self._script]
-        return Node(host, self.folder, command)
+        return Node(host, self.folder, ["--node-rank", host.index, *self._shared, *self._script])
 
     def come_back(self, host: Host) -> None:
         """Start the agent of this host again with the same flags, as an operator would."""
         self.nodes[host.index] = self._start(host)
 
-    def wait_for(self, true: Callable[[], bool], limit_s: float = 60.0, what: str = "it") -> float:
+    def wait_for(self, true: Callable[[], bool], limit_s: float = LIMIT_S, what: str = "it") -> float:
         """Return the seconds until `true()`; fail with all logs if all agents have ended or the time is up before."""
         began = time.monotonic()
         while not true():
@@ -66,7 +61,7 @@ class Fleet:
             time.sleep(0.02)
         return time.monotonic() - began
 
-    def wait_steps(self, count: int, limit_s: float = 60.0) -> None:
+    def wait_steps(self, count: int, limit_s: float = LIMIT_S) -> None:
         """Wait for `count` more steps."""
         aim = self.step() + count
         self.wait_for(lambda: self.step() >= aim, limit_s, f"step {aim}")
