@@ -52,6 +52,29 @@ def test_failures_that_are_rarer_make_it_cheaper(found):
     assert all(change.least <= change.paid for change in found.changes)
 
 
+def test_the_value_at_which_another_row_wins_is_found_by_bisection():
+    """Standbys and repairs are as given, so that restarts of checkpoints alone decide against hot-swap."""
+    words = f"{WORDS} --failures 3000 --spares 4 --interval 200 --snapshot-overhead 0.03 --stall-time 30m"
+    found = answer.answer(exact.asked(words))
+    turn = next(turn for turn in found.turns if turn.key == "restart_time")
+    at = {}
+    for side, factor in (("before", turn.factor**0.8), ("beyond", turn.factor**1.2)):
+        other = exact.asked(words).but(restart_time=600.0 * factor)
+        rows = [model.best(other, [row.protection], 3000) for row in found.rows if answer.is_ours(row)]
+        at[side] = answer.recommended(rows).protection.title
+    assert at["before"] == found.recommended.protection.title != at["beyond"] == turn.winner
+    assert turn.value == pytest.approx(600.0 * turn.factor)
+
+
+def test_a_list_of_standbys_has_a_row_for_each_and_the_text_shows_the_best():
+    found = answer.answer(exact.asked(f"{WORDS} --failures 300 --spares 0,3"))
+    alone = [row for row in found.rows if row.protection.names == (CHECKPOINTS,)]
+    assert {row.spares for row in alone} == {0, 3} and found.recommended.paid == min(
+        row.paid for row in found.rows if answer.is_ours(row)
+    )
+    assert len(buy.first_of_each(found.rows)) * 2 == len(found.rows) and "for every number" in buy.as_text(found)
+
+
 def test_json_has_the_keys_that_are_promised(found):
     values = json.loads(json.dumps(buy.as_values(found)))
     assert all(row.keys() >= KEYS for row in values["rows"])
@@ -160,7 +183,8 @@ def test_check_model_compares_every_closed_form(capsys):
 
 def test_a_run_without_standbys_waits_for_repairs():
     row = model.simulate(exact.asked(WORDS), Protection((CHECKPOINTS,)), 0, 100, 4000)
-    assert row.shares["waiting for nodes"] == pytest.approx(exact.waiting(16, 0, 250 * 3600, 86400), abs=0.02)
+    waited = row.totals["waited"] / row.totals["seconds"]
+    assert waited == pytest.approx(exact.waiting(16, 0, 250 * 3600, 86400), abs=0.02)
 
 
 @pytest.mark.parametrize(("gpus", "more"), [(8, ""), (16, ""), (24, "--stages 3"), (3, "--gpus-per-node 1 --stages 3")])

@@ -39,7 +39,8 @@ def test_the_simulation_agrees_with_closed_forms(case):
 def test_the_law_of_repairs_does_not_matter_for_waits(law):
     words = BASE.replace("--repair-time 0", f"--repair-time 8h --repair-law {law}").replace("s-time 600s", "s-time 0")
     row = effective(words, Protection((CHECKPOINTS,)), 2, 1)
-    assert row.shares["waiting for nodes"] == pytest.approx(exact.waiting(8, 2, 40 * 3600, 8 * 3600), abs=POINTS)
+    waited = row.totals["waited"] / row.totals["seconds"]
+    assert waited == pytest.approx(exact.waiting(8, 2, 40 * 3600, 8 * 3600), abs=POINTS)
 
 
 @pytest.mark.parametrize(("groups", "redundancy"), [(16, 2), (64, 3)])
@@ -180,3 +181,35 @@ def test_a_row_says_what_it_costs():
     assert row.memory(given) == pytest.approx(2 * 2 * 12 * 70e9 / 8)
     assert row.money(given) == pytest.approx(2 * 24 * 80 * 30 / row.effective)
     assert dataclasses.replace(row, protection=Protection((CHECKPOINTS,))).memory(given) == 0
+
+
+def test_a_range_is_that_of_runs_of_the_length_asked_about_however_long_the_simulation():
+    words = BASE.replace("--days 30", "--days 1")
+    few, many = (model.simulate(asked(words), Protection((CHECKPOINTS,)), 0, 1000, n) for n in (4000, 40_000))
+    assert (few.low, few.high) == pytest.approx((many.low, many.high), abs=0.02)
+
+
+def test_a_wait_for_nodes_that_is_known_exactly_needs_no_long_simulation():
+    """The mean of 4,000 failures would be off by points: it covers few repairs."""
+    words = "--gpus 1024 --gpu-mtbf 50000h --step-time 10s --save-time 0 --restart-time 0 --repair-time 14d"
+    for standbys in (4, 8):
+        row = effective(words, Protection((CHECKPOINTS,)), standbys, 1)
+        assert row.effective == pytest.approx(1 - exact.waiting(128, standbys, 6250 * 3600, 14 * 86400), abs=POINTS)
+    assert model.waits(asked(f"{words} --rack-mtbf 90d --nodes-per-rack 8"), 4) is None
+
+
+def test_racks_fail_alike_even_if_the_last_one_has_fewer_nodes():
+    happen = model.events(asked(f"{BASE} --rack-mtbf 1h --nodes-per-rack 6 --gpu-mtbf 1000d"), 0, 20_000)
+    assert np.mean(happen.node[happen.taken == 6] // 6) == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_historys_racks_have_the_size_of_the_cluster(tmp_path):
+    (tmp_path / "h.csv").write_text("# gpus: 64\n# hours: 10\ncause,count,kind\npdu,3,rack\n")
+    words = BASE.replace("--gpu-mtbf 320h", f"--history {tmp_path / 'h.csv'} --domain-repair-time 6h")
+    assert [(c.taken, c.repair_s) for c in asked(f"{words} --nodes-per-rack 4").causes] == [(4, 6 * 3600.0)]
+
+
+def test_a_name_that_was_replaced_does_not_make_its_key_missing_and_a_missing_rate_is_told_with_the_rest():
+    with pytest.raises(UserError, match="3 problems") as raised:
+        asked("--gpus 8 --step 1s --save-time 1s")
+    assert all(part in str(raised.value) for part in ("--step-time", "--restart-time is missing", "nothing fails"))

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ft.cli import main
-from ft.lab.plan.snapshot import cluster
+from ft.lab.plan.snapshot import flags as cluster
 from ft.lab.plan.snapshot.loss import Failures, formula_1, over, risk
 from ft.lab.plan.snapshot.shards import from_flags, shards
 from ft.state.placement.assign import place

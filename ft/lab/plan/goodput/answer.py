@@ -13,6 +13,8 @@ from ft.show.text import count, percent, seconds
 _ALIKE = 0.002
 """Rows whose paid hours differ by a smaller part are alike: the simpler one is recommended."""
 _FACTORS = (0.1, 0.3, 3.0, 10.0)
+_PRECISE = 0.03
+"""A turn is bisected until its bounds differ by this part."""
 VARIED = {"gpu_mtbf": "time between failures", "repair_time": "repair time", "restart_time": "restart time"}
 
 
@@ -36,6 +38,21 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A value of one quantity from which on another row is the cheapest.
+
+    Attributes:
+        key: the key. ``factor``: its value there, relative to the scenario's. ``value``: the same in seconds.
+        winner: name of the row that is the cheapest beyond this value.
+    """
+
+    key: str
+    factor: float
+    value: float
+    winner: str
+
+
+@dataclass(frozen=True)
 class Answer:
     """The table and what follows from it.
 
@@ -43,7 +60,7 @@ class Answer:
         asked: the question.
         rows: all rows (:class:`ft.lab.plan.goodput.model.Row`), the cheapest first.
         recommended: the row to buy. ``reason``: why, in two sentences.
-        changes: what would change the answer.
+        changes: what would change the answer. ``turns``: the values at which it changes.
     """
 
     asked: Scenario
@@ -51,6 +68,7 @@ class Answer:
     recommended: Any
     reason: str
     changes: Sequence[Change]
+    turns: Sequence[Turn]
 
 
 def answer(asked: Scenario, show: Any = None) -> Answer:
@@ -63,13 +81,16 @@ def answer(asked: Scenario, show: Any = None) -> Answer:
         raise UserError("no protection can train this model on so few GPUs", "give more --gpus, or fewer --params")
     best = recommended(rows)
     changes: list[Change] = []
+    turns: list[Turn] = []
     for number, key in enumerate(VARIED):
         if show:
             show(steps - len(VARIED) + number, steps, f"other {VARIED[key]}")
-        changes += _changes(asked, rows, best, key)
+        varied = Varied(asked, rows, best, key)
+        changes += varied.changes()
+        turns += varied.turns()
     if show:
         show(steps, steps, "")
-    return Answer(asked, rows, best, _reason(asked, rows, best), changes)
+    return Answer(asked, rows, best, _reason(asked, rows, best), changes, turns)
 
 
 def is_ours(row: Any) -> bool:
@@ -125,28 +146,79 @@ _LOST = {
 }
 
 
-def _changes(asked: Scenario, rows: Sequence[Any], best: Any, key: str) -> list[Change]:
-    """Return what is best with other values of a key, each row with its own best interval and standbys."""
-    from ft.lab.plan.goodput import model
+class Varied:
+    """The table at other values of one quantity, each row with its own best interval and standbys."""
 
-    found = []
-    search = 1500 if model.engine.player()[0] == "numba" else 300
-    for factor in _FACTORS:
-        if key == "gpu_mtbf":
-            other = asked.but(scale=1.0 / factor)
-        elif asked.values[key]:
-            other = asked.but(**{key: asked.values[key] * factor})
-        else:
-            continue
+    def __init__(self, asked: Scenario, rows: Sequence[Any], best: Any, key: str) -> None:
+        """Vary ``key`` of a question whose table has these rows, of which ``best`` is recommended."""
+        from ft.lab.plan.goodput import model
+
+        self._asked, self._best, self._key = asked, best, key
+        self._now = asked.mtbf_s if key == "gpu_mtbf" else asked.values[key]
+        self._protections = list(dict.fromkeys(row.protection for row in rows if is_ours(row)))
+        self._search = 1500 if model.engine.player()[0] == "numba" else 300
+        self._found: dict[float, list[Any]] = {}
+
+    def _rows(self, factor: float, protections: Sequence[Any]) -> list[Any]:
+        """Return the best rows of protections, and of the recommended one, at the quantity times ``factor``."""
+        from ft.lab.plan.goodput import model
+
+        by_rate = self._key == "gpu_mtbf"
+        other = self._asked.but(**({"scale": 1.0 / factor} if by_rate else {self._key: self._now * factor}))
         if other.mtbf_s < other.step_time:
-            continue
-        ours = [model.best(other, [row.protection], search) for row in rows if is_ours(row)]
-        same = next(row for row in ours if row.protection == best.protection)
-        first = recommended(ours)
-        wins = first is not same and first.paid < same.paid * (1.0 - _ALIKE)
-        first = first if wins else same
-        found.append(Change(key, factor, same.paid, first.protection.title, first.paid, wins))
-    return found
+            return []
+        return [model.best(other, [protection], self._search) for protection in protections]
+
+    def _same(self, rows: Sequence[Any]) -> Any:
+        return next(row for row in rows if row.protection == self._best.protection)
+
+    def changes(self) -> list[Change]:
+        """Return what is best at each of ``_FACTORS``."""
+        found = []
+        for factor in _FACTORS if self._now else ():
+            rows = self._rows(factor, self._protections)
+            if not rows:
+                continue
+            self._found[factor] = rows
+            same, first = self._same(rows), recommended(rows)
+            wins = first is not same and first.paid < same.paid * (1.0 - _ALIKE)
+            first = first if wins else same
+            found.append(Change(self._key, factor, same.paid, first.protection.title, first.paid, wins))
+        return found
+
+    def turns(self) -> list[Turn]:
+        """Return the values nearest to the scenario's, below and above it, from which on another row wins.
+
+        Each is found by bisection between a factor of :meth:`changes` at which another row wins and one at which none
+        does, among the rows that win at the former.
+        """
+        found = []
+        for side in (
+            sorted((f for f in self._found if f < 1.0), reverse=True),
+            sorted(f for f in self._found if f > 1),
+        ):
+            near = 1.0
+            for far in side:
+                if rivals := self._rivals(self._found[far]):
+                    found.append(self._between(near, far, rivals))
+                    break
+                near = far
+        return found
+
+    def _rivals(self, rows: Sequence[Any]) -> list[Any]:
+        """Return the rows that are cheaper than the recommended one, and not merely alike, the cheapest first."""
+        least = self._same(rows).paid * (1.0 - _ALIKE)
+        return sorted((row for row in rows if row.paid < least), key=lambda row: row.paid)
+
+    def _between(self, near: float, far: float, rivals: Sequence[Any]) -> Turn:
+        tried = [self._best.protection, *(row.protection for row in rivals)]
+        while abs(math.log(far / near)) > _PRECISE:
+            middle = math.sqrt(near * far)
+            if there := self._rivals(self._rows(middle, tried)):
+                far, rivals = middle, there
+            else:
+                near = middle
+        return Turn(self._key, far, far * self._now, rivals[0].protection.title)
 
 
 def hours(paid: float) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def as_values(found: Answer) -> dict[str, Any]:
         "rows": [row_values(asked, row) for row in found.rows],
         "recommended": row_values(asked, found.recommended) | {"reason": found.reason},
         "changes": [vars(change) for change in found.changes],
+        "turns": [vars(turn) for turn in found.turns],
         "launch": lines(asked, found.recommended),
         "mtbf_s": asked.mtbf_s,
         "corruptions_expected": corruptions(asked),
@@ -133,14 +135,15 @@ def as_text(found: Answer) -> str:
 
     asked = found.asked
     has_price = asked.price_per_gpu_hour is not None
-    rows = [_cells(asked, row, has_price) for row in found.rows]
+    shown_rows = first_of_each(found.rows)
+    rows = [_cells(asked, row, has_price) for row in shown_rows]
     head = (*_HEAD, *(("money",) if has_price else ()))
     notes = dict.fromkeys(note for row in found.rows for note in rests_on(row))
     parts = [
         LEFT_OUT,
         f"{asked.gpus:,} GPUs on {asked.nodes:,} nodes, a failure every {seconds(asked.mtbf_s)}; "
         f"{asked.days:g} days of training; {corruptions(asked):.1f} silent corruptions (SDC) expected",
-        table(head, rows, right=range(1, len(head))),
+        table(head, rows, right=range(1, len(head))) + (_LISTED if len(shown_rows) < len(found.rows) else ""),
         "\n".join(f"* {note}" for note in notes),
         found.reason,
         _changed(found),
@@ -148,6 +151,18 @@ def as_text(found: Answer) -> str:
         origins(asked),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+_LISTED = "\neach row with the best of --spares; --json and --csv have a row for every number of standbys"
+
+
+def first_of_each(rows: Sequence[Any]) -> list[Any]:
+    """Return the first row of each protection that has several, one for each number of standbys."""
+    found: dict[tuple, Any] = {}
+    for row in rows:
+        made = row.protection
+        found.setdefault((made.names, made.returns, made.copies > 0, made.twice), row)
+    return list(found.values())
 
 
 def _cells(asked: Scenario, row: Any, has_price: bool) -> list[str]:
@@ -184,7 +199,12 @@ def _changed(found: Answer) -> str:
             )
         )
     head = ("what would change the answer", "", "recommended row", "cheapest row")
-    return table(head, rows, right=(2,)) if rows else ""
+    turns = [
+        f"{turn.winner} is the cheapest if the {VARIED[turn.key]} is {'below' if turn.factor < 1 else 'above'} "
+        f"{seconds(turn.value)} (x {turn.factor:.2g})."
+        for turn in found.turns
+    ]
+    return "\n".join([table(head, rows, right=(2,)), *turns]) if rows else ""
 
 
 def origins(asked: Scenario) -> str:

@@ -118,7 +118,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"Daly: a failure every {hours * 60 / 64:g} min", exact, _share(words, alone, 0, steps))
     for standbys in (0, 2, 5):
         words = f"{base} --gpu-mtbf 320h --save-time 0 --restart-time 0 --repair-time 8h"
-        share = _share(words, alone, standbys, 1, "waiting for nodes")
+        share = _share(words, alone, standbys, 1, "waited")
         exact = waiting(8, standbys, 40 * 3600.0, 8 * 3600.0)
         yield Case(f"birth and death: 8 nodes wait with {standbys} standbys", exact, share)
     for hours in (40, 160):
@@ -145,7 +145,7 @@ def cases() -> Iterator[Case]:
 def _share(words: str, protection: Protection, standbys: int, interval: float, part: str = ""):
     def simulated(failures: int) -> float:
         row = model.simulate(asked(words), protection, standbys, interval, failures)
-        return row.shares[part] if part else row.effective
+        return row.totals[part] / row.totals["seconds"] if part else row.effective
 
     return simulated
 

@@ -34,6 +34,8 @@ CHECKPOINTS, FEWER = "checkpoints", "fewer workers"
 _SEARCH, _FINAL = {"numba": 4000, "interpreted": 400}, {"numba": 60_000, "interpreted": 4000}
 _ERROR = 0.0008
 _PLACED = 16_384
+_RUNS = 20_000
+"""Runs of the length that is asked about whose spread is the 95 % range."""
 STATE = MAIN + MOMENTS["adam"]
 """Bytes of main weights and optimizer state of a parameter."""
 STATE_BYTES = STATE + 6
@@ -98,7 +100,8 @@ class Row:
         shares: where the rest of the time goes: name -> share of the wall time.
         idle_gpus: mean number of standby GPUs that have nothing to do.
         hour_lost: share of runs that lose more than an hour of computing at once.
-        totals: counts of the simulation: failures, swaps, restarts, rebuilds, losses, seconds.
+        totals: counts of the simulation: failures, swaps, restarts, rebuilds, losses, steps, seconds, and how many of
+            these are spent waiting for nodes.
         rungs: what happens -> rung of the ladder that follows, by the control plane.
     """
 
@@ -316,7 +319,8 @@ def events(asked: Scenario, standbys: int, failures: int) -> engine.Events:
     taken = np.array([cause.taken for cause in asked.causes], dtype=np.int64)[which]
     repair = np.array([cause.repair_s for cause in asked.causes])[which]
     repair = repair * _spread(asked.repair_law, fourth)
-    nodes = np.minimum((third * every).astype(np.int64), every - 1)
+    domains = -(-every // np.maximum(taken, 1))
+    nodes = np.minimum((third * domains).astype(np.int64), domains - 1) * np.maximum(taken, 1)
     pad = np.zeros(1, dtype=np.int64)
     return engine.Events(
         np.append(at, engine.NEVER), np.append(nodes, pad), np.append(taken, pad), np.append(repair, 0.0), luck
@@ -365,51 +369,85 @@ def simulate(asked: Scenario, protection: Protection, standbys: int, interval: f
     end = float(happen.at[-2])
     warm = min(0.3 * end, 5.0 * repair)
     length = asked.days * 86400.0
-    count = int(min(2000, max(20, (end - warm) / length)))
-    until = warm + np.arange(count + 1) * (end - warm) / count
-    found = np.zeros((count + 1, len(state.real) + len(state.whole)))
+    count = int(min(_RUNS, (end - warm) / length)) if end - warm >= 20 * length else 20
+    span = length if end - warm >= 20 * length else (end - warm) / count
+    until = np.append(warm + np.arange(count + 1) * span, end)
+    found = np.zeros((count + 2, len(state.real) + len(state.whole)))
     engine.player()[1](given, happen, state, until, found)
-    return _row(asked, protection, standbys, interval, until, found, (end - warm) / count / length)
+    return _row(asked, protection, standbys, interval, until, found)
 
 
-def _row(asked, protection, standbys, interval, until, found, portion) -> Row:
+def _row(asked, protection, standbys, interval, until, found) -> Row:
     """Return the row of the totals at the ends of consecutive parts of the simulated time.
 
     Args:
         asked, protection, standbys, interval: as for :func:`simulate`.
-        until: ends of the parts in seconds, [parts + 1].
+        until: ends of the parts in seconds, [parts + 2]; the parts have one length, apart from the last.
         found: totals at these times, as :func:`ft.lab.plan.goodput.engine.play` writes them.
-        portion: length of a part relative to the run that is asked about.
     """
-    shift = 15
-    parts = np.diff(found, axis=0)
-    span = until[1] - until[0]
-    whole = parts.sum(axis=0) / (until[-1] - until[0])
-    useful = parts[:, engine.USEFUL] / span
-    factor = 1.0
+    shift, span, total = 15, until[1] - until[0], until[-1] - until[0]
+    portion = span / (asked.days * 86400.0)
+    every, parts = found[-1] - found[0], np.diff(found[:-1], axis=0)
+    whole = every / total
+    factor = trusted = 1.0
     if STAGES in protection.names and whole[engine.DONE] > 0 and protection.units == 1:
         factor = converges(
             whole[shift + engine.REBUILDS] / whole[engine.DONE], asked.stages, SWAPPED in protection.names
         )
-    share = useful * factor
-    mean, spread = float(share.mean()), float(share.std(ddof=1))
+    exact, waited = waits(asked, standbys) if protection.units == 1 else None, float(whole[engine.WAITED])
+    if exact is not None and waited < 0.999:
+        trusted = (1.0 - exact) / (1.0 - waited)
+    factor *= trusted
+    share = parts[:, engine.USEFUL] / span * factor
+    mean = float(whole[engine.USEFUL]) * factor
     narrower = math.sqrt(portion) if portion < 1.0 else 1.0
-    low, high = np.quantile(share, (0.025, 0.975))
+    low, high = (mean + (float(end) - mean) * narrower for end in np.quantile(share, (0.025, 0.975)))
     paid = (1.0 + standbys / asked.nodes) / mean if mean > 0 else math.inf
     names = {"stalled": engine.STALLED, "recovering": engine.STOPPED, "waiting for nodes": engine.WAITED}
     names |= {"saving": engine.SAVED}
-    shares = {name: float(whole[at]) for name, at in names.items()}
-    shares["computed again"] = float(whole[engine.UNDONE])
-    counts = {name: float(parts[:, shift + at].sum()) for name, at in _COUNTS.items()}
-    counts |= {"seconds": float(until[-1] - until[0]), "steps": float(parts[:, engine.DONE].sum())}
-    per_run = parts[:, shift + engine.LARGE].mean() / max(portion, 1e-12)
+    shares = {name: float(whole[at]) * trusted for name, at in names.items()}
+    shares["computed again"] = float(whole[engine.UNDONE]) * trusted
+    if exact is not None and waited < 0.999:
+        shares["waiting for nodes"] = exact
+    counts = {name: float(every[shift + at]) for name, at in _COUNTS.items()}
+    counts |= {"seconds": float(total), "steps": float(every[engine.DONE]), "waited": float(every[engine.WAITED])}
+    per_run = every[shift + engine.LARGE] / total * asked.days * 86400.0
     hour = float((parts[:, shift + engine.LARGE] > 0).mean()) if portion >= 0.999 else 1.0 - math.exp(-per_run)
+    known = parts[:, engine.WAITED] / span if exact is not None else np.zeros(len(parts))
     return Row(
-        protection, standbys, int(min(interval, 10**12)), mean, mean + (float(low) - mean) * narrower,
-        mean + (float(high) - mean) * narrower, spread / math.sqrt(len(share)), paid, shares,
-        float(whole[engine.IDLED]) * asked.gpus_per_node, hour, counts,
-        follows(tuple(name for name in protection.names if name not in (CHECKPOINTS, FEWER))),
+        protection, standbys, int(min(interval, 10**12)), mean, max(0.0, low), min(1.0, high),
+        _error(asked, share, known, span, total), paid, shares, float(whole[engine.IDLED]) * asked.gpus_per_node, hour,
+        counts, follows(tuple(name for name in protection.names if name not in (CHECKPOINTS, FEWER))),
     )  # fmt: skip
+
+
+def waits(asked: Scenario, standbys: int) -> float | None:
+    """Return the exact share of the time in which a run that needs all nodes waits for one; None: there is no formula.
+
+    Nodes that fail one by one at random moments, standbys included, are away independently of each other, each for a
+    share that depends on the means alone. With it, a mean that is simulated needs no long time: it varies far less
+    given that nodes are there.
+    """
+    alone = all(cause.taken <= 1 for cause in asked.causes)
+    if not alone or asked.law != "exponential" or asked.idle_failures < 1.0 or asked.bad_spares > 0.0:
+        return None
+    away = sum(cause.repair_s / cause.mtbf_s for cause in asked.causes if cause.taken)
+    return float(special.bdtrc(standbys, asked.nodes + standbys, away / (1.0 + away)))
+
+
+def _error(asked: Scenario, share: np.ndarray, known: np.ndarray, span: float, total: float) -> float:
+    """Return the standard error of a mean of parts, by batches that are long beside a repair.
+
+    Args:
+        share: useful share of each part. ``known``: its share of waits, where that is known exactly, else zeros.
+        span, total: seconds of a part and of the whole.
+    """
+    repair = max(cause.repair_s for cause in asked.causes)
+    each = min(max(1, math.ceil(10.0 * repair / span)), len(share) // 10)
+    batches = len(share) // each
+    useful, waited = (values[: batches * each].reshape(batches, each).mean(axis=1) for values in (share, known))
+    mean = useful.mean() / max(1.0 - waited.mean(), 1e-9)
+    return float((useful - mean * (1.0 - waited)).std(ddof=1)) / math.sqrt(total / (span * each))
 
 
 _COUNTS = {
@@ -527,7 +565,7 @@ def table(asked: Scenario, progress: Any = None) -> list[Row]:
     """Return all rows, the cheapest per useful hour first.
 
     Args:
-        asked: the question.
+        asked: the question. If it lists several numbers of standbys, there is a row for each of them.
         progress: called with the number of finished steps, of all steps, and a name.
     """
     rows: list[Row] = []
@@ -536,11 +574,12 @@ def table(asked: Scenario, progress: Any = None) -> list[Row]:
         if progress:
             progress(number, len(every), " + ".join(names) or CHECKPOINTS)
         protections = candidates(asked, names)
-        for some in _apart(protections):
-            found = best(asked, some)
+        listed = [asked.but(spares=(n,)) for n in asked.spares] if len(asked.spares) > 1 else [asked]
+        for some, given in product(_apart(protections), listed):
+            found = best(given, some)
             if found is not None:
-                row = final(asked, found)
-                rows += [row, *(final(asked, each) for each in (twice(asked, row) if FEWER not in names else ()))]
+                row = final(given, found)
+                rows += [row, *(final(given, each) for each in (twice(asked, row) if FEWER not in names else ()))]
     return sorted(rows, key=lambda row: (row.paid, row.spares, row.protection.title))
 
 

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ft.base.errors import UserError
 from ft.lab.plan.goodput.answer import VARIED, Answer, Change
 from ft.protection.table import DOUBLE
+from ft.show import axes as look
 from ft.show import palette
-from ft.show.axes import DPI, STYLE, WIDTH_IN, Percents
-from ft.show.text import percent
+from ft.show.axes import DPI, STYLE, Percents
+from ft.show.text import percent, seconds
 
 _OURS, _TWICE, _BEST = "#4f7fb0", "#b9c4cf", "#3f8f55"
 _LINES = ("#4b3f72", "#3f8f55", "#33659c", "#b07d2a", "#a8527f", "#2f8a97")
@@ -23,8 +23,8 @@ def pareto(found: Answer, path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    figure, (left, right) = _figure(f"{found.asked.gpus:,} GPUs: cost and risk of every protection", 2)
-    _plain(left, "Paid GPU hours per useful hour, and chance of losing more than an hour at once")
+    figure, (left, right) = look.rows(f"{found.asked.gpus:,} GPUs: cost and risk of every protection", (3.3, 3.0))
+    look.plain(left, "Paid GPU hours per useful hour, and chance of losing more than an hour at once")
     rows = [row for row in found.rows if row.paid < 3.0 * found.recommended.paid]
     for row in rows:
         is_best = row is found.recommended
@@ -52,7 +52,7 @@ def pareto(found: Answer, path: Path) -> None:
 
 
 def _tornado(axes, found: Answer) -> None:
-    _plain(axes, "Recommended row if one quantity differs; where another row wins, its name")
+    look.plain(axes, "Recommended row if one quantity differs; where another row wins, its name")
     paid, ticks = found.recommended.paid, []
     for place, (key, name) in enumerate(VARIED.items()):
         mine = [change for change in found.changes if change.key == key]
@@ -65,7 +65,11 @@ def _tornado(axes, found: Answer) -> None:
             axes.annotate(
                 f"x {change.factor:g}", (change.paid, place), above, textcoords="offset points", **STYLE, **side
             )
-        wins = [f"x {change.factor:g}: {change.winner} wins" for change in mine if change.wins]
+        wins = [
+            f"{'below' if turn.factor < 1 else 'above'} {seconds(turn.value)} {turn.winner} wins"
+            for turn in found.turns
+            if turn.key == key
+        ]
         axes.text(1.01, place, "\n".join(wins), transform=axes.get_yaxis_transform(), va="center", **STYLE)
     axes.axvline(paid, color=_BEST, linewidth=1)
     axes.set_yticks(range(len(ticks)), ticks)
@@ -90,8 +94,8 @@ def curves(title: str, label: str, lines: Mapping[str, Sequence[tuple[float, flo
     Raises:
         UserError: the file cannot be written.
     """
-    figure, (axes,) = _figure(title, 1)
-    _plain(axes, "Useful share of the time")
+    figure, axes = look.rows(title, (3.0,))
+    look.plain(axes, "Useful share of the time")
     for colour, (name, points) in zip(_LINES, lines.items(), strict=False):
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=2, label=name)
         best = max(points, key=lambda point: point[1])
@@ -103,20 +107,6 @@ def curves(title: str, label: str, lines: Mapping[str, Sequence[tuple[float, flo
     axes.yaxis.set_major_formatter(Percents())
     axes.legend(frameon=False, fontsize=9, labelcolor=palette.QUIET)
     _save(figure, path)
-
-
-def _figure(title: str, panels: int):
-    figure = Figure(figsize=(WIDTH_IN, 4.2 * panels), dpi=DPI, facecolor=palette.PAPER, layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, color=palette.INK, weight="bold")
-    return figure, figure.subplots(panels, 1, squeeze=False)[:, 0]
-
-
-def _plain(axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10, color=palette.INK, pad=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(length=0, pad=6, labelsize=9, labelcolor=palette.QUIET)
 
 
 def _save(figure: Figure, path: Path) -> None:

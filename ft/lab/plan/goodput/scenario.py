@@ -138,6 +138,8 @@ KEYS: dict[str, Key] = {
     "failures": Key(whole(200, 10_000_000), "N", "failures to simulate for each row", None, "chosen", _MODEL),
 }  # fmt: skip
 """Key -> what it is. A "_" in a key is a "-" in its flag."""
+_RATES = ("gpu_mtbf", "node_mtbf", "software_mtbf", "rack_mtbf", "switch_mtbf", "power_mtbf")
+_NOTHING_FAILS = "nothing fails: no --gpu-mtbf and no other rate", "give --gpu-mtbf or --history"
 REQUIRED = ("gpus", "step_time", "save_time", "restart_time")
 FILES = {
     "history": ("NAME|FILE.csv", "published failures, or recorded ones, scaled to this cluster: llama3, rsc, ..."),
@@ -234,7 +236,9 @@ def flag(name: str) -> str:
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str], space: argparse.Namespace | None) -> tuple:
-    """Parse the words of the command into strings, and note unknown flags as ``problems`` of the namespace."""
+    """Parse the words of the command into strings, and note unknown flags as ``problems`` of the namespace, and the
+    keys that were given by another name as ``renamed``.
+    """
     space = space or argparse.Namespace()
     actions = parser._option_string_actions
     for action in parser._actions:
@@ -242,7 +246,7 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str], space: argpars
             setattr(space, action.dest, action.default)
     for name, value in parser._defaults.items():
         setattr(space, name, value)
-    space.problems, rest = [], list(words)
+    space.problems, space.renamed, rest = [], set(), list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
@@ -255,6 +259,7 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str], space: argpars
             parser.exit()
         elif name not in actions:
             space.problems.append(unknown(name, actions))
+            space.renamed |= {RENAMED.get(name.removeprefix("--").replace("-", "_"), "")}
             if rest and not rest[0].startswith("--"):
                 rest.pop(0)
         elif actions[name].nargs == 0:
@@ -304,8 +309,11 @@ def read(given: argparse.Namespace, needs: Sequence[str] = REQUIRED) -> Scenario
     trace = None
     with problems:
         trace = _measured(texts, values, origin, causes)
+    bad |= getattr(given, "renamed", set())
     missing = [name for name in needs if values[name] is None and name not in bad]
     problems.add([(f"{flag(name)} is missing: {KEYS[name].help}", f"give {flag(name)}") for name in missing])
+    if not bad & set(_RATES) and not texts.keys() & set(FILES) and not any(values[name] for name in _RATES):
+        problems.add([_NOTHING_FAILS])
     problems.refuse()
     causes += _causes(values, bool(causes))
     found = Scenario(values, origin, tuple(causes), trace)
@@ -352,7 +360,8 @@ def _measured(texts: Mapping[str, Any], values: dict, origin: dict, causes: list
             found = history(str(texts["history"]))
             if found.times and (origin["law"] != GIVEN or values["law"] == "trace"):
                 trace, values["law"] = found, "trace"
-            causes += found.causes(values["gpus_per_node"], values["repair_time"])
+            sizes = {kind: values[f"nodes_per_{kind}"] for kind in ("rack", "switch", "power")}
+            causes += found.causes(values["gpus_per_node"], values["repair_time"], values["domain_repair_time"], sizes)
             origin["gpu_mtbf"] = f"history ({found.source})"
     problems.refuse()
     return trace
@@ -381,7 +390,7 @@ def _contradictions(asked: Scenario) -> list[tuple[str, str]]:
     if asked.gpus and asked.gpus % asked.gpus_per_node:
         found.append((f"{asked.gpus:,} GPUs are no whole nodes of {asked.gpus_per_node}", "give whole nodes"))
     if not asked.causes:
-        return [*found, ("nothing fails: no --gpu-mtbf and no other rate", "give --gpu-mtbf or --history")]
+        return [*found, _NOTHING_FAILS]
     if asked.rack_mtbf and not asked.nodes_per_rack:
         found.append(("--rack-mtbf without --nodes-per-rack", "give --nodes-per-rack"))
     if asked.law == "trace" and asked.trace is None:

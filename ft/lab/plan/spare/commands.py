@@ -1,17 +1,29 @@
-"""Implement ``ft plan spare``, which has one subcommand for each question about SPARe.
+"""Implement ``ft plan spare``: ``theory``, ``place`` and ``reorder``, one subcommand for each question about SPARe.
 
-SPARe protects data-parallel training: each part (shard type) of a step's data is hosted by several groups of ranks, and
-the survivors of a failure compute the parts of the lost groups.
+SPARe protects data-parallel training: each part (shard type) of a step's data is hosted by several of N groups of
+ranks, and the redundancy is the number of hosts of a type. A ruler is a list of marks: group w hosts type
+(w + mark) mod N for each of them. Each group computes the first S types of its stack, an ordered list of the types that
+it hosts. After a loss of groups the controller increases S or reorders stacks, so that the survivors still compute
+every type. Types that are missing in the interrupted step are computed additionally in this step (patch compute). If
+all hosts of a type are lost, this is a wipe-out.
 """
 
-from ft.base.flags import add_group
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
 
-_SUBCOMMANDS = (
-    "ft.lab.plan.spare.theory",
-    "ft.lab.plan.spare.place",
-    "ft.lab.plan.spare.reorder",
-)
-"""Modules with an ``add_parser`` function each, in the order in which help lists them."""
+from ft.base.errors import UserError
+from ft.base.flags import add_group
+from ft.base.quantities import argument, several, whole
+from ft.lab.plan.spare import theory
+from ft.show.text import left_out, shortened, table
+from ft.systems.spare.controller import Controller, Reordering
+from ft.systems.spare.placement import Placement
+from ft.systems.spare.ruler import check, largest_redundancy, ruler
 
 _DESCRIPTION = """\
 In SPARe, each of N shard types is hosted by r of N groups (r is the redundancy), and the survivors of failures reorder
@@ -22,11 +34,250 @@ pair."""
 
 def add_parser(subparsers) -> None:
     """Add ``spare`` with its subcommands."""
-    add_group(
+    nested = add_group(
         subparsers,
         "spare",
-        _SUBCOMMANDS,
+        (),
         command="ft plan",
         help="plan the redundancy of SPARe: failures endured, stacks computed, placement, reordering",
         description=_DESCRIPTION,
     )
+    for add in (_add_theory, _add_place, _add_reorder):
+        add(nested)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add ``--groups``, ``--redundancy`` and ``--json``."""
+    parser.add_argument(
+        "--groups",
+        type=several,
+        required=True,
+        metavar="N",
+        help="number of groups, which is also the number of shard types",
+    )
+    parser.add_argument(
+        "--redundancy", type=several, required=True, metavar="R", help="number of hosts of each shard type"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON instead of a table: one object, or a list of objects"
+    )
+
+
+def _sizes(given: argparse.Namespace) -> list[tuple[int, int]]:
+    """Return (number of groups, redundancy) for every pair of values that the flags ask for."""
+    return list(product(given.groups, given.redundancy))
+
+
+def _as_json(given: argparse.Namespace, answers: Sequence[dict[str, Any]]) -> str:
+    """Return the answers as JSON text: an object for a single pair of sizes, else a list in the order of ``_sizes``."""
+    return json.dumps(answers[0] if len(_sizes(given)) == 1 else list(answers))
+
+
+_THEORY = """\
+Evaluate the closed forms of the SPARe paper: failures up to the first wipe-out (3), stacks per step by (5) and by its
+lower bound (6), the probability rho that a failure after k others needs a patch compute, and the rule of thumb r*
+(8)."""
+
+_THEORY_OUT = left_out(
+    "groups that return before a wipe-out", "bursts of failures", "failures during restarts", "jitter"
+)
+
+_NUMBER = argument(whole(-(10**18), 10**18))
+
+
+def _add_theory(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "theory",
+        help="failures endured and stacks per step, by the formulas of the paper",
+        description=_THEORY,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_sizes(parser)
+    parser.add_argument("--failures", type=_NUMBER, metavar="K", help="number of earlier failures, for rho")
+    parser.set_defaults(main=run_theory)
+
+
+def run_theory(given: argparse.Namespace) -> int:
+    """Print the results.
+
+    Raises:
+        UserError: a size or the number of failures is invalid.
+    """
+    answers = [theory.answer(groups, redundancy, given.failures) for groups, redundancy in _sizes(given)]
+    print(_as_json(given, answers) if given.json else f"{_THEORY_OUT}\n\n{_theory_text(given, answers)}")
+    return 0
+
+
+def _theory_text(given: argparse.Namespace, answers: list[dict[str, Any]]) -> str:
+    head = ["groups", "redundancy", "failures (3)", "stack bound (6)", "stacks per step (5)", "r* (8)"]
+    rows = [
+        [
+            *(str(size), str(redundancy), f"{found['mu']:.1f}", f"{found['stack_lower_bound']:.2f}"),
+            *(f"{found['stack_mean']:.2f}", str(found["r_star"])),
+        ]
+        for (size, redundancy), found in zip(_sizes(given), answers, strict=True)
+    ]
+    if given.failures is not None:
+        head.append(f"rho after {given.failures}")
+        for row, found in zip(rows, answers, strict=True):
+            row.append(f"{found['rho']:.3f}")
+    return table(head, rows, right=range(len(head)))
+
+
+_PLACE = """\
+Compute a ruler with which two types share at most one group: group w hosts type (w + mark) mod N for each mark. The
+ruler is the optimal Golomb ruler if it fits, else a modular ruler for exactly this number of groups."""
+
+
+_PLACE_OUT = left_out("failure domains: the hosts of a type may share a rack or a switch")
+
+
+def _add_place(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "place",
+        help="compute the ruler that places the types, and the resulting layout",
+        description=_PLACE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_sizes(parser)
+    parser.add_argument("--ruler", type=several, metavar="0,A,B,...", help="use these marks, after a check")
+    parser.add_argument("--out", metavar="FILE", help="write the initial order of every group to this file, as JSON")
+    parser.set_defaults(main=run_place)
+
+
+def run_place(given: argparse.Namespace) -> int:
+    """Print the rulers and, with ``--out``, write the layout (the types of every group in their initial order).
+
+    Raises:
+        UserError: a size cannot be placed, the given ruler is invalid, or the file cannot be written.
+    """
+    if given.out is not None and len(_sizes(given)) > 1:
+        raise UserError(
+            "--out stores a single layout, and several sizes are given", "give one --groups and --redundancy"
+        )
+    placements = [_placement(groups, redundancy, given.ruler) for groups, redundancy in _sizes(given)]
+    if given.out is not None:
+        _write(placements[0], Path(given.out))
+    answers = [{"ruler": list(placement.ruler), "max_overlap": placement.max_overlap} for placement in placements]
+    print(_as_json(given, answers) if given.json else f"{_PLACE_OUT}\n\n{_place_text(placements)}")
+    return 0
+
+
+def _placement(groups: int, redundancy: int, given: list[int] | None) -> Placement:
+    if given is None:
+        return Placement(groups, ruler(groups, redundancy))
+    if len(given) != redundancy:
+        raise UserError(
+            f"the ruler has {len(given)} marks, and the redundancy is {redundancy}", "give one mark for each host"
+        )
+    return Placement(groups, check(given, groups))
+
+
+def _write(placement: Placement, path: Path) -> None:
+    layout = {
+        "groups": placement.groups,
+        "redundancy": placement.redundancy,
+        "ruler": list(placement.ruler),
+        "orders": placement.orders().tolist(),
+    }
+    try:
+        path.write_text(json.dumps(layout) + "\n")
+    except OSError as error:
+        raise UserError(f"the layout cannot be written: {error}", "give --out a path that can be written") from error
+
+
+def _place_text(placements: list[Placement]) -> str:
+    head = ["groups", "redundancy", "at most", "overlap", "ruler"]
+    rows = [
+        [
+            *(str(made.groups), str(made.redundancy), str(largest_redundancy(made.groups)), str(made.max_overlap)),
+            " ".join(str(mark) for mark in made.ruler),
+        ]
+        for made in placements
+    ]
+    return table(head, rows, right=range(4))
+
+
+_REORDER = """\
+Show what the controller decides when some groups of the initial layout are lost at once: the stack S after which groups
+take part in the all-reduce, the types that move into the first S positions of a group, and the types that have to be
+computed additionally in the interrupted step."""
+
+_REORDER_OUT = left_out(
+    "groups that return", "what a run does in a wipe-out: other groups compute the types, and nothing restarts"
+)
+_PHASES = ("0, the orders remain valid", "1, a deeper stack was enough", "2, types were moved")
+_WIDTH = 100
+
+
+def _add_reorder(subparsers) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "reorder",
+        help="show stack, moves and patch computes after a loss of groups",
+        description=_REORDER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_sizes(parser)
+    parser.add_argument("--failed", type=several, required=True, metavar="A,B,...", help="groups, from 0, or ranges")
+    parser.set_defaults(main=run_reorder)
+
+
+def run_reorder(given: argparse.Namespace) -> int:
+    """Print the decisions.
+
+    Raises:
+        UserError: a size cannot be placed, or the failed groups are invalid.
+    """
+    found = []
+    for groups, redundancy in _sizes(given):
+        placement = Placement(groups, ruler(groups, redundancy))
+        controller = Controller(placement)
+        began = time.perf_counter()
+        done = controller.lose(given.failed)
+        found.append((done, (time.perf_counter() - began) * 1e3))
+    if given.json:
+        print(_as_json(given, [_reorder_values(done, time_ms) for done, time_ms in found]))
+        return 0
+    parts = [_reorder_text(size, *each) for size, each in zip(_sizes(given), found, strict=True)]
+    print("\n\n".join([_REORDER_OUT, *parts]))
+    return 0
+
+
+def _reorder_values(done: Reordering, time_ms: float) -> dict[str, Any]:
+    """Return the decision as JSON values."""
+    moves = [
+        {"group": move.group, "type": move.kind, "from": move.from_position, "to": move.to_position}
+        for move in done.moves
+    ]
+    return {
+        "stack": done.stack,
+        "moves": moves,
+        "wipe_out": list(done.wipe_out),
+        "phase": done.phase,
+        "patch_types": list(done.patch_types),
+        "time_ms": time_ms,
+    }
+
+
+def _reorder_text(size: tuple[int, int], done: Reordering, time_ms: float) -> str:
+    rows = [["groups, redundancy", f"{size[0]}, {size[1]}"]]
+    if done.wipe_out:
+        rows.append(
+            ["wipe-out", f"no host is left of types {_list(done.wipe_out)} (the paper: restart from a checkpoint)"]
+        )
+    else:
+        rows += [["stack", str(done.stack)], ["phase", _PHASES[done.phase]]]
+        rows.append(["patch", f"types {_list(done.patch_types)}" if done.patch_types else "not needed"])
+    rows.append(["time", f"{time_ms:.3f} ms"])
+    text = "\n".join(f"{name:<20}{value}" for name, value in rows)
+    if not done.moves:
+        return text
+    moves = [[str(number) for number in move] for move in done.moves]
+    return f"{text}\n\n" + table(["group", "type", "from position", "to"], moves, right=range(4))
+
+
+def _list(kinds: tuple[int, ...]) -> str:
+    return shortened(", ".join(str(kind) for kind in kinds), _WIDTH)

@@ -1,4 +1,4 @@
-"""Closed forms of the SPARe paper (sections 2.2 and 4), and the command ``ft plan spare theory`` that shows them.
+"""Closed forms of the SPARe paper (sections 2.2 and 4), which ``ft plan spare theory`` shows.
 
 A number in parentheses is the number of the formula in the paper. N groups (replicas of the model) compute N shard
 types (parts of a global batch), and each type is hosted by r groups (r is the redundancy). A group computes S types
@@ -7,26 +7,13 @@ restart from a checkpoint. A patch compute is the additional work of the survivo
 the current step.
 """
 
-import argparse
 import math
 from typing import Any
 
 from ft.base.errors import UserError
-from ft.base.quantities import argument, whole
-from ft.lab.plan.spare.flags import add_sizes, as_json, sizes
-from ft.show.text import left_out, table
 from ft.systems.spare.ruler import check_size
 
 EULER_GAMMA = 0.57721566490153286
-
-_DESCRIPTION = """\
-Evaluate the closed forms of the SPARe paper: failures up to the first wipe-out (3), stacks per step by (5) and by its
-lower bound (6), the probability rho that a failure after k others needs a patch compute, and the rule of thumb r*
-(8)."""
-
-LEFT_OUT = left_out("groups that return before a wipe-out", "bursts of failures", "failures during restarts", "jitter")
-
-_number = argument(whole(-(10**18), 10**18))
 
 
 def checkpoint_period(save: float, failure: float, restart: float) -> float:
@@ -106,30 +93,6 @@ def r_star(groups: int) -> int:
     return math.floor(math.log2(groups) + EULER_GAMMA / math.log(2))
 
 
-def add_parser(subparsers) -> None:
-    """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "theory",
-        help="failures endured and stacks per step, by the formulas of the paper",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_sizes(parser)
-    parser.add_argument("--failures", type=_number, metavar="K", help="number of earlier failures, for rho")
-    parser.set_defaults(main=run)
-
-
-def run(given: argparse.Namespace) -> int:
-    """Print the results.
-
-    Raises:
-        UserError: a size or the number of failures is invalid.
-    """
-    answers = [answer(groups, redundancy, given.failures) for groups, redundancy in sizes(given)]
-    print(as_json(given, answers) if given.json else f"{LEFT_OUT}\n\n{_as_text(given, answers)}")
-    return 0
-
-
 def answer(groups: int, redundancy: int, failures: int | None = None) -> dict[str, Any]:
     """Return name -> value of the closed forms for one pair of sizes.
 
@@ -148,19 +111,3 @@ def answer(groups: int, redundancy: int, failures: int | None = None) -> dict[st
     if failures is not None:
         found["rho"] = rho(groups, failures)
     return found
-
-
-def _as_text(given: argparse.Namespace, answers: list[dict[str, Any]]) -> str:
-    head = ["groups", "redundancy", "failures (3)", "stack bound (6)", "stacks per step (5)", "r* (8)"]
-    rows = [
-        [
-            *(str(size), str(redundancy), f"{found['mu']:.1f}", f"{found['stack_lower_bound']:.2f}"),
-            *(f"{found['stack_mean']:.2f}", str(found["r_star"])),
-        ]
-        for (size, redundancy), found in zip(sizes(given), answers, strict=True)
-    ]
-    if given.failures is not None:
-        head.append(f"rho after {given.failures}")
-        for row, found in zip(rows, answers, strict=True):
-            row.append(f"{found['rho']:.3f}")
-    return table(head, rows, right=range(len(head)))

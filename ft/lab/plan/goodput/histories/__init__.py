@@ -7,7 +7,7 @@ with ``time_s``, ``cause`` and ``kind`` for failures with their times; lines ``#
 
 import csv
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,12 +66,16 @@ class History:
     counts: dict[tuple[str, str], float]
     times: tuple[tuple[float, str], ...] = ()
 
-    def causes(self, gpus_per_node: int, repair_s: float) -> list[Cause]:
+    def causes(
+        self, gpus_per_node: int, repair_s: float, domain_s: float, sizes: Mapping[str, int | None]
+    ) -> list[Cause]:
         """Return the causes with their rates per node, one for each kind.
 
         Args:
             gpus_per_node: GPUs of a node of the cluster that is asked about.
             repair_s: mean seconds until a failed node is back.
+            domain_s: the same for the nodes of a rack, switch or power line.
+            sizes: kind -> nodes of such a domain of that cluster; where it is unknown, those of ``KINDS``.
         """
         totals: dict[str, float] = {}
         for (_, kind), number in self.counts.items():
@@ -79,9 +83,9 @@ class History:
         node_seconds = self.gpus / gpus_per_node * self.hours * 3600.0
         found = []
         for kind, number in totals.items():
-            taken = KINDS[kind]
+            taken = sizes.get(kind) or KINDS[kind]
             per = max(1, taken)
-            repair = repair_s if kind == "node" else 0.0 if kind == "software" else min(repair_s, 4 * 3600.0)
+            repair = repair_s if kind == "node" else 0.0 if kind == "software" else domain_s
             found.append(Cause(f"{kind} ({self.name})", node_seconds / per / number, taken, per, repair))
         return found
 
