@@ -376,7 +376,8 @@ class Folder(SharedState):
         path = self._path / name
         temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
         try:
-            temporary.write_bytes(value)
+            with open(temporary, "wb", opener=files.unlinked) as file:
+                file.write(value)
             temporary.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):

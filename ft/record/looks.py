@@ -72,7 +72,7 @@ def want(run: Path, why: str) -> None:
         OSError: the folder cannot be written.
     """
     wanted(run).parent.mkdir(exist_ok=True)
-    wanted(run).write_text(why)
+    files.replace(wanted(run), why)
 
 
 def numbers(run: Path) -> list[int]:
@@ -226,7 +226,7 @@ def note_server(run: Path, wall: float, said: Rank) -> None:
         OSError: the folder cannot be written.
     """
     (run / _FOLDER).mkdir(exist_ok=True)
-    with (run / _FOLDER / _SERVER).open("a") as file:
+    with open(run / _FOLDER / _SERVER, "a", opener=files.unlinked) as file:
         file.write(json.dumps({"wall": wall, "said": to_json(said)}) + "\n")
 
 

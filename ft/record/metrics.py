@@ -70,12 +70,9 @@ class MetricsFile:
     def _cut(self, step: int) -> None:
         """Remove the lines of steps after ``step``, atomically by a new file or, if the disk is full, by truncation."""
         kept = [line for line in self._path.read_bytes().splitlines(keepends=True) if _is_kept(line, step)]
-        temporary = self._path.with_name(self._path.name + ".tmp")
         try:
-            temporary.write_bytes(b"".join(kept))
-            temporary.replace(self._path)
+            files.replace(self._path, b"".join(kept))
         except OSError:
-            temporary.unlink(missing_ok=True)
             os.truncate(self._path, sum(map(len, kept)))  # steps are in order, so the kept lines come first
 
 

@@ -111,6 +111,20 @@ def test_answers_to_an_earlier_look_and_answers_that_make_no_sense_are_no_eviden
     assert not list(answers.found())
 
 
+def test_a_look_for_which_no_thread_can_be_started_is_no_evidence_and_ends_nobody(tmp_path, capfd, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    state, posted, answers = World().run().state, [], Answers(tmp_path)
+    state.looks, kept = 1, Looks(tmp_path, "n0", posted.append)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    kept.begins(Look(1, "a stall", SEATS), dict.fromkeys(SEATS.values()))
+    kept.close()
+    answers.take(state, posted[-1])
+    assert "look 1 is no evidence: can't start new thread" in capfd.readouterr().out
+    assert not list(answers.found()) and not looks.numbers(tmp_path)
+
+
 def test_nothing_is_stored_where_no_rank_is(tmp_path):
     kept = Looks(tmp_path, "n3")
     kept.begins(Look(1, "a stall", SEATS), {"n3.w0": 1})

@@ -12,7 +12,7 @@ import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ft.base import events
+from ft.base import events, files
 from ft.base.errors import PLANNED_ENDS, UserError
 from ft.base.files import needs_run_dir
 from ft.faults.verdict import USER_CODE
@@ -451,7 +451,7 @@ class Agent:
     def _leave_word(self, trace: str) -> None:
         """Write the exception that ends this agent into the run's directory, for ``ft diagnose crash``."""
         with contextlib.suppress(OSError):
-            (self._options.run_dir / "logs" / f"{self._node}{AGENT_LOG}").write_text(trace)
+            files.replace(self._options.run_dir / "logs" / f"{self._node}{AGENT_LOG}", trace)
 
     def _clean_up(self) -> None:
         self._workforce.kill_all()

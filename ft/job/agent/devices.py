@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ft.base import threads
 from ft.base.errors import UserError
 from ft.job.messages import DeviceReleased
 from ft.platform import devices
@@ -176,7 +177,11 @@ class Devices:
             return
         self._looking.add(worker)
         arguments = (worker, node, device)
-        threading.Thread(target=self._look_until_free, args=arguments, name="ft-devices", daemon=True).start()
+        try:
+            threads.start(self._look_until_free, arguments, "ft-devices")
+        except OSError:  # one look in this thread has to do
+            self._reports.append(DeviceReleased(worker, node, device, self._look(device)[0]))
+            self._wake()
 
     def reports(self) -> list[DeviceReleased]:
         """Return the results of the looks that have ended since the last call."""

@@ -9,12 +9,11 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ft.base import bounded_json, files, token
+from ft.base import bounded_json, files, threads, token
 from ft.base.errors import UserError
 from ft.job.messages import PeerUnreached, Reach
 from ft.platform import election, network
@@ -112,9 +111,7 @@ def leave_message(run_dir: Path, node: str, reason: str) -> None:
     """Leave the reason why this node cannot take part in the run's directory, for the agents that can."""
     with contextlib.suppress(OSError):
         (run_dir / _FOLDER).mkdir(exist_ok=True)
-        draft = run_dir / _FOLDER / f".{node}"
-        draft.write_text(json.dumps({"node": node, "reason": reason}))
-        draft.replace(run_dir / _FOLDER / f"{node}.json")
+        files.replace(run_dir / _FOLDER / f"{node}.json", json.dumps({"node": node, "reason": reason}))
 
 
 class Messages:
@@ -149,7 +146,8 @@ class Messages:
 def reach(order: Reach, node: str, post: Callable[[PeerUnreached], None]) -> None:
     """Connect to the agent that the order assigns to this one, in a thread, and report it if that is impossible."""
     if node in order.peers:
-        threading.Thread(target=_reach, args=(order, node, post), name="ft-reach", daemon=True).start()
+        with contextlib.suppress(OSError):  # nothing is known of the peer then
+            threads.start(_reach, (order, node, post), "ft-reach")
 
 
 def _reach(order: Reach, node: str, post: Callable[[PeerUnreached], None]) -> None:

@@ -5,6 +5,7 @@ interpreter lock, the operating system says what its threads do; and if its lock
 calls (:mod:`ft.platform.processes`).
 """
 
+import contextlib
 import json
 import threading
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft.base import files
+from ft.base import files, threads
 from ft.faults.hang import look as calls
 from ft.faults.hang.look import DEAD, RUNNING, STOPPED, Rank, Thread, united
 from ft.job.messages import Look, Looked, LookTaken
@@ -114,8 +115,8 @@ class Looks:
         _add_stacks(look)
         path = record.path(self._folder, look.order.number, self._node)
         # Not in the agent's own thread: the storage may be what hangs.
-        self._writer = threading.Thread(target=_store, args=(path, self._values(look)), name="ft-look", daemon=True)
-        self._writer.start()
+        with contextlib.suppress(OSError):  # it is not stored; the control plane has it
+            self._writer = threads.start(_store, (path, self._values(look)), "ft-look")
 
     def close(self) -> None:
         """Store the look, and wait a moment until it is stored."""

@@ -8,13 +8,13 @@ import contextlib
 import itertools
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ft.base import threads
 from ft.base.errors import FtError, UserError
 from ft.job.agent.devices import Devices
 from ft.job.agent.environment import NodeContext
@@ -198,7 +198,8 @@ class Membership:
         """
         if self._store_server is not None:
             given = self._store_server.address, self._token, epoch - 1
-            threading.Thread(target=_sweep, args=given, daemon=True).start()
+            with contextlib.suppress(OSError):  # a later epoch sweeps
+                threads.start(_sweep, given)
 
 
 def _sweep(address: str, token: str, before: int) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ft.base import threads
 from ft.base.errors import FtError
 from ft.job.agent.first_contact import ControlPlaneWatch, find_token, leave_message
 from ft.job.control.timeouts import Timeouts
@@ -253,7 +254,10 @@ class _Session:
                 channel.post(number, report)
             self._linked = self._was_linked = True
             self._announce(Linked(lease.term))
-            threading.Thread(target=self._follow, args=(channel,), name="ft-orders", daemon=True).start()
+            try:
+                threads.start(self._follow, (channel,), "ft-orders")
+            except OSError as error:
+                raise ConnectionError(error.strerror) from error
             self._send(channel)
         finally:
             channel.close()

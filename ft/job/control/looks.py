@@ -9,12 +9,11 @@ it.
 
 import contextlib
 import queue
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ft.base import events
+from ft.base import events, threads
 from ft.base.errors import UserError
 from ft.faults.hang.causes import BUSY, DEAD_, STOPPED_
 from ft.faults.hang.format import Who
@@ -120,7 +119,10 @@ class Answers:
         self._said[report.node] = report.said
         if {worker.node for worker in state.seated()} <= self._said.keys():
             said, self._said = list(self._said.values()), {}
-            threading.Thread(target=self._judge, args=(report.number, said), name="ft-hang", daemon=True).start()
+            try:
+                threads.start(self._judge, (report.number, said), "ft-hang")
+            except OSError as error:
+                print(f"ft: look {report.number} is no evidence: {error.strerror}", flush=True)
 
     def found(self) -> Iterator[m.HangJudged]:
         """Yield what was found since the last call."""

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft.base.files import unlinked
 from ft.job.replicas.policy import ENDS
 
 GIVEN_UP = "given up"
@@ -33,7 +34,8 @@ def put(run_dir: Path, replica: int, mark: str) -> None:
     folder = run_dir / _FOLDER
     folder.mkdir(exist_ok=True)
     temporary = folder / f".{replica}.{os.getpid()}"
-    temporary.write_text(mark)
+    with open(temporary, "w", opener=unlinked) as file:
+        file.write(mark)
     temporary.replace(folder / str(replica))
 
 

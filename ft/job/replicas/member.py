@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ft import faults as inject
-from ft.base import bounded_json, events
+from ft.base import bounded_json, events, files
 from ft.base.errors import UserError
 from ft.job.agent.devices import LeftOut
 from ft.job.agent.options import Cluster, RunOptions, Script
@@ -158,7 +158,7 @@ class Member:
         life = next_life(self.setup.folder, self.setup.part.node_rank)
         options = replace(self.setup.options, life=life, max_restarts=life + self.setup.options.max_restarts)
         left = inject.left(self.setup.faults, self.setup.folder)
-        self._order.write_text(pack(options, left, began(self.setup.folder)))
+        files.replace(self._order, pack(options, left, began(self.setup.folder)))
         environment = {**self.setup.environment, "FT_HSDP_LIFE": str(life or int(self.setup.is_late))}
         self.process = self.supervisor.start(
             "ft.job.replicas.member",
