@@ -28,7 +28,7 @@ from ft.faults.hang.format import COMMUNICATION, KERNEL, place
 from ft.faults.hang.look import Across, Operation, Rank, Thread
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
-from ft.job.messages import Close, Look, Looked, Observed, Open, StepTimes
+from ft.job.messages import Close, Inherit, Look, Looked, Observed, Open, StepTimes
 from ft.net.codec import to_json
 from ft.net.framed import checksum
 from ft.net.streams import TcpNetwork, network_of
@@ -291,7 +291,7 @@ class Session(protocol.Member):
         self._left = threading.Event()
         self._lock = threading.Lock()
         self._when_closed: list[Callable[[int, str], None]] = []
-        self.orders = Orders(self._on_close, self._on_look)
+        self.orders = Orders(self._on_close, self._on_look, self._on_inherit)
         self.link = Link.connect(environment, processes.register_handler(threading.main_thread().ident or 0))
         self.link.listen(self.orders.deliver)
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s, self._step_times)
@@ -445,6 +445,14 @@ class Session(protocol.Member):
             self.log_error(error)
             return
         self.send(answer)
+
+    def _on_inherit(self, order: Inherit) -> None:
+        opened = []
+        for path in order.files:
+            with contextlib.suppress(OSError):  # without them, peer copies or a checkpoint are used
+                opened.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        self.server.stock.inherit(opened)
+        print(f"snapshots of the worker before, which was killed: {self.server.stock.holdings()}", flush=True)
 
     def suspect(self, group: str, error: BaseException) -> None:
         """Report that a collective failed in an open epoch, and wait for the control plane to close the epoch.

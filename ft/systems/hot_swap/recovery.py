@@ -182,7 +182,8 @@ class Recovery:
         member, arrived = self._member, None
         if self.is_empty:
             self._operations.inject("assemble")
-            arrived = WorkerArrived(member.worker, member.epoch, self._operations.group_reports())
+            groups, inherited = self._operations.group_reports(), self._operations.holdings()
+            arrived = WorkerArrived(member.worker, member.epoch, groups, inherited)
         return await protocol.await_order(member, Repair, arrived)
 
     async def _repair(self, order: Repair) -> WorkerRepaired:
