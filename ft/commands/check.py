@@ -23,6 +23,7 @@ from ft.commands.arguments import misplaced
 from ft.commands.protection import TRAINER, choose_trainer, is_trainer
 from ft.job.agent.options import Script
 from ft.lab.plan.snapshot.shards import from_flags, shards
+from ft.platform import releases
 from ft.protection import table
 from megatron.ft_trainer.arguments import Options, read
 from megatron.ft_trainer.arguments.check import examine
@@ -119,6 +120,8 @@ class Answer:
         memory: bytes per GPU, see :func:`ft.commands.check.memory`; None if they cannot be estimated.
         protections: for each protection, whether it can be added to this line, and the problems that prevent it.
         notices: sentences about flags that have no effect in this project's trainer.
+        known_faults: sentences about known faults of the releases of NCCL, torch, Transformer Engine and the driver
+            that are installed here; empty if the question is about another machine.
         seams: for a checkout, each function of its trainer that protections depend on: ``file``, ``symbol``, ``status``
             ("fits", "missing" or "changed"), ``differs`` and ``why``. Only runs with ``--ft-*`` flags
             depend on these functions.
@@ -133,6 +136,7 @@ class Answer:
     memory: dict[str, Any] | None = None
     protections: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    known_faults: list[str] = field(default_factory=list)
     seams: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -192,6 +196,7 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
             of_checkout = (given, of_files) if program == "checkout" else None
             answer.protections = _protections(options, grid, of_checkout)
     answer.refused = _as_dicts(dict.fromkeys(problems))
+    answer.known_faults = [] if gpus else releases.known_faults(releases.installed())
     return answer
 
 
@@ -385,6 +390,7 @@ def _text(answer: Answer) -> str:
         fitting = len(answer.seams) - len(changed)
         lines.append(f"checkout: {fitting} of {len(answer.seams)} functions that protections depend on are as expected")
         lines += [f"  {each['file']}: {each['symbol']} {each['differs']}; {each['why']}" for each in changed]
+    lines += [f"known fault: {fault}" for fault in answer.known_faults]
     return "\n".join([*lines, *answer.notices])
 
 
