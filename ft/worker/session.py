@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 
 from ft.base import token
 from ft.base.errors import DeviceUnusable, ReplaceNodeError, UserError
@@ -32,7 +33,7 @@ from ft.job.messages import Close, Inherit, Look, Looked, Observed, Open, StepTi
 from ft.net.codec import to_json
 from ft.net.framed import checksum
 from ft.net.streams import TcpNetwork, network_of
-from ft.platform import processes
+from ft.platform import numa, processes
 from ft.platform.versions import versions
 from ft.state.groups import Groups, Rendezvous
 from ft.state.groups.history import shortened
@@ -217,6 +218,15 @@ class Admission:
             self._over.wait(self._period_s)
 
 
+def _bind_to_device() -> None:
+    """Bind this process to the CPUs near its GPU, if it has one."""
+    if torch.cuda.is_initialized():
+        about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        numbers = [getattr(about, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+        if None not in numbers:  # torch before 2.8 does not tell
+            numa.bind("{:04x}:{:02x}:{:02x}.0".format(*numbers))
+
+
 _REACH_S = 20.0
 """Longest time without progress of a standby's message to itself, in seconds."""
 
@@ -334,6 +344,7 @@ class Session(protocol.Member):
         """
         try:
             select(self.local_rank)
+            _bind_to_device()
         except (UserError, RuntimeError) as error:
             if isinstance(error, UserError) and not self.joins and not self._is_restarted:
                 raise

@@ -22,7 +22,7 @@ from ft.job.agent.warm import search_path
 from ft.job.agent.workforce import Watch, silent
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
-from ft.platform import network, slurm
+from ft.platform import network, numa, slurm
 from ft.platform.supervisor import Supervisor
 
 
@@ -314,6 +314,17 @@ def test_a_standbys_environment_has_a_rank_that_no_check_refuses_and_that_does_n
 
 def test_one_thread_unless_the_user_says_otherwise():
     assert environment.defaults({}) == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    for flags, expected in (
+        ("--tensor-model-parallel-size 2 --bf16", one_queue),
+        ("--context-parallel-size=4", one_queue),
+        ("--tensor-model-parallel-size 1", {}),
+        ("--tensor-model-parallel-size 2 --use-megatron-fsdp", {}),
+        ("--lr 1", {}),
+    ):
+        assert environment.defaults(threads, flags.split()) == expected
+        assert environment.defaults({**threads, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, flags.split()) == {}
     assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {"OPENBLAS_NUM_THREADS": "1"}
     assert environment.defaults({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "2"}) == {}
 
@@ -494,3 +505,28 @@ TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in <module>\
 def test_only_lines_that_may_say_why_a_worker_ended_are_shown(log, code, shown, tmp_path):
     (tmp_path / "w.log").write_text(log)
     assert last_words(tmp_path / "w.log", code) == shown
+
+
+def test_workers_are_bound_to_the_cpus_near_their_gpu_as_far_as_they_may_use_them(tmp_path):
+    (device := tmp_path / "sys/bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
+    (node := tmp_path / "sys/devices/system/node/node1").mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    own = sorted(os.sched_getaffinity(0))
+    (node / "cpulist").write_text(f"{own[0]},500-501\n")
+    assert numa.cpus_near("0000:3B:00.0", tmp_path) == {own[0], 500, 501}
+    program = (
+        "import os, pathlib, sys, threading; from ft.platform import numa\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "bound = numa.bind('0000:3b:00.0', {'FT_NUMA_BINDING': sys.argv[2]}, pathlib.Path(sys.argv[1]))\n"
+        "print(sorted(bound), [sorted(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')])"
+    )
+    for switch, bound, of_threads in (("", [own[0]], [own[0]]), ("off", [], own)):
+        if bound == own:  # a machine with one CPU: there is nothing to choose
+            continue
+        command = [sys.executable, "-c", program, str(tmp_path), switch]
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(environment.__file__).parents[3]
+        )
+        assert said.stdout == f"{bound} {[of_threads] * 2}\n"
+    (device / "numa_node").write_text("-1\n")
+    assert numa.cpus_near("0000:3b:00.0", tmp_path) == numa.cpus_near("0000:ff:00.0", tmp_path) == set()

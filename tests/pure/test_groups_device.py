@@ -274,9 +274,24 @@ def test_closing_an_epoch_does_not_wait_for_a_launch_that_holds_the_mutex(worker
     assert isinstance(outcome.error, EpochClosed) and worker.nccl.aborted
 
 
+def test_the_programs_options_and_the_groups_name_reach_every_backend_of_a_group(worker):
+    given = fake_nccl.MakesCommunicator.Options()
+    given.is_high_priority_stream, given.config.max_ctas = True, 8
+    worker.members.join()
+    worker.groups._default_rank, worker.groups._state.alone = 0, True
+    made = worker.groups.new_group([0, 1], timedelta(seconds=5), "tp7", "TP", "nccl", given)
+    for _ in range(2):  # at the start and after a recovery
+        fake_nccl.MakesCommunicator.members = fake_nccl.Members(1)
+        backend = made.connectors["cuda"].connect(None, None, lambda: False).backend
+        assert backend.options.is_high_priority_stream and backend.options.config.max_ctas == 8
+        assert (backend.options.group_name, backend.options.global_ranks_in_group) == ("tp7", [0, 1])
+        assert (backend.options._timeout, backend.options.config.blocking) == (timedelta(seconds=5), 0)
+
+
 @pytest.mark.parametrize(
     ("text", "action", "suspect"),
     [
+        ("ncclUnhandledCudaError: Call to CUDA failed. Last error: Cuda failure 2 'out of memory'", RETRY, False),
         (
             "ncclSystemError: System call (e.g. socket, malloc) failed. Last error: Connection reset by peer",
             RETRY,

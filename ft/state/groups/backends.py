@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -301,12 +302,23 @@ class NcclConnector:
         size: number of members of the group.
         timeout: longest duration of an operation.
         abort_s: limit for an abort, in seconds.
+        identity: (name, global ranks of the members) of the group, for NCCL's log and torch's flight recorder.
+        given: the program's options (``pg_options``), which are used for each backend; None: the defaults.
     """
 
     device_type = "cuda"
 
-    def __init__(self, rank: int, size: int, timeout: timedelta, abort_s: float):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        abort_s: float,
+        identity: tuple[str, list[int]] | None = None,
+        given: Any = None,
+    ):
         self._rank, self._size, self._timeout, self._abort_s = rank, size, timeout, abort_s
+        self._identity, self._given = identity, given
 
     def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
         """Create the backend and its communicator, together with the other members.
@@ -319,7 +331,9 @@ class NcclConnector:
         Raises:
             RuntimeError: a member did not join, or the connection to the store broke.
         """
-        options = dist.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options() if self._given is None else self._given
+        if self._identity is not None:
+            options.group_name, options.global_ranks_in_group = self._identity
         options._timeout = self._timeout
         options.config.blocking = 0  # an abort ends operations that are under way
         backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)

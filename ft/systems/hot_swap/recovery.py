@@ -60,7 +60,8 @@ class Recovery:
                 return result
             except Exception as error:
                 await self._fails(error)
-                await self.recover()
+            # Not in the handler: the frames of the exception hold the activations of the interrupted step.
+            await self.recover()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
