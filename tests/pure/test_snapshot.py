@@ -15,6 +15,7 @@ from ft.state.placement.assign import ring_of
 from ft.state.snapshot.buffers import PingPong, Status, read_label
 from ft.state.snapshot.copier import Copier, Plan, tables_of, write_back
 from ft.state.snapshot.state import pack_meta, unpack_meta
+from ft.state.snapshot.store import TakeStats, slowness
 from ft.state.snapshot.transport import CopyStore
 
 
@@ -296,3 +297,14 @@ def test_what_an_heir_has_already_is_not_taken_over_again(copier):
     for _ in range(2):
         heir.inherit(files(snapshots))
     assert [slot.step for slot in heir.own._slots] == [5, -1]
+
+
+def test_a_snapshot_that_is_not_sent_within_a_step_is_told_with_bytes_rate_and_seconds():
+    stats = TakeStats(7, bytes_d2h=0, bytes_h2h=12_000_000_000, take_s=0.0, transfer_s=96.0)
+    assert "12.00 GB at 0.12 GB/s take 96.00 s, a step takes 5.00 s" in slowness(stats, 5.0)
+    assert (
+        slowness(stats, 97.0)
+        == slowness(TakeStats(7, 0, 5, 0.0), 1.0)
+        == slowness(TakeStats(7, 0, 0, 0.0, 0, 9), 1.0)
+        == ""
+    )

@@ -52,6 +52,7 @@ def worker_environment(
         "FT_WORKER": worker,
         "FT_NODE": place.node,
         "FT_HOST": place.host,
+        "FT_DATA_HOST": options.data_addr or place.host,
         "FT_RUN_DIR": str(options.run_dir),
         "FT_RESTART": str(restart),
         "FT_STANDBY": "1" if rank is None else "",
