@@ -49,6 +49,7 @@ class Context:
     def __init__(self, folder: Path, rank: int, size: int, is_dry: bool):
         self.folder, self.rank, self.size, self.is_dry = folder, rank, size, is_dry
         self.device = torch.device("cpu" if is_dry else "cuda:0")
+        self._store = dist.FileStore(str(folder / "store"), size)  # the end of the last one removes the file
         if not is_dry:
             torch.cuda.set_device(self.device)
 
@@ -58,7 +59,7 @@ class Context:
 
     def backend(self, name: str = "group", blocking: int = 0) -> Any:
         """Return a new NCCL backend, or one of gloo, over all ranks of the probe."""
-        store = dist.PrefixStore(name, dist.FileStore(str(self.folder / "store"), self.size))
+        store = dist.PrefixStore(name, self._store)
         limit = timedelta(seconds=60)
         if self.is_dry:
             return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
