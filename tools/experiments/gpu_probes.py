@@ -5,7 +5,8 @@
 
 Each probe has a limit, and writes one line of JSON as soon as it has ended: its name, how it ended ("done", "failed",
 "killed at its limit"), the seconds, and what it found. Two NCCL ranks share one GPU: each has a NCCL_HOSTID of its own,
-because NCCL compares host and bus of its ranks. No GPU has run this; the dry run shows that the programs are sound.
+because NCCL compares host and bus of its ranks. No GPU has run this. The probes gil,
+is-completed and reconfigure have not been seen to end in a dry run either.
 """
 
 import argparse
