@@ -74,8 +74,7 @@ def _add_torchrun_flags(group) -> None:
     flag(
         "local-addr",
         metavar="HOST",
-        help="address at which other nodes reach this node, or name of its network interface (default: detected); "
-        "snapshots and the sums of replicas take this way",
+        help="address at which other nodes reach this node, or name of its network interface (default: detected)",
     )
     flag(
         "max-restarts",
@@ -90,6 +89,12 @@ def _add_torchrun_flags(group) -> None:
 
 def _add_fault_tolerance_flags(group) -> None:
     flag = _Flags(group)
+    flag(
+        "data-interface",
+        metavar="NAME",
+        help="network interface of this node, or its address, for snapshots and the sums of replicas (default: the "
+        "fastest one that NCCL_SOCKET_IFNAME names, otherwise that of --local-addr)",
+    )
     flag(
         "standby",
         type=int,

@@ -24,6 +24,7 @@ from ft.commands.arguments import misplaced
 from ft.commands.protection import TRAINER, choose_trainer, is_trainer
 from ft.job.agent.options import Script
 from ft.lab.plan.snapshot.shards import from_flags, shards
+from ft.platform import network, releases
 from ft.protection import table
 from megatron.ft_trainer.arguments import Options, read
 from megatron.ft_trainer.arguments.check import examine
@@ -120,6 +121,10 @@ class Answer:
         memory: bytes per GPU, see :func:`ft.commands.check.memory`; None if they cannot be estimated.
         protections: for each protection, whether it can be added to this line, and the problems that prevent it.
         notices: sentences about flags that have no effect in this project's trainer.
+        known_faults: sentences about known faults of the releases of NCCL, torch, Transformer Engine and the driver
+            that are installed here; empty if the question is about another machine.
+        networks: name of a network interface of this machine -> its rate in Gb/s, None if that is not known; empty if
+            the question is about another machine.
         seams: for a checkout, each function of its trainer that protections depend on: ``file``, ``symbol``, ``status``
             ("fits", "missing" or "changed"), ``differs`` and ``why``. Only runs with ``--ft-*`` flags
             depend on these functions.
@@ -134,6 +139,8 @@ class Answer:
     memory: dict[str, Any] | None = None
     protections: list[dict[str, Any]] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    known_faults: list[str] = field(default_factory=list)
+    networks: dict[str, float | None] = field(default_factory=dict)
     seams: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -194,6 +201,8 @@ def answer_for(script: Path, words: list[str], gpus: int | None) -> Answer:
             of_checkout = (given, of_files) if program == "checkout" else None
             answer.protections = _protections(options, grid, of_checkout)
     answer.refused = _as_dicts(dict.fromkeys(problems))
+    answer.networks = {} if gpus else {name: network.rate_gbps(name) for name in network.interfaces() if name != "lo"}
+    answer.known_faults = [] if gpus else releases.known_faults(releases.installed())
     return answer
 
 
@@ -387,6 +396,8 @@ def _text(answer: Answer) -> str:
         fitting = len(answer.seams) - len(changed)
         lines.append(f"checkout: {fitting} of {len(answer.seams)} functions that protections depend on are as expected")
         lines += [f"  {each['file']}: {each['symbol']} {each['differs']}; {each['why']}" for each in changed]
+    lines += _networks(answer)
+    lines += [f"known fault: {fault}" for fault in answer.known_faults]
     return "\n".join([*lines, *answer.notices])
 
 
@@ -396,6 +407,20 @@ def _verdict(answer: Answer) -> str:
     if answer.missing:
         return f"not here: needs {', '.join(answer.missing)}; --gpus N asks about a run on N GPUs elsewhere"
     return "accepted" + (f" on machines that have: {', '.join(answer.needs)}" if answer.needs else "")
+
+
+def _networks(answer: Answer) -> list[str]:
+    """Return lines about what hot-swap sends from each GPU in a step, and how long that takes over this machine's
+    interfaces.
+    """
+    if answer.memory is None or not answer.networks:
+        return []
+    sent = answer.memory["host"]["peer_copies_of_hot_swap"] / 2  # peers hold two copies each
+    lines = [f"network: with --ft-hot-swap each GPU sends {sent / 1e9:.2f} GB in a step; alone on an interface"]
+    for name, rate in answer.networks.items():
+        takes = "at an unknown rate" if rate is None else f"in {8 * sent / 1e9 / rate:.2f} s at {rate:g} Gb/s"
+        lines.append(f"  {name}: {takes}")
+    return [*lines, "  if that is longer than a step, training waits: ft run --data-interface chooses the interface"]
 
 
 def _memory(answer: Answer) -> list[str]:

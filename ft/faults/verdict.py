@@ -98,6 +98,8 @@ RULES = (
     ErrorRule((), ("uncorrectable", "ecc error", "xid", "double bit", "row remap"), DEVICE, REPLACE, True),
     ErrorRule((), ("device-side assert", "out of memory. tried", "cuda out of memory"), SOFTWARE, RESTART),
     ErrorRule(("OutOfMemoryError",), (), SOFTWARE, RESTART),
+    # NCCL allocates beside torch: the memory that an interrupted step holds is free at the next try.
+    ErrorRule((), ("cuda failure 2 ", "failure 'out of memory'"), TRANSIENT, RETRY),
     ErrorRule((), ("illegal memory access", "unspecified launch failure", "misaligned address"), DEVICE, REPLACE),
     ErrorRule((), ("fallen off the bus", "pcie", "device unavailable", "no cuda-capable device"), HOST, REPLACE, True),
     # NCCL: FT-HSDP retries errors that a dead peer causes, but no error of this side.

@@ -414,11 +414,19 @@ class WorkerReleased(Message):
 
 @dataclass(frozen=True)
 class WorkerArrived(Message):
-    """A joiner has built model and optimizer for its seat in ``epoch``, and can be connected to the others."""
+    """A joiner has built model and optimizer for its seat in ``epoch``, and can be connected to the others.
+
+    Attributes:
+        worker: name of the worker.
+        epoch: the epoch.
+        groups: its process groups.
+        holdings: the snapshots that it has inherited from the worker that had the seat before.
+    """
 
     worker: str
     epoch: int
     groups: list[GroupReport] = field(default_factory=list)
+    holdings: Holdings = field(default_factory=Holdings)
 
 
 @dataclass(frozen=True)
@@ -651,6 +659,21 @@ class Open(Message):
     fresh: bool
     fired: list[int] = field(default_factory=list)
     rendezvous_address: str = ""
+
+
+SNAPSHOT_MEMORY = "ft-snapshot"
+"""Name of the memory files of snapshots, by which an agent recognizes them among the open files of a worker."""
+
+
+@dataclass(frozen=True)
+class Inherit(Message):
+    """An agent's order to a joiner: take over the snapshots of the seat's last worker, which the agent has killed.
+
+    Attributes:
+        files: paths in /proc at which the memory of the snapshots can be opened.
+    """
+
+    files: list[str]
 
 
 @dataclass(frozen=True)

@@ -152,4 +152,4 @@ def network_of(environment: Mapping[str, str] = os.environ) -> Network:
     """Return the network that ``ft run`` has chosen for this worker (``--ft-transport``)."""
     if environment.get(TRANSPORT) == "mpi":
         return MpiNetwork.of(environment)
-    return TcpNetwork(environment.get("FT_HOST", "127.0.0.1"))
+    return TcpNetwork(environment.get("FT_DATA_HOST") or environment.get("FT_HOST", "127.0.0.1"))

@@ -13,7 +13,7 @@ import random
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ft.base.errors import UserError
@@ -81,6 +81,47 @@ def interfaces() -> dict[str, str]:
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
+
+
+def rate_gbps(name: str, root: Path = Path("/")) -> float | None:
+    """Return the rate of a network interface in Gb/s, None if the kernel does not tell (virtual interfaces)."""
+    try:
+        megabits = int((root / "sys/class/net" / name / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return megabits / 1000 if megabits > 0 else None
+
+
+def said_rate(name: str, root: Path = Path("/")) -> str:
+    """Return an interface with its rate for people, such as "ib0 (200 Gb/s)"."""
+    rate = rate_gbps(name, root)
+    return f"{name} ({'rate unknown' if rate is None else f'{rate:g} Gb/s'})"
+
+
+def of_nccl(given: str, own: Mapping[str, str], root: Path = Path("/")) -> str:
+    """Return the fastest interface that NCCL_SOCKET_IFNAME names, "" if it names none that has an address.
+
+    Args:
+        given: the value of NCCL_SOCKET_IFNAME: beginnings of names, or with "=" before them whole names. With "^",
+            names to leave out, it chooses none.
+        own: name of an interface -> its address.
+        root: root of the file tree, normally "/".
+    """
+    if given.startswith("^"):
+        return ""
+    names = [name for name in given.removeprefix("=").split(",") if name]
+    fits = [one for one in own if any(one == name if given.startswith("=") else one.startswith(name) for name in names)]
+    return max(fits, key=lambda name: rate_gbps(name, root) or 0.0, default="")
+
+
+def faster(control: str, own: Mapping[str, str], root: Path = Path("/")) -> list[str]:
+    """Return the interfaces that are at least twice as fast as the one with the address ``control``, fastest first."""
+    rates = {name: rate for name in own if (rate := rate_gbps(name, root)) is not None}
+    present = next((rates[name] for name, address in own.items() if address == control and name in rates), None)
+    if present is None:
+        return []
+    found = [name for name, rate in rates.items() if rate >= 2 * present]
+    return sorted(found, key=lambda name: -rates[name])
 
 
 def cannot_connect(host: str, port: int, limit_s: float) -> str:

@@ -135,6 +135,24 @@ def folder(pid: int) -> str:
         return ""
 
 
+def open_memory(pid: int, name: str) -> list[int]:
+    """Open the memory files (memfd_create(2)) of this name that a process has open; they outlive the process.
+
+    Returns:
+        file descriptors, one for each file; the caller has to close them. None if the process has ended or belongs to
+        another user.
+    """
+    found: dict[tuple[int, int], int] = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry.path).partition(" ")[0] == f"/memfd:{name}":
+                    fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC)
+                    if found.setdefault(((about := os.fstat(fd)).st_dev, about.st_ino), fd) != fd:
+                        os.close(fd)
+    return list(found.values())
+
+
 def signals(pid: int) -> dict[str, set[int]]:
     """Return which signals a process handles ("SigCgt"), ignores ("SigIgn") and blocks in its main thread ("SigBlk").
 

@@ -178,7 +178,6 @@ _SENDING = (HOT_SWAP, REPLICAS)
 """Protections that give a worker the state of others, and repeat a step that was interrupted."""
 
 _TWICE = (DOUBLE, PROFILE)
-_SCALED = "the optimizer keeps a scale of each of these tensors outside of its state, so that no copy has it"
 _IS_PRECISION_AWARE: Mapping[str, tuple[str, ...]] = {"--use-precision-aware-optimizer": ()}
 _GRAPHS = "--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"
 
@@ -195,13 +194,12 @@ MODES: list[Mode] = [
         "add --bf16",
         beside={"--bf16": ("",)},
     ),
-    Mode(("--main-params-dtype",), _SENDING, _SCALED, "use fp32", ("fp16",), _IS_PRECISION_AWARE),
     Mode(
         ("--exp-avg-dtype", "--exp-avg-sq-dtype"),
         _SENDING,
-        _SCALED,
-        "use fp32 or bf16",
-        ("fp16", "fp8"),
+        "moments in fp8 are tensors of Transformer Engine's own kind, whose bytes and scales no copy has",
+        "use fp32, bf16 or fp16",
+        ("fp8",),
         _IS_PRECISION_AWARE,
     ),
     Mode(

@@ -18,7 +18,18 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ft.base.errors import EpochClosed
-from ft.job.messages import Close, Finish, Look, Open, Seat, WorkerDone, WorkerFailed, WorkerReady, WorkerSuspects
+from ft.job.messages import (
+    Close,
+    Finish,
+    Inherit,
+    Look,
+    Open,
+    Seat,
+    WorkerDone,
+    WorkerFailed,
+    WorkerReady,
+    WorkerSuspects,
+)
 from ft.worker.progress import Progress
 
 
@@ -113,10 +124,16 @@ class Orders:
             interrupts the operations in which the training thread may be blocked.
         on_look: called with each ``Look``, on the same thread; it never enters the queue, because the training thread
             may be blocked.
+        on_inherit: called with each ``Inherit``, on the same thread, before the order that gives the worker its seat.
     """
 
-    def __init__(self, on_close: Callable[[Close], None], on_look: Callable[[Look], None] = lambda order: None):
-        self._on_close, self._on_look = on_close, on_look
+    def __init__(
+        self,
+        on_close: Callable[[Close], None],
+        on_look: Callable[[Look], None] = lambda order: None,
+        on_inherit: Callable[[Inherit], None] = lambda order: None,
+    ):
+        self._on_close, self._on_look, self._on_inherit = on_close, on_look, on_inherit
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def deliver(self, order: Any) -> None:
@@ -130,6 +147,9 @@ class Orders:
             os._exit(AGENT_LOST)
         if isinstance(order, Look):
             self._on_look(order)
+            return
+        if isinstance(order, Inherit):
+            self._on_inherit(order)
             return
         if isinstance(order, Close):
             self._on_close(order)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 
 from ft.base import token
 from ft.base.errors import DeviceUnusable, ReplaceNodeError, UserError
@@ -28,11 +29,11 @@ from ft.faults.hang.format import COMMUNICATION, KERNEL, place
 from ft.faults.hang.look import Across, Operation, Rank, Thread
 from ft.job.agent.link import Link
 from ft.job.control.timeouts import VARIABLE, Timeouts
-from ft.job.messages import Close, Look, Looked, Observed, Open, StepTimes
+from ft.job.messages import Close, Inherit, Look, Looked, Observed, Open, StepTimes
 from ft.net.codec import to_json
 from ft.net.framed import checksum
 from ft.net.streams import TcpNetwork, network_of
-from ft.platform import processes
+from ft.platform import numa, processes
 from ft.platform.versions import versions
 from ft.state.groups import Groups, Rendezvous
 from ft.state.groups.history import shortened
@@ -217,6 +218,15 @@ class Admission:
             self._over.wait(self._period_s)
 
 
+def _bind_to_device() -> None:
+    """Bind this process to the CPUs near its GPU, if it has one."""
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        about = cuda.get_device_properties(cuda.current_device())
+        if hasattr(about, "pci_bus_id"):  # torch before 2.8 does not tell
+            numa.bind(f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0")
+
+
 _REACH_S = 20.0
 """Longest time without progress of a standby's message to itself, in seconds."""
 
@@ -291,7 +301,7 @@ class Session(protocol.Member):
         self._left = threading.Event()
         self._lock = threading.Lock()
         self._when_closed: list[Callable[[int, str], None]] = []
-        self.orders = Orders(self._on_close, self._on_look)
+        self.orders = Orders(self._on_close, self._on_look, self._on_inherit)
         self.link = Link.connect(environment, processes.register_handler(threading.main_thread().ident or 0))
         self.link.listen(self.orders.deliver)
         self._heartbeat = Heartbeat(self.progress, self.link.send, self.timeouts.beat_s, self._step_times)
@@ -334,6 +344,7 @@ class Session(protocol.Member):
         """
         try:
             select(self.local_rank)
+            _bind_to_device()
         except (UserError, RuntimeError) as error:
             if isinstance(error, UserError) and not self.joins and not self._is_restarted:
                 raise
@@ -445,6 +456,14 @@ class Session(protocol.Member):
             self.log_error(error)
             return
         self.send(answer)
+
+    def _on_inherit(self, order: Inherit) -> None:
+        opened = []
+        for path in order.files:
+            with contextlib.suppress(OSError):  # without them, peer copies or a checkpoint are used
+                opened.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        self.server.stock.inherit(opened)
+        print(f"snapshots of the worker before, which was killed: {self.server.stock.holdings()}", flush=True)
 
     def suspect(self, group: str, error: BaseException) -> None:
         """Report that a collective failed in an open epoch, and wait for the control plane to close the epoch.

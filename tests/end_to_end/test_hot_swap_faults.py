@@ -126,6 +126,19 @@ def test_owner_and_only_copy_lost_restarts_from_the_checkpoint(corpus, reference
     assert done.losses == reference(4, LAYOUT, 16)
 
 
+@pytest.mark.parametrize("phase", ["forward", "leave"])
+def test_a_worker_that_is_killed_because_it_hangs_leaves_its_snapshots_to_its_successor(
+    phase, corpus, reference, tmp_path
+):
+    """Rank 3 holds the only copy of rank 2's state and its own state, of which rank 2 had the only copy."""
+    faults = f"kill@step=7:rank=2:phase=forward,hang@step=7:rank=3:phase={phase}"
+    done = run(corpus, tmp_path, faults, standby=2)
+    assert done.code == 0 and not done.named("restarted"), done.explain()
+    sources = [event.detail["sources"] for event in done.named("state_restored")]
+    assert sources[-1]["2"] == "copy:3" and sources[-1]["3"] == "own", done.explain()
+    assert done.losses == reference(4, LAYOUT, 16)
+
+
 def test_without_a_standby_a_worker_is_started_for_the_seat(corpus, reference, tmp_path):
     done = run(corpus, tmp_path, "kill@step=7:rank=1", standby=0)
     assert done.code == 0 and not done.named("restarted"), done.explain()

@@ -70,3 +70,16 @@ def test_the_script_for_a_machine_with_a_gpu_collects_its_results(tmp_path):
     ]
     assert json.loads((tmp_path / "selftest.json").read_text())["passed"]
     assert "torch" in (tmp_path / "machine.txt").read_text()
+
+
+@pytest.mark.long
+def test_the_probes_of_a_gpu_run_dry_on_a_cpu(tmp_path):
+    out = tmp_path / "probes.jsonl"
+    only = ["init-kill", "send-send", "host-cost", "register", "exit", "context"]
+    command = [sys.executable, "tools/experiments/gpu_probes.py", "--dry-run", "--out", str(out), "--only", *only]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    first, *lines = map(json.loads, out.read_text().splitlines())
+    assert first["card"] == "none: a dry run on the CPU" and [line["probe"] for line in lines] == only
+    assert done.returncode == 0 and all(line["ended"] == "done" and line["found"] for line in lines), done
+    found = {line["probe"]: line["found"] for line in lines}
+    assert found["send-send"]["64 MiB alone"] != "hangs"

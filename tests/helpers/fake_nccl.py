@@ -193,6 +193,7 @@ class MakesCommunicator:
 
     def __init__(self, store, rank, size, options):
         assert options.config.blocking == 0
+        self.options = options
         self.mutex, self.aborted, self.is_made, self.works = threading.Lock(), False, False, []
         self.connects, self.holds = True, False
         self.launched = self.waits = self.polls = 0

@@ -14,7 +14,7 @@ from ft.job.agent.link import socket_address
 from ft.job.agent.options import Cluster, RunOptions, Script
 from ft.job.agent.workforce import WorkerListener, Workforce, listen
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Beat, WorkerDone, WorkerResumed, encode
+from ft.job.messages import Beat, WorkerDone, WorkerResumed, decode, encode
 from ft.net.channel import Channel
 from ft.platform.supervisor import Supervisor
 
@@ -63,6 +63,39 @@ def test_a_worker_that_the_pool_forks_when_the_run_is_over_is_killed(tmp_path):
     pool.born = [(late.name, process.pid)]
     assert workforce.hear_pool() == []
     assert process.wait(180) == -9 and posted == []
+
+
+HOLDS = """
+import os, signal
+fd = os.memfd_create("ft-snapshot")
+os.write(fd, b"a snapshot")
+os.memfd_create("another")
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+print(flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_successor_until_training_goes_on(tmp_path):
+    workforce, pool, _, hung = begin(tmp_path)
+    heir = workforce.spawn(None, 1, 0, ("127.0.0.1", 1))
+    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    pool.born = [(hung.name, process.pid)]
+    workforce.hear_pool()
+    workforce.kill_hung(hung.name, rank=3)
+    assert process.wait(20) == -9
+
+    mine, other = socket.socketpair()
+    heir.channel = Channel(mine)
+    workforce.tell_heirs({2: heir.name, 3: "n1.w0", 4: heir.name})
+    workforce.tell_heirs({3: heir.name})
+    (path,) = decode(other.recv(1 << 16).removesuffix(b"\n")).files
+    with open(path, "rb") as file:
+        assert file.read() == b"a snapshot"
+    workforce.estates.clear()
+    assert not os.path.exists(path)
 
 
 def test_a_run_is_guarded_once_a_worker_has_committed_a_step_of_an_epoch(tmp_path):

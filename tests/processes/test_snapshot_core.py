@@ -268,6 +268,53 @@ def test_weights_in_the_state_are_those_of_the_parameters_when_the_state_is_forg
     assert state["step"] == 0 and not state["exp_avg"].any()
 
 
+def scaled(seed: int):
+    """Return parameters and an optimizer that keeps scales outside of its state."""
+    from fused_adam import ScaledAdam
+
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.randn(5, generator=generator).to(torch.bfloat16).requires_grad_() for _ in range(3)]
+    return parameters, ScaledAdam(parameters)
+
+
+def update(parameters, optimizer, seed: int) -> list:
+    generator = torch.Generator().manual_seed(seed)
+    for p in parameters:
+        p.decoupled_grad = torch.randn(5, generator=generator) * 10.0**seed
+    optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_scales_outside_of_the_state_are_copied_and_the_next_step_is_that_of_the_original():
+    from ft.state.snapshot import optimizers
+
+    (plain, without), (parameters, optimizer) = scaled(1), scaled(1)
+    optimizers.allocate(optimizer)
+    for seed in range(3):
+        assert all(map(torch.equal, update(plain, without, seed), update(parameters, optimizer, seed)))
+    others, joiner = scaled(2)
+    optimizers.allocate(joiner)
+    theirs = {name: of[key] for name, _, of, key in optimizers.entries(optimizer)}
+    assert sum(name.endswith(".scale") for name in theirs) == 9
+    with torch.no_grad():
+        for name, _, of, key in optimizers.entries(joiner):
+            of[key].copy_(theirs[name])
+    assert all(map(torch.equal, update(parameters, optimizer, 3), update(others, joiner, 3)))
+
+
+def test_weights_with_a_scale_are_those_of_the_parameters_when_the_state_is_forgotten():
+    from ft.state.snapshot import optimizers
+
+    parameters, optimizer = scaled(1)
+    update(parameters, optimizer, 0)
+    with torch.no_grad():
+        parameters[0].copy_(torch.arange(5.0) * 1000)
+    optimizers.forget(optimizer)
+    kept = optimizer.get_unscaled_state(parameters[0], "master_param")
+    assert torch.allclose(kept, parameters[0].float(), rtol=1e-3)
+    assert not optimizer.get_unscaled_state(parameters[0], "exp_avg").any()
+
+
 def test_loss_scaler_and_schedule_come_back(ranks):
     ranks(bring_scaler_and_schedule_back, 1, init=False)
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from ft.job.agent.warm import search_path
 from ft.job.agent.workforce import Watch, silent
 from ft.job.control.timeouts import Timeouts
 from ft.net.channel import Channel
-from ft.platform import network, slurm
+from ft.net.streams import network_of
+from ft.platform import network, numa, slurm
 from ft.platform.supervisor import Supervisor
 from ft.record import looks
 
@@ -307,6 +309,10 @@ def test_a_workers_environment():
     env = environment.worker_environment(PLACE, "n1.w2", 1, 6, 2, ("10.0.0.1", 4711))
     ours = ("FT_AGENT", "FT_WORKER", "FT_NODE", "FT_HOST", "FT_RUN_DIR", "FT_RESTART", "FT_STANDBY")
     assert [env[name] for name in ours] == ["@s", "n1.w2", "n1", "10.0.0.2", "/r", "1", ""]
+    place = replace(PLACE, options=replace(OPTIONS, data_addr="10.1.0.2"))
+    fast = environment.worker_environment(place, "n1.w2", 1, 6, 2, ("10.0.0.1", 4711))
+    assert (env["FT_DATA_HOST"], fast["FT_DATA_HOST"], fast["FT_HOST"]) == ("10.0.0.2", "10.1.0.2", "10.0.0.2")
+    assert network_of(fast)._host == "10.1.0.2"
     assert env["FT_FAULTS"] == "/r/faults.n1.json"
     torchruns = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [env[name] for name in torchruns] == ["6", "2", "8", "4", "1", "10.0.0.1", "4711"]
@@ -318,8 +324,58 @@ def test_a_standbys_environment_has_a_rank_that_no_check_refuses_and_that_does_n
     assert env["FT_STANDBY"] == "1" and env["RANK"] == "7"
 
 
+def interfaces(tmp_path, **rates) -> Path:
+    for name, rate in rates.items():
+        (folder := tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        (folder / "speed").write_text(f"{rate}\n")
+    return tmp_path
+
+
+def test_data_take_the_fastest_interface_that_nccl_is_given(tmp_path):
+    own = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "ib1": "10.2.0.5", "tun0": "10.3.0.5"}
+    root = interfaces(tmp_path, eth0=1000, ib0=100000, ib1=200000, tun0=-1)
+    for given, expected in (
+        ("ib", "ib1"),
+        ("=ib0", "ib0"),
+        ("eth0,ib0", "ib0"),
+        ("tun", "tun0"),
+        ("^lo", ""),
+        ("", ""),
+    ):
+        assert network.of_nccl(given, own, root) == expected
+    assert network.faster("10.0.0.5", own, root) == ["ib1", "ib0"]
+    assert network.faster("10.1.0.5", own, root) == ["ib1"] and network.faster("10.3.0.5", own, root) == []
+    assert (
+        network.said_rate("ib0", root) == "ib0 (100 Gb/s)" and network.said_rate("tun0", root) == "tun0 (rate unknown)"
+    )
+
+
+def test_the_interface_for_data_is_taken_by_name_from_nccl_or_from_the_agent(script, monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: {"eth0": "10.0.0.5", "ib0": "10.1.0.5"})
+    two = f"--nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --run-dir r {script}"
+    assert options(f"--data-interface ib0 {two}").data_addr == "10.1.0.5"
+    assert options(f"--data-interface 10.1.0.5 {two}").data_addr == "10.1.0.5"
+    assert options(two, {"NCCL_SOCKET_IFNAME": "ib"}).data_addr == "10.1.0.5"
+    assert options(two).data_addr is None
+    assert options(f"--run-dir r {script}", {"NCCL_SOCKET_IFNAME": "ib"}).data_addr is None
+    with pytest.raises(UserError, match="'ib7' is no interface with an address here") as error:
+        options(f"--data-interface ib7 {two}")
+    assert "ib0 (rate unknown) 10.1.0.5" in str(error.value)
+
+
 def test_one_thread_unless_the_user_says_otherwise():
     assert environment.defaults({}) == {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    for flags, expected in (
+        ("--tensor-model-parallel-size 2 --bf16", one_queue),
+        ("--context-parallel-size=4", one_queue),
+        ("--tensor-model-parallel-size 1", {}),
+        ("--tensor-model-parallel-size 2 --use-megatron-fsdp", {}),
+        ("--lr 1", {}),
+    ):
+        assert environment.defaults(threads, flags.split()) == expected
+        assert environment.defaults({**threads, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, flags.split()) == {}
     assert environment.defaults({"OMP_NUM_THREADS": "4"}) == {"OPENBLAS_NUM_THREADS": "1"}
     assert environment.defaults({"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "2"}) == {}
 
@@ -500,3 +556,28 @@ TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in <module>\
 def test_only_lines_that_may_say_why_a_worker_ended_are_shown(log, code, shown, tmp_path):
     (tmp_path / "w.log").write_text(log)
     assert last_words(tmp_path / "w.log", code) == shown
+
+
+def test_workers_are_bound_to_the_cpus_near_their_gpu_as_far_as_they_may_use_them(tmp_path):
+    (device := tmp_path / "sys/bus/pci/devices/0000:3b:00.0").mkdir(parents=True)
+    (node := tmp_path / "sys/devices/system/node/node1").mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    own = sorted(os.sched_getaffinity(0))
+    (node / "cpulist").write_text(f"{own[0]},500-501\n")
+    assert numa.cpus_near("0000:3B:00.0", tmp_path) == {own[0], 500, 501}
+    program = (
+        "import os, pathlib, sys, threading; from ft.platform import numa\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "bound = numa.bind('0000:3b:00.0', {'FT_NUMA_BINDING': sys.argv[2]}, pathlib.Path(sys.argv[1]))\n"
+        "print(sorted(bound), [sorted(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')])"
+    )
+    for switch, bound, of_threads in (("", [own[0]], [own[0]]), ("off", [], own)):
+        if bound == own:  # a machine with one CPU: there is nothing to choose
+            continue
+        command = [sys.executable, "-c", program, str(tmp_path), switch]
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(environment.__file__).parents[3]
+        )
+        assert said.stdout == f"{bound} {[of_threads] * 2}\n"
+    (device / "numa_node").write_text("-1\n")
+    assert numa.cpus_near("0000:3b:00.0", tmp_path) == numa.cpus_near("0000:ff:00.0", tmp_path) == set()

@@ -1,6 +1,7 @@
 """What an aborted operation leaves on a device must not become a committed step, a snapshot or a repaired state."""
 
 import threading
+import weakref
 
 import pytest
 from test_worker_protocol import Member
@@ -119,3 +120,34 @@ def test_nothing_may_leave_a_worker_any_more_when_its_operations_are_aborted():
     session.groups = type("Groups", (), {"close": lambda self, epoch, reason: seen.append("aborted")})()
     session._on_close(Close(1, "a worker died"))
     assert seen == ["senders are stopped", "aborted"] and session.closed
+
+
+def test_the_activations_of_an_interrupted_step_are_freed_before_the_recovery():
+    class Activations:
+        """What the frames of the interrupted step hold."""
+
+    alive = []
+
+    class Frames(Recovery):
+        async def _begin(self):
+            pass
+
+        async def _fails(self, error):
+            assert [one() is not None for one in alive] == [True]
+
+        async def recover(self):
+            raise SystemExit([one() is None for one in alive])
+
+    class Training(Operations):
+        def inject(self, phase):
+            pass
+
+        async def train(self):
+            held = Activations()
+            alive.append(weakref.ref(held))
+            raise RuntimeError("a peer has died")
+
+    member = Member()
+    with pytest.raises(SystemExit) as end:
+        protocol.run(Frames(member, Training(member)).run())
+    assert end.value.code == [True]

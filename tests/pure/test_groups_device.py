@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ft.base.errors import EpochClosed, UserError
 from ft.faults.verdict import REPLACE, RETRY, of_error
 from ft.job.control.timeouts import Timeouts
+from ft.platform import releases
 from ft.state.groups import backends, group, registry, work
 from ft.state.groups.backends import AbortError, NcclConnection, NcclConnector, interrupt_together, prepare_nccl
 from ft.state.groups.builder import Builder
@@ -273,9 +274,24 @@ def test_closing_an_epoch_does_not_wait_for_a_launch_that_holds_the_mutex(worker
     assert isinstance(outcome.error, EpochClosed) and worker.nccl.aborted
 
 
+def test_the_programs_options_and_the_groups_name_reach_every_backend_of_a_group(worker):
+    given = fake_nccl.MakesCommunicator.Options()
+    given.is_high_priority_stream, given.config.max_ctas = True, 8
+    worker.members.join()
+    worker.groups._default_rank, worker.groups._state.alone = 0, True
+    made = worker.groups.new_group([0, 1], timedelta(seconds=5), "tp7", "TP", "nccl", given)
+    for _ in range(2):  # at the start and after a recovery
+        fake_nccl.MakesCommunicator.members = fake_nccl.Members(1)
+        backend = made.connectors["cuda"].connect(None, None, lambda: False).backend
+        assert backend.options.is_high_priority_stream and backend.options.config.max_ctas == 8
+        assert (backend.options.group_name, backend.options.global_ranks_in_group) == ("tp7", [0, 1])
+        assert (backend.options._timeout, backend.options.config.blocking) == (timedelta(seconds=5), 0)
+
+
 @pytest.mark.parametrize(
     ("text", "action", "suspect"),
     [
+        ("ncclUnhandledCudaError: Call to CUDA failed. Last error: Cuda failure 2 'out of memory'", RETRY, False),
         (
             "ncclSystemError: System call (e.g. socket, malloc) failed. Last error: Connection reset by peer",
             RETRY,
@@ -303,22 +319,43 @@ def test_settings_of_the_site_that_would_end_survivors_are_replaced_and_reported
 
 
 @pytest.mark.parametrize(
-    ("release", "says"),
+    ("found", "environment", "says"),
     [
-        ((2, 26, 5), "hang at random"),
-        ((2, 27, 3), ""),
-        ((2, 28, 3), "abort can crash"),
-        ((2, 28, 9), ""),
-        ((2, 30), ""),
+        ({"NCCL": (2, 21, 5)}, {}, ["wait for each other"]),
+        ({"NCCL": (2, 26, 5)}, {}, ["hang at random"]),
+        ({"NCCL": (2, 27, 3)}, {}, []),
+        ({"NCCL": (2, 27, 7)}, {}, []),
+        ({"NCCL": (2, 27, 7)}, {"NCCL_RAS_ENABLE": "1"}, ["RAS"]),
+        ({"NCCL": (2, 28, 3)}, {}, ["abort can crash"]),
+        ({"NCCL": (2, 28, 9)}, {}, []),
+        ({"NCCL": (2, 30, 4)}, {}, ["InfiniBand can hang"]),
+        ({"NCCL": (2, 30, 4)}, {"NCCL_PXN_DISABLE": "1"}, []),
+        ({"NCCL": (2, 27, 3), "torch": (2, 8, 0)}, {}, ["after an abort has freed it"]),
+        ({"NCCL": (2, 27, 3), "Transformer Engine": (2, 3)}, {}, ["interpreter lock"]),
+        ({"NCCL": (2, 27, 3), "Transformer Engine": (2, 4)}, {}, []),
+        ({"NCCL": (2, 27, 3), "NVIDIA driver": (560, 35, 3)}, {}, ["needs a reset", "can hang"]),
+        ({"NCCL": (2, 27, 3), "NVIDIA driver": (570, 86)}, {}, []),
     ],
 )
-def test_known_faults_of_nccl_are_told_at_the_start(monkeypatch, release, says):
-    monkeypatch.setattr("os.environ", {})
+def test_known_faults_of_releases_are_told_at_the_start(monkeypatch, found, environment, says):
+    monkeypatch.setattr("os.environ", dict(environment))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: release, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: found["NCCL"], raising=False)
+    monkeypatch.setattr(releases, "installed", lambda: found)
     said: list[str] = []
     prepare_nccl(15.0, said.append)
-    assert len(said) == bool(says) and all(says in one and "use 2.27.3" in one for one in said)
+    assert len(said) == len(says) and all(word in one for word, one in zip(says, said, strict=True))
+    assert all("(https://" in one for one in said)
+
+
+def test_the_releases_are_read_from_files_and_without_nccl_nothing_is_said(tmp_path):
+    (tmp_path / "sys/module/nvidia").mkdir(parents=True)
+    (tmp_path / "sys/module/nvidia/version").write_text("560.35.03\n")
+    found = releases.installed({"NCCL_VERSION": "2.26.5-1"}, tmp_path)
+    assert (found["NVIDIA driver"], found["NCCL"]) == ((560, 35, 3), (2, 26, 5))
+    assert found["torch"] == releases.parse(torch.__version__)
+    assert releases.known_faults({"torch": (2, 8)}, {}) == []
+    assert releases.parse("unknown") is None
 
 
 @pytest.mark.parametrize(("given", "says"), [({}, 0), ({"TORCH_NCCL_NONBLOCKING_TIMEOUT": "1800"}, 1)])

@@ -151,6 +151,7 @@ def test_ft_check_says_that_a_mode_is_refused(mode, flag, checkout):
         "--fp8-format e4m3 --fp8-recipe blockwise",
         "--fp8-format e4m3 --fp8-recipe=mxfp8",
         "--bf16 --use-precision-aware-optimizer",
+        "--bf16 --use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
         "--moe-token-dispatcher-type flex",
         "--moe-token-dispatcher-type alltoall --num-experts 4",
         "--cuda-graph-impl none",
@@ -164,7 +165,7 @@ def test_what_can_be_protected_is_not_refused(flags):
 
 def test_types_of_parsed_arguments_are_those_of_the_flags():
     parsed = {"use_precision_aware_optimizer": True, "bf16": True, "nccl_ub": False, "main_params_dtype": torch.float32}
-    for kind, refused in ((torch.uint8, True), (torch.float16, True), (torch.bfloat16, False)):
+    for kind, refused in ((torch.uint8, True), (torch.float16, False), (torch.bfloat16, False)):
         core = SimpleNamespace(**parsed, exp_avg_dtype=kind)
         assert [problem.split()[0] for problem, _ in table.refused_modes(core, table.TABLE)] == (
             ["--exp-avg-dtype"] if refused else []

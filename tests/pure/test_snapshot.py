@@ -1,5 +1,6 @@
 """Layout, buffers and peers of snapshots, without processes."""
 
+import os
 import random
 import struct
 
@@ -7,12 +8,15 @@ import pytest
 import torch
 
 from ft.base.errors import FallbackError
+from ft.job.messages import Holdings
 from ft.net.framed import checksum
 from ft.state.layout import ALIGNMENT, CHUNK, BadTable, Table
 from ft.state.placement.assign import ring_of
-from ft.state.snapshot.buffers import PingPong, Status
+from ft.state.snapshot.buffers import PingPong, Status, read_label
 from ft.state.snapshot.copier import Copier, Plan, tables_of, write_back
 from ft.state.snapshot.state import pack_meta, unpack_meta
+from ft.state.snapshot.store import TakeStats, slowness
+from ft.state.snapshot.transport import CopyStore
 
 
 def sections(owned: int = 3 * CHUNK // 4 + 5, seed: int = 0) -> dict:
@@ -230,3 +234,77 @@ def test_a_random_history_always_leaves_a_complete_snapshot():
         held.commit(slot)
         newest, step = step, step + 1
         assert slot.status is Status.COMPLETE
+
+
+def files(snapshots: PingPong) -> list[int]:
+    """Return new descriptors of the memory of both slots, as another process would have them."""
+    return [os.dup(slot.file.fd) for slot in snapshots._slots if slot.file is not None]
+
+
+def test_who_has_the_files_of_the_slots_has_the_complete_snapshots(copier):
+    first, state = CopyStore(), sections()
+    for held, step in ((first.own, 5), (first.own, 6), (first.copies(3), 6)):
+        filled(copier, held, step, 0, state)
+    opened = [*files(first.own), *files(first.copies(3))]
+    del first
+
+    heir = CopyStore()
+    heir.inherit(opened)
+    assert heir.holdings() == Holdings([5, 6], {3: [6]})
+    slot = heir.own.find(6)
+    assert slot.damage() is None and slot.meta == b"6"
+    for name, part in slot.parts.items():
+        assert all(torch.equal(a, b) for a, b in zip(part.tensors(), state[name].values(), strict=True))
+    heir.rank = 1
+    assert heir.find(3).parts["replicated"].table.nbytes  # a copy of another rank has what its owner has
+    filled(copier, heir.own, 7, 0, state)  # the heir goes on in the memory that it has inherited
+    assert heir.own.steps() == [6, 7]
+
+
+def test_a_snapshot_that_is_being_written_or_was_undone_is_not_inherited(copier):
+    snapshots = PingPong()
+    for step in (5, 6):
+        filled(copier, snapshots, step, 0, sections())
+    snapshots.begin(7, 0, tables_of(sections()))
+    heir = CopyStore()
+    heir.inherit(files(snapshots))
+    assert heir.holdings().own == [6]
+    snapshots.drop_after(5)
+    heir = CopyStore()
+    heir.inherit(files(snapshots))
+    assert heir.holdings().own == []
+
+
+def test_a_damaged_or_foreign_file_is_not_inherited_and_a_flipped_bit_of_a_tensor_is_found(copier):
+    snapshots = PingPong()
+    filled(copier, snapshots, 5, 0, sections())
+    (fd,) = files(snapshots)
+    for at in (0, 9, 20, snapshots._slots[0].file.end + 3):
+        byte = os.pread(fd, 1, at)
+        os.pwrite(fd, bytes([byte[0] ^ 4]), at)
+        assert read_label(fd) is None
+        os.pwrite(fd, byte, at)
+    assert read_label(fd).step == 5
+    os.pwrite(fd, bytes([os.pread(fd, 1, 2 << 20)[0] ^ 4]), 2 << 20)
+    heir = CopyStore()
+    heir.inherit([fd, os.memfd_create("other"), os.open(os.devnull, os.O_RDWR)])
+    assert heir.own.find(5).damage() == "chunk 0 of 4 of its owned tensors"
+
+
+def test_what_an_heir_has_already_is_not_taken_over_again(copier):
+    snapshots, heir = PingPong(), CopyStore()
+    filled(copier, snapshots, 5, 0, sections())
+    for _ in range(2):
+        heir.inherit(files(snapshots))
+    assert [slot.step for slot in heir.own._slots] == [5, -1]
+
+
+def test_a_snapshot_that_is_not_sent_within_a_step_is_told_with_bytes_rate_and_seconds():
+    stats = TakeStats(7, bytes_d2h=0, bytes_h2h=12_000_000_000, take_s=0.0, transfer_s=96.0)
+    assert "12.00 GB at 0.12 GB/s take 96.00 s, a step takes 5.00 s" in slowness(stats, 5.0)
+    assert (
+        slowness(stats, 97.0)
+        == slowness(TakeStats(7, 0, 5, 0.0), 1.0)
+        == slowness(TakeStats(7, 0, 0, 0.0, 0, 9), 1.0)
+        == ""
+    )

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What to run when a GPU is at hand for ten minutes: the self-test in its order of importance, then the tests that need
-# a GPU. One machine, from the repository's root, without a network.
+# What to run when a GPU is at hand for ten minutes: the self-test in its order of importance, the tests that need a GPU,
+# and, if PROBES names some, probes of CUDA and NCCL (gpu_probes.py; "all": some ten minutes more). One machine, from the repository's root, without a network.
 #
 #   tools/experiments/gpu_session.sh FOLDER
 #
-# Results in FOLDER, or in $OUT (four files): machine.txt (GPU, driver, packages), selftest.json and selftest.txt (ft selftest),
-# logs.tar.gz (all logs). MINUTES is the time of the self-test (8), TESTS_S that of the tests (90 s; 0: none).
+# Results in FOLDER, or in $OUT: machine.txt (GPU, driver, packages), probes.jsonl (a line as soon as a probe has ended),
+# selftest.json and selftest.txt (ft selftest), logs.tar.gz (all logs). MINUTES is the time of the self-test (8), TESTS_S that of the tests (90 s; 0: none).
 # Wheels in the folder .whl (megatron-core and what it needs, where pip cannot reach an index) are installed outside the
 # repository first. The exit code is that of ft selftest.
 set -uo pipefail
@@ -26,11 +26,18 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 {
     date --utc
     uname -a
-    nvidia-smi
-    nvidia-smi topo -m
-    nvidia-smi --query-gpu=index,name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current --format=csv
+    timeout 20 nvidia-smi
+    timeout 20 nvidia-smi topo -m
+    timeout 20 nvidia-smi --query-gpu=index,name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current --format=csv
     "$python" -m pip list 2> /dev/null
 } > "$out/machine.txt" 2>&1
+
+probes=${PROBES:-}
+if [[ -n $probes ]]; then
+    only=()
+    if [[ $probes != all ]]; then read -ra only <<< "--only $probes"; fi
+    "$python" tools/experiments/gpu_probes.py --out "$out/probes.jsonl" ${only[@]+"${only[@]}"}
+fi
 
 # The compiled digests of the CPU; without a compiler, plain torch computes them.
 has_digests='from ft.systems.dmr.digest import native; raise SystemExit(native.library() is None)'

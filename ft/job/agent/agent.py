@@ -229,12 +229,16 @@ class Agent:
 
     def _obey(self, what: Any) -> None:
         match what:
-            case Repair() | Resume():
+            case Repair():
                 self._workforce.tell(what)
+            case Resume():
+                self._workforce.tell(what)
+                self._workforce.estates.clear()
             case Close():
                 self._workforce.tell(what)
                 self._parts.recoveries.expect(what.epoch + 1)
             case Open():
+                self._workforce.tell_heirs({rank: what.seats[rank].worker for rank in what.joiners})
                 self._workforce.tell(what)
                 self._membership.sweep(what.epoch)
                 self._workforce.training_since = self._workforce.training_since or time.time()
@@ -246,7 +250,8 @@ class Agent:
             case Look():
                 self._workforce.look(what)
             case Kill():
-                self._workforce.kill_hung(what.worker)
+                ranks = {name: rank for rank, name in self._seats.items()}
+                self._workforce.kill_hung(what.worker, ranks.get(what.worker))
             case Spawn():
                 if what.node == self._node and not self._ending and not self._signum:
                     self._spawn_standbys(what.count)
@@ -282,6 +287,7 @@ class Agent:
     def _restart(self, order: Restart) -> None:
         self._console.say(f"warm restart {order.number}: {order.reason}")
         self._parts.recoveries.expect(0)
+        self._workforce.estates.clear()
         self._begin = Begin(order.number, order.ranks.get(self._node, []))
         self._workforce.kill_all()
 

@@ -1,9 +1,10 @@
 """What a node agent of ``ft run`` sets for its workers: torchrun's and FT_* variables, and the rendezvous address."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ft.base.flags import groups
 from ft.job.agent.options import RunOptions
 from ft.job.agent.uplink import Uplink
 from ft.job.control.timeouts import VARIABLE
@@ -51,6 +52,7 @@ def worker_environment(
         "FT_WORKER": worker,
         "FT_NODE": place.node,
         "FT_HOST": place.host,
+        "FT_DATA_HOST": options.data_addr or place.host,
         "FT_RUN_DIR": str(options.run_dir),
         "FT_RESTART": str(restart),
         "FT_STANDBY": "1" if rank is None else "",
@@ -74,13 +76,28 @@ def worker_environment(
     }
 
 
-def defaults(environment: Mapping[str, str]) -> dict[str, str]:
+_SPLITS = ("--tensor-model-parallel-size", "--context-parallel-size")
+_OTHER_QUEUES = ("--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm")
+
+
+def defaults(environment: Mapping[str, str], flags: Sequence[str] = ()) -> dict[str, str]:
     """Return the defaults for variables that the user has not set: one OpenMP thread per worker, as with torchrun.
 
     OPENBLAS_NUM_THREADS is set to 1 as well, even if the user has set OMP_NUM_THREADS: numpy's OpenBLAS starts its
     threads when numpy is imported, and the warm pool (the process that workers are forked from) must have no threads.
+
+    CUDA_DEVICE_MAX_CONNECTIONS is set to 1 if the script's flags split layers or sequences among GPUs: before
+    Blackwell, Megatron-LM relies on one queue, in which communication starts before the computation that hides it. It
+    is not set with flags that need several queues.
+
+    Args:
+        environment: environment variables.
+        flags: flags of the script.
     """
     wanted = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    given = {group[0].partition("=")[0]: (group[0].partition("=")[2] or " ".join(group[1:])) for group in groups(flags)}
+    if any(given.get(flag, "1") != "1" for flag in _SPLITS) and not given.keys() & set(_OTHER_QUEUES):
+        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return {name: value for name, value in wanted.items() if name not in environment}
 
 

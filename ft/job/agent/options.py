@@ -134,6 +134,8 @@ class RunOptions:
     """The timeouts of the run: the defaults, changed by ``--control etcd`` and ``--limits``."""
     joins: bool = False
     """Whether this node may join a run in which an ``ft run`` with its number is at work."""
+    data_addr: str | None = None
+    """Address at which the workers of other nodes reach those of this node, None for that of the agent."""
     health: str = WATCH
     """What follows from what a node says of itself: "off" (it is not read), "watch" or "drain"."""
 
@@ -179,7 +181,7 @@ def resolve(
     cluster: Cluster | None = None
     script: Script | None = None
     run_dir: Path | None = None
-    nproc = control = None
+    nproc = control = data_addr = None
     domains, timeouts = {}, Timeouts()
     if given.no_python:
         problems.add([("--no-python is not supported: workers are forked from Python", "run a Python script")])
@@ -196,6 +198,9 @@ def resolve(
         problems.add(
             [(f"--local-addr {given.local_addr[:40]!r} is no host name and no address", "give one of this node")]
         )
+    with problems:
+        several = cluster is not None and cluster.nnodes > 1
+        data_addr = _data_address(given.data_interface, environment if several else {})
     with problems:
         token.check(environment)
     with problems:
@@ -227,6 +232,7 @@ def resolve(
         seed=given.seed,
         quiet=given.quiet,
         local_addr=network.interfaces().get(given.local_addr, given.local_addr),
+        data_addr=data_addr,
         control=control,
         domains=domains,
         timeouts=timeouts,
@@ -235,6 +241,16 @@ def resolve(
         joins=given.join,
         health=given.health,
     )
+
+
+def _data_address(given: str | None, environment: Mapping[str, str]) -> str | None:
+    own = network.interfaces()
+    if given is None:
+        return own.get(network.of_nccl(environment.get("NCCL_SOCKET_IFNAME", ""), own))
+    if given not in own and given not in own.values():
+        here = ", ".join(f"{network.said_rate(name)} {address}" for name, address in own.items())
+        raise UserError(f"--data-interface {given[:40]!r} is no interface with an address here", f"give one of {here}")
+    return own.get(given, given)
 
 
 def _control(text: str | None, cluster: Cluster | None, environment: Mapping[str, str]) -> str | None:

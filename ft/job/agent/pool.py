@@ -50,7 +50,7 @@ class WarmPool:
             "args": script.args,
             "preload": script.preload,
         }
-        self._environment = {**os.environ, **environment.defaults(os.environ)}
+        self._environment = {**os.environ, **environment.defaults(os.environ, script.args)}
         self._log, self._stuck_s = log, stuck_s
         self._asked: deque[dict[str, Any]] = deque()
         self._alive: set[int] = set()

@@ -204,9 +204,28 @@ def carry_out(
     parts.workforce.training_since = began
     if announcement:
         parts.console.say(announcement)
+    for line in _networks(options, parts.membership.place.host):
+        parts.console.say(line)
     if parts.membership.is_late:
         parts.console.say(f"this node joins a run that is under way, as the spare {parts.membership.place.node}")
     return Agent(parts, first_ranks(options), options.life or 0, joined).run()
+
+
+def _networks(options: RunOptions, host: str) -> list[str]:
+    """Return lines about the networks of a run of several nodes: which interface carries what, at which rate."""
+    if options.cluster.nnodes == 1 and options.data_addr is None:
+        return []
+    own = network.interfaces()
+    names = {address: network.said_rate(name) for name, address in own.items()}
+    data = options.data_addr or host
+    lines = [
+        f"networks of node {options.cluster.node_rank}: control over {names.get(host, host)}, snapshots and sums of "
+        f"replicas over {names.get(data, data)}"
+    ]
+    if quick := network.faster(data, own):
+        what = ", ".join(f"{names[own[name]]} {own[name]}" for name in quick[:4])
+        lines.append(f"faster here: {what}; --data-interface NAME takes one, if the other nodes reach its address")
+    return lines
 
 
 def make_run_dir(options: RunOptions, makes_token: bool, parts: Sequence[Path] = (), lease: str = "") -> None:

@@ -21,7 +21,9 @@ from ft.job.agent.looks import Looks
 from ft.job.agent.pool import WarmPool
 from ft.job.control.timeouts import Timeouts
 from ft.job.messages import (
+    SNAPSHOT_MEMORY,
     Beat,
+    Inherit,
     Look,
     Looked,
     StepTimes,
@@ -147,6 +149,11 @@ class Workforce:
         post: function that sends a report to the control plane.
         unwatch: function called with each channel before it is closed.
         timeouts: timeouts of the run.
+
+    Attributes:
+        workers: name -> worker, from the request for it until its process has ended.
+        looks: the workers' answers to looks.
+        estates: the snapshots of killed workers.
     """
 
     def __init__(
@@ -165,6 +172,7 @@ class Workforce:
         self._step_times: list[StepTimes] = []
         self._pauses = OwnPauses(_JUDGE_S)
         self.workers: dict[str, Worker] = {}
+        self.estates = Estates()
         self.looks = Looks(place.options.run_dir, place.node, post)
         self.is_guarded = False
         """Whether a worker of this agent has ever committed a step in an epoch: then the first snapshots of all workers
@@ -258,8 +266,8 @@ class Workforce:
         if pids := [worker.pid for worker in doomed if worker.pid is not None]:
             processes.kill_whole(pids)
 
-    def kill_hung(self, name: str) -> None:
-        """Kill a worker on the control plane's order.
+    def kill_hung(self, name: str, rank: int | None = None) -> None:
+        """Kill a worker on the control plane's order. The snapshots of the holder of a logical rank are kept.
 
         Before, the others' answers to a look are awaited: the recovery that follows ends what they wait for. If the
         worker can still run, it first writes the stacks of its threads into its log (on SIGUSR1).
@@ -269,6 +277,8 @@ class Workforce:
         if worker is not None and worker.pid is not None and processes.state(worker.pid) not in "TZX":
             processes.send(worker.pid, signal.SIGUSR1)
             time.sleep(_STACK_S)
+        if rank is not None and worker is not None and worker.pid is not None:
+            self.estates.keep(rank, worker.pid)
         self.kill(name)
 
     def _await_answers(self) -> None:
@@ -341,6 +351,17 @@ class Workforce:
             self._unwatch(worker.channel)
             worker.channel.close()
             worker.channel = None
+
+    def tell_heirs(self, joiners: Mapping[int, str]) -> None:
+        """Have the new holders of logical ranks take over the snapshots that this agent keeps for these ranks.
+
+        Args:
+            joiners: logical rank -> its new worker.
+        """
+        for rank, name in joiners.items():
+            worker, files = self.workers.get(name), self.estates.of(rank)
+            if files and worker is not None and worker.channel is not None:
+                worker.channel.send(encode(Inherit(files)))
 
     def tell(self, order: Any) -> None:
         """Send an order to every attached worker."""
@@ -450,6 +471,38 @@ def listen() -> tuple[str, socket.socket]:
     listener.listen(256)
     listener.setblocking(False)
     return name, listener
+
+
+class Estates:
+    """The snapshots of workers that this agent has killed, for the workers that take their seats over on this node.
+
+    The agent keeps the memory of the snapshots open, so that the end of the process does not free it, until training
+    goes on.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[int, list[int]] = {}
+
+    def keep(self, rank: int, pid: int) -> None:
+        """Keep the snapshots of the process that holds a logical rank; call it before the process is killed."""
+        files = processes.open_memory(pid, SNAPSHOT_MEMORY)
+        if files:
+            self._close(self._files.get(rank, []))
+            self._files[rank] = files
+
+    def of(self, rank: int) -> list[str]:
+        """Return the paths of the memory of the logical rank's snapshots, [] if none are kept."""
+        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._files.get(rank, [])]
+
+    def clear(self) -> None:
+        """Free the memory, except what other processes use."""
+        for files in self._files.values():
+            self._close(files)
+        self._files = {}
+
+    def _close(self, files: list[int]) -> None:
+        for fd in files:
+            os.close(fd)
 
 
 class WorkerListener:

@@ -141,10 +141,12 @@ def worker_arrived(state: State, now: float, report: m.WorkerArrived, out: Decis
         out.add(f"ignored: {report.worker} has arrived in epoch {report.epoch}, the epoch is {_where(state)}")
         return
     again, worker.assembled, worker.arrived = worker.assembled, True, report.groups
+    worker.inherited = report.holdings
     if again:
         out.add(f"{report.worker} has arrived again")
         return
-    out.add(f"{report.worker} has arrived for logical rank {worker.rank}")
+    inherits = f", with its predecessor's snapshots of step(s) {report.holdings.own}" if report.holdings.own else ""
+    out.add(f"{report.worker} has arrived for logical rank {worker.rank}{inherits}")
     out.note(events.JOINER_ARRIVED, epoch=state.epoch, worker=worker.name, node=worker.node, rank=worker.rank)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from ft.job.control import repairs
 from ft.job.control.membership import place_ranks
-from ft.job.control.state import GridPosition, State
+from ft.job.control.state import GridPosition, State, Worker
 from ft.job.messages import Holdings, Neighbours, Source
 
 IN_PLACE, STANDBY, COPY, REPLICA = "in place", "standby", "copy elsewhere", "another replica"
@@ -467,7 +467,7 @@ def of_memory(state: State) -> Situation:
     assert recovery is not None
     memory = Memory(
         list(state.seats),
-        {w.rank: w.release.holdings for w in state.seated() if w.rank is not None and w.release is not None},
+        {w.rank: held for w in state.seated() if w.rank is not None and (held := _held(w)) is not None},
         state.dp_peers,
         {rank for rank, all_of_it in state.complete.items() if all_of_it},
         recovery.spoiled,
@@ -485,6 +485,13 @@ def of_memory(state: State) -> Situation:
         restarts=_restarts(state),
         hot_swap=state.options.hot_swap,
     )
+
+
+def _held(worker: Worker) -> Holdings | None:
+    """Return the snapshots that a worker has reported; those that a joiner has inherited count."""
+    if worker.release is not None:
+        return worker.release.holdings
+    return worker.inherited if worker.inherited != Holdings() else None
 
 
 def without_memory(state: State, why: str) -> Situation:

@@ -17,6 +17,7 @@ from ft.job.messages import (
     Beat,
     GroupReport,
     HangJudged,
+    Holdings,
     Repair,
     WorkerDone,
     WorkerReleased,
@@ -150,6 +151,7 @@ class Worker:
         leaving_epoch: closed epoch that it has not left yet, or -1.
         release: its report when it last left an epoch.
         arrived: its process groups, reported once model and optimizer were built.
+        inherited: the snapshots that it has inherited from the worker that had its seat, reported at the same time.
         repaired: its report that it is repaired, in the present epoch.
         resumed: last epoch whose first step it has begun.
         done: whether it has finished its training steps, in the present epoch.
@@ -173,6 +175,7 @@ class Worker:
     leaving_epoch: int = -1
     release: WorkerReleased | None = None
     arrived: list[GroupReport] = field(default_factory=list)
+    inherited: Holdings = field(default_factory=Holdings)
     repaired: WorkerRepaired | None = None
     resumed: int = -1
     done: bool = False

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ft.base.errors import FtError
-from ft.platform import sockets
+from ft.platform import releases, sockets
 from ft.state.groups.device import DEVICE
 from ft.state.groups.tree import FAN_OUT
 
@@ -301,12 +302,23 @@ class NcclConnector:
         size: number of members of the group.
         timeout: longest duration of an operation.
         abort_s: limit for an abort, in seconds.
+        identity: (name, global ranks of the members) of the group, for NCCL's log and torch's flight recorder.
+        given: the program's options (``pg_options``), which are used for each backend; None: the defaults.
     """
 
     device_type = "cuda"
 
-    def __init__(self, rank: int, size: int, timeout: timedelta, abort_s: float):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        abort_s: float,
+        identity: tuple[str, list[int]] | None = None,
+        given: Any = None,
+    ):
         self._rank, self._size, self._timeout, self._abort_s = rank, size, timeout, abort_s
+        self._identity, self._given = identity, given
 
     def connect(self, store: dist.Store, watch: sockets.Watch, is_cancelled: Callable[[], bool]) -> Connection:
         """Create the backend and its communicator, together with the other members.
@@ -319,7 +331,9 @@ class NcclConnector:
         Raises:
             RuntimeError: a member did not join, or the connection to the store broke.
         """
-        options = dist.ProcessGroupNCCL.Options()
+        options = dist.ProcessGroupNCCL.Options() if self._given is None else self._given
+        if self._identity is not None:
+            options.group_name, options.global_ranks_in_group = self._identity
         options._timeout = self._timeout
         options.config.blocking = 0  # an abort ends operations that are under way
         backend = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
@@ -368,23 +382,6 @@ _REQUIRED = {
 """Environment variables that have to be 0 -> what would happen otherwise (torch's ProcessGroupNCCL.cpp)."""
 
 
-_FAULTS_OF_NCCL = (
-    ((2, 26), (2, 27), "non-blocking communicators can hang at random (issue 152623 of torch)"),
-    ((2, 28, 3), (2, 28, 9), "an abort can crash the process (release notes of NVIDIA's in-process restart)"),
-)
-"""(first release, first release without it, the fault): known faults of NCCL that hit a run which aborts."""
-
-
-def faults_of_nccl(release: tuple[int, ...]) -> list[str]:
-    """Return what is known to be wrong with a release of NCCL, such as (2, 27, 3), in a run that aborts communicators.
-
-    Each is a sentence with what to do. The list is from release notes and issues; nothing of it was tried here.
-    """
-    name = ".".join(map(str, release))
-    found = [fault for first, end, fault in _FAULTS_OF_NCCL if first <= release < end]
-    return [f"with NCCL {name}, {fault}: use 2.27.3 or newer, but not 2.28.3 to 2.28.8" for fault in found]
-
-
 def prepare_nccl(launch_s: float, report: Callable[[str], None] = lambda message: None) -> None:
     """Prevent torch's NCCL backend from ending or delaying the process after an error: this package handles errors.
 
@@ -395,15 +392,16 @@ def prepare_nccl(launch_s: float, report: Callable[[str], None] = lambda message
             NCCL connects to other ranks meanwhile. Torch does not notice an abort before this limit: it goes on to ask
             for the state of the communicator, which is gone (``C10D_NCCL_CHECK_TIMEOUT``, torch 2.13).
         report: function that is called with a sentence for each setting of the site that is replaced, and for each
-            known fault of this release of NCCL.
+            known fault of the releases of NCCL, torch, Transformer Engine and the driver.
     """
-    if dist.is_nccl_available():
-        for fault in faults_of_nccl(torch.cuda.nccl.version()):
-            report(fault)
     # NVIDIA's in-process restart needs this too: with SHARP, a hang can raise an exception (its release notes, v0.2).
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    # NCCL's own service for diagnosis may crash after an abort (NCCL 2.27.7, issue 1996).
+    # NCCL's own service for diagnosis may crash the process (``ft.platform.releases``).
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")
+    if dist.is_nccl_available():
+        found = {**releases.installed(), releases.NCCL: torch.cuda.nccl.version()}
+        for fault in releases.known_faults(found, os.environ):
+            report(fault)
     limit = str(max(1, int(launch_s)))
     if os.environ.setdefault(_WAIT, limit) != limit:
         report(f"{_WAIT}={os.environ[_WAIT]} is replaced by {limit}, the timeout launch_s (--limits)")

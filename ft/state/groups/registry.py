@@ -5,6 +5,7 @@ closes the epoch, which aborts all collectives, rebuilds the affected groups and
 VI-D).
 """
 
+import gc
 import hashlib
 import json
 import random
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -161,6 +163,7 @@ class Groups:
         name: str,
         desc: str | None = None,
         backend: str | None = None,
+        options: Any = None,
     ) -> Group | None:
         """Create a group over these logical ranks. Return None if this worker is not a member.
 
@@ -173,6 +176,7 @@ class Groups:
             name: unique name of the group.
             desc: torch's description of the group.
             backend: "gloo" to connect over gloo only; otherwise the backends are those of the default group.
+            options: the program's ``ProcessGroupNCCL.Options``, such as the priority of the stream; None: the defaults.
         """
         ranks = list(ranks)
         self._created.append((name, ranks))
@@ -182,7 +186,7 @@ class Groups:
         group = Group(name, desc or "undefined", ranks, ranks.index(own), self._state, self)
         place = ranks.index(own), len(ranks), timeout or timedelta(seconds=_DEFAULT_TIMEOUT_S)
         if "gloo" not in (backend, self._device_backend):
-            group.connectors["cuda"] = NcclConnector(*place, self._limits.abort_s)
+            group.connectors["cuda"] = NcclConnector(*place, self._limits.abort_s, (name, ranks), options)
         group.connectors["cpu"] = (SparseGlooConnector if len(ranks) > MOST_IN_MESH else GlooConnector)(*place)
         self._groups[name] = group
         if len(ranks) > 1 and not self._state.alone:
@@ -332,6 +336,7 @@ class Groups:
         later = [g for name, g in self._groups.items() if name in defer and len(g.ranks) > 1]
         self._disconnect([*wanted, *later, *(g for g in self._groups.values() if g.is_alone)])
         if self._device_backend == "nccl":
+            gc.collect()  # what an interrupted step has left in cycles of references
             torch.cuda.empty_cache()  # NCCL allocates beside torch, whose cache may hold all of the device's memory
         with self._lock:
             if state.closed is not None and state.closed[0] >= epoch:

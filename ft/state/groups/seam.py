@@ -29,7 +29,13 @@ class Maker(Protocol):
     """Creates the process groups of a program. The default group has it as its attribute ``maker``."""
 
     def new_group(
-        self, ranks: list[int], timeout: timedelta | None, name: str, desc: str | None, backend: str
+        self,
+        ranks: list[int],
+        timeout: timedelta | None,
+        name: str,
+        desc: str | None,
+        backend: str,
+        options: Any = None,
     ) -> dist.ProcessGroup | None:
         """Create a group over these ranks. Return None if this process is not a member.
 
@@ -41,6 +47,7 @@ class Maker(Protocol):
             name: unique name of the group.
             desc: torch's description of the group.
             backend: name of the backend that the program has asked for.
+            options: the program's options for that backend (``pg_options``), None for the defaults.
         """
 
 
@@ -111,9 +118,8 @@ def _through_maker(original: Callable) -> Callable:
         if maker is None or not ranks:  # torch gives no ranks for the default group
             return original(*args, **kwargs)
         backend = given["backend"]
-        group = maker.new_group(
-            list(ranks), given.get("timeout"), given["group_name"], given.get("group_desc"), str(backend)
-        )
+        about = given.get("timeout"), given["group_name"], given.get("group_desc"), str(backend)
+        group = maker.new_group(list(ranks), *about, given.get("backend_options"))
         given["backend"], given["backend_options"] = dist.Backend(BACKEND), lambda options: group
         made, store = original(**given)
         if group is not None:

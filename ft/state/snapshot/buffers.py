@@ -5,18 +5,26 @@ While one buffer (slot) is being written, the other one holds the previous compl
              step 6        step 7        fault while 7 is staged
 slot A   complete 6    complete 6    complete 6    <- restored from
 slot B   staging  7 -> complete 7    dropped
+
+The memory of a slot is a file without a name (:class:`SlotFile`). The node agent opens it before it kills a worker that
+hangs, so that the worker that takes the seat over on the same node inherits the snapshots.
 """
 
 import contextlib
 import mmap
+import os
+import struct
 import threading
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
 import torch
 
-from ft.base.errors import UserError
+from ft.base.errors import FallbackError, UserError
+from ft.job.messages import SNAPSHOT_MEMORY
 from ft.net.framed import checksum
 from ft.state import device as devices
 from ft.state.layout import CHUNK, Table, chunk_count
@@ -59,6 +67,93 @@ class _Memory(mmap.mmap):
                 torch.cuda.cudart().cudaHostUnregister(address)
 
 
+_PLACE = 2 << 20
+"""Every section begins at a multiple of so many bytes, the size of a huge page."""
+_HEAD = struct.Struct("<8sQQII")
+_MAGIC = b"ftslot01"
+
+
+class Label(msgspec.Struct, array_like=True, frozen=True):
+    """What a slot holds, as it is written into the slot's file.
+
+    Attributes:
+        owner: logical rank of the owner, -1 for the snapshots of the process itself.
+        step: step of the snapshot.
+        epoch: epoch in which it was taken.
+        meta: see :class:`Slot`.
+        meta_checksum: see :class:`Slot`.
+        sections: name of a section -> (encoded layout, one checksum per chunk).
+    """
+
+    owner: int
+    step: int
+    epoch: int
+    meta: bytes
+    meta_checksum: int
+    sections: dict[str, tuple[bytes, list[int]]]
+
+
+class SlotFile:
+    """The memory of a slot as a file without a name (memfd_create(2)), which other processes can open through /proc.
+
+    The file is complete in itself: another process can use the snapshot when this one was killed in any instruction.
+
+        byte 0     head: position, length and checksum of the label; zeros while the slot has no complete snapshot
+        2 MiB ...  the sections, each at a multiple of 2 MiB
+        then       the label
+
+    Args:
+        sizes: name of a section -> its bytes.
+        fd: file descriptor of an existing file, which this object closes; None: a new file is made.
+
+    Attributes:
+        fd: the file descriptor.
+        places: name of a section -> its position in bytes.
+        end: end of the sections in bytes.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], fd: int | None = None):
+        self.places: dict[str, int] = {}
+        at = _PLACE
+        for name, nbytes in sizes.items():
+            self.places[name] = at
+            at += -(-max(nbytes, 1) // _PLACE) * _PLACE
+        self.end = at
+        self.fd = os.memfd_create(SNAPSHOT_MEMORY) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, at)
+
+    def publish(self, label: Label) -> None:
+        """Say that the file has a complete snapshot, which ``label`` describes."""
+        data = msgspec.msgpack.encode(label)
+        os.pwrite(self.fd, data, self.end)
+        head = _HEAD.pack(_MAGIC, self.end, len(data), zlib.crc32(data), 0)
+        os.pwrite(self.fd, head[:-4] + struct.pack("<I", zlib.crc32(head[:-4])), 0)
+
+    def withdraw(self) -> None:
+        """Say that the file has no complete snapshot."""
+        os.pwrite(self.fd, bytes(_HEAD.size), 0)
+
+    def __del__(self):
+        if getattr(self, "fd", None) is not None:
+            os.close(self.fd)
+
+
+def read_label(fd: int) -> Label | None:
+    """Return what the file of a slot holds; None if it has no complete snapshot, or is no such file."""
+    head = os.pread(fd, _HEAD.size, 0)
+    if len(head) < _HEAD.size:
+        return None
+    magic, at, length, check, own_check = _HEAD.unpack(head)
+    if magic != _MAGIC or own_check != zlib.crc32(head[:-4]) or at + length > os.fstat(fd).st_size:
+        return None
+    data = os.pread(fd, length, at)
+    try:
+        return msgspec.msgpack.decode(data, type=Label) if zlib.crc32(data) == check else None
+    except msgspec.DecodeError:
+        return None
+
+
 class HostBuffer:
     """A block of zeroed host memory, page-locked if a device copies into it.
 
@@ -67,7 +162,12 @@ class HostBuffer:
     (CachingHostAllocator.h, ``PowerOf2Ceil``). Locking takes the time to map all pages, once for each buffer.
 
     The memory is excluded from forked children: otherwise, after a data loader has forked a worker, the next write to
-    each page would copy the page (copy-on-write), away from the one that a device writes to.
+    each page of private memory would copy the page (copy-on-write), away from the one that a device writes to.
+
+    Args:
+        nbytes: size in bytes.
+        pinned: whether to page-lock the memory.
+        place: (file, position in bytes) of the memory; None: it is private to this process.
 
     Attributes:
         nbytes: size in bytes.
@@ -79,9 +179,13 @@ class HostBuffer:
         UserError: the memory cannot be page-locked.
     """
 
-    def __init__(self, nbytes: int, pinned: bool):
+    def __init__(self, nbytes: int, pinned: bool, place: tuple[SlotFile, int] | None = None):
         self.nbytes, self.is_pinned = nbytes, False
-        self._memory = _Memory(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if place is None:
+            self._memory = _Memory(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            file, at = place
+            self._memory = _Memory(file.fd, max(nbytes, 1), flags=mmap.MAP_SHARED, offset=at)
         self._memory.madvise(mmap.MADV_DONTFORK)
         if nbytes >= 2 << 20:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -108,9 +212,9 @@ class Part:
         checksums: one checksum per chunk (1 MiB), computed when the chunk was written.
     """
 
-    def __init__(self, table: Table, pinned: bool):
+    def __init__(self, table: Table, pinned: bool, place: tuple[SlotFile, int] | None = None):
         self.table = table
-        self.buffer = HostBuffer(table.nbytes, pinned)
+        self.buffer = HostBuffer(table.nbytes, pinned, place)
         self.checksums = [0] * chunk_count(table.nbytes)
 
     def chunk(self, index: int) -> memoryview:
@@ -155,6 +259,9 @@ class Slot:
         epoch: epoch (version of the assignment of workers to ranks) in which the snapshot was taken.
         meta: everything but the tensors, encoded (:func:`ft.state.snapshot.state.pack_meta`).
         meta_checksum: checksum of ``meta``.
+        owner: logical rank of the owner, -1 for the snapshots of this process; None: the memory is private to this
+            process, and nobody can inherit it.
+        file: the memory, unless it is private.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -163,6 +270,8 @@ class Slot:
     epoch: int = -1
     meta: bytes = b""
     meta_checksum: int = 0
+    owner: int | None = None
+    file: SlotFile | None = None
 
     @property
     def nbytes(self) -> int:
@@ -176,14 +285,47 @@ class Slot:
             pinned: whether the memory has to be page-locked.
         """
         if {name: part.table for name, part in self.parts.items()} != dict(tables):
-            self.parts = {}  # the old memory is freed before the new is allocated
-            self.parts = {name: Part(table, pinned) for name, table in tables.items()}
+            self.parts, self.file = {}, None  # the old memory is freed before the new is allocated
+            if self.owner is not None:
+                self.file = SlotFile({name: table.nbytes for name, table in tables.items()})
+            self.parts = {name: Part(table, pinned, self._place(name)) for name, table in tables.items()}
         elif pinned:
             for part in self.parts.values():
                 part.buffer.pin()
 
     def set_meta(self, meta: bytes) -> None:
         self.meta, self.meta_checksum = meta, checksum(meta)
+
+    def turn(self, status: Status) -> None:
+        """Change the status, in the slot's file too."""
+        if self.file is not None and status is not Status.COMPLETE:
+            self.file.withdraw()
+        self.status = status
+        if self.file is not None and status is Status.COMPLETE:
+            sections = {name: (part.table.encoded, part.checksums) for name, part in self.parts.items()}
+            self.file.publish(Label(self.owner, self.step, self.epoch, self.meta, self.meta_checksum, sections))
+
+    @classmethod
+    def inherited(cls, fd: int) -> "Slot | None":
+        """Return the complete snapshot in the file of a slot of a process that has ended; None if there is none.
+
+        The tensors are not verified here, but by :meth:`damage`. The object closes ``fd``.
+        """
+        label, tables = read_label(fd), {}
+        with contextlib.suppress(FallbackError):
+            tables = {name: Table.decode(table) for name, (table, _) in label.sections.items()} if label else {}
+        file = SlotFile({name: table.nbytes for name, table in tables.items()}, fd)
+        if not tables or os.fstat(fd).st_size < file.end:
+            return None
+        slot = cls({}, Status.COMPLETE, label.step, label.epoch, label.meta, label.meta_checksum, label.owner, file)
+        for name, table in tables.items():
+            slot.parts[name] = Part(table, False, slot._place(name))
+            slot.parts[name].checksums = label.sections[name][1]
+        whole = all(len(part.checksums) == chunk_count(part.table.nbytes) for part in slot.parts.values())
+        return slot if whole else None
+
+    def _place(self, name: str) -> tuple[SlotFile, int] | None:
+        return None if self.file is None else (self.file, self.file.places[name])
 
     def damage(self, envelope_only: bool = False) -> str | None:
         """Verify all checksums. Describe the first damaged part in words, None if no part is damaged."""
@@ -201,13 +343,16 @@ class PingPong:
 
     Between ``begin`` and ``commit`` (or ``drop``), only the caller of ``begin`` may access the slot.
 
+    Args:
+        owner: the logical rank, -1 for that of this process.
+
     Attributes:
         pinned: whether the next snapshots are written into page-locked memory.
     """
 
-    def __init__(self):
-        self.pinned = False
-        self._slots = [Slot(), Slot()]
+    def __init__(self, owner: int = -1):
+        self.pinned, self._owner = False, owner
+        self._slots = [Slot(owner=owner), Slot(owner=owner)]
         self._lock = threading.Lock()
 
     @property
@@ -233,24 +378,36 @@ class PingPong:
                     s.epoch,
                 ),
             )
-            slot.status, slot.step, slot.epoch = Status.STAGING, step, epoch
+            slot.turn(Status.STAGING)
+            slot.step, slot.epoch = step, epoch
         slot.fit(tables, self.pinned)
         return slot
 
     def commit(self, slot: Slot) -> None:
         with self._lock:
-            slot.status = Status.COMPLETE
+            slot.turn(Status.COMPLETE)
 
     def drop(self, slot: Slot) -> None:
         with self._lock:
-            slot.status = Status.EMPTY
+            slot.turn(Status.EMPTY)
+
+    def inherit(self, slot: Slot) -> bool:
+        """Take over a complete snapshot; return False if both slots are in use, or one has the same snapshot."""
+        with self._lock:
+            same = any(
+                (s.step, s.epoch) == (slot.step, slot.epoch) for s in self._slots if s.status is not Status.EMPTY
+            )
+            free = [index for index, s in enumerate(self._slots) if s.status is Status.EMPTY]
+            if free and not same:
+                self._slots[free[0]] = slot
+            return bool(free) and not same
 
     def drop_after(self, step: int) -> None:
         """Drop the complete snapshots of steps after ``step``."""
         with self._lock:
             for slot in self._slots:
                 if slot.status is Status.COMPLETE and slot.step > step:
-                    slot.status = Status.EMPTY
+                    slot.turn(Status.EMPTY)
 
     def find(self, step: int | None = None) -> Slot | None:
         """Return the complete snapshot of ``step`` (default: the newest) from the latest epoch, or None."""
@@ -271,4 +428,4 @@ class PingPong:
     def close(self) -> None:
         """Free the memory."""
         with self._lock:
-            self._slots = [Slot(), Slot()]
+            self._slots = [Slot(owner=self._owner), Slot(owner=self._owner)]

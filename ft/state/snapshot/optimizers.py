@@ -12,6 +12,10 @@ _WEIGHT = "master_param"
 """Key of a weight, or of its lower bits, in the state of the optimizers of Transformer Engine and megatron-core."""
 
 
+_SCALE = ".scale"
+"""End of the name of a scale, which Transformer Engine's optimizer keeps outside of its state."""
+
+
 def parts(optimizer: Any) -> list:
     """Return the parts of a chained megatron-core optimizer, such as one for dense and one for expert parameters.
 
@@ -80,9 +84,13 @@ def forget(inner: torch.optim.Optimizer) -> None:
     A copy of a weight in the state becomes that of the parameter, and the lower bits of a weight, as integers, zero.
     """
     main: torch.Tensor | None = None
-    for _, _, of, key in entries(inner):
+    for name, _, of, key in list(entries(inner)):
         if key == "main":
             main = of[key]
+        elif name.endswith(_SCALE):
+            continue  # the scale of zeros has no meaning, and that of a weight is set with it
+        elif key == _WEIGHT and of[key].dtype is torch.float16 and hasattr(inner, "set_scaled_state"):
+            inner.set_scaled_state(main, key, main.detach().float())
         elif key == _WEIGHT and of[key].is_floating_point():
             of[key].copy_(main)
         elif isinstance(of[key], torch.Tensor):
@@ -99,10 +107,14 @@ def forget(inner: torch.optim.Optimizer) -> None:
 def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str]]:
     """Iterate over every parameter and every value of the optimizer state.
 
+    Transformer Engine's FusedAdam keeps half-precision state in units of a scale for each tensor, which it keeps in
+    ``_scales`` and changes in place: (parameter -> key of the state -> tensor of one float).
+
     Yields:
         (name, parameter group, the mapping that holds the value, key of the value in that mapping). The key of a
         parameter is "main".
     """
+    scales = getattr(inner, "_scales", {})
     for number, group in enumerate(inner.param_groups):
         for index, parameter in enumerate(group["params"]):
             if parameter is None:
@@ -112,6 +124,8 @@ def entries(inner: torch.optim.Optimizer) -> Iterator[tuple[str, dict, dict, str
             state = inner.state.get(parameter, {})
             for key in sorted(state):
                 yield f"{name}/{key}", group, state, key
+                if getattr(state[key], "dtype", None) is torch.float16 and key in scales.get(parameter, {}):
+                    yield f"{name}/{key}{_SCALE}", group, scales[parameter], key
 
 
 def numbers(values: dict[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,23 @@ class TakeStats:
     wait_s: float | None = None
 
 
+def slowness(stats: TakeStats, step_s: float) -> str:
+    """Return the sentence about a snapshot whose transfer has taken longer than a step, "" if it has not.
+
+    Args:
+        stats: cost of the snapshot.
+        step_s: duration of the step in seconds.
+    """
+    if stats.transfer_s is None or stats.transfer_s <= step_s or not stats.bytes_h2h:
+        return ""
+    rate = stats.bytes_h2h / stats.transfer_s
+    return (
+        f"a snapshot is not sent within a step: {stats.bytes_h2h / 1e9:.2f} GB at {rate / 1e9:.2f} GB/s take "
+        f"{stats.transfer_s:.2f} s, a step takes {step_s:.2f} s; training waits for the rest\n"
+        "  fix: give ft run a faster --data-interface, or the trainer fewer --ft-snapshot-peers"
+    )
+
+
 class Snapshots:
     """Takes, replicates and restores snapshots (DEADPOOL, sections V-B, VI-A and VI-E).
 

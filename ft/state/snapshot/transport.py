@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from ft.base.errors import FallbackError
@@ -55,7 +55,16 @@ class CopyStore:
     def copies(self, owner: int) -> PingPong:
         """Return the two slots for peer copies of ``owner``. Their memory is allocated when the first copy arrives."""
         with self._lock:
-            return self._copies.setdefault(owner, PingPong())
+            return self._copies.setdefault(owner, PingPong(owner))
+
+    def inherit(self, files: Iterable[int]) -> None:
+        """Take over the complete snapshots of a worker that has ended.
+
+        Args:
+            files: file descriptors of the memory of its slots, which this method closes.
+        """
+        for slot in filter(None, map(Slot.inherited, files)):
+            (self.own if slot.owner == -1 else self.copies(slot.owner)).inherit(slot)
 
     def find(self, owner: int, step: int | None = None) -> Slot | None:
         """Return the complete snapshot of ``owner`` at ``step`` (default: the newest), None if there is none."""

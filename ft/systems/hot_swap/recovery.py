@@ -60,7 +60,8 @@ class Recovery:
                 return result
             except Exception as error:
                 await self._fails(error)
-                await self.recover()
+            # Not in the handler: the frames of the exception hold the activations of the interrupted step.
+            await self.recover()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,8 @@ class Recovery:
         member, arrived = self._member, None
         if self.is_empty:
             self._operations.inject("assemble")
-            arrived = WorkerArrived(member.worker, member.epoch, self._operations.group_reports())
+            groups, inherited = self._operations.group_reports(), self._operations.holdings()
+            arrived = WorkerArrived(member.worker, member.epoch, groups, inherited)
         return await protocol.await_order(member, Repair, arrived)
 
     async def _repair(self, order: Repair) -> WorkerRepaired:

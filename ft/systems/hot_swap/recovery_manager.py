@@ -6,6 +6,7 @@ operation that may block or take long is a coroutine, because the simulation of 
 and raises ``EpochClosed`` as soon as the control plane closes the epoch.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from ft.protection.position import Position
 from ft.protection.training_state import TrainingState
 from ft.state.groups.tree import Operation, Tree, tell
 from ft.state.snapshot import Snapshots
+from ft.state.snapshot.store import slowness
 from ft.systems.hot_swap.faults import Breakage
 from ft.systems.hot_swap.placing import Placing
 from ft.systems.hot_swap.recovery import Recovery
@@ -33,6 +35,10 @@ from megatron import patches
 
 if TYPE_CHECKING:
     from ft.systems.checkfree.rebuilder import CheckFreeRebuilder
+
+
+_SLOW_TRANSFERS = 5
+"""After so many transfers in a row that took longer than a step, a warning is printed."""
 
 
 class StepCopy:
@@ -128,7 +134,8 @@ class RecoveryManager(Layer):
         self._tries = Tries(chunks) if compares else None
         self._recovery = Recovery(session, self)
         self._work: Callable[[], Any] = lambda: None
-        self._committed = 0
+        self._committed = self._slow = 0
+        self._taken_at = 0.0
         self._envelope: dict[str, Any] = {}
         self._fence_tree = Tree("FENCE")
         self._fence_word = torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -239,8 +246,22 @@ class RecoveryManager(Layer):
 
     def take_snapshot(self, step: int) -> None:
         """Start to copy the live state of ``step`` into host memory and to the peers."""
+        self._watch_transfers(step)
         self.snapshots.take(self._subject.state(self._position.get()), step, self.session.epoch)
         self._committed = step
+
+    def _watch_transfers(self, step: int) -> None:
+        """Tell once if the transfers of snapshots have taken longer than a step, several times in a row."""
+        now, began = time.monotonic(), self._taken_at
+        self._taken_at = now
+        stats = self.snapshots.stats
+        if self._slow > _SLOW_TRANSFERS or stats is None or stats.step != step - 1:
+            return
+        said = slowness(stats, now - began)
+        self._slow = self._slow + 1 if said else 0
+        if self._slow == _SLOW_TRANSFERS:
+            self._slow += 1
+            print(f"warning: {said}", flush=True)
 
     async def wait_for_snapshot(self) -> None:
         """Wait until this worker and all peers have the last snapshot."""

@@ -94,7 +94,7 @@ class ReplicaContext:
                 replica=int(environment[REPLICA]),
                 replicas=int(environment["FT_HSDP_REPLICAS"]),
                 run_dir=Path(environment["FT_HSDP_RUN_DIR"]),
-                host=environment.get("FT_HOST", "127.0.0.1"),
+                host=environment.get("FT_DATA_HOST") or environment.get("FT_HOST", "127.0.0.1"),
                 lr_scaling=environment.get("FT_HSDP_LR_SCALING", DEFAULT),
                 wait_s=float(environment.get("FT_HSDP_WAIT", "1.0")),
                 digests=bool(environment.get("FT_HSDP_DIGESTS")),
