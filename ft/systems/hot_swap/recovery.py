@@ -176,6 +176,7 @@ class Recovery:
         held = replace(operations.holdings(), live=operations.step if self._untouched else None)
         left = WorkerReleased(member.worker, member.epoch, operations.step, groups, held)
         await protocol.enter_next_epoch(member, left)
+        operations.abandon_step()  # while joiners are being built
 
     async def _await_repair(self) -> Repair:
         """Wait for the order to repair; a worker without a state reports that it has arrived."""
@@ -239,7 +240,8 @@ class Recovery:
                 position, sources = await operations.restore_snapshot(order.step, order.sources[rank], keep)
                 if order.lent:
                     await operations.lend_weights(order)
-            await operations.publish_parameters()
+            if not (rank in order.unchanged and operations.parameters_are_whole):
+                await operations.publish_parameters()
             if order.rebuilt:
                 self._untouched = (
                     False  # with CheckFree+, a neighbour that lends its parameters changes some of its own state
