@@ -164,9 +164,10 @@ class Agent:
         return self._membership.place.node
 
     def _turn(self) -> None:
-        until = time.monotonic() + _TICK_S
-        while not self._parts.supervisor.turn(_GLANCE_S) and not self._glance() and time.monotonic() < until:
-            continue
+        until, has_happened = time.monotonic() + _TICK_S, False
+        while not has_happened and time.monotonic() < until:
+            has_happened = self._parts.supervisor.turn(_GLANCE_S)
+            has_happened = self._glance() or has_happened
         for what in self._uplink.take():
             self._obey(what)
         for report in self._parts.devices.reports():
