@@ -674,8 +674,6 @@ class Repair(Message):
         teller: logical rank whose own snapshot gives all ranks the position of ``step``, and nothing else, because
             this replica has lost a part of the state: it fetches the whole state from another replica before its next
             step. No rank has a source then. None: the state is restored here.
-        unchanged: logical ranks of the pipeline stages in which every worker's live state is that of ``step``, so that
-            nobody publishes parameters again.
     """
 
     epoch: int
@@ -687,7 +685,6 @@ class Repair(Message):
     rebuilt: dict[int, Neighbours] = field(default_factory=dict)
     lent: dict[int, int] = field(default_factory=dict)
     teller: int | None = None
-    unchanged: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -21,24 +21,6 @@ LIMITS = Timeouts()
 
 
 @pytest.mark.parametrize(
-    "live, found",
-    [
-        ({0: 7, 1: 7, 2: 7, 3: 7}, [0, 1, 2, 3]),
-        ({0: 7, 1: 7, 2: 7, 3: None}, [0, 1]),
-        ({0: 7, 2: 7, 3: 7}, [2, 3]),
-        ({0: 7, 1: 6, 2: 7, 3: 7}, [2, 3]),
-    ],
-)
-def test_a_stage_is_unchanged_if_all_its_workers_have_the_live_state_of_the_step(live, found):
-    held = {rank: Holdings([7, 6], {}, step) for rank, step in live.items()}
-    sources = {rank: Source(rank, rank) if rank in live else Source(0, 0) for rank in range(4)}
-    assert repairs.unchanged(7, held, sources, {0: 0, 1: 0, 2: 1, 3: 1}) == found
-    assert repairs.unchanged(7, held, sources, {0: 0, 1: None, 2: 1, 3: 1}) == [], "nobody knows who shares its groups"
-    copied = {**sources, 2: Source(3, 3)}
-    assert 3 not in repairs.unchanged(7, held, copied, {0: 0, 1: 0, 2: 1, 3: 1})
-
-
-@pytest.mark.parametrize(
     "kinds, message, category, action",
     [
         (["UserError", "FtError"], "no such file", verdict.USER, verdict.STOP),

@@ -71,7 +71,6 @@ class Operations:
     def inject(self, phase):
         pass
 
-    parameters_are_whole = True
     prepare_restore = continue_from = lambda self, *args: None
 
 

@@ -171,8 +171,6 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
     empty = [w.rank for w in seated if w.empty]
     groups = {w.rank: w.arrived if w.empty or w.release is None else w.release.groups for w in seated}
     plan = plan_rebuild(groups, empty)
-    held = {w.rank: w.release.holdings for w in seated if w.release is not None and not w.empty}
-    stages = {w.rank: place.pp if (place := state.places.get(w.rank)) else None for w in seated}
     state.repair = m.Repair(
         state.epoch,
         chosen.step,
@@ -180,7 +178,6 @@ def _order_repair(state: State, now: float, out: Decisions) -> None:
         list(plan.defer),
         *(dict(sorted(of.items())) for of in (chosen.sources, state.copies, chosen.rebuilt, chosen.lent)),
         chosen.teller,
-        [] if chosen.rebuilt or chosen.lent else repairs.unchanged(chosen.step, held, chosen.sources, stages),
     )
     state.rebuilt |= {state.places[rank].pp: chosen.step for rank in chosen.rebuilt}
     state.kept = len(plan.keep)

@@ -73,22 +73,6 @@ def of_step(
     return sources, lacking
 
 
-def unchanged(
-    step: int, holdings: Mapping[int, Holdings], sources: Mapping[int, Source], stages: Mapping[int, int | None]
-) -> list[int]:
-    """Return the ranks of the pipeline stages in which every worker still has the live state of ``step``.
-
-    Args:
-        step: step that is restored.
-        holdings: logical rank -> what its worker holds, for the workers that have a state.
-        sources: logical rank -> source of its state.
-        stages: logical rank -> its pipeline stage, for all ranks; None: not known.
-    """
-    kept = {r for r, held in holdings.items() if held.live == step and sources.get(r) == Source(r, r)}
-    changed = {stage for rank, stage in stages.items() if rank not in kept}
-    return [] if None in stages.values() else sorted(r for r, stage in stages.items() if stage not in changed)
-
-
 def _holders(step: int, holdings: Mapping[int, Holdings]) -> dict[int, list[int]]:
     """Return logical rank -> sorted ranks whose workers hold a peer copy of its snapshot of ``step``."""
     found: dict[int, list[int]] = {}

@@ -240,8 +240,7 @@ class Recovery:
                 position, sources = await operations.restore_snapshot(order.step, order.sources[rank], keep)
                 if order.lent:
                     await operations.lend_weights(order)
-            if not (rank in order.unchanged and operations.parameters_are_whole):
-                await operations.publish_parameters()
+            await operations.publish_parameters()
             if order.rebuilt:
                 self._untouched = (
                     False  # with CheckFree+, a neighbour that lends its parameters changes some of its own state

@@ -331,15 +331,8 @@ class RecoveryManager(Layer):
         told = tell(self._fence_tree, position)
         return self._without_state(told), dict.fromkeys(("owned", "replicated"), ELSEWHERE)
 
-    @property
-    def parameters_are_whole(self) -> bool:
-        """Return whether between two steps each rank's model has all its parameters (it has not if the next forward
-        pass gathers them).
-        """
-        return not any(chunk.ddp_config.overlap_param_gather for chunk in self._subject.chunks)
-
     async def publish_parameters(self) -> None:
-        """Copy the optimizer's main parameters to the model parameters. All ranks of the stage have to call it."""
+        """Copy the optimizer's main parameters to the model parameters. All ranks have to call it."""
         self._subject.publish_parameters()
 
     async def lend_stage(self, order: Repair) -> bool:

@@ -368,8 +368,6 @@ class Training:
 
     # --- the training state ------------------------------------------------------------------------------------------
 
-    parameters_are_whole = True
-
     def abandon_step(self) -> None:
         """Do nothing: the model keeps no data of an interrupted step."""
 
