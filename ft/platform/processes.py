@@ -88,6 +88,22 @@ def state(pid: int) -> str:
     return found[0] if found else "X"
 
 
+_PF_EXITING = 0x4
+
+
+def killed_by(pid: int) -> int:
+    """Return the number of the signal that ends a process, 0 if none does.
+
+    It is known before the process has ended: the kernel first frees its memory, and a device driver what it has locked
+    of it, which can take seconds. Only then the parent is told, and the connections of the process are closed.
+    """
+    try:
+        values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(values[-1]) & 0x7F if int(values[6]) & _PF_EXITING else 0
+
+
 def activity(pid: int) -> tuple[tuple[int, ...], ...]:
     """Return counters of a process and its descendants: processor time, page faults and context switches.
 

@@ -176,10 +176,15 @@ class Supervisor:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(what)
 
-    def turn(self, longest_s: float) -> None:
-        """Wait at most ``longest_s`` seconds for something to happen, and call the functions that handle it."""
-        for key, _ in self._selector.select(longest_s):
+    def turn(self, longest_s: float) -> bool:
+        """Wait at most ``longest_s`` seconds for something to happen, and call the functions that handle it.
+
+        Return whether something has happened.
+        """
+        found = self._selector.select(longest_s)
+        for key, _ in found:
             key.data()
+        return bool(found)
 
     def close(self) -> None:
         """Kill and reap all descendants of this process, and handle no more signals."""

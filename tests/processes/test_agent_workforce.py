@@ -14,8 +14,9 @@ from ft.job.agent.link import socket_address
 from ft.job.agent.options import Cluster, RunOptions, Script
 from ft.job.agent.workforce import WorkerListener, Workforce, listen
 from ft.job.control.timeouts import Timeouts
-from ft.job.messages import Beat, WorkerDone, WorkerResumed, decode, encode
+from ft.job.messages import Beat, WorkerDone, WorkerExited, WorkerResumed, decode, encode
 from ft.net.channel import Channel
+from ft.platform import processes
 from ft.platform.supervisor import Supervisor
 
 
@@ -27,6 +28,9 @@ class Pool:
 
     def fork(self, name, log, env):
         self.asked.append(name)
+
+    def forget(self, pid):
+        """Do nothing: this pool guards nobody."""
 
     def take(self):
         born, self.born = self.born, []
@@ -85,7 +89,7 @@ def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_success
     pool.born = [(hung.name, process.pid)]
     workforce.hear_pool()
     workforce.kill_hung(hung.name, rank=3)
-    assert process.wait(20) == -9
+    assert process.wait(180) == -9
 
     mine, other = socket.socketpair()
     heir.channel = Channel(mine)
@@ -96,6 +100,27 @@ def test_the_snapshots_of_a_hung_worker_that_is_killed_are_there_for_its_success
         assert file.read() == b"a snapshot"
     workforce.estates.clear()
     assert not os.path.exists(path)
+
+
+def test_a_worker_that_is_being_killed_is_reported_once_and_before_it_was_reaped(tmp_path):
+    workforce, pool, posted, worker = begin(tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    pool.born = [(worker.name, process.pid)]
+    workforce.hear_pool()
+    assert not workforce.report_killed() and processes.killed_by(process.pid) == 0
+    process.kill()
+    while not workforce.report_killed():
+        assert process.returncode is None
+    assert not workforce.report_killed()
+    assert workforce.ended(process.pid, process.wait(180)) is worker and not workforce.workers
+    assert [one.code for one in posted if isinstance(one, WorkerExited)] == [-9]
+
+
+def test_a_worker_that_ends_by_itself_is_not_taken_for_killed():
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
+    while processes.state(process.pid) != "Z":
+        assert processes.killed_by(process.pid) == 0
+    assert processes.killed_by(process.pid) == 0 and process.wait(180) == 9
 
 
 def test_a_run_is_guarded_once_a_worker_has_committed_a_step_of_an_epoch(tmp_path):

@@ -1,11 +1,20 @@
 """Snapshots of workers: what is held where, and what a restore makes of it."""
 
+import threading
+
 import pytest
 from snapshot_crew import MIB, is_at, set_to, state
 
 from ft.base.errors import FallbackError, RecoverableError
 from ft.job.messages import Source
+from ft.net.framed import Mark
 from ft.state.snapshot import Snapshots, SnapshotServer
+from ft.state.snapshot.buffers import Part
+from ft.state.snapshot.copier import Progress
+from ft.state.snapshot.state import OWNED
+from ft.state.transfer.server import NotHeld
+
+stop = Progress.stop
 
 
 def test_copies_are_held_by_the_peers_and_two_steps_at_most(crew):
@@ -34,6 +43,29 @@ def test_own_snapshots_bring_back_either_step(crew):
     assert snaps.restored_envelope.envelope["step"] == 5
     assert snaps.restored_envelope.blobs == {"rng": b"5"}
     assert snaps.holdings().own == [5]
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_leaving_an_epoch_waits_for_no_copy_and_a_restore_completes_or_abandons_it(goes_back, crew, monkeypatch):
+    workers, may_copy = crew(2), threading.Event()
+    workers.step(5)
+    snaps, live = workers.snaps[0], set_to(workers.live[0], 6)
+    seal = Part.seal
+    monkeypatch.setattr(Part, "seal", lambda part, index: (may_copy.wait(20), seal(part, index)))
+    snaps.take(live, 6, 0)
+    snaps.settle()
+    assert not may_copy.is_set() and snaps.holdings().own == [5, 6]
+    asked = threading.Thread(target=may_copy.set)
+    if goes_back:
+        monkeypatch.setattr(Progress, "stop", lambda progress: (stop(progress), asked.start()), raising=True)
+    else:
+        with pytest.raises(NotHeld) as refusal:
+            workers.servers[0]._holder.find(Mark(0, 6, -1), OWNED)
+        assert refusal.value.later, "peers ask again"
+        asked.start()
+    snaps.restore(live, 5 if goes_back else 6, Source(0, 0), epoch=1)
+    asked.join()
+    assert is_at(live, 5 if goes_back else 6) and snaps.holdings().own == ([5] if goes_back else [5, 6])
 
 
 def test_going_back_within_an_epoch_leaves_it_open(crew):

@@ -3,13 +3,15 @@
     python tools/bench/recovery.py --ranks 4
     python tools/bench/recovery.py --ranks 6 --kind stage     # CheckFree: a stage and the only copy of it are lost
     python tools/bench/recovery.py --checkout Megatron-LM --restarts 0    # NVIDIA's own trainer, protected
+    python tools/bench/recovery.py --hidden-size 288 --against 1440 --phase backward --spacing 4 --restarts 0
 
 Prints one JSON line. Both sides train the same small model on the same data in the same layout, one after the other.
 `ratio` is (torchrun's median) / (hot-swap's median) of the time from a worker's SIGKILL to the beginning of the first
 step after it. torchrun restarts from a checkpoint of exactly the step at which the worker was killed, its best case.
 With `--kind stage` each rank is a pipeline stage. A middle stage and the rank that holds its copy are killed at the
 same time, and the stage is rebuilt from its neighbours. With `--checkout` only our side is measured, with
-NVIDIA's trainer of that checkout.
+NVIDIA's trainer of that checkout. With `--against` a larger model is measured in turn with the first, and
+`times_as_long` is (its median) / (the median of the first). Hidden sizes of 288 and 1440 are 4 M and 101 M parameters.
 """
 
 import argparse
@@ -44,6 +46,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--faults", type=int, default=7, help="faults on our side; the first one warms up")
     parser.add_argument("--restarts", type=int, default=3, help="kills on torchrun's side; 0 leaves it out")
     parser.add_argument("--hidden-size", type=int, default=32)
+    parser.add_argument("--against", type=int, metavar="HIDDEN_SIZE", help="a second model, measured in turn with it")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each model, with --against")
+    parser.add_argument("--phase", help="point of the step at which workers are killed (default: between two steps)")
+    parser.add_argument("--spacing", type=int, default=SPACING, help="steps from one fault to the next")
     parser.add_argument("--kind", default=KILL, choices=[KILL, HANG, STAGE], help="what is done, and to whom")
     parser.add_argument("--checkout", type=Path, metavar="FOLDER", help="a checkout of Megatron-LM for our side")
     arguments = parser.parse_args(argv)
@@ -60,13 +66,17 @@ def main(argv: list[str]) -> int:
 
         patches.apply()
         corpus = runs.make_corpus(Path(folder))
-        ours = hot_swap(arguments, Path(folder), corpus)
+        sizes = [arguments.hidden_size] if arguments.against is None else [arguments.hidden_size, arguments.against]
+        ours: dict[int, list] = {size: [] for size in sizes}
+        for number in range(1 if arguments.against is None else arguments.rounds):
+            for size in sizes:
+                ours[size] += hot_swap(arguments, Path(folder) / f"ours{number}-{size}", corpus, size)
         theirs = [torchrun(arguments, Path(folder) / f"torchrun{i}", corpus) for i in range(arguments.restarts)]
     print(json.dumps(result(arguments, ours, theirs), default=str))
     return 0
 
 
-def flags(arguments: argparse.Namespace, corpus: str, steps: int) -> list[str]:
+def flags(arguments: argparse.Namespace, corpus: str, steps: int, size: int) -> list[str]:
     import small_runs as runs
 
     ranks = arguments.ranks
@@ -79,30 +89,35 @@ def flags(arguments: argparse.Namespace, corpus: str, steps: int) -> list[str]:
         base = f"{checkouts.BASE} --num-layers 4 --global-batch-size 8 --mock-data --lr-decay-iters {steps}"
         base += f" --eval-iters 1 --eval-interval {steps + 1}"
     return (
-        f"{base} --hidden-size {arguments.hidden_size} --train-iters {steps} {layers}"
+        f"{base} --hidden-size {size} --train-iters {steps} {layers}"
         f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --use-distributed-optimizer"
     ).split()
 
 
+def first(arguments: argparse.Namespace) -> int:
+    return min(FIRST_FAULT, arguments.spacing)
+
+
 def fault(arguments: argparse.Namespace, number: int) -> str:
     """Return fault ``number`` for `--inject`, with all workers that die in it."""
-    step = FIRST_FAULT + number * SPACING
+    step = first(arguments) + number * arguments.spacing
+    at = f":phase={arguments.phase}" if arguments.phase else ""
     if arguments.kind != STAGE:
-        return f"{arguments.kind}@step={step}:rank={(number * 3 + 1) % arguments.ranks}"
+        return f"{arguments.kind}@step={step}:rank={(number * 3 + 1) % arguments.ranks}{at}"
     stage = 1 + number % (arguments.ranks - 3)  # the next stage holds its copy; the last stage survives
-    return f"kill@step={step}:rank={stage},kill@step={step}:rank={stage + 1}"
+    return f"kill@step={step}:rank={stage}{at},kill@step={step}:rank={stage + 1}{at}"
 
 
-def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str) -> list:
-    """Return the recoveries of one run with several faults, one after the other."""
+def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str, size: int) -> list:
+    """Return the recoveries of one run with several faults, one after the other, of a model of this hidden size."""
     faults = ",".join(fault(arguments, number) for number in range(arguments.faults))
-    steps = FIRST_FAULT + arguments.faults * SPACING
+    steps = first(arguments) + arguments.faults * arguments.spacing
     ways, standbys = (["--ft-checkfree"], 2) if arguments.kind == STAGE else ([], 1)
     command = [sys.executable, "-m", "ft", "run", "--nproc-per-node", str(arguments.ranks), "--standby", str(standbys)]
     script = (arguments.checkout or ROOT) / "pretrain_gpt.py"
-    command += ["--run-dir", str(folder / "ours"), "--inject", faults, str(script)]
-    run([*command, *flags(arguments, corpus, steps), "--ft-hot-swap", *ways])
-    history = events.read(folder / "ours" / "events.jsonl")
+    command += ["--run-dir", str(folder), "--inject", faults, str(script)]
+    run([*command, *flags(arguments, corpus, steps, size), "--ft-hot-swap", *ways])
+    history = events.read(folder / "events.jsonl")
     found = recoveries(history)
     if len(found) != arguments.faults:
         raise SystemExit(f"{arguments.faults} faults, {len(found)} recoveries")
@@ -118,7 +133,8 @@ def torchrun(arguments: argparse.Namespace, folder: Path, corpus: str) -> float:
     metrics = folder / "metrics.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
     command += ["--nproc-per-node", str(arguments.ranks), str(ROOT / "pretrain_gpt.py")]
-    command += [*flags(arguments, corpus, 100_000), "--metrics-file", str(metrics), "--save", str(folder / "save")]
+    command += flags(arguments, corpus, 100_000, arguments.hidden_size)
+    command += ["--metrics-file", str(metrics), "--save", str(folder / "save")]
     command += ["--load", str(folder / "save"), "--save-interval", str(FIRST_FAULT)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder / "log", "w") as log:
@@ -160,23 +176,32 @@ def run(command: list[str]) -> None:
         raise SystemExit(f"exit code {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def result(arguments: argparse.Namespace, ours: list, theirs: list[float]) -> dict:
-    total = [recovery.total for recovery in ours]
-    released = [recovery.phases["detect"] + recovery.phases["release"] for recovery in ours]
-    phases = {name: median_ms([r.phases.get(name, 0.0) for r in ours]) for name in PHASES}
+def result(arguments: argparse.Namespace, ours: dict[int, list], theirs: list[float]) -> dict:
+    mine = times(ours[arguments.hidden_size])
     found = {
         "bench": "recovery",
-        "ratio": round(statistics.median(theirs) / statistics.median(total), 1) if theirs else None,
+        "ratio": round(statistics.median(theirs) * 1e3 / mine["hot_swap_ms"], 1) if theirs else None,
+        **mine,
+        "torchrun_s": [round(seconds, 2) for seconds in theirs],
+    }
+    if arguments.against is not None:
+        larger = times(ours[arguments.against])
+        found |= {"times_as_long": round(larger["hot_swap_ms"] / mine["hot_swap_ms"], 2), "larger": larger}
+    checkout = arguments.checkout.resolve().name if arguments.checkout else None
+    return {**found, **vars(arguments), "checkout": checkout}
+
+
+def times(ours: list) -> dict:
+    total = [recovery.total for recovery in ours]
+    released = [recovery.phases["detect"] + recovery.phases["release"] for recovery in ours]
+    return {
         "hot_swap_ms": median_ms(total),
         "hot_swap_all_ms": [round(seconds * 1e3) for seconds in total],
         "released_ms": median_ms(released),
         "released_all_ms": [round(seconds * 1e3) for seconds in released],
-        "phases_ms": phases,
-        "torchrun_s": [round(seconds, 2) for seconds in theirs],
+        "phases_ms": {name: median_ms([r.phases.get(name, 0.0) for r in ours]) for name in PHASES},
         "groups_rebuilt_of": [ours[0].rebuilt, ours[0].groups],
     }
-    checkout = arguments.checkout.resolve().name if arguments.checkout else None
-    return {**found, **vars(arguments), "checkout": checkout}
 
 
 def median_ms(seconds: list[float]) -> float:

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 _TICK_S = 0.1
 """Longest time for which the event loop waits for an event, in seconds."""
+_GLANCE_S = 0.02
+"""Longest time after which it notices that a worker is being killed, in seconds."""
 _FINISH_S = 10.0
 """Seconds that workers have to exit by themselves after the last step."""
 _LEAVE_S = 2.0
@@ -163,7 +165,10 @@ class Agent:
         return self._membership.place.node
 
     def _turn(self) -> None:
-        self._parts.supervisor.turn(_TICK_S)
+        until, has_happened = time.monotonic() + _TICK_S, False
+        while not has_happened and time.monotonic() < until:
+            has_happened = self._parts.supervisor.turn(_GLANCE_S)
+            has_happened = self._glance() or has_happened
         for what in self._uplink.take():
             self._obey(what)
         for report in self._parts.devices.reports():
@@ -200,6 +205,14 @@ class Agent:
             self._control.look(now)
 
     # --- children ----------------------------------------------------------------------------------------------------
+
+    def _glance(self) -> bool:
+        """Report workers that are being killed, before their processes have ended; return whether there are any.
+
+        Once this agent has told them to end, the order of what it says matters more, and ends are reported when they
+        have come.
+        """
+        return not self._signum and not self._ending and self._workforce.report_killed()
 
     def _on_exit(self, pid: int, code: int) -> None:
         holders = {self._workforce.workers[name].pid for name in self._rank_holders()}

@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ class Worker:
         resumed_at: step after which the worker has begun its last epoch, None before its first.
         doomed: whether this agent has decided to kill the worker.
         leaving: whether this agent has decided to send SIGTERM to the worker.
+        exit_posted: whether its exit was reported to the control plane, although its process may still be ending.
         standstill: activity of the worker's process, watched until the worker has attached.
         local_rank: index of the device on this node that the worker was started with.
         stacks: handler by which the stacks of its process can be read, or None.
@@ -135,6 +136,7 @@ class Worker:
     resumed_at: int | None = None
     doomed: bool = False
     leaving: bool = False
+    exit_posted: bool = False
     standstill: Standstill = field(default_factory=Standstill)
     local_rank: int = 0
     stacks: Handler | None = None
@@ -231,12 +233,29 @@ class Workforce:
             if any(w.pid is None for w in self.workers.values()):
                 self._early[pid] = code
             return None
-        self.hear(worker)
-        self._post(WorkerExited(worker.name, self._place.node, code, worker.attached))
+        self._post_exit(worker, code)
         del self.workers[worker.name]
         self._pool.forget(pid)
         self._remains.append(pid)
         return worker
+
+    def report_killed(self) -> bool:
+        """Report the workers that SIGKILL is ending, before their processes have freed their memory and ended.
+
+        Return whether there are any new ones.
+        """
+        alive = [(w, w.pid) for w in self.workers.values() if w.pid is not None and not w.exit_posted]
+        found = [worker for worker, pid in alive if processes.killed_by(pid) == signal.SIGKILL]
+        for worker in found:
+            self._post_exit(worker, -signal.SIGKILL)
+        return bool(found)
+
+    def _post_exit(self, worker: Worker, code: int) -> None:
+        """Pass on the worker's last messages and its exit, unless that was done before."""
+        if not worker.exit_posted:
+            self.hear(worker)
+            self._post(WorkerExited(worker.name, self._place.node, code, worker.attached))
+            worker.exit_posted = True
 
     def sweep(self) -> None:
         """Kill the processes that ended workers have left running.
@@ -408,25 +427,26 @@ class Workforce:
     def judge(self, now: float) -> list[Silence]:
         """Report each worker that has just become silent (no heartbeats) to the control plane; return these workers."""
         self._pauses.look(now)
-        attached = [w for w in self.workers.values() if w.attached and w.channel is not None and not w.doomed]
+        held = [w for w in self.workers.values() if not w.doomed and not w.exit_posted]
+        attached = [w for w in held if w.attached and w.channel is not None]
         beats = {w.name: w.beat_at + self._pauses.since(w.beat_at) for w in attached}
         quiet = [w for w in attached if now - beats[w.name] > self._timeouts.stopped_s]
         watches = {w.name: Watch(beats[w.name], processes.state(w.pid)) for w in quiet if w.pid is not None}
-        found = silent(now, watches, self._timeouts) + (self._mute(now) if attached else [])
+        found = silent(now, watches, self._timeouts) + (self._mute(now, held) if attached else [])
         new = [s for s in found if not self.workers[s.worker].reported_silent]
         for silence in new:
             self.workers[silence.worker].reported_silent = True
             self._post(WorkerSilent(silence.worker, self._place.node, round(silence.silent_s, 3), silence.state))
         return new
 
-    def _mute(self, now: float) -> list[Silence]:
-        """Return the workers that have never attached and show no activity although other workers have attached.
+    def _mute(self, now: float, held: Iterable[Worker]) -> list[Silence]:
+        """Return those of ``held`` that have never attached and show no activity although other workers have attached.
 
         The attached workers show that the script calls ``ft.attach``, so these workers should have attached too.
         """
         found = []
-        for worker in self.workers.values():
-            if worker.rank is None or worker.pid is None or worker.attached or worker.doomed or worker.reported_silent:
+        for worker in held:
+            if worker.rank is None or worker.pid is None or worker.attached or worker.reported_silent:
                 continue
             seconds = worker.standstill.look(now, worker.pid)
             if seconds > self._timeouts.mute_s:

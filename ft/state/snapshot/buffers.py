@@ -420,6 +420,11 @@ class PingPong:
         with self._lock:
             return max((slot.epoch for slot in self._slots if slot.status is not Status.EMPTY), default=-1)
 
+    def is_coming(self, step: int) -> bool:
+        """Return whether a snapshot of ``step`` is being written."""
+        with self._lock:
+            return any(slot.status is Status.STAGING and slot.step == step for slot in self._slots)
+
     def steps(self) -> list[int]:
         """Return the steps of the complete snapshots."""
         with self._lock:

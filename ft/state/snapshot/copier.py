@@ -29,6 +29,7 @@ class Progress:
     Attributes:
         error: the exception that ended the copy, or None.
         seconds: duration of the copy, None while it runs.
+        is_wanted: False once :meth:`stop` was called.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,11 @@ class Progress:
         self._began = time.perf_counter()
         self.error: BaseException | None = None
         self.seconds: float | None = None
+        self.is_wanted = True
+
+    def stop(self) -> None:
+        """Have the copy end with an error as soon as possible, unless it is complete."""
+        self.is_wanted = False
 
     def advance(self, part: Part, ready: int) -> None:
         with self._changed:
@@ -188,6 +194,10 @@ class Copier:
 @torch.no_grad()
 def _fill(plan: Plan, events: list, progress: Progress) -> None:
     for batch, event in zip(plan.batches, events, strict=True):
+        if not progress.is_wanted:
+            if events[-1] is not None:
+                events[-1].synchronize()  # the device writes into the slot until then
+            raise RuntimeError("the snapshot is not wanted any more")
         if event is not None:
             event.synchronize()
         elif batch.targets:

@@ -52,7 +52,12 @@ def allocate(inner: torch.optim.Optimizer) -> None:
     The optimizer makes it in a step with gradients of zero, and the step counts are set back. Nothing else of the state
     is written to, because it may hold the weights. Weights do not change. The state is allocated for one parameter at a
     time, so that extra memory is needed for only one gradient.
+
+    Optimizers of torch whose state is known to be zeros make that of a parameter with one element instead: a step with
+    all parameters would write each of them and their state several times, while a recovery waits.
     """
+    if type(inner) in _MAKE_ZEROS:
+        _allocate_zeros(inner)
     everyone = [p for group in inner.param_groups for p in group["params"] if p is not None]
     fresh = [p for p in everyone if not inner.state.get(p)]
     if not fresh:
@@ -75,6 +80,26 @@ def allocate(inner: torch.optim.Optimizer) -> None:
         state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], torch.Tensor) else 0
     for group, values in zip(inner.param_groups, kept, strict=True):
         set_numbers(group, values)
+
+
+_MAKE_ZEROS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def _allocate_zeros(inner: torch.optim.Optimizer) -> None:
+    made: dict[tuple, dict[str, torch.Tensor]] = {}
+    for number, group in enumerate(inner.param_groups):
+        for p in (p for p in group["params"] if p is not None and not inner.state.get(p)):
+            kind = number, p.dtype, p.device
+            if kind not in made:
+                one = torch.zeros(1, dtype=p.dtype, device=p.device)
+                one.grad = torch.zeros_like(one)
+                optimizer = type(inner)([{**group, "params": [one]}])
+                optimizer.step()
+                made[kind] = {key: value.zero_() for key, value in optimizer.state[one].items()}
+            inner.state[p] = {
+                key: torch.zeros_like(p, dtype=value.dtype) if value.dim() else value.clone()
+                for key, value in made[kind].items()
+            }
 
 
 @torch.no_grad()

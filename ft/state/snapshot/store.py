@@ -10,7 +10,7 @@ version of the assignment of workers to logical ranks; a failure closes it.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -244,21 +244,22 @@ class Snapshots:
         self._transport.cancel(epoch)
 
     def settle(self) -> None:
-        """After an interruption, cancel all transfers of the epoch, and wait for the copy into host memory to end.
+        """After an interruption, cancel all transfers of the epoch.
 
-        Afterwards the snapshots on this worker do not change until the next epoch.
+        Afterwards the snapshots held on this worker do not change until the next epoch. The copy into host memory goes
+        on, and counts as held.
         """
         self._transport.cancel(self._epoch)
-        if self._progress is not None:
-            self._progress.wait()
-            self._progress = None
         with self._changed:
             self._pending = {}
         self._transport.quiesce()
 
     def holdings(self) -> Holdings:
-        """Return the steps of the complete snapshots on this worker."""
-        return self._stock.holdings()
+        """Return the steps of the snapshots on this worker that are complete, or that its own copy will complete."""
+        held = self._stock.holdings()
+        if self._progress is not None and self._progress.error is None:
+            held = replace(held, own=sorted({*held.own, self._taken}))
+        return held
 
     def restore(
         self, state: RankState, step: int, source: Source, *, keep_tensors: bool = False, epoch: int | None = None
@@ -284,7 +285,7 @@ class Snapshots:
             EpochClosed: the restore was interrupted.
         """
         epoch = max(self._closed, self._epoch) + 1 if epoch is None else epoch
-        self._leave_what_was(epoch)
+        self._leave_what_was(epoch, step)
         tables = self._tables_of(state.sections())
         slot, how = self._find(tables, step, source, keep_tensors, epoch)
         if slot is None:
@@ -302,7 +303,7 @@ class Snapshots:
         Raises:
             EpochClosed: ``epoch`` was closed.
         """
-        self._leave_what_was(epoch)
+        self._leave_what_was(epoch, step)
         self._stock.drop_after(step)
         self._taken = self._safe = step
 
@@ -359,14 +360,21 @@ class Snapshots:
         self._copier.close()
         self._plans.clear()
 
-    def _leave_what_was(self, epoch: int) -> None:
-        """Before a state is restored in ``epoch``, end all transfers and copies of the previous epoch."""
+    def _leave_what_was(self, epoch: int, step: int) -> None:
+        """Before the state of ``step`` is restored in ``epoch``, end all transfers and copies of the previous epoch.
+
+        The last snapshot is completed if it is of ``step``, and abandoned otherwise.
+        """
         if epoch <= self._closed:
             raise EpochClosed(self._closed, self._reason)
         if epoch > self._epoch:
             self.settle()
-        elif self._progress is not None:
+            if self._progress is not None and self._taken != step:
+                self._progress.stop()
+        if self._progress is not None:
             self._progress.wait()
+        if epoch > self._epoch:
+            self._progress = None
 
     def _find(
         self, tables: Mapping[str, Table], step: int, source: Source, envelope_only: bool, epoch: int

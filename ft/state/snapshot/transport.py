@@ -198,7 +198,8 @@ class SnapshotHolder(Holder):
     def find(self, mark: Mark, section: str) -> Held:
         slot = self.stock.find(mark.rank, mark.step)
         if slot is None or section not in slot.parts or section not in (OWNED, REPLICATED):
-            raise NotHeld(f"this worker does not hold that snapshot (it holds {self.stock.holdings()})")
+            later = mark.rank == self.stock.rank and self.stock.own.is_coming(mark.step)
+            raise NotHeld(f"this worker does not hold that snapshot (it holds {self.stock.holdings()})", later)
         return _HeldSnapshot(slot, Mark(mark.rank, mark.step, slot.epoch), section)
 
     def begin(self, channel: FramedChannel, mark: Mark, table: bytes, envelope: bytes) -> Arrival:

@@ -177,6 +177,7 @@ class Recovery:
         held = replace(operations.holdings(), live=operations.step if self._untouched else None)
         left = WorkerReleased(member.worker, member.epoch, operations.step, groups, held)
         await protocol.enter_next_epoch(member, left)
+        operations.abandon_step()  # while joiners are being built
 
     async def _await_repair(self) -> Repair:
         """Wait for the order to repair; a worker without a state reports that it has arrived."""

@@ -268,16 +268,19 @@ class RecoveryManager(Layer):
         self.snapshots.wait()
 
     async def settle_snapshots(self) -> None:
-        """Cancel all transfers of the closed epoch: afterwards the snapshots on this worker do not change."""
+        """Cancel all transfers of the closed epoch: afterwards the snapshots held on this worker do not change."""
         self.snapshots.settle()
 
     def forget_moved_copies(self) -> None:
         """Drop the peer copies of owners that now send their copies to other workers."""
         self.snapshots.forget_before(self.session.epoch)
 
-    def prepare_restore(self, order: Repair) -> None:
-        """Abandon the interrupted step, and adopt the addresses and the holders of snapshots of the new epoch."""
+    def abandon_step(self) -> None:
+        """Drop the gradients and the pending operations of the interrupted step."""
         self._subject.abandon_step()
+
+    def prepare_restore(self, order: Repair) -> None:
+        """Adopt the addresses and the holders of snapshots of the new epoch."""
         self._place()
         self.snapshots.held_by(order.copies.get(self.session.rank, self.snapshots.peers))
 

@@ -368,8 +368,11 @@ class Training:
 
     # --- the training state ------------------------------------------------------------------------------------------
 
+    def abandon_step(self) -> None:
+        """Do nothing: the model keeps no data of an interrupted step."""
+
     def prepare_restore(self, order: m.Repair) -> None:
-        """Do nothing: the model keeps no data of an interrupted step, and finds addresses in the epoch's seats."""
+        """Do nothing: the model finds addresses in the epoch's seats."""
 
     async def restore_snapshot(self, step: int, source: m.Source, keep: bool) -> tuple[int, dict[str, str]]:
         value, how = await self.snapshots.restore(step, source, keep)
