@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import struct
 
 import pytest
@@ -289,6 +290,29 @@ def test_a_damaged_or_foreign_file_is_not_inherited_and_a_flipped_bit_of_a_tenso
     heir = CopyStore()
     heir.inherit([fd, os.memfd_create("other"), os.open(os.devnull, os.O_RDWR)])
     assert heir.own.find(5).damage() == "chunk 0 of 4 of its owned tensors"
+
+
+def test_a_limit_on_the_size_of_files_costs_the_inheritance_and_no_snapshot(copier):
+    """The injected full disk is such a limit; memory files count as files."""
+    inherited, late = PingPong(), PingPong()
+    filled(copier, inherited, 5, 0, sections())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        filled(copier, late, 5, 0, sections())
+        for step in (6, 7):
+            filled(copier, inherited, step, 0, sections())
+        assert (inherited.steps(), late.steps()) == ([6, 7], [5])
+        assert late.find(5).damage() is None and files(late) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    heir = CopyStore()
+    heir.inherit(files(inherited))
+    assert heir.holdings().own == []
+    for step in (8, 9):  # 8 is in the slot whose memory was made under the limit
+        filled(copier, inherited, step, 0, sections())
+    heir.inherit(files(inherited))
+    assert heir.holdings().own == [9]
 
 
 def test_what_an_heir_has_already_is_not_taken_over_again(copier):

@@ -106,6 +106,9 @@ class SlotFile:
         sizes: name of a section -> its bytes.
         fd: file descriptor of an existing file, which this object closes; None: a new file is made.
 
+    Raises:
+        OSError: the file is larger than this process may make one (``ulimit -f``).
+
     Attributes:
         fd: the file descriptor.
         places: name of a section -> its position in bytes.
@@ -122,17 +125,25 @@ class SlotFile:
         self.fd = os.memfd_create(SNAPSHOT_MEMORY) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, at)
+        self._head = mmap.mmap(self.fd, mmap.PAGESIZE)  # written without a system call, which a limit could refuse
 
     def publish(self, label: Label) -> None:
-        """Say that the file has a complete snapshot, which ``label`` describes."""
+        """Say that the file has a complete snapshot, which ``label`` describes.
+
+        A limit on the size of files (``ulimit -f``) also holds for files without a name. If it leaves no room for the
+        label, nobody can inherit the snapshot.
+        """
         data = msgspec.msgpack.encode(label)
-        os.pwrite(self.fd, data, self.end)
+        try:
+            os.pwrite(self.fd, data, self.end)
+        except OSError:
+            return
         head = _HEAD.pack(_MAGIC, self.end, len(data), zlib.crc32(data), 0)
-        os.pwrite(self.fd, head[:-4] + struct.pack("<I", zlib.crc32(head[:-4])), 0)
+        self._head[: _HEAD.size] = head[:-4] + struct.pack("<I", zlib.crc32(head[:-4]))
 
     def withdraw(self) -> None:
         """Say that the file has no complete snapshot."""
-        os.pwrite(self.fd, bytes(_HEAD.size), 0)
+        self._head[: _HEAD.size] = bytes(_HEAD.size)
 
     def __del__(self):
         if getattr(self, "fd", None) is not None:
@@ -287,7 +298,8 @@ class Slot:
         if {name: part.table for name, part in self.parts.items()} != dict(tables):
             self.parts, self.file = {}, None  # the old memory is freed before the new is allocated
             if self.owner is not None:
-                self.file = SlotFile({name: table.nbytes for name, table in tables.items()})
+                with contextlib.suppress(OSError):  # then the memory is private, and nobody can inherit it
+                    self.file = SlotFile({name: table.nbytes for name, table in tables.items()})
             self.parts = {name: Part(table, pinned, self._place(name)) for name, table in tables.items()}
         elif pinned:
             for part in self.parts.values():
@@ -314,8 +326,11 @@ class Slot:
         label, tables = read_label(fd), {}
         with contextlib.suppress(FallbackError):
             tables = {name: Table.decode(table) for name, (table, _) in label.sections.items()} if label else {}
+        if not tables or os.fstat(fd).st_size < _PLACE:
+            os.close(fd)
+            return None
         file = SlotFile({name: table.nbytes for name, table in tables.items()}, fd)
-        if not tables or os.fstat(fd).st_size < file.end:
+        if os.fstat(fd).st_size < file.end:
             return None
         slot = cls({}, Status.COMPLETE, label.step, label.epoch, label.meta, label.meta_checksum, label.owner, file)
         for name, table in tables.items():
