@@ -163,7 +163,7 @@ class _Recorder:
         """Record and return the default group, whose members are all ranks."""
         return self.new_group(list(range(options.group_size)), None, options.group_id, WORLD, BACKEND)
 
-    def new_group(self, ranks, timeout, name, desc, backend):
+    def new_group(self, ranks, timeout, name, desc, backend, options=None):
         """Record a group. Return it, or None if this process is not a member. See ``Maker.new_group``."""
         self.found.append(GroupSpec(name, desc, ranks))
         if self._rank not in ranks:

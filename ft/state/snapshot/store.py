@@ -113,6 +113,7 @@ class Snapshots:
         self._progress: Progress | None = None
         self._pending: dict[int, Exception | None] = {}
         self._failed: dict[int, Exception] = {}
+        self._is_settled = False
         self.stats: TakeStats | None = None
         self.restored_envelope = RankState()
 
@@ -162,6 +163,7 @@ class Snapshots:
             self._epoch, self._taken, self._taken_at = epoch, step, began
             self._pending = dict.fromkeys(self.peers)
             self._failed = {}
+            self._is_settled = False
             self.stats = stats = TakeStats(step, plan.nbytes + len(meta), sent, 0.0)
         self._progress = self._copier.start(plan, lambda error: self._copied(slot, error))
         outgoing = Outgoing(Mark(self.rank, step, epoch), part, meta, partial(_written, self._progress, part))
@@ -182,6 +184,9 @@ class Snapshots:
             return
         began = time.perf_counter()
         self._progress.wait()
+        if self._is_settled:  # the peers of its epoch are waited for no longer
+            self._progress = None
+            return
         self.stats.copy_s = self._progress.seconds
         with self._changed:
             ended = self._changed.wait_for(
@@ -252,6 +257,7 @@ class Snapshots:
         self._transport.cancel(self._epoch)
         with self._changed:
             self._pending = {}
+        self._is_settled = True
         self._transport.quiesce()
 
     def holdings(self) -> Holdings:
