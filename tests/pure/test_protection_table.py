@@ -151,7 +151,6 @@ def test_ft_check_says_that_a_mode_is_refused(mode, flag, checkout):
         "--fp8-format e4m3 --fp8-recipe blockwise",
         "--fp8-format e4m3 --fp8-recipe=mxfp8",
         "--bf16 --use-precision-aware-optimizer",
-        "--bf16 --use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16",
         "--moe-token-dispatcher-type flex",
         "--moe-token-dispatcher-type alltoall --num-experts 4",
         "--cuda-graph-impl none",
@@ -161,6 +160,14 @@ def test_what_can_be_protected_is_not_refused(flags):
     options = arguments.parse(f"{LINE} {flags}")
     view, _ = checkouts._view(flags.split(), SimpleNamespace(), 1)
     assert not [*table.refused_modes(options.core, table.TABLE), *table.refused_modes(view.core, table.TABLE)]
+
+
+def test_half_precision_in_the_optimizer_which_only_nvidias_trainer_has_is_not_refused():
+    flags = (
+        "--bf16 --use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp16 --exp-avg-sq-dtype fp16"
+    )
+    view, _ = checkouts._view(flags.split(), SimpleNamespace(), 1)
+    assert view.core.use_precision_aware_optimizer and not [*table.refused_modes(view.core, table.TABLE)]
 
 
 def test_types_of_parsed_arguments_are_those_of_the_flags():
