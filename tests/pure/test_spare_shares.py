@@ -1,6 +1,7 @@
 """SPARe's division of a step among groups: every type once, whoever is lost; gradients and samples follow from it."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from ft.systems.spare.ruler import largest_redundancy, ruler
 from ft.systems.spare.shares import divide, rearrange
 
 SIZES = [(n, r) for n in range(3, 7) for r in range(2, largest_redundancy(n) + 1)] + [(7, 3), (13, 4)]
+MOST_PATTERNS = 1000
+"""13 groups have 8,190 patterns of lost groups."""
 
 
 def controller(groups, redundancy):
@@ -115,21 +118,28 @@ def test_groups_that_return_are_worked_in_and_a_full_house_begins_anew():
 
 
 @pytest.mark.parametrize(("groups", "redundancy"), SIZES)
-def test_the_summed_gradient_is_the_same_for_every_pattern_of_lost_groups(groups, redundancy):
-    """Groups compute, two exchanges fail, those that are left compute what is missing: as the trainer does it."""
+def test_the_summed_gradient_is_the_same_for_patterns_of_lost_groups(groups, redundancy):
+    """Groups compute, two exchanges fail, those that are left compute what is missing: as the trainer does it.
+
+    All patterns of few groups are tried, and a random part of those of many.
+    """
     generator = torch.Generator().manual_seed(groups)
     gradients = torch.randn(groups, 40, generator=generator)
     whole = gradients.sum(dim=0)
-    for count in range(1, groups):
-        for lost in itertools.combinations(range(groups), count):
-            made = controller(groups, redundancy)
-            rearrange(made, [group for group in range(groups) if group != lost[0]])
-            ledgers, computed = {group: GradientStore() for group in range(groups)}, []
-            for less in ((lost[0],), lost[:-1], lost):
-                here = [group for group in range(groups) if group not in less]
-                given = attempt(shares_of(made, here), gradients, ledgers, computed)
-                assert torch.allclose(sum(given), whole, rtol=0, atol=1e-5)
-            assert len(set(computed)) == len(computed), "a group has computed a type twice"
+    patterns = [lost for count in range(1, groups) for lost in itertools.combinations(range(groups), count)]
+    if len(patterns) > MOST_PATTERNS:
+        seed = random.randrange(2**32)
+        print(f"seed {seed}")
+        patterns = random.Random(seed).sample(patterns, MOST_PATTERNS)
+    for lost in patterns:
+        made = controller(groups, redundancy)
+        rearrange(made, [group for group in range(groups) if group != lost[0]])
+        ledgers, computed = {group: GradientStore() for group in range(groups)}, []
+        for less in ((lost[0],), lost[:-1], lost):
+            here = [group for group in range(groups) if group not in less]
+            given = attempt(shares_of(made, here), gradients, ledgers, computed)
+            assert torch.allclose(sum(given), whole, rtol=0, atol=1e-5)
+        assert len(set(computed)) == len(computed), "a group has computed a type twice"
 
 
 def attempt(shares, gradients, ledgers, computed):
