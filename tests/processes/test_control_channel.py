@@ -132,6 +132,14 @@ def test_nothing_comes_when_nothing_was_posted(channel):
     assert control.receive(0.01) is None
 
 
+def test_a_control_plane_whose_own_connection_is_lost_gets_nothing_and_goes_on(channel):
+    control = channel.host()
+    assert control.receive(0.0) is None
+    control._reader.break_off()
+    control._inbox.join(LIMIT_S)
+    assert not control._inbox.is_alive() and control.receive(0.0) is None
+
+
 def test_a_heartbeat_comes_without_a_number(channel):
     control = channel.host()
     agent = channel.connect(control)

@@ -158,7 +158,7 @@ class ControlChannel:
 
         A report may arrive twice, but never out of its agent's order.
         """
-        if not self._inbox.is_alive():
+        if self._inbox.ident is None:  # not yet started; a thread that has ended cannot be started again
             self._inbox.start()
         try:
             return self._reports.get(timeout=max(0.0, timeout_s))
