@@ -662,7 +662,7 @@ class Open(Message):
 
 
 SNAPSHOT_MEMORY = "ft-snapshot"
-"""Name of the memory files of snapshots, by which an agent recognizes them among the open files of a worker."""
+"""Name that workers give to the memory files (memfd) of their snapshots; an agent finds the files by this name."""
 
 
 @dataclass(frozen=True)

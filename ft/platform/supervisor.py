@@ -179,7 +179,7 @@ class Supervisor:
     def turn(self, longest_s: float) -> bool:
         """Wait at most ``longest_s`` seconds for something to happen, and call the functions that handle it.
 
-        Return whether something has happened.
+        Return True if something has happened, False if the time is up.
         """
         found = self._selector.select(longest_s)
         for key, _ in found:

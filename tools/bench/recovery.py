@@ -109,7 +109,7 @@ def fault(arguments: argparse.Namespace, number: int) -> str:
 
 
 def hot_swap(arguments: argparse.Namespace, folder: Path, corpus: str, size: int) -> list:
-    """Return the recoveries of one run with several faults, one after the other, of a model of this hidden size."""
+    """Train a model of hidden size ``size``, inject several faults one after the other, and return the recoveries."""
     faults = ",".join(fault(arguments, number) for number in range(arguments.faults))
     steps = first(arguments) + arguments.faults * arguments.spacing
     ways, standbys = (["--ft-checkfree"], 2) if arguments.kind == STAGE else ([], 1)

@@ -6,7 +6,7 @@
 Each probe has a limit, and writes one line of JSON as soon as it has ended: its name, how it ended ("done", "failed",
 "killed at its limit"), the seconds, and what it found. Two NCCL ranks share one GPU: each has a NCCL_HOSTID of its own,
 because NCCL compares host and bus of its ranks. No GPU has run this. The probes gil,
-is-completed and reconfigure have not been seen to end in a dry run either.
+is-completed, reconfigure, init-abort-eager and context-nvls have not been seen to end in a dry run either.
 """
 
 import argparse
@@ -303,7 +303,7 @@ def memory_of_a_context(context: Context) -> Found:
 
 
 def reconfigured_groups(context: Context) -> Found:
-    """Rebuild groups by torch's reconfigure, where this release has it."""
+    """Rebuild process groups by torch's ``reconfigure``; skip the probe if this release of torch does not offer it."""
     options = dist.ProcessGroupGloo._Options() if context.is_dry else dist.ProcessGroupNCCL.Options()
     if not hasattr(options, "enable_reconfigure"):
         return {"skipped": f"torch {torch.__version__} has no enable_reconfigure"}

@@ -89,7 +89,7 @@ _MANY = 2**31 - 1
 
 
 def defaults(flags: Sequence[str]) -> dict[str, Any]:
-    """Return the values of arguments that this script has where the command line gives none.
+    """Return this script's default values of arguments, for those that the command line does not set.
 
     They are the tokenizer with which the dataset was made, else GPT2BPETokenizer; as many positions as tokens in a
     sample; and checkpoints (``--save``) and evaluations at the end only.

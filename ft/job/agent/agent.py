@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _TICK_S = 0.1
 """Longest time for which the event loop waits for an event, in seconds."""
 _GLANCE_S = 0.02
-"""Longest time after which it notices that a worker is being killed, in seconds."""
+"""Longest time in seconds from a worker's SIGKILL until the agent notices it."""
 _FINISH_S = 10.0
 """Seconds that workers have to exit by themselves after the last step."""
 _LEAVE_S = 2.0

@@ -511,7 +511,7 @@ class Estates:
             self._files[rank] = files
 
     def of(self, rank: int) -> list[str]:
-        """Return the paths of the memory of the logical rank's snapshots, [] if none are kept."""
+        """Return paths at which the kept snapshots of a logical rank can be opened; an empty list if there are none."""
         return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._files.get(rank, [])]
 
     def clear(self) -> None:

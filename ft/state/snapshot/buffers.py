@@ -68,7 +68,7 @@ class _Memory(mmap.mmap):
 
 
 _PLACE = 2 << 20
-"""Every section begins at a multiple of so many bytes, the size of a huge page."""
+"""Alignment of the sections of a slot file in bytes: the size of a huge page."""
 _HEAD = struct.Struct("<8sQQII")
 _MAGIC = b"ftslot01"
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 _SLOW_TRANSFERS = 5
-"""After so many transfers in a row that took longer than a step, a warning is printed."""
+"""Number of consecutive snapshot transfers longer than a step after which a warning is printed."""
 
 
 class StepCopy:

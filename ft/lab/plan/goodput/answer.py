@@ -14,7 +14,7 @@ _ALIKE = 0.002
 """Rows whose paid hours differ by a smaller part are alike: the simpler one is recommended."""
 _FACTORS = (0.1, 0.3, 3.0, 10.0)
 _PRECISE = 0.03
-"""A turn is bisected until its bounds differ by this part."""
+"""The bisection for a turning point ends when its bounds differ by less than this fraction."""
 VARIED = {"gpu_mtbf": "time between failures", "repair_time": "repair time", "restart_time": "restart time"}
 
 
@@ -39,7 +39,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Turn:
-    """A value of one quantity from which on another row is the cheapest.
+    """A turning point: the value of one quantity beyond which another row is the cheapest.
 
     Attributes:
         key: the key. ``factor``: its value there, relative to the scenario's. ``value``: the same in seconds.
