@@ -217,7 +217,7 @@ def test_sigterm_saves_and_ends_in_order(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("small_disk", "saves"), [("1m", []), ("4m", [4, 8])], ids=["none", "some"], indirect=["small_disk"]
+    ("small_disk", "saves"), [("1m", []), ("3m", [4, 8])], ids=["none", "some"], indirect=["small_disk"]
 )
 def test_a_run_whose_last_save_fails_says_so_at_its_end(small_disk, saves, corpus, tmp_path, capsys):
     saving = f"--save {small_disk} --save-interval 4"
