@@ -21,8 +21,7 @@ from ft.observe.diagnose.stored import COMMON, Piece, SavedRun, Stored, check_al
 from ft.show.text import count, table
 from ft.systems.dmr.digest.definition import integers
 from megatron.core.parallel_state import RankGenerator
-from megatron.ft_trainer.checkpointing.inventory import Manifest
-from megatron.ft_trainer.checkpointing.writer import bytes_in_words
+from megatron.ft_trainer.checkpointing.inventory import Manifest, bytes_in_words
 
 _BLOCK = 1 << 20
 """Elements compared at a time: beyond both tensors, a comparison needs some tens of bytes for each of these elements.
