@@ -108,7 +108,6 @@ def test_the_papers_figures():
     assert asynchronous(10, 30, 3, 4) == pytest.approx(7 * 3 / 4 / 10)
     assert asynchronous(10, 1, 3, 4) == pytest.approx(0.7)
     assert asynchronous(1, 1, 3, 4) == 0
-    assert synchronous(1, 3) == 0
 
 
 def test_a_step_that_one_committed_and_the_others_did_again(tmp_path):
