@@ -492,7 +492,7 @@ ONCE_PER_PROCESS = {
     "dist_checkpointing.strategies.async_utils.PersistentAsyncCaller.schedule_async_call": _NOT_USED,
     "dist_checkpointing.strategies.async_utils.PersistentAsyncCaller._get_process": _NOT_USED,
     "dist_checkpointing.strategies.fully_parallel.FullyParallelSaveStrategyWrapper.apply_saving_parallelization": (
-        "checkpointing.plan.SavePlanning.forget drops its state on all workers"
+        "its object is created again for each save"
     ),
     "dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper.apply_loading_parallelization": (
         "its object is created again for each load"

@@ -9,11 +9,10 @@ import pytest
 
 from ft import cli
 from ft.lab.estimate.answer import calibrated, cluster_of, estimate, shares
-from ft.lab.estimate.clusters import DEVICES, Cluster
-from ft.lab.estimate.layout import fitted
+from ft.lab.estimate.command import FIELDS, question, read_file
+from ft.lab.estimate.layout import DEVICES, Cluster, fitted
 from ft.lab.estimate.models import MODELS
 from ft.lab.estimate.profile import profile
-from ft.lab.estimate.scenario import FIELDS, question, read_file
 from ft.systems.dmr.plan.check import problems
 from ft.systems.dmr.plan.file import read_trace, write_trace
 from ft.systems.dmr.plan.predict import Clock
@@ -175,8 +174,8 @@ def test_flags_override_a_scenario(capsys, tmp_path):
     [
         ("--gpus 8", "model is not given"),
         ("--model llama3-70b", "gpus is not given"),
-        ("--model llama5 --gpus 8", "there is no model 'llama5'"),
-        (f"{SMALL} --device tpu", "there is no device 'tpu'"),
+        ("--model llama5 --gpus 8", "'llama5': one of llama3-8b"),
+        (f"{SMALL} --device tpu", "'tpu': one of h200"),
         (f"{SMALL} --memory rng", "not a size like"),
         (f"{SMALL} --memory 10GB", "needs"),
         (f"{SMALL} --batch 0", "not a whole number from 1 to"),
@@ -186,6 +185,7 @@ def test_flags_override_a_scenario(capsys, tmp_path):
         (f"{SMALL} --idle 0.1", "cannot be reached"),
         (f"{SMALL} --idle 0.5 --naive-overhead 0.5", "at once"),
         (f"{SMALL} --bubbles maybe", "true or false"),
+        (f"{SMALL} --recompute some", "one of full, none"),
         ("--model llama3-70b --gpus 8 --pp 2 --tp 8", "take 16 GPUs"),
         (f"{SMALL},4 --out x.json", "several"),
         ("nowhere.toml", "cannot be read"),
@@ -203,7 +203,7 @@ def test_what_cannot_be_is_refused(words, problem, capsys):
         ("[layout]\npipeline = 3\n", "has no 'pipeline'"),
         ("[layout]\npp = 0\n", "not a whole number from 1 to"),
         ("[layout]\npp = true\n", "not a whole number"),
-        ("[layout\n", "cannot be read"),
+        ("[layout\n", "is not TOML"),
     ],
 )
 def test_a_scenario_file_that_cannot_be_is_refused(text, problem, capsys, tmp_path):

@@ -6,10 +6,9 @@ import pytest
 
 from ft.base.errors import UserError
 from ft.lab.estimate.block import Transfer, Work, backward, forward, head, saved_bytes, seconds
-from ft.lab.estimate.clusters import DEVICES, Cluster
-from ft.lab.estimate.layout import STATES, Layout, fitted
-from ft.lab.estimate.memory import over_units, peak_bytes, stage_memory, state_bytes
+from ft.lab.estimate.layout import DEVICES, RESERVED, STATES, Cluster, Layout, fitted
 from ft.lab.estimate.models import MODELS
+from ft.lab.estimate.profile import over_units, stage_memory
 from ft.systems.schedule.kinds import Pipeline, orders
 
 LLAMA, GPT3, SCOUT = MODELS["llama3-70b"], MODELS["gpt3-175b"], MODELS["llama4-scout"]
@@ -35,12 +34,10 @@ def test_a_mixture_of_experts_has_109_billion_parameters_and_17_are_active():
 
 
 def test_flops_are_megatron_s_formula():
-    """Narayanan et al. 2021, equation (3), which counts the recomputed forward: 96 B s l h^2 (1 + s/6h + V/16lh)."""
+    """Narayanan et al. 2021, equation (3), without the recomputed forward: 72 B s l h^2 (1 + s/6h + V/12lh)."""
     s, layers, h, vocabulary = GPT3.sequence, GPT3.layers, GPT3.hidden, GPT3.vocabulary
-    for recompute, factor in ((True, 96), (False, 72)):
-        ends = vocabulary / ((16 if recompute else 12) * layers * h)
-        formula = factor * layers * h**2 * (1 + s / (6 * h) + ends)
-        assert GPT3.flops_per_token(recompute) == pytest.approx(formula, rel=1e-9)
+    formula = 72 * layers * h**2 * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
+    assert GPT3.flops_per_token() == pytest.approx(formula, rel=1e-9)
 
 
 def test_flops_of_llama_3_405b_are_the_published_3_8e25():
@@ -93,21 +90,22 @@ def test_with_full_recomputation_a_layer_keeps_2_sbh_over_tp():
     assert kept == (20 * 2 * LLAMA.sequence * LLAMA.hidden / 8,)
 
 
-def test_states_are_18_bytes_of_each_parameter_and_copies_share_12():
-    for dp, each in ((1, 18), (4, 6 + 12 / 4)):
-        layout = Layout(tp=8, pp=2, dp=dp)
-        total = 8 * sum(state_bytes(LLAMA, layout, stage) for stage in range(2))
-        assert total == pytest.approx(each * LLAMA.parameters, rel=1e-6)
-    titan = Layout(tp=8, pp=2, state=STATES["titan"])
-    assert 8 * sum(state_bytes(LLAMA, titan, stage) for stage in range(2)) == pytest.approx(16 * LLAMA.parameters)
+@pytest.mark.parametrize(("dp", "state", "each"), [(1, "megatron", 18), (4, "megatron", 6 + 12 / 4), (1, "titan", 16)])
+def test_states_are_18_bytes_of_each_parameter_and_copies_share_12(dp, state, each):
+    layout = Layout(tp=8, pp=2, dp=dp, state=STATES[state])
+    total = 8 * sum(stage_memory(LLAMA, layout, stage).states for stage in range(2))
+    assert total == pytest.approx(each * LLAMA.parameters, rel=1e-6)
+
+
+def peak(model, layout: Layout, stage: int) -> float:
+    order = orders(Pipeline(layout.pp, layout.microbatches, layout.chunks))[stage]
+    return max(running for _, running, _ in over_units(stage_memory(model, layout, stage), order))
 
 
 def held(layout: Layout, stage: int) -> float:
     """Microbatches in flight at most, counted in those of a whole stage."""
     memory = stage_memory(LLAMA, layout, stage)
-    order = orders(Pipeline(layout.pp, layout.microbatches, layout.chunks))[stage]
-    most = max(running for _, running, _ in over_units(memory, order))
-    return (most - memory.states - memory.working - memory.ends) / sum(memory.kept)
+    return (peak(LLAMA, layout, stage) - memory.states - memory.working - memory.ends) / sum(memory.kept)
 
 
 def test_earlier_stages_hold_more_microbatches_until_there_are_no_more():
@@ -131,8 +129,8 @@ def test_tight_memory_forces_more_stages_as_in_the_paper():
             for stages in (pp - 1, pp):
                 cluster = Cluster(DEVICES["h200"], 8 * stages)
                 layout = fitted(model, cluster, stages, batch=16, state=STATES["titan"])
-                peak = max(peak_bytes(model, layout, stage) for stage in range(stages)) + cluster.reserved
-                fits.append(peak <= budget * 1e9)
+                most = max(peak(model, layout, stage) for stage in range(stages)) + RESERVED
+                fits.append(most <= budget * 1e9)
             assert fits == [False, True], (name, budget)
 
 
@@ -179,8 +177,6 @@ def test_layers_that_do_not_divide_go_where_there_is_room():
         ({"dp": 9}, "take 72 GPUs, and there are 64"),
         ({"ep": 2}, "EP 2 does not divide"),
         ({"batch": 15, "dp": 2}, "does not divide into microbatches"),
-        ({"micro": 0}, "micro is 0"),
-        ({"recompute": "some"}, "'some' is unknown"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused(change, said):

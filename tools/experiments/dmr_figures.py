@@ -25,8 +25,8 @@ from msgspec import structs
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ft.lab.estimate.answer import Estimate, cluster_of, estimate  # noqa: E402
-from ft.lab.estimate.scenario import Question, question, read_file, read_flags  # noqa: E402
+from ft.lab.estimate.answer import Estimate, Question, cluster_of, estimate  # noqa: E402
+from ft.lab.estimate.command import FIELDS, question, read_file  # noqa: E402
 from ft.show.text import percent, table  # noqa: E402
 from ft.systems.dmr.plan.check import problems  # noqa: E402
 from ft.systems.dmr.plan.trace import INTER, INTRA  # noqa: E402
@@ -117,7 +117,7 @@ def _estimates(asked: Question) -> tuple[float, list[Estimate]]:
 
 def _asked(name: str, given: argparse.Namespace) -> Question:
     values = read_file(ROOT / "examples" / "dmr" / f"{name}.toml")
-    values |= read_flags({"batch": given.batch})
+    values |= {"batch": FIELDS["batch"].read(given.batch)} if given.batch else {}
     if given.calibration != "idle":
         values.pop("idle")
     if given.calibration == "naive":

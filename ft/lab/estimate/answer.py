@@ -1,7 +1,8 @@
-"""Compute the answer of ``ft dmr estimate``: what executing each operator twice (DMR) will cost on a given cluster.
+"""Compute and format the answer of ``ft dmr estimate``: what executing each operator twice (DMR) will cost on a given
+cluster.
 
-The module computes a profile (a trace of one training iteration) from analytic costs. The planner that also plans real
-runs then decides when each operator is executed the second time.
+The profile (a trace of one training iteration) is computed from analytic costs. The planner that also plans real runs
+then decides when each operator is executed the second time.
 
 Calibration slows down all transfers until the cost model predicts a measured idle share or overhead of naive DMR, which
 repeats each operator at once. With documented and assumed rates only, the model predicts that a GPU is idle for a third
@@ -11,24 +12,45 @@ factor is the same within and between nodes, so the shares of the different kind
 the rates imply.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from ft.base.errors import UserError
-from ft.lab.estimate.block import Transfer
-from ft.lab.estimate.clusters import Cluster
-from ft.lab.estimate.layout import Layout
+from ft.lab.estimate.layout import ATTENTION, LATENCY_S, LINK, MEMORY, NETWORK, PRODUCTS, RESERVED, Cluster, Layout
 from ft.lab.estimate.models import Model
-from ft.lab.estimate.profile import part_works, pipeline_of, profile
-from ft.lab.estimate.scenario import Question
-from ft.lab.estimate.stage import PartWork, PlacedStep
+from ft.lab.estimate.profile import Pass, part_works, pipeline_of, profile
+from ft.show.text import left_out, percent, seconds, table
 from ft.systems.dmr.plan.planner import Options, plan
 from ft.systems.dmr.plan.predict import simulate
-from ft.systems.dmr.plan.trace import Plan
+from ft.systems.dmr.plan.text import gigabytes, reasons
+from ft.systems.dmr.plan.trace import INTER, INTRA, SETS, Operator, Plan, Window
 from ft.systems.schedule.kinds import Pipeline
 from ft.systems.schedule.program import Unit
 
 _LEAST_SLOWDOWN, _MOST_SLOWDOWN, _BISECTIONS = 0.01, 1000.0, 40
 """Range in which the slowdown is searched, and the number of halvings of its logarithm."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A consistent scenario.
+
+    Attributes:
+        layouts: one layout for each batch size, otherwise equal.
+        budget: bytes that each GPU may use.
+        calibration: ("idle" or "naive_overhead", share), or None for transfers at the assumed rates.
+        kinds: kinds of windows (idle times of the GPU) that the planner may use to execute operators again.
+    """
+
+    model: Model
+    cluster: Cluster
+    layouts: tuple[Layout, ...]
+    budget: float
+    calibration: tuple[str, float] | None = None
+    kinds: tuple[str, ...] = INTER + INTRA
 
 
 @dataclass(frozen=True)
@@ -44,15 +66,9 @@ class Shares:
     idle: float
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Times of one model part (a stage, or one of its chunks) for one microbatch in one direction, in microseconds.
-
-    Attributes:
-        computed: time of the operators.
-        sent: time of the transfers.
-        checked: time to execute all operators again and compare their results.
-    """
+class _Unit(NamedTuple):
+    """Microseconds of one part in one direction: of its operators, of its transfers, and of executing all operators
+    again and comparing their results."""
 
     computed: float
     sent: float
@@ -68,9 +84,6 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
     """Return the cluster with the slowdown of transfers at which ``target`` equals ``share``.
 
     Args:
-        model: the model.
-        layout: sizes of the parallel groups and of the batch.
-        cluster: the cluster, whose own slowdown is ignored.
         target: "naive_overhead" or "idle".
         share: the measured share, more than 0 and less than 1.
 
@@ -100,13 +113,12 @@ def calibrated(model: Model, layout: Layout, cluster: Cluster, target: str, shar
 
 def _units(model: Model, layout: Layout, cluster: Cluster) -> list[tuple[_Unit, _Unit]]:
     """Return the (forward, backward) times of each part of the model."""
-    return [(_unit(work.forward), _unit(work.backward)) for work in part_works(model, layout, cluster)]
+    return [(_unit(work.passes[0]), _unit(work.passes[1])) for work in part_works(model, layout, cluster)]
 
 
-def _unit(steps: list[PlacedStep]) -> _Unit:
-    sent = sum(one.t_us for one in steps if isinstance(one.step, Transfer))
-    checked = sum(one.t_us + one.compare_us for one in steps if not isinstance(one.step, Transfer))
-    return _Unit(PartWork.duration_us(steps) - sent, sent, checked)
+def _unit(one: Pass) -> _Unit:
+    sent = sum(step.dur_us for step in one.steps if isinstance(step, Window))
+    return _Unit(one.us - sent, sent, sum(step.check_us for step in one.steps if isinstance(step, Operator)))
 
 
 def _shares(units: list[tuple[_Unit, _Unit]], pipeline: Pipeline, slowdown: float) -> Shares:
@@ -170,3 +182,132 @@ def estimate(asked: Question, layout: Layout, cluster: Cluster) -> Estimate:
     flops = asked.model.flops_per_token() * asked.model.sequence * layout.batch
     peak = layout.gpus * cluster.device.flops * found.predicted.t_none / 1e6
     return Estimate(layout, shares(asked.model, layout, cluster), found, flops / peak)
+
+
+LEFT_OUT = left_out(
+    "the host: launches, Python, and what this runtime spends for each operator", "noise", "failures and mismatches"
+)
+SAID = {
+    "P": "compared with what activation checkpointing recomputes",
+    "D_inter": "executed again between units of work: while messages travel, and in bubbles",
+    "D_intra": "executed again inside units: while tensor- or expert-parallel ranks exchange",
+    "naive": "executed again at once",
+    "unchecked": "not reproducible bit for bit: not verified",
+}
+
+
+def as_text(asked: Question, cluster: Cluster, found: Sequence[Estimate]) -> str:
+    """Return what is left out, tables of the estimates, the planner's reasons for its choices, and the assumptions."""
+    why = "\n".join([f"batch {found[-1].layout.batch}:", *(f"  {reason}" for reason in reasons(found[-1].plan))])
+    return "\n\n".join(
+        [LEFT_OUT, _head(asked, found[0]), _overheads(found), _sets(found), why, assumed(asked, cluster)]
+    )
+
+
+def _head(asked: Question, first: Estimate) -> str:
+    layout, cluster = first.layout, asked.cluster
+    experts = f", EP {layout.ep}" if asked.model.experts else ""
+    chunks = f" ({layout.chunks} chunks each)" if layout.chunks > 1 else ""
+    used = f"{layout.gpus} of {cluster.gpus}" if layout.gpus < cluster.gpus else f"{cluster.gpus}"
+    held = max(first.plan.trace.memory.peak(stage) for stage in range(layout.pp))
+    return (
+        f"{asked.model.name} ({asked.model.parameters / 1e9:.1f} billion parameters) on {used} "
+        f"{cluster.device.name} GPUs: TP {layout.tp} x PP {layout.pp}{chunks} x DP {layout.dp}{experts}, "
+        f"microbatches of {layout.micro}\n"
+        f"memory: {gigabytes(asked.budget)} budget, training alone takes {gigabytes(held)} on the fullest stage"
+    )
+
+
+def _overheads(found: Sequence[Estimate]) -> str:
+    head = ("batch", "iteration", "idle", "of peak", "naive", "phase 1", "1+2", "1+2+3", "over naive", "memory")
+    rows = [_row(one) for one in found]
+    if len(found) > 1:
+        means = [percent(fmean(one.plan.phases[phase].overhead for one in found)) for phase in range(4)]
+        gain = percent(fmean(one.plan.predicted.gain for one in found))
+        rows.append(["mean", "", "", "", *means, "+" + gain, ""])
+    return table(head, rows, right=range(len(head)))
+
+
+def _row(one: Estimate) -> list[str]:
+    return [
+        *(str(one.layout.batch), seconds(one.seconds), percent(one.shares.idle), percent(one.flops_share)),
+        *(percent(phase.overhead) for phase in one.plan.phases),
+        "+" + percent(one.plan.predicted.gain),
+        gigabytes(one.plan.predicted.peak_bytes),
+    ]
+
+
+def _sets(found: Sequence[Estimate]) -> str:
+    covered = [by_set(one) for one in found]
+    rows = [
+        [name, percent(fmean(each[name] for each in covered)), SAID[name]]
+        for name in SETS
+        if any(each[name] for each in covered)
+    ]
+    return table(("set", "of the time", "how it is verified"), rows, right=(1,))
+
+
+def by_set(one: Estimate) -> dict[str, float]:
+    """Return set -> share of its operators in the total time of all operators."""
+    times: Counter[str] = Counter(dict.fromkeys(SETS, 0.0))
+    for op in one.plan.trace.ops:
+        times[one.plan.assign[op.id].set] += op.t_us
+    total = sum(times.values())
+    return {name: times[name] / total for name in SETS}
+
+
+def assumed(asked: Question, cluster: Cluster) -> str:
+    """Return text that says which figures are documented, assumed and calibrated."""
+    device = cluster.device
+    lines = [
+        f"documented: {asked.model.source}; {device.source}",
+        f"assumed: {percent(PRODUCTS)} of the peak in matrix products, {percent(ATTENTION)} in "
+        f"attention, {percent(MEMORY)} of the memory's rate,",
+        f"  {percent(LINK)} of NVLink's {device.link / 1e9:.0f} GB/s, {percent(NETWORK)} of the "
+        f"network's {cluster.network / 1e9:.0f} GB/s, {LATENCY_S * 1e6:.0f} us latency,",
+        f"  {gigabytes(RESERVED)} of each GPU's memory for context and buffers; transfers overlap no work,",
+        "  data-parallel ones do entirely",
+    ]
+    if asked.model.experts:
+        lines.append("  tokens spread evenly over experts")
+    if asked.calibration is not None:
+        target, share = asked.calibration
+        name = "idle share" if target == "idle" else "naive overhead"
+        lines.append(
+            f"calibrated: every transfer takes {cluster.slowdown:.2f} times that, so that the {name} is {share:g}"
+        )
+    return "\n".join(lines)
+
+
+def as_values(asked: Question, cluster: Cluster, found: Sequence[Estimate]) -> dict[str, Any]:
+    """Return the estimates as JSON values, in seconds, bytes and shares."""
+    return {
+        "model": asked.model.name,
+        "parameters": asked.model.parameters,
+        "device": cluster.device.name,
+        "gpus": found[0].layout.gpus,
+        "tp": found[0].layout.tp,
+        "pp": found[0].layout.pp,
+        "dp": found[0].layout.dp,
+        "ep": found[0].layout.ep,
+        "memory_budget": asked.budget,
+        "slowdown": cluster.slowdown,
+        "overhead": fmean(one.plan.predicted.overhead for one in found),
+        "gain": fmean(one.plan.predicted.gain for one in found),
+        "batches": [_values(one) for one in found],
+        "assumed": assumed(asked, cluster).splitlines(),
+    }
+
+
+def _values(one: Estimate) -> dict[str, Any]:
+    return {
+        "batch": one.layout.batch,
+        "iteration_s": one.seconds,
+        "idle": one.shares.idle,
+        "of_peak_flops": one.flops_share,
+        "training_bytes": max(one.plan.trace.memory.peak(stage) for stage in range(one.layout.pp)),
+        "peak_bytes": one.plan.predicted.peak_bytes,
+        "overhead_by_phase": [phase.overhead for phase in one.plan.phases],
+        "gain_by_phase": [phase.gain for phase in one.plan.phases],
+        "sets": by_set(one),
+    }

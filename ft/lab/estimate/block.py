@@ -14,12 +14,11 @@ shares of the documented peak rates.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft.lab.estimate.clusters import Cluster
-from ft.lab.estimate.layout import Layout
+from ft.lab.estimate.layout import ATTENTION, LATENCY_S, LINK, MEMORY, NETWORK, PRODUCTS, Cluster, Layout
 from ft.lab.estimate.models import Model
 
 BF16, FP32 = 2, 4
-FORWARD, BACKWARD = "", ".backward"
+BACKWARD = ".backward"
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,7 @@ class Work:
     """One operator.
 
     Attributes:
-        name: name of the operator.
         kind: "product", "attention" or "elementwise"; it determines the achieved FLOP/s or bytes/s.
-        flops: FLOPs of the operator.
         moved: bytes that the operator reads and writes.
         inputs: names of the input tensors, without weights.
         outputs: name of an output tensor -> bytes.
@@ -54,7 +51,6 @@ class Transfer:
     """One collective that overlaps with no computation: the GPU computes nothing until the collective ends.
 
     Attributes:
-        name: name of the collective.
         kind: "tp" or "ep".
         sent: bytes that each rank sends.
         source: name of the tensor before the collective.
@@ -71,70 +67,130 @@ class Transfer:
     size: int
     back: int
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def outputs(self) -> dict[str, int]:
+        return {self.target: self.size}
+
 
 Step = Work | Transfer
 
 
-class _Builder:
-    """Collects the operators and transfers of a layer, and the size of each tensor in bytes."""
+def handed_over(model: Model, layout: Layout) -> int:
+    """Return the bytes of the activations between two layers on one rank, split along the sequence."""
+    return model.sequence * layout.micro * model.hidden * BF16 // layout.tp
 
-    def __init__(self, tp: int, sizes: dict[str, int]):
-        self.tp, self.sizes, self.steps = tp, dict(sizes), []
+
+class _Builder:
+    """Collects the operators and transfers of a layer, and the size of each tensor in bytes. Methods return the name of
+    the tensor that they produce."""
+
+    def __init__(self, model: Model, layout: Layout):
+        self.model, self.layout, self.steps = model, layout, []
+        self.tokens = model.sequence * layout.micro
+        self.sizes = {"x": handed_over(model, layout)}
 
     def work(self, name, kind, flops, inputs, output, size, saved=(), weight=0) -> str:
-        """Add an operator and return the name of its output."""
         moved = sum(self.sizes[one] for one in inputs) + size + weight * BF16
         self.steps.append(Work(name, kind, flops, moved, inputs, {output: size}, saved, weight))
         self.sizes[output] = size
         return output
 
-    def product(
-        self, name: str, rows: float, inner: float, columns: float, source: str, output: str, weight=None
-    ) -> str:
+    def product(self, name: str, rows: float, inner: float, columns: float, source: str, weight=None) -> str:
         """Add the product of a (rows, inner) by an (inner, columns) matrix."""
         weight = int(inner * columns) if weight is None else int(weight)
         size = int(rows * columns * BF16)
-        return self.work(name, "product", 2 * rows * inner * columns, (source,), output, size, (source,), weight)
+        return self.work(name, "product", 2 * rows * inner * columns, (source,), name, size, (source,), weight)
 
-    def elementwise(self, name: str, inputs: tuple[str, ...], output: str, size: float, saved=()) -> str:
-        """Add an elementwise operator and return the name of its output."""
-        return self.work(name, "elementwise", 0.0, inputs, output, int(size), saved)
+    def elementwise(self, name: str, inputs: tuple[str, ...], size: float, saved=(), output: str = "") -> str:
+        return self.work(name, "elementwise", 0.0, inputs, output or name, int(size), saved)
 
     def transfer(self, name: str, kind: str, sent: float, source: str, target: str, size: float) -> str:
-        """Add a collective and return the name of its target."""
         self.steps.append(Transfer(name, kind, sent, source, target, int(size), self.sizes[source]))
         self.sizes[target] = int(size)
         return target
 
     def gather(self, source: str) -> str:
         """Add an all-gather along the sequence."""
-        full = self.sizes[source] * self.tp
-        return self.transfer(f"gather {source}", "tp", full * (1 - 1 / self.tp), source, source + "_full", full)
+        tp = self.layout.tp
+        full = self.sizes[source] * tp
+        return self.transfer(f"gather {source}", "tp", full * (1 - 1 / tp), source, source + "_full", full)
 
     def scatter(self, source: str, target: str) -> str:
         """Add a reduce-scatter along the sequence."""
-        full = self.sizes[source]
-        return self.transfer(f"scatter {source}", "tp", full * (1 - 1 / self.tp), source, target, full / self.tp)
+        tp, full = self.layout.tp, self.sizes[source]
+        return self.transfer(f"scatter {source}", "tp", full * (1 - 1 / tp), source, target, full / tp)
+
+    def attention(self) -> None:
+        model, part = self.model, self.sizes["x"]
+        width = model.heads * model.head / self.layout.tp
+        self.elementwise("norm1", ("x",), part, ("x",))
+        columns = (model.heads + 2 * model.kv_heads) * model.head / self.layout.tp
+        self.product("qkv", self.tokens, model.hidden, columns, self.gather("norm1"))
+        self.elementwise("rope", ("qkv",), self.sizes["qkv"])
+        pairs = self.tokens * model.sequence * (0.5 if model.causal else 1.0)
+        size = int(self.tokens * width * BF16)
+        self.work("attention", "attention", 4 * pairs * width, ("rope",), "context", size, ("rope", "context"))
+        self.product("projection", self.tokens, width, model.hidden, "context")
+        self.scatter("projection", "attended")
+        self.elementwise("add1", ("x", "attended"), part, output="x1")
+        self.elementwise("norm2", ("x1",), part, ("x1",))
+
+    def up(self, tokens: float, width: float, source: str, name: str, copies: int = 1) -> None:
+        """Add the first product or products of an MLP, and the activation before its last product. ``copies``: number
+        of experts on this rank, each with a weight of its own."""
+        model = self.model
+        weight = copies * model.hidden * width
+        wide = 2 if model.gated and self.layout.fused_gate else 1
+        between = [self.product(f"{name}_up", tokens, model.hidden, width * wide, source, weight * wide)]
+        if model.gated and not self.layout.fused_gate:
+            between.append(self.product(f"{name}_gate", tokens, model.hidden, width, source, weight))
+        self.elementwise(f"{name}_act", tuple(between), tokens * width * BF16, tuple(between))
+
+    def mlp(self, width: int, name: str) -> str:
+        f = width / self.layout.tp
+        self.up(self.tokens, f, self.gather("norm2"), name)
+        self.product(f"{name}_down", self.tokens, f, self.model.hidden, f"{name}_act")
+        return self.scatter(f"{name}_down", name)
+
+    def experts(self) -> list[str]:
+        """Add the steps of routed experts on EP ranks; each expert's width is split over TP / EP ranks. The tokens are
+        assumed to be spread evenly over the experts."""
+        model, layout, experts = self.model, self.layout, self.model.experts
+        here, split = self.tokens / layout.tp, layout.tp // layout.ep
+        arriving = self.tokens * experts.active / layout.ep
+        row = model.hidden * BF16
+        self.product("router", here, model.hidden, experts.count, "norm2")
+        self.elementwise("permute", ("norm2", "router"), here * experts.active * row, ("router",), "permuted")
+        sent = here * experts.active * row * (1 - 1 / layout.ep) + arriving * row * (1 - 1 / split)
+        self.transfer("dispatch", "ep", sent, "permuted", "arrived", arriving * row)
+        shared = [self.mlp(experts.shared, "shared")] if experts.shared else []
+        f, own = model.ffn / split, experts.count // layout.ep
+        self.up(arriving, f, "arrived", "expert", own)
+        self.product("expert_down", arriving, f, model.hidden, "expert_act", own * model.hidden * f)
+        self.transfer("combine", "ep", sent, "expert_down", "combined", here * experts.active * row)
+        return [
+            self.elementwise("unpermute", ("combined", "router"), here * row, ("combined", "router"), "routed"),
+            *shared,
+        ]
 
 
 def forward(model: Model, layout: Layout) -> list[Step]:
     """Return the forward of one layer from input "x" to output "y", both split along the sequence."""
-    part = model.sequence * layout.micro * model.hidden * BF16 // layout.tp
-    build = _Builder(layout.tp, {"x": part})
-    _attention(build, model, layout)
-    if model.experts is None:
-        _mlp(build, model, layout, model.ffn, "norm2", "mlp")
-        build.elementwise("add2", ("x1", "mlp"), "y", part)
-    else:
-        _experts(build, model, layout)
-        build.elementwise("add2", ("x1", "routed", *(["shared"] if model.experts.shared else [])), "y", part)
+    build = _Builder(model, layout)
+    build.attention()
+    made = [build.mlp(model.ffn, "mlp")] if model.experts is None else build.experts()
+    build.elementwise("add2", ("x1", *made), build.sizes["x"], output="y")
     return build.steps
 
 
 def embedding(model: Model, layout: Layout) -> list[Step]:
     """Return the forward of the embedding, before the first layer; its output is "y"."""
-    build = _Builder(layout.tp, {})
-    build.elementwise("embedding", (), "y", model.sequence * layout.micro * model.hidden * BF16 / layout.tp)
+    build = _Builder(model, layout)
+    build.elementwise("embedding", (), model.sequence * layout.micro * model.hidden * BF16 / layout.tp, output="y")
     return build.steps
 
 
@@ -146,83 +202,12 @@ def embedding_backward(model: Model, layout: Layout) -> list[Step]:
 
 def head(model: Model, layout: Layout) -> list[Step]:
     """Return the output layer's forward: from "x" to logits, split along the vocabulary, and the loss in fp32."""
-    tokens = model.sequence * layout.micro
-    build = _Builder(layout.tp, {"x": tokens * model.hidden * BF16 // layout.tp})
-    build.elementwise("norm", ("x",), "norm", build.sizes["x"], ("x",))
+    build = _Builder(model, layout)
+    build.elementwise("norm", ("x",), build.sizes["x"], ("x",))
     columns = model.vocabulary / layout.tp
-    build.product("logits", tokens, model.hidden, columns, build.gather("norm"), "logits")
-    build.elementwise("loss", ("logits",), "loss", tokens * columns * FP32, ("logits",))
+    build.product("logits", build.tokens, model.hidden, columns, build.gather("norm"))
+    build.elementwise("loss", ("logits",), build.tokens * columns * FP32, ("logits",))
     return build.steps
-
-
-def _attention(build: _Builder, model: Model, layout: Layout) -> None:
-    tokens, t = model.sequence * layout.micro, layout.tp
-    part = build.sizes["x"]
-    width = model.heads * model.head / t
-    build.elementwise("norm1", ("x",), "norm1", part, ("x",))
-    columns = (model.heads + 2 * model.kv_heads) * model.head / t
-    build.product("qkv", tokens, model.hidden, columns, build.gather("norm1"), "qkv")
-    build.elementwise("rope", ("qkv",), "rope", build.sizes["qkv"])
-    pairs = tokens * model.sequence * (0.5 if model.causal else 1.0)
-    size = int(tokens * width * BF16)
-    build.work("attention", "attention", 4 * pairs * width, ("rope",), "context", size, ("rope", "context"))
-    build.product("projection", tokens, width, model.hidden, "context", "projection")
-    build.scatter("projection", "attended")
-    build.elementwise("add1", ("x", "attended"), "x1", part)
-    build.elementwise("norm2", ("x1",), "norm2", part, ("x1",))
-
-
-def _up(
-    build: _Builder, model: Model, layout: Layout, size: tuple[float, float], source: str, name: str, copies: int = 1
-) -> None:
-    """Add the first product or products of an MLP, and the activation before its last product.
-
-    Args:
-        build: collects the steps.
-        model: the model.
-        layout: how the model is laid out.
-        size: tokens, and width on this rank.
-        source: name of the input tensor.
-        name: prefix of the steps' names.
-        copies: number of experts on this rank, each with a weight of its own.
-    """
-    tokens, f = size
-    weight = copies * model.hidden * f
-    up, gate = f"{name}_up", f"{name}_gate"
-    wide = 2 if model.gated and layout.fused_gate else 1
-    between = [build.product(up, tokens, model.hidden, f * wide, source, up, weight * wide)]
-    if model.gated and not layout.fused_gate:
-        between.append(build.product(gate, tokens, model.hidden, f, source, gate, weight))
-    build.elementwise(f"{name}_act", tuple(between), f"{name}_act", tokens * f * BF16, tuple(between))
-
-
-def _mlp(build: _Builder, model: Model, layout: Layout, width: int, source: str, name: str) -> None:
-    tokens, f = model.sequence * layout.micro, width / layout.tp
-    _up(build, model, layout, (tokens, f), build.gather(source), name)
-    build.product(f"{name}_down", tokens, f, model.hidden, f"{name}_act", f"{name}_down")
-    build.scatter(f"{name}_down", name)
-
-
-def _experts(build: _Builder, model: Model, layout: Layout) -> None:
-    """Add the steps of routed experts on EP ranks; each expert's width is split over TP / EP ranks.
-
-    The tokens are assumed to be spread evenly over the experts.
-    """
-    experts, tokens = model.experts, model.sequence * layout.micro
-    here, split = tokens / layout.tp, layout.tp // layout.ep
-    arriving = tokens * experts.active / layout.ep
-    row = model.hidden * BF16
-    build.product("router", here, model.hidden, experts.count, "norm2", "router")
-    build.elementwise("permute", ("norm2", "router"), "permuted", here * experts.active * row, ("router",))
-    sent = here * experts.active * row * (1 - 1 / layout.ep) + arriving * row * (1 - 1 / split)
-    build.transfer("dispatch", "ep", sent, "permuted", "arrived", arriving * row)
-    if experts.shared:
-        _mlp(build, model, layout, experts.shared, "norm2", "shared")
-    f, own = model.ffn / split, experts.count // layout.ep
-    _up(build, model, layout, (arriving, f), "arrived", "expert", own)
-    build.product("expert_down", arriving, f, model.hidden, "expert_act", "expert_down", own * model.hidden * f)
-    build.transfer("combine", "ep", sent, "expert_down", "combined", here * experts.active * row)
-    build.elementwise("unpermute", ("combined", "router"), "routed", here * row, ("combined", "router"))
 
 
 def backward(steps: Sequence[Step]) -> list[Step]:
@@ -256,8 +241,10 @@ def _sizes(steps: Sequence[Step]) -> dict[str, int]:
     """Return tensor name -> bytes for all tensors; the input of a norm is as large as its output."""
     sizes: dict[str, int] = {}
     for step in steps:
-        sizes |= {step.target: step.size, step.source: step.back} if isinstance(step, Transfer) else step.outputs
-        if isinstance(step, Work) and step.inputs == ("x",):
+        sizes |= step.outputs
+        if isinstance(step, Transfer):
+            sizes[step.source] = step.back
+        elif step.inputs == ("x",):
             sizes["x"] = step.outputs[step.name]
     return sizes
 
@@ -265,22 +252,10 @@ def _sizes(steps: Sequence[Step]) -> dict[str, int]:
 def _product_backward(step: Work, sizes: dict[str, int]) -> list[Step]:
     [source], [(output, size)] = step.inputs, step.outputs.items()
     given, gradient = sizes[source], step.weight * BF16
-    data = Work(
-        step.name + ".dgrad",
-        "product",
-        step.flops,
-        size + step.weight * BF16 + given,
-        ("d " + output,),
-        {"d " + source: given},
-    )
-    weight = Work(
-        step.name + ".wgrad",
-        "product",
-        step.flops,
-        size + given + gradient,
-        (source, "d " + output),
-        {f"dw {step.name}": gradient},
-    )
+    moved, flops = size + given + gradient, step.flops
+    data = Work(step.name + ".dgrad", "product", flops, moved, ("d " + output,), {"d " + source: given})
+    made = {f"dw {step.name}": gradient}
+    weight = Work(step.name + ".wgrad", "product", flops, moved, (source, "d " + output), made)
     moved = gradient + 2 * step.weight * FP32
     add = Work(step.name + ".accumulate", "elementwise", 0.0, moved, (f"dw {step.name}",), {}, mutates=True)
     return [data, weight, add]
@@ -313,33 +288,25 @@ def saved_bytes(steps: Sequence[Step]) -> int:
     return sum(sizes[one] for one in kept)
 
 
-def seconds(step: Work | Transfer, cluster: Cluster) -> float:
+def seconds(step: Step, cluster: Cluster) -> float:
     """Return the seconds of an operator, or of a collective within a node."""
     if isinstance(step, Transfer):
-        return transfer_seconds(step.sent, cluster.device.link * cluster.reached.link, cluster)
-    reached, device = cluster.reached, cluster.device
-    share = reached.attention if step.kind == "attention" else reached.products
-    return max(step.flops / (device.flops * share), read_seconds(step.moved, cluster))
+        return _transfer_seconds(step.sent, cluster.device.link * LINK, cluster)
+    share = ATTENTION if step.kind == "attention" else PRODUCTS
+    return max(step.flops / (cluster.device.flops * share), read_seconds(step.moved, cluster))
 
 
 def read_seconds(size: float, cluster: Cluster) -> float:
     """Return the seconds of reading (or writing) ``size`` bytes of the device's memory."""
-    return size / (cluster.device.memory_rate * cluster.reached.memory)
+    return size / (cluster.device.memory_rate * MEMORY)
 
 
-def transfer_seconds(sent: float, rate: float, cluster: Cluster) -> float:
+def _transfer_seconds(sent: float, rate: float, cluster: Cluster) -> float:
     """Return the seconds of sending ``sent`` bytes at ``rate`` bytes/s; 0 where nothing is sent."""
-    return (sent / rate + cluster.reached.latency_s) * cluster.slowdown if sent else 0.0
+    return (sent / rate + LATENCY_S) * cluster.slowdown if sent else 0.0
 
 
 def message_seconds(sent: float, same_node: bool, cluster: Cluster) -> float:
-    """Return the seconds of a message of ``sent`` bytes between two pipeline stages.
-
-    Args:
-        sent: size of the message in bytes.
-        same_node: whether both stages are on one node.
-        cluster: rates of the links.
-    """
-    device, reached = cluster.device, cluster.reached
-    rate = device.link * reached.link if same_node else cluster.network * reached.network
-    return transfer_seconds(sent, rate, cluster)
+    """Return the seconds of a message of ``sent`` bytes between two pipeline stages, on one node or on two."""
+    rate = cluster.device.link * LINK if same_node else cluster.network * NETWORK
+    return _transfer_seconds(sent, rate, cluster)

@@ -1,30 +1,78 @@
-"""Describe how a model is laid out on a cluster for ``ft dmr estimate``.
-
-A layout consists of the sizes of the parallel groups, the batch and its microbatches, and the kind of activation
-recomputation.
+"""GPUs and networks of ``ft dmr estimate`` (documented peak rates, and assumed shares of them that are achieved), and
+how a model is laid out on them.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ft.base.errors import UserError
-from ft.lab.estimate.clusters import Cluster
 from ft.lab.estimate.models import Model
 
-RECOMPUTE = ("full", "none")
+GB = 1e9
+
+
+class Device(NamedTuple):
+    """One GPU as described by its data sheet.
+
+    Attributes:
+        flops: dense bf16 FLOP/s of matrix products (data sheets print twice that, for sparse matrices).
+        memory: bytes.
+        memory_rate: bytes/s.
+        link: bytes/s to the other GPUs of its node, one way (half of what data sheets print).
+        network: bytes/s between nodes for each GPU, one way, in NVIDIA's own systems: InfiniBand NDR 400 Gb/s (DGX
+            H100, H200) and HDR 200 Gb/s (A100).
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_rate: float
+    link: float
+    network: float
+    source: str
+
+
+_DEVICES = (
+    Device("h200", 989e12, 141 * GB, 4.8e12, 450 * GB, 50 * GB, "NVIDIA H200 data sheet (SXM)"),
+    Device("h100", 989e12, 80 * GB, 3.35e12, 450 * GB, 50 * GB, "NVIDIA H100 data sheet (SXM)"),
+    Device("h100-nvl", 835e12, 94 * GB, 3.9e12, 300 * GB, 50 * GB, "NVIDIA H100 NVL data sheet"),
+    Device("a100", 312e12, 80 * GB, 2.039e12, 300 * GB, 25 * GB, "NVIDIA A100 data sheet (SXM, 80 GB)"),
+    Device("a100-40gb", 312e12, 40 * GB, 1.555e12, 300 * GB, 25 * GB, "NVIDIA A100 data sheet (SXM, 40 GB)"),
+)
+DEVICES = {device.name: device for device in _DEVICES}
+
+PRODUCTS, ATTENTION, MEMORY, LINK, NETWORK = 0.70, 0.45, 0.80, 0.75, 0.80
+"""Achieved shares of the peak rates: of FLOP/s in matrix products and in fused attention, of the memory's rate in
+elementwise operators, of the bandwidth within a node and between nodes. They are ASSUMED, not measured: they are usual
+in reports of training on these devices."""
+LATENCY_S = 20e-6
+"""Latency of one collective or message in seconds. ASSUMED."""
+RESERVED = 7.5 * GB
+"""Bytes of each GPU for its context, communication buffers and fragmentation. ASSUMED."""
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """Bytes of training state per parameter.
+class Cluster:
+    """Nodes of equal GPUs.
+
+    Attributes:
+        gpus: number of GPUs in all.
+        network: bytes/s between nodes for each GPU, one way.
+        slowdown: factor on the time of every transfer; 1 unless calibrated to a measured share (``answer.py``).
+    """
+
+    device: Device
+    gpus: int
+    per_node: int = 8
+    network: float = 50 * GB
+    slowdown: float = 1.0
+
+
+class Bytes(NamedTuple):
+    """Bytes of training state per parameter; data-parallel ranks share the optimizer state where ``sharded``.
 
     The default is mixed precision as in Megatron: bf16 weights, fp32 gradients, fp32 master weights and both Adam
     moments (Rajbhandari et al. 2019, arXiv 1910.02054: 12 bytes for the optimizer).
-
-    Attributes:
-        weight: bytes of the weight.
-        gradient: bytes of the gradient.
-        optimizer: bytes of the optimizer state; divided by the data-parallel size where ``sharded``.
-        sharded: whether data-parallel ranks share the optimizer state.
     """
 
     weight: int = 2
@@ -55,7 +103,6 @@ class Layout:
         early_stop: whether recomputation of a segment ends as soon as it has produced all tensors that the backward
             needs, as in torch's non-reentrant checkpointing; Megatron recomputes the whole segment.
         fused_gate: whether an MLP's gate and up projections are one matrix product, as in Megatron; TorchTitan has two.
-        state: bytes of training state per parameter.
     """
 
     tp: int
@@ -68,7 +115,7 @@ class Layout:
     recompute: str = "full"
     early_stop: bool = False
     fused_gate: bool = True
-    state: Bytes = Bytes()
+    state: Bytes = STATES["megatron"]
 
     @property
     def gpus(self) -> int:
@@ -81,10 +128,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Return the number of parts into which the model is cut; a part is one chunk of one stage.
-
-        The chunk ``chunk`` of the stage ``stage`` is the part number ``chunk * pp + stage``.
-        """
+        """Return the number of parts into which the model is cut: chunk c of stage s is part c * pp + s."""
         return self.pp * self.chunks
 
     def layers(self, model: Model) -> list[int]:
@@ -103,11 +147,6 @@ class Layout:
         Raises:
             UserError: the layout is impossible; the message names the conflicting numbers.
         """
-        for name in ("tp", "pp", "ep", "dp", "batch", "micro", "chunks"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}", "give a whole number of at least 1")
-        if self.recompute not in RECOMPUTE:
-            raise UserError(f"recomputation {self.recompute!r} is unknown", f"one of: {', '.join(RECOMPUTE)}")
         if self.gpus > cluster.gpus:
             raise UserError(
                 f"TP {self.tp} x PP {self.pp} x DP {self.dp} take {self.gpus} GPUs, and there are {cluster.gpus}",
@@ -115,14 +154,6 @@ class Layout:
             )
         if self.tp > cluster.per_node:
             raise UserError(f"TP {self.tp} does not fit into a node of {cluster.per_node} GPUs", "give a smaller --tp")
-        self._check_shape(model)
-        if self.batch % (self.micro * self.dp):
-            raise UserError(
-                f"a batch of {self.batch} does not divide into microbatches of {self.micro} on {self.dp} copies",
-                f"give a multiple of {self.micro * self.dp}",
-            )
-
-    def _check_shape(self, model: Model) -> None:
         if self.parts > model.layers:
             cut = f"{self.pp} stages of {self.chunks} chunks" if self.chunks > 1 else f"{self.pp} stages"
             raise UserError(f"{cut} for {model.layers} layers", "give fewer")
@@ -136,30 +167,28 @@ class Layout:
             )
         if self.tp % self.ep:
             raise UserError(f"EP {self.ep} is taken from TP {self.tp}, which it does not divide", "give another --ep")
+        if self.batch % (self.micro * self.dp):
+            raise UserError(
+                f"a batch of {self.batch} does not divide into microbatches of {self.micro} on {self.dp} copies",
+                f"give a multiple of {self.micro * self.dp}",
+            )
 
 
 def fitted(model: Model, cluster: Cluster, pp: int, tp: int | None = None, ep: int | None = None, **others) -> Layout:
     """Return a layout with ``pp`` stages.
 
-    By default, a tensor-parallel group fills a node, and data parallelism uses all nodes. GPUs that do not suffice for
-    another whole copy of the model stay unused.
-
-    Args:
-        model: the model.
-        cluster: the GPUs.
-        pp: number of pipeline stages.
-        tp: tensor-parallel size; None: the largest that fits.
-        ep: expert-parallel size; None: the tensor-parallel size, if it divides the number of experts, else 1.
+    By default, a tensor-parallel group fills a node, its ranks share the experts if their number divides, and data
+    parallelism uses all nodes. GPUs that do not suffice for another whole copy of the model stay unused.
 
     Raises:
         UserError: the layout is impossible.
     """
     if tp is None:
-        most = max(1, cluster.gpus // max(pp, 1))
+        most = max(1, cluster.gpus // pp)
         tp = max(n for n in range(1, min(cluster.per_node, most) + 1) if model.kv_heads % n == model.ffn % n == 0)
     if ep is None:
         ep = tp if model.experts and model.experts.count % tp == 0 else 1
-    dp = others.pop("dp", None) or max(1, cluster.gpus // max(tp * pp, 1))
+    dp = others.pop("dp", None) or max(1, cluster.gpus // (tp * pp))
     layout = Layout(tp=tp, pp=pp, ep=ep, dp=dp, **others)
     layout.check(model, cluster)
     return layout

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from ft.base.errors import UserError
-
 
 @dataclass(frozen=True)
 class Experts:
@@ -26,14 +24,8 @@ class Model:
     ``tied``.
 
     Attributes:
-        name: name for the command line.
-        layers: number of layers.
-        hidden: hidden size.
-        heads: number of attention heads.
-        kv_heads: number of key-value heads.
         head: size of a head.
         ffn: width of the MLP, or of one expert.
-        vocabulary: size of the vocabulary.
         sequence: tokens of a training sequence.
         experts: the mixture of experts, or None.
         gated: whether the MLP has a third matrix (SwiGLU).
@@ -59,32 +51,16 @@ class Model:
     source: str = ""
 
     @property
-    def attention_parameters(self) -> int:
-        """Return the number of parameters in the query, key, value and output matrices of a layer."""
-        return self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
-
-    @property
-    def router_parameters(self) -> int:
-        return self.hidden * self.experts.count if self.experts else 0
-
-    def mlp_parameters(self, width: int) -> int:
-        """Return the number of parameters of an MLP or expert of the given width."""
-        return (3 if self.gated else 2) * self.hidden * width
-
-    @property
-    def expert_parameters(self) -> int:
-        """Return the number of parameters of a layer's routed experts; 0 without experts."""
-        return self.experts.count * self.mlp_parameters(self.ffn) if self.experts else 0
-
-    @property
-    def dense_parameters(self) -> int:
-        """Return the number of parameters of a layer without its routed experts."""
-        mlp = self.mlp_parameters(self.experts.shared if self.experts else self.ffn)
-        return self.attention_parameters + mlp + self.router_parameters + 2 * self.hidden
-
-    @property
     def layer_parameters(self) -> int:
-        return self.dense_parameters + self.expert_parameters
+        attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
+        if self.experts is None:
+            return attention + self._mlp(self.ffn) + 2 * self.hidden
+        routed = self.experts.count * (self._mlp(self.ffn) + self.hidden)
+        return attention + self._mlp(self.experts.shared) + routed + 2 * self.hidden
+
+    def _mlp(self, width: int) -> int:
+        """Return the number of parameters of an MLP or expert of a width."""
+        return (3 if self.gated else 2) * self.hidden * width
 
     @property
     def embedding_parameters(self) -> int:
@@ -100,28 +76,21 @@ class Model:
         """Return the number of parameters that process one token."""
         if self.experts is None:
             return self.parameters
-        asleep = (self.experts.count - self.experts.active) * self.mlp_parameters(self.ffn)
+        asleep = (self.experts.count - self.experts.active) * self._mlp(self.ffn)
         return self.parameters - self.layers * asleep
 
-    def flops_per_token(self, recompute: bool = False) -> float:
+    def flops_per_token(self) -> float:
         """Return the FLOPs of forward and backward per token, in matrix products and attention.
 
         The count is 6 for each parameter except those of the embedding (a table lookup), plus 12 * hidden * sequence
         for the attention of each layer, or half of this if attention is causal: Narayanan et al. 2021 (arXiv
         2104.04473), appendix.
-
-        Args:
-            recompute: whether the layers' forward is executed twice (full activation checkpointing).
         """
         norms = self.layers * 2 * self.hidden + self.hidden
         output = self.embedding_parameters
         matrices = self.active_parameters - norms - output * (1 if self.tied else 2)
         attention = self.layers * 2 * self.heads * self.head * self.sequence * (0.5 if self.causal else 1.0)
-        return (8 if recompute else 6) * (matrices + attention) + 6 * output
-
-
-def _named(*models: Model) -> dict[str, Model]:
-    return {model.name: model for model in models}
+        return 6 * (matrices + attention) + 6 * output
 
 
 _LLAMA3 = "Llama 3 Herd of Models (arXiv 2407.21783), table 3"
@@ -129,7 +98,7 @@ _MISTRAL = "config.json of Mistral-Large-Instruct-2407"
 _SCOUT = "config.json of Llama-4-Scout-17B-16E (text model; the 0.9 billion of the vision encoder are left out)"
 _GPT3 = "Language Models are Few-Shot Learners (arXiv 2005.14165), table 2.1, without positions and biases"
 _GPT3_SHAPE = {"gated": False, "causal": False, "tied": True}
-MODELS = _named(
+_ALL = (
     # name, layers, hidden size, heads, key-value heads, size of a head, width, vocabulary, tokens of a sequence
     Model("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256, 8192, source=_LLAMA3),
     Model("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256, 8192, source=_LLAMA3),
@@ -138,14 +107,4 @@ MODELS = _named(
     Model("llama4-scout", 48, 5120, 40, 8, 128, 8192, 202048, 8192, Experts(16, active=1, shared=8192), source=_SCOUT),
     Model("gpt3-175b", 96, 12288, 96, 96, 128, 49152, 51200, 2048, **_GPT3_SHAPE, source=_GPT3),
 )
-
-
-def model_named(name: str) -> Model:
-    """Return the model called ``name``.
-
-    Raises:
-        UserError: no model has this name.
-    """
-    if name not in MODELS:
-        raise UserError(f"there is no model {name!r}", f"one of: {', '.join(MODELS)}")
-    return MODELS[name]
+MODELS = {model.name: model for model in _ALL}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ft.base.quantities import size
 from ft.lab.plan.goodput import exact, model
 from ft.lab.plan.goodput.model import CHECKPOINTS, Protection
 from ft.lab.plan.spare import theory
@@ -260,15 +261,15 @@ _SPARETRAIN = {"80GB": (3, 0.033, 0.32), "94GB": (2, 0.138, 0.31), "141GB": (2, 
 def sparetrain(given: argparse.Namespace) -> list[str]:
     """Return overhead and gain of DMR for Llama 3 70B, with batches of 16, in two readings of the paper."""
     from ft.lab.estimate.answer import cluster_of, estimate
-    from ft.lab.estimate.scenario import question, read_flags
+    from ft.lab.estimate.command import question
 
     del given
-    shared = {"model": "llama3-70b", "tp": "8", "batch": "16", "early-stop": "true", "fused-gate": "false"}
-    rows, fitted = [], ("fitted to 68 % idle", {"idle": "0.68"})
+    shared = {"model": "llama3-70b", "tp": 8, "batch": (16,), "early-stop": True, "fused-gate": False}
+    rows, fitted = [], ("fitted to 68 % idle", {"idle": 0.68})
     for memory, kind, extra in (("80GB", "predicted", {}), *((memory, *fitted) for memory in _SPARETRAIN)):
         stages, overhead, gain = _SPARETRAIN[memory]
-        sizes = {"gpus": str(8 * stages), "pp": str(stages), "memory": memory, "state": "titan"}
-        asked = question(read_flags(shared | sizes | extra))
+        sizes = {"gpus": 8 * stages, "pp": stages, "memory": size(memory), "state": "titan"}
+        asked = question(shared | sizes | extra)
         found = estimate(asked, asked.layouts[0], cluster_of(asked)).plan.predicted
         rows.append((f"{memory}, PP {stages}", kind, *_beside(found.overhead, overhead), *_beside(found.gain, gain)))
     head = ("GPU", "transfers", "overhead", "paper", "difference", "over naive", "paper", "difference")
