@@ -113,7 +113,7 @@ def build_datasets(
 
 
 def parse_split(text: str) -> str:
-    """Check --split and return it in a form that megatron-core reads correctly (it silently drops signs and exponents).
+    """Return --split in a form that megatron-core reads correctly (it silently drops signs and exponents).
 
     Raises:
         UserError: there are not one to three shares >= 0, or their sum is 0.
@@ -184,13 +184,7 @@ class Passes(torch.utils.data.Dataset):
 
 
 def epoch_permutation(seed: int, epoch: int, size: int) -> numpy.ndarray:
-    """Return the permutation of range(size), shape (size,), for one pass through the data.
-
-    Args:
-        seed: seed of the run.
-        epoch: number of the pass, from 0.
-        size: number of samples.
-    """
+    """Return the permutation of range(size), shape (size,), for pass number ``epoch`` (from 0) through the data."""
     # RandomState's stream is the same in all versions of numpy, so that a run resumes after an upgrade.
     state = numpy.random.RandomState([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, epoch])
     order = numpy.arange(size, dtype=numpy.uint32 if size < 2**32 else numpy.int64)
@@ -218,14 +212,7 @@ def _mock_datasets(config: GPTDatasetConfig, samples: Sequence[int]) -> tuple:
 def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, scan_cache: str) -> None:
     """Reject token ids outside the vocabulary, and a dataset made with another tokenizer.
 
-    A dataset's sidecar (``P.meta.json``) contains its tokenizer and its largest token id. Without a sidecar all tokens
-    are read once; the result is kept in ``scan_cache`` until the file changes.
-
-    Args:
-        index: index of the dataset.
-        sidecar: the dataset's sidecar; None if it has none.
-        tokenizer: tokenizer of the run.
-        scan_cache: folder in which the smallest and largest token id are kept.
+    A dataset without a sidecar, which has its largest id, is read once; ``scan_cache`` keeps the result.
     """
     if sidecar:
         check_made_with(index.prefix, sidecar, tokenizer)
@@ -241,16 +228,10 @@ def check_tokens(index: Index, sidecar: Sidecar | None, tokenizer: Tokenizer, sc
 
 
 def check_part(part: int, index: Index, bounds: Sequence[float], split: str, seq_length: int) -> None:
-    """Reject a dataset if its documents for one part (train, validation or test) are too short for one sample.
+    """Reject a dataset if its documents for one part (0, 1, 2: train, valid, test) are too short for one sample.
 
     megatron-core loops for ever on a part without tokens, and repeats a part with too few within one sample.
-
-    Args:
-        part: 0, 1 or 2 for train, valid and test.
-        index: index of the dataset.
-        bounds: the part of the documents as fractions (first, last), each in [0, 1].
-        split: the shares of the parts, such as "969,30,1".
-        seq_length: number of tokens in a sample.
+    ``bounds``: the part's documents as fractions (first, last), each in [0, 1].
     """
     first, last = (round(share * float(len(index.lengths))) for share in bounds)
     tokens = int(index.lengths[first:last].sum(dtype="int64"))
